@@ -1,0 +1,44 @@
+"""Settings as frozen data. `cli.py` fills them (flag > environment > chatcache.toml > default); nobody else reads
+the environment."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine and its model.
+
+    `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory_bytes=None` picks a share of free
+    memory. `max_model_len=None` takes the model's own. `attention`: auto | reference | cpu | triton.
+    """
+
+    model: str = ""
+    served_model_name: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    kv_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    page_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    max_num_waiting: int = 1024
+    seed: int = 0
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway. `api_keys` empty means open (and then only loopback is bound by default)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    db: str = "chatcache.db"
+    sse_keep_alive_interval_s: float = 15.0
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    log_level: str = "info"
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_frame_bytes: int = 1024 * 1024

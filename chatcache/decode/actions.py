@@ -1,0 +1,128 @@
+"""What a branch does next, and the protocol every decoding strategy satisfies.
+
+A strategy owns one request's decoding state: it says what to draw from each branch's logits and, when the candidates
+come back, answers with actions on branches (the scheduler applies them to pages) and outputs (the engine turns them
+into events). It never sees pages, plans or tensors. Preemption is invisible to it.
+
+Branch ids are small ints local to the request; branch 0 is the root and holds the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from chatcache.sched.plan import F32, I32
+from chatcache.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class DrawSpec:
+    """One draw from a branch's next-token logits; fields as in `sched.plan.Draws`.
+
+    `edit` is (ids, scale, add) of `sched.plan.LogitEdit`, or None.
+    """
+
+    width: int = 1
+    seed: int = 0
+    lane: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    num_top: int = 0
+    edit: tuple[I32, F32, F32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What one draw came back with: `width` tokens, best first, and the top raw alternatives if asked for."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Append `token` to `branch`; its KV is computed in a later step."""
+
+    branch: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Create `child` with all of `parent`'s tokens and pages as they were before this step's actions, plus `token`.
+
+    Every Fork of a parent precedes that parent's own Extend or Retire in the action list.
+    """
+
+    parent: int
+    child: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Release `branch`'s hold on its pages."""
+
+    branch: int
+
+
+BranchAction = Extend | Fork | Retire
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Tokens of candidate `index` that are now final, for the caller."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Candidate `index` ended; fields as in `types.CandidateDone`."""
+
+    index: int
+    finish_reason: str
+    stop_reason: str | int | None = None
+    score: float = 0.0
+
+
+Output = Emit | Done
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Answer to one round of candidates. Actions apply in order. `finished`: no branch is left, the request is over
+    (every branch has been retired by then)."""
+
+    actions: tuple[BranchAction, ...]
+    outputs: tuple[Output, ...]
+    finished: bool = False
+
+
+class Strategy(Protocol):
+    """Decoding of one request."""
+
+    @property
+    def max_branches(self) -> int:
+        """Upper bound of branches alive at once; what gang admission plans for."""
+        ...
+
+    @property
+    def lockstep(self) -> bool:
+        """True when all live branches must be drawn in the same step (beams)."""
+        ...
+
+    def draws(self, branch: int) -> tuple[DrawSpec, ...]:
+        """What to draw from `branch`'s next-token logits. A query: may be asked again after a preemption."""
+        ...
+
+    def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
+        """Consume candidates by branch, as many per branch as `draws(branch)` asked for."""
+        ...

@@ -1,0 +1,40 @@
+"""The two protocols at the engine's edges: what it needs of a runner, and what the outside may do with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
+from chatcache.types import EngineEvent, EngineHealth, GenerateRequest
+
+
+class ModelRunner(Protocol):
+    """Executes plans. Satisfied structurally by `model.runner.Runner` and `engine.fake.FakeRunner`."""
+
+    def capacity(self) -> KVCapacity: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Raises: any exception means the whole step failed; the engine ends its requests, not itself."""
+        ...
+
+
+class EngineClient(Protocol):
+    """The only thing `chat` and `gateway` hold of an engine, wherever it runs."""
+
+    async def submit(self, request: GenerateRequest) -> None:
+        """Accept a request; from here exactly one terminal event will come.
+
+        Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full.
+        """
+        ...
+
+    def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
+        """Yield the request's events with seq > `after`, in order, ending after the terminal one."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End the request within one step; its stream ends with `Finished(cancelled=True)`. Unknown ids are ignored."""
+        ...
+
+    async def health(self) -> EngineHealth: ...

@@ -1,0 +1,71 @@
+"""The catalogue of errors a user can meet; each knows its HTTP status, OpenAI `type`, `code` and `param`.
+
+Rooms raise these (or return values); only the gateway turns them into wire bodies, only the CLI into exit codes.
+Anything else that escapes a room is a bug and ends as `internal_error`, never as its own text on the wire.
+"""
+
+from __future__ import annotations
+
+
+class ChatcacheError(Exception):
+    """Base of every error with a meaning for the caller.
+
+    `param` is the field at fault (OpenAI's `error.param`), `code` the stable machine-readable name.
+    """
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(ChatcacheError):
+    """A field is missing, of the wrong type or out of its bounds. The message names the field and the limit."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A known field whose honouring would change the result, which chatcache does not do."""
+
+    code = "unsupported_parameter"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt plus requested output can never fit the model's context or the KV pool; the numbers are in the message."""
+
+    code = "context_length_exceeded"
+
+
+class NotFound(ChatcacheError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class Overloaded(ChatcacheError):
+    """The engine refuses new work for now (queue full, model loading, draining). Clients should retry."""
+
+    status = 503
+    type = "server_error"
+    code = "overloaded"
+
+
+class EngineFault(ChatcacheError):
+    """Something failed while this request was executing; only this request ends."""
+
+    code = "engine_error"
+
+
+class ModelFolderError(ChatcacheError):
+    """The model folder cannot be served. The message names the file and the reason."""
+
+    code = "model_folder_error"
