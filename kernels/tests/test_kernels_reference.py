@@ -1,0 +1,113 @@
+"""reference.py against independent oracles: torch's SDPA, naive loops, and hand-checked cases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from chatcache_kernels import reference
+from chatcache_kernels.types import AttentionBatch
+from torch.nn import functional as F
+
+
+def naive_attention(q, k, v, position, scale, window, softcap, sink):  # type: ignore[no-untyped-def]
+    """One query [D] against keys [S, D] at positions 0..S-1, in Python floats."""
+    scores = []
+    for j in range(k.shape[0]):
+        score = scale * sum(float(a) * float(b) for a, b in zip(q, k[j], strict=True))
+        if softcap is not None:
+            score = softcap * math.tanh(score / softcap)
+        visible = j <= position and (window is None or j > position - window)
+        scores.append(score if visible else None)
+    exponentials = [math.exp(s) if s is not None else 0.0 for s in scores]
+    total = sum(exponentials) + (math.exp(sink) if sink is not None else 0.0)
+    return [sum(e * float(v[j, d]) for j, e in enumerate(exponentials)) / total for d in range(v.shape[1])]
+
+
+def build_row(context: int, new: int, page_size: int, heads: int, kv_heads: int, head_dim: int):  # type: ignore[no-untyped-def]
+    """Return a store holding one row of `context` tokens in shuffled pages, its batch, q and the plain k, v."""
+    num_pages = -(-context // page_size) + 3
+    pages = reference.allocate_pages(2, num_pages, page_size, kv_heads, head_dim, torch.float32)
+    table = torch.randperm(num_pages - 1)[None, : -(-context // page_size)].int() + 1
+    k, v = torch.randn(2, context, kv_heads, head_dim).unbind(0)
+    whole = AttentionBatch.build(table, torch.tensor([0]), torch.tensor([context]), page_size)
+    reference.write_pages(pages, 1, k, v, whole.slots)
+    batch = AttentionBatch.build(table, torch.tensor([context - new]), torch.tensor([new]), page_size)
+    return pages, batch, torch.randn(new, heads, head_dim), k, v
+
+
+@pytest.mark.parametrize(("context", "new"), [(40, 40), (40, 1), (33, 17)])
+def test_attention_equals_torch_sdpa(context: int, new: int) -> None:
+    pages, batch, q, k, v = build_row(context, new, 8, 6, 2, 32)
+    got = reference.paged_attention(q, pages, 1, batch, 0.2)
+    mask = torch.ones(context, context).tril().bool()[context - new :]
+    expected = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, scale=0.2, enable_gqa=True
+    )
+    torch.testing.assert_close(got, expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_equals_naive_loops(window: int | None, softcap: float | None, with_sinks: bool) -> None:
+    pages, batch, q, k, v = build_row(11, 3, 4, 4, 2, 8)
+    sinks = torch.randn(4) if with_sinks else None
+    got = reference.paged_attention(q, pages, 1, batch, 0.5, window, softcap, sinks)
+    for token in range(3):
+        for head in range(4):
+            sink = float(sinks[head]) if sinks is not None else None
+            expected = naive_attention(
+                q[token, head], k[:, head // 2], v[:, head // 2], 8 + token, 0.5, window, softcap, sink
+            )
+            torch.testing.assert_close(got[token, head], torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_batch_slots_follow_the_page_table() -> None:
+    tables = torch.tensor([[5, 2, 9], [7, 0, 0]], dtype=torch.int32)
+    batch = AttentionBatch.build(tables, torch.tensor([3, 1]), torch.tensor([6, 2]), 4)
+    assert batch.offsets.tolist() == [0, 6, 8]
+    assert batch.slots.tolist() == [23, 8, 9, 10, 11, 36, 29, 30]
+    assert (batch.max_new_tokens, batch.max_context_tokens) == (6, 9)
+
+
+def test_batch_of_no_rows_is_empty() -> None:
+    batch = AttentionBatch.build(torch.zeros(0, 3), torch.zeros(0), torch.zeros(0), 4)
+    assert batch.slots.numel() == 0
+    pages = reference.allocate_pages(1, 2, 4, 1, 8, torch.float32)
+    assert reference.paged_attention(torch.empty(0, 2, 8), pages, 0, batch, 1.0).shape == (0, 2, 8)
+
+
+def test_copied_pages_hold_the_same_tokens_in_every_layer() -> None:
+    pages = reference.allocate_pages(3, 6, 4, 2, 8, torch.bfloat16)
+    pages.k.normal_(), pages.v.normal_()
+    before = pages.k.clone(), pages.v.clone()
+    reference.copy_pages(pages, torch.tensor([[1, 4], [2, 5], [1, 3]], dtype=torch.int32))
+    for old, new in zip(before, (pages.k, pages.v), strict=True):
+        assert torch.equal(new, old[:, [0, 1, 2, 1, 1, 2]])
+
+
+def test_store_counts_its_bytes() -> None:
+    pages = reference.allocate_pages(3, 5, 4, 2, 8, torch.bfloat16)
+    assert pages.page_bytes == 2 * 3 * 4 * 2 * 8 * 2
+    assert pages.num_bytes == pages.k.nbytes + pages.v.nbytes
+
+
+def test_rms_norm_equals_torch() -> None:
+    x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    normed, total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, F.rms_norm(x + residual, (48,), weight, 1e-5))
+
+
+def test_silu_mul_equals_torch() -> None:
+    x = torch.randn(5, 48)
+    torch.testing.assert_close(reference.silu_mul(x), F.silu(x[:, :24]) * x[:, 24:])
+
+
+def test_rope_is_a_complex_rotation_of_the_rotary_part() -> None:
+    x, angle = torch.randn(3, 2, 12), torch.randn(3, 4)
+    got = reference.rope(x, angle.cos(), angle.sin())
+    turned = torch.complex(x[..., :4], x[..., 4:8]) * torch.polar(torch.ones(3, 1, 4), angle[:, None])
+    torch.testing.assert_close(got, torch.cat((turned.real, turned.imag, x[..., 8:]), dim=-1))
