@@ -1,0 +1,33 @@
+"""The door to the strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chatcache.decode.actions import Strategy
+from chatcache.decode.beam import BeamStrategy
+from chatcache.decode.sampling import SamplingStrategy
+from chatcache.decode.stop import StopRules
+from chatcache.types import BeamSearchParams, GenerateRequest, ModelFacts
+
+
+def make_strategy(
+    request: GenerateRequest,
+    facts: ModelFacts,
+    *,
+    seed: int,
+    max_tokens: int,
+    token_bytes: Sequence[bytes] | None,
+) -> Strategy:
+    """Build the strategy of a request whose parameters `validate_params` has accepted.
+
+    `seed` and `max_tokens` are the resolved ones (`params` may hold None); a negative seed is taken modulo 2**64.
+    `token_bytes[id]` is what a token adds to the text; needed for stop strings only.
+
+    Raises: InvalidRequest for stop strings without `token_bytes`.
+    """
+    params = request.params
+    rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=token_bytes)
+    if isinstance(params, BeamSearchParams):
+        return BeamStrategy(params, rules, vocab_size=facts.vocab_size)
+    return SamplingStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt)

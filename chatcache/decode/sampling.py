@@ -1,0 +1,119 @@
+"""Sampling and n-best: candidates that share the prompt's pages and go their own ways from its last logits.
+
+The root is drawn once per lane; lane i becomes candidate i and branch i. Noise is keyed by (seed, lane, position), so a
+candidate is the same whether its siblings exist or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from chatcache.decode.actions import (
+    Advance,
+    BranchAction,
+    Candidates,
+    Done,
+    DrawSpec,
+    Emit,
+    Extend,
+    Fork,
+    Output,
+    Retire,
+)
+from chatcache.decode.penalties import LogitEdits
+from chatcache.decode.stop import START, StopRules, Trail
+from chatcache.types import SamplingParams, TokenLogprob
+
+ROOT = 0
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One candidate while it lives. `score`: cumulative raw log-probability of its tokens."""
+
+    index: int
+    spec: DrawSpec
+    edits: LogitEdits
+    trail: Trail = START
+    score: float = 0.0
+
+
+class SamplingStrategy:
+    """Draw `n` candidates. Branch ids are lane numbers: the root goes on as lane 0."""
+
+    def __init__(self, params: SamplingParams, rules: StopRules, *, seed: int, prompt: Sequence[int]) -> None:
+        self._rules = rules
+        self._num_lanes = params.n
+        self._num_top = params.logprobs
+        self._spec = DrawSpec(
+            seed=seed,
+            temperature=params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            num_top=params.logprobs or 0,
+        )
+        self._root_edits = LogitEdits(params, prompt, rules.terminal_ids if rules.min_tokens > 0 else ())
+        self._lanes: dict[int, _Lane] = {}
+        self._started = False
+
+    @property
+    def max_branches(self) -> int:
+        return self._num_lanes
+
+    @property
+    def lockstep(self) -> bool:
+        return False
+
+    def draws(self, branch: int) -> tuple[DrawSpec, ...]:
+        if self._started:
+            lane = self._lanes[branch]
+            return (self._edited(lane.spec, lane.edits, lane.trail),)
+        if branch != ROOT:
+            raise KeyError(branch)
+        root = self._edited(self._spec, self._root_edits, START)
+        return (root, *(replace(root, lane=lane) for lane in range(1, self._num_lanes)))
+
+    def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
+        actions: list[BranchAction] = []
+        outputs: list[Output] = []
+        if self._started:
+            for branch, (candidate,) in drawn.items():
+                alive = self._take(self._lanes[branch], candidate, outputs)
+                actions.append(Extend(branch, candidate.tokens[0]) if alive else self._retire(branch))
+        elif ROOT in drawn:
+            self._split(drawn[ROOT], actions, outputs)
+        return Advance(tuple(actions), tuple(outputs), finished=self._started and not self._lanes)
+
+    def _split(self, candidates: tuple[Candidates, ...], actions: list[BranchAction], outputs: list[Output]) -> None:
+        """Turn the root's draws into lanes: forks first, then the root's own step."""
+        self._started = True
+        for index, candidate in enumerate(candidates):
+            lane = _Lane(index, replace(self._spec, lane=index), self._root_edits.fork())
+            self._lanes[index] = lane
+            if not self._take(lane, candidate, outputs):
+                del self._lanes[index]
+            elif index != ROOT:
+                actions.append(Fork(ROOT, index, candidate.tokens[0]))
+        actions.append(Extend(ROOT, candidates[ROOT].tokens[0]) if ROOT in self._lanes else Retire(ROOT))
+
+    def _take(self, lane: _Lane, candidate: Candidates, outputs: list[Output]) -> bool:
+        """Give `lane` its next token; say whether it goes on."""
+        token, logprob = candidate.tokens[0], candidate.logprobs[0]
+        lane.score += logprob
+        lane.edits.record(token)
+        lane.trail, ended = self._rules.follow(lane.trail, token)
+        logprobs = (TokenLogprob(logprob, candidate.top),) if self._num_top is not None else ()
+        outputs.append(Emit(lane.index, (token,), logprobs))
+        if ended is not None:
+            outputs.append(Done(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
+        return ended is None
+
+    def _retire(self, branch: int) -> Retire:
+        del self._lanes[branch]
+        return Retire(branch)
+
+    def _edited(self, spec: DrawSpec, edits: LogitEdits, trail: Trail) -> DrawSpec:
+        edit = edits.edit(ban=trail.num_tokens < self._rules.min_tokens)
+        return spec if edit is None else replace(spec, edit=edit)
