@@ -1,0 +1,123 @@
+"""The event log: what a running request has said so far, kept so that readers may come, go and fall behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from chatcache.errors import InvalidRequest, NotFound
+from chatcache.types import TERMINAL, EngineEvent, Failed
+
+RETENTION_S = 60.0
+
+
+class EventLog:
+    """Events of one request, `seq` 1, 2, 3, ... without a gap; closed by its terminal event.
+
+    Appending never waits: a slow reader costs memory bounded by the request's own length, never time.
+    All methods belong to one event loop.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._events: list[EngineEvent] = []
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def last_seq(self) -> int:
+        return len(self._events)
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._events) and isinstance(self._events[-1], TERMINAL)
+
+    def append(self, event: EngineEvent) -> None:
+        """Add the next event and wake the readers.
+
+        Raises: ValueError for a gap, a repeat, or anything after the terminal event.
+        """
+        if self.closed or event.seq != self.last_seq + 1:
+            state = "closed" if self.closed else "open"
+            raise ValueError(f"{self.request_id}: seq {event.seq} after {self.last_seq} in an {state} log")
+        self._events.append(event)
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiting.clear()
+
+    async def read(self, after: int = 0) -> AsyncIterator[EngineEvent]:
+        """Yield events with seq > `after`, waiting for more until the terminal one."""
+        position = max(after, 0)
+        while True:
+            while position < self.last_seq:
+                event = self._events[position]
+                position += 1
+                yield event
+            if self.closed:
+                return
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            await waiter
+
+
+class EventLogs:
+    """The logs of all requests. A finished one goes when its terminal event was read, or after `retention_s`."""
+
+    def __init__(self, retention_s: float = RETENTION_S) -> None:
+        self._retention_s = retention_s
+        self._logs: dict[str, EventLog] = {}
+        self._expiry: dict[str, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a terminal event yet."""
+        return len(self._logs) - len(self._expiry)
+
+    def open(self, request_id: str) -> EventLog:
+        """Begin a log.
+
+        Raises: InvalidRequest while another request holds the same id.
+        """
+        if request_id in self._logs:
+            raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
+        log = self._logs[request_id] = EventLog(request_id)
+        return log
+
+    def append(self, event: EngineEvent) -> None:
+        """File an event; one for a request nobody holds any more is dropped."""
+        log = self._logs.get(event.request_id)
+        if log is None:
+            return
+        log.append(event)
+        if log.closed:
+            loop = asyncio.get_running_loop()
+            self._expiry[log.request_id] = loop.call_later(self._retention_s, self.drop, log.request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a log; readers already on it read to its end. Unknown ids are ignored."""
+        self._logs.pop(request_id, None)
+        timer = self._expiry.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def fail_open(self, message: str) -> None:
+        """End every open log with one `Failed`."""
+        for log in [log for log in self._logs.values() if not log.closed]:
+            self.append(Failed(log.request_id, log.last_seq + 1, message))
+
+    async def read(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
+        """Yield a request's events with seq > `after`, to the terminal one.
+
+        Raises: NotFound for an id that was never submitted, or whose end was read already.
+        """
+        log = self._logs.get(request_id)
+        if log is None:
+            raise NotFound(f"request {request_id!r} is not known")
+        async for event in log.read(after):
+            if isinstance(event, TERMINAL):
+                self.drop(request_id)
+            yield event
+        self.drop(request_id)

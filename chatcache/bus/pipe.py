@@ -1,0 +1,231 @@
+"""An engine in a supervised child process: what `chatcache serve` holds as its EngineClient."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from chatcache.bus.child import Child
+from chatcache.bus.codec import (
+    Answer,
+    Boot,
+    Command,
+    Events,
+    Loaded,
+    LoadFailed,
+    Loading,
+    Notice,
+    Stop,
+    from_fault,
+)
+from chatcache.bus.switchboard import Switchboard
+from chatcache.config import EngineConfig
+from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, Overloaded
+from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
+
+log = logging.getLogger(__name__)
+
+EXIT_GRACE_S = 5.0
+STALL_S = 120.0
+
+
+class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How to answer a child's death: wait `first_delay_s`, doubling to `max_delay_s`; give up at `max_deaths` in a row.
+
+    A finished request, or `healthy_after_s` of life, ends the row.
+    """
+
+    max_deaths: int = 5
+    first_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+    healthy_after_s: float = 60.0
+
+    def delay_s(self, num_deaths: int) -> float:
+        return float(min(self.first_delay_s * 2 ** (num_deaths - 1), self.max_delay_s))
+
+
+class EngineProcess:
+    """EngineClient over a child process that loads the model and steps the engine.
+
+    When the child dies, every running request ends with one `Failed`, health tells why, and a new child is started as
+    `policy` allows. A fault while the first child loads is final: `wait_loaded` raises it. Belongs to one event loop.
+    `factory` is "module:function", see `bus.worker`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        factory: str,
+        *,
+        log_level: str = "info",
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self._boot = Boot(factory, config, log_level)
+        self._policy = policy or RestartPolicy()
+        self._board = Switchboard(self._send)
+        self._child: Child | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._detail = "starting"
+        self._load_fraction = 0.0
+        self._ready = False
+        self._heard_at = time.monotonic()
+        self._load_error: ChatcacheError | None = None
+        self._error: ChatcacheError | None = None
+        self._loaded = asyncio.Event()
+        self._failed = asyncio.Event()
+        self.facts: ModelFacts | None = None
+        self.num_restarts = 0
+
+    async def __aenter__(self) -> EngineProcess:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the present child."""
+        return self._child.process.pid if self._child and self._child.process else None
+
+    async def start(self) -> None:
+        """Start supervising; returns at once. Calling again is harmless."""
+        if self._supervisor is None:
+            self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def wait_loaded(self) -> ModelFacts:
+        """Wait until the model is loaded for the first time.
+
+        Raises: what the load failed of, a ModelFolderError for instance.
+        """
+        await self._loaded.wait()
+        if self.facts is None:
+            raise self._error or EngineFault("the engine was closed")
+        return self.facts
+
+    async def wait_failed(self) -> ChatcacheError:
+        """Wait until there is no hope left: the load failed, or too many children died in a row."""
+        await self._failed.wait()
+        return self._error or EngineFault("the engine was closed")
+
+    async def submit(self, request: GenerateRequest) -> None:
+        if not self._ready:
+            raise Overloaded(self._detail, code="engine_unavailable" if self.facts or self._error else "model_loading")
+        if self.facts and len(request.prompt) > self.facts.max_model_len:  # refused here: it may not even fit a frame
+            raise ContextTooLong(
+                f"the prompt has {len(request.prompt)} tokens, the context {self.facts.max_model_len}", param="prompt"
+            )
+        if not self._board.num_open:
+            self._heard_at = time.monotonic()  # an idle engine owes no sign of life until now
+        await self._board.submit(request)
+
+    def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
+        return self._board.events(request_id, after)
+
+    async def abort(self, request_id: str) -> None:
+        self._board.abort(request_id)
+
+    async def health(self) -> EngineHealth:
+        """What the engine last said (at most a moment ago), or why it cannot say anything."""
+        if not self._ready or self._board.health is None:
+            return EngineHealth(
+                ready=False, detail=self._detail, model=self._boot.config.model, load_fraction=self._load_fraction
+            )
+        silent_s = time.monotonic() - self._heard_at
+        if self._board.num_open and silent_s > STALL_S:
+            return msgspec.structs.replace(self._board.health, ready=False, detail=f"no step for {silent_s:.0f} s")
+        return self._board.health
+
+    async def stats(self) -> Any:
+        return await self._ask("stats")
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._ask("reset_prefix_cache"))
+
+    async def close(self) -> None:
+        """Stop the child, kill it if it lingers; requests still open end with `Failed`."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        if self._child is not None:
+            self._child.send(Stop())
+            await self._child.reap(EXIT_GRACE_S if self._ready else 0.0)
+        self._down(EngineFault("the engine was closed"))
+        self._loaded.set()
+
+    def kill(self) -> None:
+        """End the child at once, without waiting: for a second Ctrl-C."""
+        if self._child is not None:
+            self._child.kill()
+
+    async def _ask(self, what: Any) -> Any:
+        if not self._ready:
+            raise Overloaded(self._detail, code="engine_unavailable")
+        return await self._board.ask(what)
+
+    def _send(self, command: Command) -> None:
+        if self._child is not None:
+            self._child.send(command)
+
+    async def _supervise(self) -> None:
+        num_deaths = 0
+        while True:
+            finished_before = self._board.num_finished
+            child = self._child = Child(self._receive)
+            try:
+                await child.spawn(self._boot)
+            except OSError as reason:
+                self._give_up(EngineFault(f"the engine process could not be started: {reason}"))
+                return
+            await child.ended.wait()
+            self._ready = False
+            status = await child.reap(EXIT_GRACE_S)
+            served = self._board.num_finished > finished_before
+            lived_s = time.monotonic() - child.born_at
+            num_deaths = 1 if served or lived_s >= self._policy.healthy_after_s else num_deaths + 1
+            error = self._load_error or EngineFault(f"the engine process died ({_describe(status)})")
+            if num_deaths >= self._policy.max_deaths or (self._load_error and self.facts is None):
+                self._give_up(error)
+                return
+            delay_s = self._policy.delay_s(num_deaths)
+            self._down(error, f"{error.message}; starting a new one in {delay_s:g} s")
+            log.error("%s; starting a new one in %g s", error.message, delay_s)
+            await asyncio.sleep(delay_s)
+            self.num_restarts += 1
+
+    def _receive(self, notice: Notice) -> None:
+        self._heard_at = time.monotonic()
+        if isinstance(notice, Answer | Events):
+            self._board.receive(notice)
+        elif isinstance(notice, Loading):
+            self._load_fraction, self._detail = notice.fraction, notice.detail
+        elif isinstance(notice, Loaded):
+            self.facts, self._board.health, self._load_error = notice.facts, notice.health, None
+            self._ready, self._detail, self._load_fraction = True, "", 1.0
+            self._loaded.set()
+        elif isinstance(notice, LoadFailed):
+            self._load_error = from_fault(notice.fault)
+
+    def _down(self, error: ChatcacheError, detail: str = "") -> None:
+        """Not ready from here on; everybody waiting is told."""
+        self._ready, self._load_fraction = False, 0.0
+        self._detail = detail or error.message
+        self._board.hang_up(error)
+
+    def _give_up(self, error: ChatcacheError) -> None:
+        log.error("%s; giving up", error.message)
+        self._error = error
+        self._down(error)
+        self._loaded.set()
+        self._failed.set()
+
+
+def _describe(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,85 @@
+"""The client's half of the bus: calls awaiting their answers, logs of running requests, the last health heard."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal
+
+from chatcache.bus.codec import Abort, Answer, Ask, Command, Events, Submit, from_fault
+from chatcache.bus.log import RETENTION_S, EventLogs
+from chatcache.errors import ChatcacheError
+from chatcache.types import EngineEvent, EngineHealth, Finished, GenerateRequest
+
+
+class Switchboard:
+    """Turns calls into commands and notices into results. Belongs to one event loop.
+
+    `send` hands a command to the engine and never waits.
+    """
+
+    def __init__(self, send: Callable[[Command], None], retention_s: float = RETENTION_S) -> None:
+        self._send = send
+        self._logs = EventLogs(retention_s)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self.health: EngineHealth | None = None
+        self.num_finished = 0
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted that have not ended."""
+        return self._logs.num_open
+
+    async def submit(self, request: GenerateRequest) -> None:
+        """Hand a request over and wait for the engine's verdict; a cancelled wait withdraws the request."""
+        self._logs.open(request.request_id)
+        try:
+            await self._call(lambda call: Submit(call, request))
+        except BaseException as error:
+            self._logs.drop(request.request_id)
+            if isinstance(error, asyncio.CancelledError):
+                self._send(Abort(request.request_id))
+            raise
+
+    def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
+        return self._logs.read(request_id, after)
+
+    def abort(self, request_id: str) -> None:
+        self._send(Abort(request_id))
+
+    async def ask(self, what: Literal["stats", "reset_prefix_cache"]) -> Any:
+        return await self._call(lambda call: Ask(call, what))
+
+    async def _call(self, command: Callable[[int], Command]) -> Any:
+        call = next(self._numbers)
+        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(command(call))
+            return await future
+        finally:
+            del self._calls[call]
+
+    def receive(self, notice: Answer | Events) -> None:
+        """File what the engine said."""
+        if isinstance(notice, Answer):
+            future = self._calls.get(notice.call)
+            if future is not None and not future.done():
+                if notice.fault is None:
+                    future.set_result(notice.value)
+                else:
+                    future.set_exception(from_fault(notice.fault))
+            return
+        if notice.health is not None:
+            self.health = notice.health
+        for event in notice.events:
+            self.num_finished += isinstance(event, Finished)
+            self._logs.append(event)
+
+    def hang_up(self, error: ChatcacheError) -> None:
+        """The engine is gone: every open request ends with one `Failed`, every pending call raises `error`."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._logs.fail_open(error.message)

@@ -1,0 +1,119 @@
+"""The engine child: `python -m chatcache.bus.worker FD`, FD being its end of a socket pair.
+
+The first command (`Boot`) names the factory, "module:function", called as factory(config, progress) -> engine. The bus
+itself knows no model: `chatcache.compose:build_engine` is what the CLI passes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import cast
+
+from chatcache.bus.codec import (
+    Boot,
+    Command,
+    FrameBuffer,
+    Loaded,
+    LoadFailed,
+    Loading,
+    Notice,
+    decode_command,
+    encode,
+    to_fault,
+)
+from chatcache.bus.loop import Progress, SteppedEngine, run_engine
+from chatcache.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+EXIT_LOAD_FAILED = 3
+READ_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+
+Factory = Callable[[EngineConfig, Progress], SteppedEngine]
+
+
+class SocketInbox:
+    """Commands from a blocking stream socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._frames = FrameBuffer()
+
+    def read(self, block: bool) -> list[Command]:
+        commands: list[Command] = []
+        while True:
+            wait = block and not commands
+            try:
+                data = self._sock.recv(READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return commands
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise EOFError
+            commands += [decode_command(body) for body in self._frames.feed(data)]
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies; elsewhere the closed socket ends it at its next read."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def serve(sock: socket.socket) -> int:
+    """Load the engine, then run it until the parent says stop or is gone. Returns the exit status."""
+
+    def send(notice: Notice) -> None:
+        sock.sendall(encode(notice))
+
+    inbox = SocketInbox(sock)
+    boot, *early = inbox.read(block=True)
+    if not isinstance(boot, Boot) or early:
+        raise ValueError("the first frame must be the boot command, alone")
+    logging.basicConfig(
+        level=boot.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
+    )
+    try:
+        engine = find_factory(boot.factory)(boot.config, lambda fraction, detail: send(Loading(fraction, detail)))
+    except ConnectionError:
+        return 0
+    except Exception as error:
+        log.debug("the engine could not be built", exc_info=True)
+        send(LoadFailed(to_fault(error)))
+        return EXIT_LOAD_FAILED
+    try:
+        send(Loaded(engine.facts, engine.health()))
+        run_engine(engine, inbox, send)
+    except ConnectionError:
+        log.info("the parent is gone")
+    return 0
+
+
+def find_factory(path: str) -> Factory:
+    """Import "module:function"."""
+    module, _, name = path.partition(":")
+    return cast(Factory, getattr(importlib.import_module(module), name))
+
+
+def main() -> int:
+    parent = int(sys.argv[2])
+    die_with_parent()
+    if os.getppid() != parent:  # it died before the line above could matter
+        return 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it drains first
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)
+    with sock:
+        return serve(sock)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

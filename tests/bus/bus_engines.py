@@ -1,0 +1,102 @@
+"""Engines for bus tests, built in the child by import path. `EngineConfig.model` says how they behave."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from chatcache.bus.pipe import EngineProcess, RestartPolicy
+from chatcache.config import EngineConfig
+from chatcache.errors import ContextTooLong, ModelFolderError
+from chatcache.types import (
+    CandidateDone,
+    EngineEvent,
+    EngineHealth,
+    Finished,
+    GenerateRequest,
+    ModelFacts,
+    SamplingParams,
+    Started,
+    Tokens,
+)
+
+FAST = RestartPolicy(max_deaths=3, first_delay_s=0.01)
+
+
+def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    """The oracle: what `CountingEngine` answers to a prompt."""
+    return [(sum(prompt) * 31 + position) % 1000 for position in range(num_tokens)]
+
+
+class CountingEngine:
+    """Answers one predictable token per request and step; `step_s` makes a step take time."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.facts = ModelFacts(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)
+        self._step_s = step_s
+        self._running: dict[str, tuple[GenerateRequest, int, int]] = {}
+        self._ended: list[EngineEvent] = []
+        self._num_steps = 0
+
+    def add(self, request: GenerateRequest) -> None:
+        if len(request.prompt) > 1000:
+            raise ContextTooLong(f"{len(request.prompt)} tokens do not fit", param="prompt")
+        self._running[request.request_id] = (request, 0, 0)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            request, produced, seq = self._running.pop(request_id)
+            self._ended.append(Finished(request_id, seq + 1, len(request.prompt), 0, produced, cancelled=True))
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._ended)
+
+    def step(self) -> list[EngineEvent]:
+        time.sleep(self._step_s)
+        self._num_steps += 1
+        events, self._ended = self._ended, []
+        for name, (request, produced, seq) in list(self._running.items()):
+            if not produced:
+                events.append(Started(name, seq := seq + 1, len(request.prompt), 0))
+            limit = request.params.max_tokens or 16
+            token = expected_tokens(request.prompt, produced + 1)[-1]
+            events.append(Tokens(name, seq := seq + 1, 0, (token,)))
+            self._running[name] = (request, produced + 1, seq)
+            if produced + 1 == limit:
+                events.append(CandidateDone(name, seq := seq + 1, 0, "length"))
+                events.append(Finished(name, seq + 1, len(request.prompt), 0, limit))
+                del self._running[name]
+        return events
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(ready=True, model="counting", num_running=len(self._running), num_steps=self._num_steps)
+
+    def stats(self) -> dict[str, int]:
+        return {"num_steps": self._num_steps}
+
+    def reset_prefix_cache(self) -> bool:
+        return not self._running
+
+
+def build(config: EngineConfig, progress: Callable[[float, str], None]) -> CountingEngine:
+    """`model` is "", "slow" (a step takes 10 ms), "broken" (bad folder), "bug", "loading" (never ends) or "dies"."""
+    progress(0.5, "half way")
+    if config.model == "broken":
+        raise ModelFolderError("config.json: missing")
+    if config.model == "bug":
+        raise RuntimeError("planted")
+    if config.model == "dies":
+        os._exit(9)
+    if config.model == "loading":
+        time.sleep(600)
+    return CountingEngine(step_s=0.01 if config.model == "slow" else 0.0)
+
+
+def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens))
+
+
+def process(model: str = "") -> EngineProcess:
+    """A client over a child that runs `build`."""
+    return EngineProcess(EngineConfig(model=model), "tests.bus.bus_engines:build", policy=FAST, log_level="error")

@@ -1,0 +1,220 @@
+"""The child process: it may die, hang or fail to load, and the parent may die; nobody is left waiting or running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from chatcache.bus.pipe import EngineProcess, RestartPolicy
+from chatcache.errors import ContextTooLong, EngineFault, ModelFolderError, Overloaded
+from chatcache.types import Failed, Finished, Started, Tokens
+from tests.bus.bus_engines import FAST, expected_tokens, process, request
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def ready_again(engine: EngineProcess, restarts: int) -> None:
+    async def condition() -> bool:
+        return engine.num_restarts >= restarts and (await engine.health()).ready
+
+    await until(condition)
+
+
+async def test_kill_9_mid_stream_ends_each_request_once_and_a_new_child_serves() -> None:
+    async with process("slow") as engine:
+        await engine.wait_loaded()
+        names = [f"r{number}" for number in range(5)]
+        streams = {}
+        for name in names:
+            await engine.submit(request(name, 1_000_000))
+            streams[name] = engine.events(name)
+            assert isinstance(await anext(streams[name]), Started)
+        first = engine.pid
+        os.kill(first or 0, signal.SIGKILL)
+        for name in names:
+            events = [event async for event in streams[name]]
+            assert [event.seq for event in events] == list(range(2, len(events) + 2))
+            assert [type(event) for event in events if not isinstance(event, Tokens)] == [Failed]
+            assert events[-1].code == "engine_error" and "signal 9" in events[-1].message  # type: ignore[union-attr]
+        health = await engine.health()
+        assert not health.ready and "signal 9" in health.detail
+        with pytest.raises(Overloaded, match="signal 9"):
+            await engine.submit(request("late"))
+        await ready_again(engine, restarts=1)
+        assert engine.pid != first and not alive(first or 0)
+        await engine.submit(request("again", 3))
+        tokens = [event.token_ids[0] async for event in engine.events("again") if isinstance(event, Tokens)]
+        assert tokens == expected_tokens((1, 2, 3), 3)
+
+
+async def test_a_submit_in_flight_when_the_child_dies_raises() -> None:
+    async with process("slow") as engine:
+        await engine.wait_loaded()
+        os.kill(engine.pid or 0, signal.SIGSTOP)
+        submit = asyncio.create_task(engine.submit(request("r")))
+        await asyncio.sleep(0.01)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        with pytest.raises(EngineFault, match="signal 9"):
+            await submit
+
+
+async def test_a_row_of_deaths_is_given_up_and_told() -> None:
+    async with process("dies") as engine:
+        error = await asyncio.wait_for(engine.wait_failed(), 30)
+        assert "exit status 9" in error.message
+        assert engine.num_restarts == FAST.max_deaths - 1
+        with pytest.raises(EngineFault):
+            await engine.wait_loaded()
+
+
+async def test_finished_requests_end_a_row_of_deaths() -> None:
+    async with process() as engine:
+        await engine.wait_loaded()
+        for deaths in range(1, FAST.max_deaths + 2):
+            await engine.submit(request("r", 2))
+            assert isinstance([event async for event in engine.events("r")][-1], Finished)
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await ready_again(engine, restarts=deaths)
+
+
+def test_restart_delays_double_up_to_a_bound() -> None:
+    policy = RestartPolicy(first_delay_s=0.5, max_delay_s=3.0)
+    assert [policy.delay_s(deaths) for deaths in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "text"), [("broken", ModelFolderError, "config.json"), ("bug", EngineFault, "planted")]
+)
+async def test_a_load_failure_is_final_and_told(model: str, kind: type[Exception], text: str) -> None:
+    async with process(model) as engine:
+        with pytest.raises(kind, match=text):
+            await engine.wait_loaded()
+        assert text in (await engine.wait_failed()).message
+        assert text in (await engine.health()).detail
+        assert engine.num_restarts == 0
+
+
+async def test_while_loading_requests_are_refused_and_progress_is_told() -> None:
+    async with process("loading") as engine:
+
+        async def half_way() -> bool:
+            health = await engine.health()
+            return not health.ready and (health.load_fraction, health.detail) == (0.5, "half way")
+
+        await until(half_way)
+        with pytest.raises(Overloaded) as caught:
+            await engine.submit(request("r"))
+        assert (caught.value.code, caught.value.status) == ("model_loading", 503)
+        child = engine.pid or 0
+    assert not alive(child)
+
+
+async def test_a_prompt_longer_than_the_context_never_reaches_the_pipe() -> None:
+    async with process() as engine:
+        facts = await engine.wait_loaded()
+        with pytest.raises(ContextTooLong, match=f"{facts.max_model_len}"):
+            await engine.submit(request("r", prompt=(2**31 - 1,) * 5_000_000))
+        await engine.submit(request("r", 1))
+
+
+async def test_a_silent_engine_with_work_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chatcache.bus.pipe.STALL_S", 0.05)
+    async with process("slow") as engine:
+        await engine.wait_loaded()
+        await asyncio.sleep(0.1)
+        assert (await engine.health()).ready, "an idle engine owes no sign of life"
+        await engine.submit(request("r", 1_000_000))
+        os.kill(engine.pid or 0, signal.SIGSTOP)
+        await asyncio.sleep(0.1)
+        health = await engine.health()
+        assert not health.ready and "no step for" in health.detail
+        os.kill(engine.pid or 0, signal.SIGCONT)
+
+
+async def test_closing_leaves_no_process_and_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        async with process() as engine:
+            await engine.wait_loaded()
+            child = engine.pid or 0
+            assert alive(child)
+        assert not alive(child)
+    await asyncio.sleep(0.05)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+async def test_the_child_inherits_no_listening_socket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        os.set_inheritable(server.fileno(), True)
+        inode = os.stat(server.fileno()).st_ino
+        async with process() as engine:
+            await engine.wait_loaded()
+            links = [os.readlink(link.path) for link in os.scandir(f"/proc/{engine.pid}/fd")]
+    assert f"socket:[{inode}]" not in links and any(link.startswith("socket:") for link in links)
+
+
+async def test_an_idle_child_uses_no_processor() -> None:
+    async with process() as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("r", 1))
+        assert [event async for event in engine.events("r")]
+
+        def ticks() -> int:
+            fields = Path(f"/proc/{engine.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return int(fields[11]) + int(fields[12])
+
+        before = ticks()
+        await asyncio.sleep(0.5)
+        assert ticks() - before <= 5  # of 50
+
+
+PARENT = """
+import asyncio
+from tests.bus.bus_engines import process
+async def main():
+    async with process({model!r}) as engine:
+        if {model!r} != "loading":
+            await engine.wait_loaded()
+        while not engine.pid:
+            await asyncio.sleep(0.01)
+        print(engine.pid, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
+@pytest.mark.parametrize("model", ["", "loading"])
+def test_the_death_of_the_parent_ends_the_child(model: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PARENT.format(model=model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as parent:
+        child = int(parent.stdout.readline())  # type: ignore[union-attr]
+        assert alive(child)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(child)
