@@ -1,1 +1,14 @@
+"""Conversations: what was said, as a tree of messages that keep their token ids.
 
+A reply's tokens are the only exact record of what the model has in its pages, so they are stored and reused; only text
+that is new this turn is ever tokenised. That is what makes the next turn, a regenerate or a fork hit the pages of the
+last one.
+
+    tree.py           items joined by `parent_id` alone, and the exact token sequence behind each reply
+    prompt.py         messages -> token ids, reusing the ids of replies already known
+    transcripts.py    a bounded memory of replies for clients that resend the whole history as text
+    service.py        submit to the engine, merge candidates' text, yield reply events
+    conversations.py  one stored turn: resolve where it continues, open it, settle it
+    store.py          the storage contract; store_sqlite.py + sqlite_writer.py satisfy it on one file
+    ids.py            time-ordered ids
+"""

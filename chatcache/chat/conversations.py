@@ -1,0 +1,212 @@
+"""Stored turns: find where a turn continues, assemble its prompt, open it, settle it.
+
+A turn is planned without writing, submitted, and only then opened: a request the engine refuses leaves no trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from chatcache.chat.events import ReplyDone
+from chatcache.chat.ids import new_id
+from chatcache.chat.prompt import Message, Prompt, assemble
+from chatcache.chat.store import ConversationStore
+from chatcache.chat.tree import CANCELLED, COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
+from chatcache.errors import InvalidRequest, NotFound
+from chatcache.text import Tokenizer
+from chatcache.types import FINISH_CANCELLED, FINISH_STOP
+
+ROOT = "root"
+_TITLE_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """What a client asked to say and where. `owner` is the tenant; at most one of the three places is needed."""
+
+    owner: str
+    model: str
+    input: tuple[Message, ...] = ()
+    instructions: str | None = None
+    conversation_id: str | None = None
+    previous_response_id: str | None = None
+    previous_item_id: str | None = None
+    store: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTurn:
+    """A turn with its ids chosen and its prompt assembled; nothing is written yet.
+
+    `inputs` are the new items; outputs will hang under `turn.parent_id`. `conversation` is None when a new one is due.
+    """
+
+    request: TurnRequest
+    turn: Turn
+    prompt: Prompt
+    inputs: tuple[Item, ...]
+    conversation: Conversation | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    tree: ConversationTree | None
+    path: tuple[Item, ...]
+
+
+class Conversations:
+    """Turns over a store."""
+
+    def __init__(self, store: ConversationStore, tokenizer: Tokenizer) -> None:
+        self.store = store
+        self._tokenizer = tokenizer
+
+    async def plan(self, request: TurnRequest) -> PlannedTurn:
+        """Raises: NotFound for ids the owner does not have, InvalidRequest for a turn that says nothing."""
+        place = await self._find(request)
+        if not request.input and (not place.path or place.path[-1].role == "assistant"):
+            raise InvalidRequest("input is empty: only a user message can be answered again", param="input")
+        prompt = await asyncio.to_thread(self._assemble, request, place)
+        now = time.time()
+        inputs = _input_items(request.input, place.path[-1].id if place.path else None, now)
+        offset = request.instructions is not None
+        turn = Turn(
+            id=new_id("resp"),
+            parent_id=(inputs or place.path)[-1].id,
+            model=request.model,
+            created_at=now,
+            base_item_id=place.path[prompt.base - offset].id if prompt.base is not None else None,
+            prompt_ids=prompt.token_ids[prompt.num_reused :],
+            instructions=request.instructions,
+            previous_response_id=request.previous_response_id,
+        )
+        inputs = tuple(replace(item, response_id=turn.id) for item in inputs)
+        return PlannedTurn(request, turn, prompt, inputs, place.tree.conversation if place.tree else None)
+
+    async def open(self, planned: PlannedTurn) -> Conversation | None:
+        """Store the input and that an answer is under way. None when the turn is not to be stored."""
+        request = planned.request
+        if not request.store:
+            return None
+        conversation = planned.conversation
+        if conversation is None:
+            now = planned.turn.created_at
+            conversation = Conversation(new_id("conv"), request.owner, created_at=now, updated_at=now)
+            await self.store.create(conversation)
+        return await self.store.append(
+            request.owner,
+            conversation.id,
+            planned.inputs,
+            planned.turn,
+            active_leaf=planned.turn.parent_id,
+            title=_title(request.input),
+        )
+
+    async def settle(
+        self,
+        conversation: Conversation,
+        planned: PlannedTurn,
+        outputs: Sequence[Item],
+        status: str,
+        usage: Usage | None,
+    ) -> Conversation:
+        """Store how the turn ended."""
+        turn = replace(planned.turn, status=status, usage=usage)
+        leaf = outputs[0].id if outputs else None
+        return await self.store.append(conversation.owner, conversation.id, outputs, turn, active_leaf=leaf)
+
+    async def _find(self, request: TurnRequest) -> _Place:
+        owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
+        member = item_id if item_id is not None and item_id != ROOT else response_id
+        conversation_id = request.conversation_id
+        if member is not None:
+            held_by = await self._locate(owner, member, "previous_item_id" if member == item_id else None)
+            if conversation_id is not None and held_by != conversation_id:
+                raise InvalidRequest(f"{member!r} is not in conversation {conversation_id!r}", param="conversation")
+            conversation_id = held_by
+        if conversation_id is None:
+            if item_id == ROOT:
+                raise InvalidRequest("previous_item_id 'root' needs a conversation", param="previous_item_id")
+            return _Place(None, ())
+        tree = await self.store.load(owner, conversation_id)
+        return _Place(tree, tree.path(_leaf(tree, item_id, response_id)))
+
+    async def _locate(self, owner: str, member: str, param: str | None) -> str:
+        try:
+            return await self.store.locate(owner, member)
+        except NotFound:
+            if param is not None:
+                raise NotFound(f"no message {member!r}", param=param) from None
+            raise NotFound(
+                f"no response {member!r}", param="previous_response_id", code="previous_response_not_found"
+            ) from None
+
+    def _assemble(self, request: TurnRequest, place: _Place) -> Prompt:
+        messages = [Message(role=item.role, content=item.text) for item in place.path]
+        if request.instructions is not None:
+            messages.insert(0, Message(role="system", content=request.instructions))
+        offset = len(messages) - len(place.path)
+        messages += request.input
+
+        def known(index: int, head: str, reply: str) -> tuple[int, ...] | None:
+            if place.tree is None or not 0 <= index - offset < len(place.path):
+                return None
+            item = place.path[index - offset]
+            turn = place.tree.turn_of(item)
+            # The ids are of the prompt as it was: other instructions then mean another prompt now.
+            if turn is None or turn.instructions != request.instructions:
+                return None
+            return place.tree.sequence(item) or None
+
+        return assemble(self._tokenizer, messages, known)
+
+
+def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:
+    """The stored form of a finished candidate."""
+    status = {FINISH_STOP: COMPLETED, FINISH_CANCELLED: CANCELLED}.get(done.finish_reason, INCOMPLETE)
+    return Item(
+        id=item_id,
+        parent_id=turn.parent_id,
+        role="assistant",
+        text=done.text,
+        token_ids=done.settled_ids,
+        response_id=turn.id,
+        index=done.index,
+        status=status,
+        finish_reason=done.finish_reason,
+        created_at=created_at,
+    )
+
+
+def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) -> str | None:
+    if item_id == ROOT:
+        return None
+    if item_id is not None:
+        if item_id not in tree.items:
+            raise NotFound(f"no message {item_id!r}", param="previous_item_id")
+        return item_id
+    if response_id is not None:
+        outputs = tree.outputs(response_id)
+        return outputs[0].id if outputs else tree.turns[response_id].parent_id
+    return tree.conversation.active_leaf
+
+
+def _input_items(messages: Sequence[Message], parent_id: str | None, now: float) -> tuple[Item, ...]:
+    items: list[Item] = []
+    for message in messages:
+        item = Item(new_id("msg"), parent_id, message["role"], message["content"], created_at=now)
+        items.append(item)
+        parent_id = item.id
+    return tuple(items)
+
+
+def _title(messages: Sequence[Message]) -> str | None:
+    """The first line a user wrote, cut at a word."""
+    for message in messages:
+        line = message["content"].strip().split("\n", 1)[0].strip()
+        if message["role"] == "user" and line:
+            return line if len(line) <= _TITLE_CHARS else line[:_TITLE_CHARS].rsplit(" ", 1)[0] + "…"
+    return None

@@ -1,0 +1,58 @@
+"""What a reply says while it is made: text, not tokens; candidates by index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chatcache.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyStarted:
+    """The first token was computed; the prompt's figures are final."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyDelta:
+    """More of candidate `index`. `text` may be empty while characters or a possible stop string are held back.
+
+    `token_ids` and `logprobs` (one each, if asked for) are of the tokens that arrived, shown or not yet shown.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyDone:
+    """Candidate `index` is complete: `text` is all of it, `token_ids` all its tokens, the ending one included.
+
+    `settled_ids` are the ids that stand for exactly `text` in a later prompt.
+    """
+
+    index: int
+    text: str
+    finish_reason: str
+    stop_reason: str | int | None
+    token_ids: tuple[int, ...]
+    settled_ids: tuple[int, ...]
+    score: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFinished:
+    """All candidates are done. `cancelled`: ended early on request; `num_pages_freed` is then part of the receipt."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    cancelled: bool = False
+    num_pages_freed: int = 0
+
+
+ReplyEvent = ReplyStarted | ReplyDelta | ReplyDone | ReplyFinished

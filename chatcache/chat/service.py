@@ -1,0 +1,149 @@
+"""The reply service: one engine request in, text events of its candidates out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+
+import anyio
+
+from chatcache.chat.candidate import Candidate
+from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
+from chatcache.chat.prompt import Message, Prompt, assemble
+from chatcache.chat.transcripts import Transcripts
+from chatcache.engine.client import EngineClient
+from chatcache.errors import ChatcacheError
+from chatcache.text import Tokenizer
+from chatcache.types import CandidateDone, Failed, Finished, GenerateRequest, Params, SamplingParams, Started, Tokens
+
+# Rendering and tokenising this much text takes about a millisecond; longer prompts leave the event loop alone.
+_INLINE_CHARS = 4_000
+_ABORT_TIMEOUT_S = 5.0
+
+
+class ReplyFailed(ChatcacheError):
+    """The engine ended the request in an error; fields as the engine gave them."""
+
+    def __init__(self, event: Failed) -> None:
+        super().__init__(event.message, param=event.param, code=event.code)
+        self.status = event.status
+        self.type = "invalid_request_error" if 400 <= event.status < 500 else "server_error"
+
+
+def num_candidates(params: Params) -> int:
+    """How many candidates a request returns."""
+    if isinstance(params, SamplingParams):
+        return params.n
+    return params.n if params.n is not None else params.beam_width
+
+
+class ChatService:
+    """Prompts and replies over an engine, wherever it runs."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, transcripts: Transcripts | None = None) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.transcripts = transcripts if transcripts is not None else Transcripts()
+
+    async def prompt(self, messages: Sequence[Message], namespace: str) -> Prompt:
+        """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had."""
+
+        def known(index: int, head: str, reply: str) -> tuple[int, ...] | None:
+            return self.transcripts.recall(namespace, head, reply)
+
+        if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
+            return assemble(self.tokenizer, messages, known)
+        return await asyncio.to_thread(assemble, self.tokenizer, messages, known)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """Tokenise raw text."""
+        if len(text) <= _INLINE_CHARS:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens))
+
+    async def start(self, request: GenerateRequest, rendering: str | None = None) -> Reply:
+        """Submit; the reply must then be read to its end or closed.
+
+        `rendering` is the prompt's text when it came from the chat template; it lets later turns recall this reply.
+        Raises: what `EngineClient.submit` raises.
+        """
+        await self.engine.submit(request)
+        return Reply(self, request, rendering)
+
+    def remember(self, request: GenerateRequest, rendering: str, candidate: Candidate) -> None:
+        """Keep a finished candidate for clients that will resend it as text."""
+        ids = (*request.prompt, *candidate.settled_ids)
+        self.transcripts.remember(request.namespace, rendering, candidate.text, ids)
+
+
+class Reply:
+    """One accepted request while it is being answered. An async context manager: leaving it early aborts the request."""
+
+    def __init__(self, service: ChatService, request: GenerateRequest, rendering: str | None) -> None:
+        self.request = request
+        self._service = service
+        self._rendering = rendering
+        self._ended = False
+        self.num_tokens = 0
+        self.candidates = tuple(
+            Candidate(index, service.tokenizer, request.params) for index in range(num_candidates(request.params))
+        )
+
+    async def __aenter__(self) -> Reply:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def events(self) -> AsyncIterator[ReplyEvent]:
+        """Yield until `ReplyFinished`. Raises: ReplyFailed."""
+        async for event in self._service.engine.events(self.request.request_id):
+            if isinstance(event, Started):
+                yield ReplyStarted(event.num_prompt_tokens, event.num_cached_tokens)
+            elif isinstance(event, Tokens):
+                self.num_tokens += len(event.token_ids)
+                delta = self.candidates[event.index].push(event)
+                if delta is not None:
+                    yield delta
+            elif isinstance(event, CandidateDone):
+                for each in self._settle(event):
+                    yield each
+            elif isinstance(event, Failed):
+                self._ended = True
+                raise ReplyFailed(event)
+            elif isinstance(event, Finished):
+                self._ended = True
+                for candidate in self.candidates:
+                    if event.cancelled and not candidate.done:
+                        for each in candidate.finish(None):
+                            yield each
+                yield ReplyFinished(
+                    num_prompt_tokens=event.num_prompt_tokens,
+                    num_cached_tokens=event.num_cached_tokens,
+                    num_output_tokens=event.num_output_tokens,
+                    cancelled=event.cancelled,
+                    num_pages_freed=event.num_pages_freed,
+                )
+                return
+
+    def _settle(self, event: CandidateDone) -> tuple[ReplyDelta | ReplyDone, ...]:
+        candidate = self.candidates[event.index]
+        events = candidate.finish(event)
+        if self._rendering is not None:
+            self._service.remember(self.request, self._rendering, candidate)
+        return events
+
+    async def cancel(self) -> None:
+        """Ask the engine to stop; `events` then ends with `ReplyFinished(cancelled=True)`."""
+        await self._service.engine.abort(self.request.request_id)
+
+    async def close(self) -> None:
+        """Abort unless already ended. Safe to call twice, and while being cancelled."""
+        if self._ended:
+            return
+        self._ended = True
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
+            await self._service.engine.abort(self.request.request_id)

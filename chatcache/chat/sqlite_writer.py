@@ -1,0 +1,104 @@
+"""One thread that owns one SQLite connection; jobs that wait together are committed together."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+Job = Callable[[sqlite3.Connection], Any]
+
+_MAX_GROUP = 64
+
+
+class SqliteWriter:
+    """Runs jobs in order on its own thread, each all-or-nothing, many to a commit.
+
+    With `synchronous=FULL` a commit waits for the disk; sharing it is what lets many conversations write at once. A
+    job's result is delivered only after the commit that contains it.
+    """
+
+    def __init__(self, path: Path | str, prepare: Callable[[sqlite3.Connection], None]) -> None:
+        """Open `path` and run `prepare` (pragmas, migration) before any job. Raises: whatever `prepare` raises."""
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
+        self._opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(path, prepare), name="chatcache-sqlite", daemon=True)
+        self._thread.start()
+        self._opened.result()
+
+    async def run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Queue `job`; its exception, if any, undoes that job alone and is raised here."""
+        future: Future[Result] = Future()
+        self._jobs.put((job, future))
+        # Shielded: a caller that goes away must not leave a half-told story; the job runs either way.
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    def close(self) -> None:
+        """Finish queued jobs, then close the file."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self, path: Path | str, prepare: Callable[[sqlite3.Connection], None]) -> None:
+        try:
+            connection = sqlite3.connect(path, isolation_level=None)
+            try:
+                prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except BaseException as error:
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(None)
+        open_for_jobs = True
+        while open_for_jobs:
+            group, open_for_jobs = self._next_group()
+            if group:
+                _commit(connection, group)
+        connection.close()
+
+    def _next_group(self) -> tuple[list[tuple[Job, Future[Any]]], bool]:
+        """Wait for one job, take what else is there already. False: the writer was asked to close."""
+        group: list[tuple[Job, Future[Any]]] = []
+        block = True
+        while len(group) < _MAX_GROUP:
+            try:
+                entry = self._jobs.get(block)
+            except queue.Empty:
+                break
+            if entry is None:
+                return group, False
+            group.append(entry)
+            block = False
+        return group, True
+
+
+def _commit(connection: sqlite3.Connection, group: list[tuple[Job, Future[Any]]]) -> None:
+    outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        for job, future in group:
+            connection.execute("SAVEPOINT job")
+            try:
+                outcomes.append((future, job(connection), None))
+            except Exception as error:
+                connection.execute("ROLLBACK TO job")
+                outcomes.append((future, None, error))
+            connection.execute("RELEASE job")
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        # The commit itself failed (disk full, I/O): nobody may believe that anything was stored.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        outcomes = [(future, None, error) for _, future in group]
+    for future, result, failure in outcomes:
+        if failure is not None:
+            future.set_exception(failure)
+        else:
+            future.set_result(result)

@@ -1,0 +1,122 @@
+"""The conversation tree: items that know their parent, and nothing that could disagree with that.
+
+    (root) -- user a -- assistant b0        response 1, n = 2
+                    `-- assistant b1 -- user c -- assistant d     response 2 continues from b1
+                                    `-- user e -- assistant f     response 3: an edit of c, a fork at b1
+
+A reply's exact tokens: those of the reply it was assembled on (`Turn.base_item_id`), then the prompt tokens that its
+own turn added, then its own. Only these are stored; sequences are rebuilt by following the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+IN_PROGRESS = "in_progress"
+COMPLETED = "completed"
+INCOMPLETE = "incomplete"
+CANCELLED = "cancelled"
+FAILED = "failed"
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one response. The prompt counts once, however many candidates share it."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One message. `token_ids` are a reply's own tokens without the one that ended it; input items have none."""
+
+    id: str
+    parent_id: str | None
+    role: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+    response_id: str | None = None
+    index: int = 0
+    status: str = COMPLETED
+    finish_reason: str | None = None
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One response: which reply its prompt extends token by token (None: rendered afresh), and what it added."""
+
+    id: str
+    parent_id: str
+    model: str
+    created_at: float
+    base_item_id: str | None = None
+    prompt_ids: tuple[int, ...] = ()
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    status: str = IN_PROGRESS
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The head of a tree. `rev` grows by one with every change; `owner` is the tenant, never shown on the wire."""
+
+    id: str
+    owner: str
+    created_at: float
+    updated_at: float
+    title: str = ""
+    active_leaf: str | None = None
+    rev: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+class ConversationTree:
+    """A loaded conversation, read-only."""
+
+    def __init__(self, conversation: Conversation, items: Iterable[Item], turns: Iterable[Turn]) -> None:
+        self.conversation = conversation
+        self.items: dict[str, Item] = {item.id: item for item in items}
+        self.turns: dict[str, Turn] = {turn.id: turn for turn in turns}
+
+    def path(self, item_id: str | None) -> tuple[Item, ...]:
+        """Items from the root to `item_id`. Raises: KeyError for an unknown id."""
+        path: list[Item] = []
+        while item_id is not None:
+            item = self.items[item_id]
+            path.append(item)
+            item_id = item.parent_id
+        return tuple(reversed(path))
+
+    def children(self, item_id: str | None) -> tuple[Item, ...]:
+        """Items under `item_id` (None: the roots), oldest first."""
+        return tuple(item for item in self.items.values() if item.parent_id == item_id)
+
+    def outputs(self, response_id: str) -> tuple[Item, ...]:
+        """The candidates of a response, by index."""
+        found = (item for item in self.items.values() if item.response_id == response_id and item.role == "assistant")
+        return tuple(sorted(found, key=lambda item: item.index))
+
+    def turn_of(self, item: Item) -> Turn | None:
+        """The response that produced `item`, or None when it came from a client."""
+        if item.role != "assistant" or item.response_id is None:
+            return None
+        turn = self.turns.get(item.response_id)
+        return turn if turn is not None and turn.parent_id == item.parent_id else None
+
+    def sequence(self, reply: Item) -> tuple[int, ...]:
+        """Every token up to and including `reply`: exactly what its pages hold. Empty for an item nobody generated."""
+        parts: list[tuple[int, ...]] = []
+        item: Item | None = reply
+        while item is not None:
+            turn = self.turn_of(item)
+            if turn is None:
+                return ()
+            parts += (item.token_ids, turn.prompt_ids)
+            item = self.items[turn.base_item_id] if turn.base_item_id is not None else None
+        return tuple(token for part in reversed(parts) for token in part)
