@@ -1,0 +1,137 @@
+"""Chat templates: Jinja in an immutable sandbox, with what model authors expect of transformers' environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from chatcache.errors import InvalidRequest, ModelFolderError
+
+Message = Mapping[str, Any]
+_FINAL_MARK = "\ue000chatcache-final\ue000"
+
+
+class ChatTemplate:
+    """One compiled template. `variables` (bos_token, eos_token, ...) are visible to it.
+
+    Raises: ModelFolderError naming `origin` when it does not compile.
+    """
+
+    def __init__(self, source: str, *, origin: str, variables: Mapping[str, Any]) -> None:
+        self.source = source
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            line = getattr(error, "lineno", None)
+            raise ModelFolderError(f"{origin}: the chat template does not compile (line {line}): {error}") from error
+        self._variables = dict(variables)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Render a chat. `continue_final_message` ends the text right behind the last message's content.
+
+        Raises: InvalidRequest (param "messages") when the template refuses them or cannot cope with them.
+        """
+        chat = [dict(message) for message in messages]
+        if continue_final_message:
+            add_generation_prompt = False
+            _mark_final(chat)
+        try:
+            text = self._template.render(
+                **{**self._variables, "tools": None, "documents": None, **variables},
+                messages=chat,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+        except Exception as error:  # a template is a program of its author's: whatever it trips over is these messages
+            raise InvalidRequest(
+                f"the chat template cannot render these messages ({type(error).__name__})", param="messages"
+            ) from error
+        if not continue_final_message:
+            return text
+        cut = text.rfind(_FINAL_MARK)
+        if cut < 0:
+            raise InvalidRequest("this chat template cannot continue the final message", param="messages")
+        return text[:cut]
+
+
+def _mark_final(chat: list[dict[str, Any]]) -> None:
+    """Put a mark behind the last message's text."""
+    content = chat[-1].get("content") if chat else None
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _FINAL_MARK
+    elif isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
+        chat[-1]["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _FINAL_MARK}]
+    else:
+        raise InvalidRequest("the final message has no text to continue", param="messages")
+
+
+class _GenerationTag(Extension):
+    """Accept `{% generation %}` blocks, which mark the assistant's turns for training, as plain content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _PublicNamespace(Namespace):
+    """`namespace()` that keeps no underscore names, so a template cannot plant Python's own attributes."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, rest = args[0], args[1:]
+        Namespace.__init__(self)
+        for name, value in dict(*rest, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a template may not set {name!r}")
+        super().__setitem__(name, value)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    extras: dict[str, Callable[..., Any]] = {
+        "raise_exception": _refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": _PublicNamespace,
+    }
+    environment.globals.update(extras)
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Dump without Jinja's HTML escapes, which a model should never see."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
