@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from chatcache.chat.events import ReplyDelta, ReplyDone
-from chatcache.text import TextStream, Tokenizer
-from chatcache.types import FINISH_CANCELLED, CandidateDone, Params, Tokens
+from chatcache.text.stream import TextStream
+from chatcache.text.tokenizer import Tokenizer
+from chatcache.types import FINISH_CANCELLED, CandidateDone, GenerateRequest, Tokens
+
+_TAIL_TOKENS = 8
 
 
 class Candidate:
     """Accumulates one candidate. The token that ends it (EOS or a stop id) stays in the ids and out of the text."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, params: Params) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer, request: GenerateRequest) -> None:
+        params = request.params
         self.index = index
         self.done = False
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._stop_ids = _hidden_stop_ids(tokenizer, params)
-        self._keep_stop_string = params.include_stop_str_in_output
-        self._stream = TextStream(
-            tokenizer,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-        )
+        self._keeps_stop = params.include_stop_str_in_output
+        eos = () if params.ignore_eos else tokenizer.eos_token_ids
+        self._terminal = frozenset((*eos, *params.stop_token_ids))
+        self._skip_special_tokens = params.skip_special_tokens
+        self._tail = request.prompt[-_TAIL_TOKENS:]
+        self._stream = self._text_stream(params.stop, params.min_tokens)
 
     @property
     def text(self) -> str:
@@ -31,24 +35,29 @@ class Candidate:
     @property
     def settled_ids(self) -> tuple[int, ...]:
         """Ids that stand for exactly `text`: without the ending token, and without what lies behind a stop string."""
-        ids = self._ids[:-1] if self._ids and self._ids[-1] in self._stop_ids else self._ids
-        if self._stream.stopped is None or self._keep_stop_string:
+        ids = self._ids[:-1] if self._ended_by_token else self._ids
+        if self._stream.stopped is None or self._keeps_stop:
             return tuple(ids)
-        kept = len(ids)
-        while kept and not self.text.startswith(self._tokenizer.decode(ids[:kept])):
+        kept, text = len(ids), self._decode(ids)
+        while kept and not self.text.startswith(text):
             kept -= 1
-        tail = self.text[len(self._tokenizer.decode(ids[:kept])) :]
-        return (*ids[:kept], *self._tokenizer.encode(tail))
+            text = self._decode(ids[:kept])
+        return (*ids[:kept], *self._tokenizer.encode_after(self.text[len(text) :]))
+
+    @property
+    def _ended_by_token(self) -> bool:
+        return bool(self._ids) and self._ids[-1] in self._terminal and not self._keeps_stop
 
     def push(self, event: Tokens) -> ReplyDelta | None:
         """Take new tokens. None: nothing to tell (the text already ended, or only the ending token came)."""
-        self._ids += event.token_ids
-        shown, logprobs = event.token_ids, event.logprobs
-        if shown and shown[-1] in self._stop_ids:
-            shown, logprobs = shown[:-1], logprobs[:-1]
-        if not shown or self._stream.stopped is not None:
+        if self._stream.stopped is not None:
             return None
-        return ReplyDelta(self.index, self._stream.push(shown), shown, logprobs)
+        self._ids += event.token_ids
+        text = self._stream.push(event.token_ids)
+        shown = len(event.token_ids) - self._ended_by_token
+        if not shown:
+            return None
+        return ReplyDelta(self.index, text, event.token_ids[:shown], event.logprobs[:shown])
 
     def finish(self, event: CandidateDone | None) -> tuple[ReplyDelta | ReplyDone, ...]:
         """End it; what was held back comes out first. None: the request was cancelled under it."""
@@ -56,7 +65,7 @@ class Candidate:
         rest = self._stream.finish()
         done = ReplyDone(
             index=self.index,
-            text=self._stream.text,
+            text=self.text,
             finish_reason=event.finish_reason if event is not None else FINISH_CANCELLED,
             stop_reason=event.stop_reason if event is not None else None,
             token_ids=tuple(self._ids),
@@ -65,9 +74,17 @@ class Candidate:
         )
         return (ReplyDelta(self.index, rest, ()), done) if rest else (done,)
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        stream = self._text_stream((), 0)
+        return stream.push(ids) + stream.finish()
 
-def _hidden_stop_ids(tokenizer: Tokenizer, params: Params) -> frozenset[int]:
-    if params.include_stop_str_in_output:
-        return frozenset()
-    eos = () if params.ignore_eos else tokenizer.eos_token_ids
-    return frozenset((*eos, *params.stop_token_ids))
+    def _text_stream(self, stop: Sequence[str], min_tokens: int) -> TextStream:
+        return TextStream(
+            self._tokenizer,
+            stop=stop,
+            include_stop=self._keeps_stop,
+            skip_special_tokens=self._skip_special_tokens,
+            prompt_ids_tail=self._tail,
+            stop_token_ids=self._terminal,
+            min_tokens=min_tokens,
+        )

@@ -16,7 +16,7 @@ from chatcache.chat.prompt import Message, Prompt, assemble
 from chatcache.chat.store import ConversationStore
 from chatcache.chat.tree import CANCELLED, COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
 from chatcache.errors import InvalidRequest, NotFound
-from chatcache.text import Tokenizer
+from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import FINISH_CANCELLED, FINISH_STOP
 
 ROOT = "root"

@@ -2,7 +2,7 @@
 
     rendering   <|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>And you?<|end|><|assistant|>
                 `----------- head -----------'`text-'`------------- new -----------------'
-    ids         [ ids known for head + reply       ][ encode(new)                         ]
+    ids         [ ids known for head + reply       ][ encode_after(new)                       ]
 
 The cut is right behind a known reply. It exists only where the template is append-only: the rendering of the whole
 conversation must begin with what that reply was generated from, followed by the reply's text. Templates that rewrite
@@ -30,6 +30,8 @@ class Renderer(Protocol):
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str: ...
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
+
+    def encode_after(self, text: str) -> list[int]: ...
 
 
 KnownReply = Callable[[int, str, str], tuple[int, ...] | None]
@@ -66,7 +68,7 @@ def assemble(tokenizer: Renderer, messages: Sequence[Message], known: KnownReply
             continue
         ids = known(index, head, reply)
         if ids is not None:
-            suffix = tokenizer.encode(text[cut:])
+            suffix = tokenizer.encode_after(text[cut:])
             return Prompt(text, (*ids, *suffix), num_reused=len(ids), base=index, append_only=append_only)
     return Prompt(text, tuple(tokenizer.encode(text)), append_only=append_only)
 

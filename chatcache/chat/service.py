@@ -14,7 +14,7 @@ from chatcache.chat.prompt import Message, Prompt, assemble
 from chatcache.chat.transcripts import Transcripts
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.text import Tokenizer
+from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import CandidateDone, Failed, Finished, GenerateRequest, Params, SamplingParams, Started, Tokens
 
 # Rendering and tokenising this much text takes about a millisecond; longer prompts leave the event loop alone.
@@ -78,7 +78,7 @@ class ChatService:
 
 
 class Reply:
-    """One accepted request while it is being answered. An async context manager: leaving it early aborts the request."""
+    """One accepted request while it is answered. An async context manager: leaving it early aborts the request."""
 
     def __init__(self, service: ChatService, request: GenerateRequest, rendering: str | None) -> None:
         self.request = request
@@ -87,7 +87,7 @@ class Reply:
         self._ended = False
         self.num_tokens = 0
         self.candidates = tuple(
-            Candidate(index, service.tokenizer, request.params) for index in range(num_candidates(request.params))
+            Candidate(index, service.tokenizer, request) for index in range(num_candidates(request.params))
         )
 
     async def __aenter__(self) -> Reply:

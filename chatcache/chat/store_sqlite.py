@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,6 +17,8 @@ from chatcache.chat.sqlite_writer import SqliteWriter
 from chatcache.chat.store import StaleRevision
 from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
 from chatcache.errors import ChatcacheError, NotFound
+
+Row = tuple[Any, ...]
 
 MIGRATIONS = (
     """
@@ -43,9 +46,7 @@ MIGRATIONS = (
 
 _CONVERSATION = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
 _ITEM = "id, parent_id, role, text, token_ids, response_id, idx, status, finish_reason, created_at"
-_TURN = (
-    "id, parent_id, model, created_at, base_item_id, prompt_ids, instructions, previous_response_id, status, usage"
-)
+_TURN = "id, parent_id, model, created_at, base_item_id, prompt_ids, instructions, previous_response_id, status, usage"
 
 
 class SqliteStore:
@@ -233,24 +234,23 @@ def _touch(
         rev=head.rev + 1,
         metadata=metadata if metadata is not None else head.metadata,
     )
+    metadata_json = json.dumps(dict(changed.metadata))
     db.execute(
         "UPDATE conversations SET updated_at = ?, title = ?, active_leaf = ?, rev = ?, metadata = ? WHERE id = ?",
-        (changed.updated_at, changed.title, changed.active_leaf, changed.rev, json.dumps(dict(changed.metadata)), head.id),
+        (changed.updated_at, changed.title, changed.active_leaf, changed.rev, metadata_json, head.id),
     )
     return changed
 
 
-def _conversation(row: tuple[str, str, float, float, str, str | None, int, str]) -> Conversation:
+def _conversation(row: Row) -> Conversation:
     return Conversation(*row[:7], metadata=json.loads(row[7]))
 
 
-def _item(row: tuple[str, str | None, str, str, bytes, str | None, int, str, str | None, float]) -> Item:
+def _item(row: Row) -> Item:
     return Item(*row[:4], _unpack(row[4]), *row[5:])
 
 
-def _turn(
-    row: tuple[str, str, str, float, str | None, bytes, str | None, str | None, str, str | None],
-) -> Turn:
+def _turn(row: Row) -> Turn:
     usage = msgspec.json.decode(row[9], type=Usage) if row[9] is not None else None
     return Turn(*row[:5], _unpack(row[5]), *row[6:9], usage)
 

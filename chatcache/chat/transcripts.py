@@ -1,4 +1,4 @@
-"""What this server said lately, so that a client which resends it as text gets the same tokens, hence the same pages."""
+"""What this server said lately: a client that resends it as text gets the same tokens, hence the same pages."""
 
 from __future__ import annotations
 
