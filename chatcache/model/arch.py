@@ -1,0 +1,219 @@
+"""Read `config.json` into a frozen `Architecture`: our own reader, no transformers, no code from the folder.
+
+Field names and defaults are those of transformers, which wrote most folders: both the 4.x spelling (`rope_theta`,
+`rope_scaling`, `torch_dtype`) and the 5.x one (`rope_parameters`, `dtype`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chatcache.errors import ModelFolderError
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions. `dim` of each head's dimensions turn; `options` are the scaling's own fields, sorted."""
+
+    kind: str
+    theta: float
+    dim: int
+    options: tuple[tuple[str, float], ...] = ()
+
+    def option(self, name: str, default: float | None = None) -> float | None:
+        """Return a field of the scaling."""
+        return dict(self.options).get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A decoder of the native family. `windows[layer]`: how many keys a token sees, itself included; None = all.
+
+    `fused`: the folder stores qkv_proj and gate_up_proj already fused (Phi-3).
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    rope: Rope
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What differs between families when the config is silent."""
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_position: int = 32768
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    gated_window: bool = False
+    fused: bool = False
+
+
+FAMILIES = {
+    "llama": _Family(max_position=2048),
+    "mistral": _Family(num_kv_heads=8, max_position=131072, sliding_window=4096),
+    "qwen2": _Family(num_kv_heads=32, qkv_bias=True, sliding_window=4096, gated_window=True),
+    "qwen3": _Family(num_kv_heads=32, head_dim=128, qk_norm=True, sliding_window=4096, gated_window=True),
+    "phi3": _Family(max_position=4096, fused=True),
+}
+
+
+class _Reader:
+    """Typed access to a JSON object; complains with the file and the field."""
+
+    def __init__(self, config: dict[str, Any], where: Path) -> None:
+        self.config = config
+        self.where = where
+
+    def fail(self, message: str) -> ModelFolderError:
+        return ModelFolderError(f"{self.where}: {message}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.fail(f"{name} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.fail(f"{name} must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(f"{name} must be a number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.config.get(name)
+        if not isinstance(value, bool | None):
+            raise self.fail(f"{name} must be true or false, got {value!r}")
+        return default if value is None else value
+
+
+def model_type(config: dict[str, Any], where: Path) -> str:
+    """Return the model type. Raises: ModelFolderError if the config names none."""
+    value = config.get("model_type")
+    if not isinstance(value, str) or not value:
+        raise ModelFolderError(f"{where}: model_type is missing")
+    return value
+
+
+def is_native(config: dict[str, Any], where: Path) -> bool:
+    """Tell whether `decoder.py` runs this config; everything else is left to `hf.py`."""
+    if model_type(config, where) not in FAMILIES:
+        return False
+    scaling = _rope_parameters(config)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    plain = config.get("hidden_act", "silu") in ("silu", "swish") and not config.get("quantization_config")
+    causal = "ForCausalLM" in "".join(config.get("architectures") or ["ForCausalLM"])
+    return plain and causal and kind in ROPE_KINDS
+
+
+def read_architecture(config: dict[str, Any], where: Path) -> Architecture:
+    """Turn the config of a native family into an `Architecture`. `where` is the file, for messages.
+
+    Raises: ModelFolderError naming the field that is missing or makes no sense.
+    """
+    family = model_type(config, where)
+    known = FAMILIES[family]
+    read = _Reader(config, where)
+    hidden, heads, layers = (read.integer(f) for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    kv_heads = read.integer("num_key_value_heads", known.num_kv_heads or heads)
+    head_dim = read.integer("head_dim", known.head_dim or hidden // heads)
+    if heads % kv_heads:
+        raise read.fail(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    max_position = read.integer("max_position_embeddings", known.max_position)
+    bias = read.flag("attention_bias") and family in ("llama", "qwen3")
+    return Architecture(
+        family=family,
+        vocab_size=read.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read.integer("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        rms_norm_eps=read.number("rms_norm_eps", 1e-5 if known.fused else 1e-6),
+        rope=_rope(read, head_dim, max_position),
+        windows=_windows(read, known, layers),
+        qkv_bias=known.qkv_bias or bias,
+        out_bias=bias,
+        mlp_bias=read.flag("mlp_bias") and family == "llama",
+        qk_norm=known.qk_norm,
+        tied=read.flag("tie_word_embeddings"),
+        fused=known.fused,
+    )
+
+
+def _windows(read: _Reader, known: _Family, num_layers: int) -> tuple[int | None, ...]:
+    config = read.config
+    window = config.get("sliding_window", known.sliding_window)
+    if window is None or (known.gated_window and not read.flag("use_sliding_window")):
+        return (None,) * num_layers
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise read.fail(f"sliding_window must be a positive integer, got {window!r}")
+    if not known.gated_window:
+        return (window,) * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers")
+        first = 28 if first is None else first
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise read.fail(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    for name in ("rope_parameters", "rope_scaling"):
+        value = config.get(name)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _rope(read: _Reader, head_dim: int, max_position: int) -> Rope:
+    scaling = _rope_parameters(read.config)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = scaling.get("rope_theta", read.config.get("rope_theta"))
+    share = scaling.get("partial_rotary_factor", read.config.get("partial_rotary_factor"))
+    share = 1.0 if share is None else share
+    options = {
+        name: float(value)
+        for name, value in scaling.items()
+        if isinstance(value, int | float) and name not in ("rope_theta", "partial_rotary_factor")
+    }
+    needed: dict[str, tuple[str, ...]] = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",)}
+    needed["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
+    for name in needed.get(kind, ()):
+        if options.get(name, 0.0) <= 0.0:
+            raise read.fail(f"rope scaling {kind!r} needs a positive {name}")
+    original = read.config.get("original_max_position_embeddings")
+    options.setdefault("original_max_position_embeddings", float(original or max_position))
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise read.fail(f"rotary dimension {dim} of head_dim {head_dim} must be even and within it")
+    return Rope(kind, 10000.0 if theta is None else float(theta), dim, tuple(sorted(options.items())))

@@ -1,0 +1,130 @@
+"""Choose the kernels a runner computes with, and give networks one object per step to attend through.
+
+All backends (`reference`, `cpu`, later `triton`) are modules of `chatcache_kernels` with the same functions; what they
+compute is said there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from chatcache_kernels.types import AttentionBatch, KVPages
+from torch import Tensor
+
+from chatcache.errors import ModelFolderError
+
+
+class AttentionBackend(Protocol):
+    """The functions of a kernel module. Shapes as in `chatcache_kernels.reference`."""
+
+    def allocate_pages(
+        self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> KVPages: ...
+
+    def write_pages(self, pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
+
+    def copy_pages(self, pages: KVPages, copies: Tensor) -> None: ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rope_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pages: KVPages, layer: int, slots: Tensor
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """One step's attention: the batch, the pages it reads and writes, and the kernels that do it."""
+
+    kernels: AttentionBackend
+    pages: KVPages
+    batch: AttentionBatch
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k and v, then attend. Shapes: q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]."""
+        self.kernels.write_pages(self.pages, layer, k, v, self.batch.slots)
+        return self.kernels.paged_attention(q, self.pages, layer, self.batch, scale, window, softcap, sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the pages must hold and the logits look like."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def page_bytes(self, page_size: int) -> int:
+        """Return the bytes of one page, keys and values of all layers."""
+        return 2 * self.num_layers * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Network(Protocol):
+    """A causal language model that attends through an `AttentionStep`."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
+        """Return logits of the tokens at `drawn`. Shapes: tokens, positions [T] int64, drawn [U] int64 -> [U, V]."""
+        ...
+
+
+def choose_backend(name: str, device: torch.device) -> tuple[str, AttentionBackend]:
+    """Return the name and module of the kernels for `name` (auto | reference | cpu).
+
+    Raises: ModelFolderError for a backend that this device or installation lacks.
+    """
+    if name == "auto":
+        name = "cpu" if device.type == "cpu" and _exists("cpu") else "reference"
+    if name not in ("reference", "cpu") or not _exists(name):
+        raise ModelFolderError(f"attention backend {name!r} is not available; choose auto, reference or cpu")
+    if name == "cpu" and device.type != "cpu":
+        raise ModelFolderError(f"attention backend 'cpu' does not run on {device}")
+    return name, cast(AttentionBackend, importlib.import_module(f"chatcache_kernels.{name}"))
+
+
+def allocate(kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int) -> KVPages:
+    """Allocate the page store on the model's device."""
+    with torch.device(geometry.device):
+        return kernels.allocate_pages(
+            geometry.num_layers, num_pages, page_size, geometry.num_kv_heads, geometry.head_dim, geometry.dtype
+        )
+
+
+def _exists(name: str) -> bool:
+    spec = importlib.util.find_spec(f"chatcache_kernels.{name}")
+    return spec is not None and spec.origin is not None

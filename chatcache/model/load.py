@@ -1,0 +1,188 @@
+"""Turn a model folder into a `Runner`, or say which file is wrong and why."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chatcache.config import EngineConfig
+from chatcache.errors import ModelFolderError
+from chatcache.model.arch import Architecture, is_native, read_architecture
+from chatcache.model.attention import Geometry, Network, allocate, choose_backend
+from chatcache.model.decoder import check_unused, load_decoder
+from chatcache.model.folder import eos_token_ids, read_config, resolve_model_path, weight_files
+from chatcache.model.runner import Runner
+from chatcache.model.weights import Weights
+from chatcache.sched.plan import KVCapacity
+from chatcache.types import ModelFacts
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[float, str], None]
+
+CPU_KV_SHARE = 0.25
+CPU_KV_MAX_BYTES = 4 * 1024**3
+CUDA_KV_SHARE = 0.85
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner:
+    """Load `config.model`. `progress(fraction, what)` is called from 0 to 1.
+
+    Raises: ModelFolderError naming the file and the reason; no other error is expected of bad input.
+    """
+    say = progress or (lambda fraction, what: None)
+    say(0.0, "reading the model folder")
+    folder = resolve_model_path(config.model)
+    raw = read_config(folder)
+    eos = eos_token_ids(folder, raw)
+    weights = Weights(weight_files(folder))
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    backend, kernels = choose_backend(config.attention, device)
+    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, say)
+    geometry = network.geometry
+    capacity = plan_capacity(config, geometry, max_model_len)
+    say(0.95, f"allocating {capacity.num_pages} KV pages")
+    pages = allocate(kernels, geometry, capacity.num_pages, capacity.page_size)
+    facts = ModelFacts(
+        name=config.served_model_name or (config.model if "/" not in config.model else "") or folder.name,
+        digest=_digest(raw, weights, dtype, max_model_len),
+        vocab_size=geometry.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos,
+        weight_bytes=weights.num_parameters * dtype.itemsize,
+        num_parameters=weights.num_parameters,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention=backend,
+    )
+    runner = Runner(network, kernels, pages, capacity, facts)
+    say(1.0, "ready")
+    return runner
+
+
+def _load_network(
+    config: EngineConfig,
+    folder: Path,
+    raw: dict[str, Any],
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Progress,
+) -> tuple[Network, int]:
+    """Return the model and the longest context it will serve."""
+
+    def part(fraction: float, what: str) -> None:
+        say(0.05 + 0.85 * fraction, what)
+
+    where = folder / "config.json"
+    if is_native(raw, where):
+        arch = read_architecture(raw, where)
+        check_unused(weights, arch, folder)
+        length = context_length(config, arch)
+        decoder = load_decoder(arch, weights, dtype, device, part)
+        decoder.extend_positions(length)
+        return decoder, length
+    from chatcache.model.hf import load_transformers
+
+    part(0.0, "loading through transformers")
+    network = load_transformers(folder, raw, dtype, device)
+    return network, _bounded(config, network.max_position)
+
+
+def context_length(config: EngineConfig, arch: Architecture) -> int:
+    """Return the longest context: the model's own, stretched by its rope scaling at most.
+
+    Raises: ModelFolderError if `max_model_len` asks for more.
+    """
+    longest = arch.max_position
+    if arch.rope.kind in ("yarn", "dynamic", "linear"):
+        original = arch.rope.option("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * (arch.rope.option("factor") or 1.0)))
+    if config.max_model_len is None:
+        return arch.max_position
+    return _bounded(config, longest)
+
+
+def _bounded(config: EngineConfig, longest: int) -> int:
+    asked = config.max_model_len
+    if asked is None:
+        return longest
+    if not 1 <= asked <= longest:
+        raise ModelFolderError(f"max_model_len {asked} is out of bounds: this model allows 1 to {longest}")
+    return asked
+
+
+def plan_capacity(config: EngineConfig, geometry: Geometry, max_model_len: int) -> KVCapacity:
+    """Size the page store: the bytes asked for, else a share of free memory, at least one whole context, at most what
+    `max_num_seqs` whole contexts could use.
+
+    Raises: ModelFolderError when `kv_memory_bytes` does not hold two pages.
+    """
+    page_bytes = geometry.page_bytes(config.page_size)
+    context_pages = -(-max_model_len // config.page_size)
+    if config.kv_memory_bytes is not None:
+        num_pages = config.kv_memory_bytes // page_bytes
+        if num_pages < 2:
+            raise ModelFolderError(
+                f"kv_memory_bytes {config.kv_memory_bytes} is too small: a page of {config.page_size} tokens takes "
+                f"{page_bytes} bytes, and two are the least"
+            )
+    else:
+        num_pages = max(1 + context_pages, free_kv_bytes(geometry.device) // page_bytes)
+    num_pages = min(num_pages, 1 + context_pages * config.max_num_seqs)
+    log.info("KV store: %d pages of %d tokens, %.1f MiB", num_pages, config.page_size, num_pages * page_bytes / 2**20)
+    return KVCapacity(num_pages, config.page_size, config.max_num_seqs, max_model_len, num_pages * page_bytes)
+
+
+def free_kv_bytes(device: torch.device) -> int:
+    """Return how much memory pages may take when nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min(int(free * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device for auto | cpu | cuda. Raises: ModelFolderError where it does not exist."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and not (name.split(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise ModelFolderError(f"device {name!r} is not available; choose auto, cpu or cuda")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the compute dtype; auto is bfloat16 on GPUs and on CPUs with avx512_bf16 or AMX, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or _cpu_has_bf16() else torch.float32
+    if name not in DTYPES:
+        raise ModelFolderError(f"dtype {name!r} is not supported; choose auto, float32 or bfloat16")
+    return DTYPES[name]
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _digest(raw: dict[str, Any], weights: Weights, dtype: torch.dtype, max_model_len: int) -> str:
+    """Hash all that decides what a page holds: config, weights, dtype, and the length that dynamic rope depends on."""
+    facts = json.dumps([raw, str(dtype), max_model_len, weights.digest()], sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()

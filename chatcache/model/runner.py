@@ -1,0 +1,69 @@
+"""Apply a plan to the pages and the model, in the order `sched.plan` documents."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from chatcache_kernels.types import KVPages
+from numpy.typing import NDArray
+
+from chatcache.model.attention import AttentionBackend, AttentionStep, Network
+from chatcache.model.sampler import Sampler
+from chatcache.model.tables import PageTables
+from chatcache.model.transfer import to_device
+from chatcache.sched.plan import KVCapacity, Rows, StepPlan, StepResult
+from chatcache.types import ModelFacts
+
+
+class Runner:
+    """Executes plans on one device. Satisfies `engine.ModelRunner`; not thread-safe, one thread drives it."""
+
+    def __init__(
+        self, network: Network, kernels: AttentionBackend, pages: KVPages, capacity: KVCapacity, facts: ModelFacts
+    ) -> None:
+        self.facts = facts
+        self._network = network
+        self._kernels = kernels
+        self._pages = pages
+        self._capacity = capacity
+        self._device = network.geometry.device
+        max_pages = -(-capacity.max_model_len // capacity.page_size)
+        self._tables = PageTables(capacity.num_slots, max_pages, capacity.page_size)
+        self._sampler = Sampler(network.geometry.vocab_size, self._device)
+
+    def capacity(self) -> KVCapacity:
+        """Return what the scheduler may plan with."""
+        return self._capacity
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises: ValueError for a plan that contradicts itself; whatever torch raises. The step has then failed whole,
+        and its rows must be computed again.
+        """
+        self._tables.apply(plan.forks, plan.updates)
+        with torch.inference_mode():
+            if len(plan.copies):
+                self._kernels.copy_pages(self._pages, to_device(plan.copies, self._device))
+            if not len(plan.rows.slot):
+                return _nothing()
+            rows, index = np.unique(plan.draws.row, return_inverse=True)
+            logits = self._forward(plan.rows, rows)
+            return self._sampler.sample(logits, index, plan.draws) if len(index) else _nothing()
+
+    def close(self) -> None:
+        """Let go of weights and pages."""
+        del self._network, self._pages, self._sampler
+
+    def _forward(self, rows: Rows, drawn: NDArray[np.int32]) -> torch.Tensor:
+        """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
+        place = self._tables.place(rows, self._device)
+        step = AttentionStep(self._kernels, self._pages, place.batch)
+        arrays = (rows.tokens.astype(np.int64), place.positions, place.last[drawn])
+        tokens, positions, last = (to_device(array, self._device) for array in arrays)
+        return self._network.forward(tokens, positions, step, last)
+
+
+def _nothing() -> StepResult:
+    ids, logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+    return StepResult(ids, logprobs, ids, logprobs)

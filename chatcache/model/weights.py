@@ -1,0 +1,141 @@
+"""Read safetensors by memory map, with every length checked before a byte is trusted.
+
+File: 8 bytes little-endian header length N | N bytes of JSON {name: {dtype, shape, data_offsets}} | tensor data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chatcache.errors import ModelFolderError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+MAX_HEADER_BYTES = 100 * 1024 * 1024
+WHOLE_FILE_DIGEST_BYTES = 64 * 1024 * 1024
+SAMPLE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: where its bytes lie in `view` and what they mean."""
+
+    file: Path
+    view: memoryview
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Weights:
+    """All tensors of a model folder by name. Tensors share the mapped file: copy before you keep or change them."""
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self.files = files
+        self._entries: dict[str, Entry] = {}
+        self._headers: list[bytes] = []
+        self._data: list[memoryview] = []
+        for path in files:
+            self._map(path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self) -> Iterator[str]:
+        """Yield every tensor name."""
+        return iter(self._entries)
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of stored elements."""
+        return sum(math.prod(entry.shape) for entry in self._entries.values())
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor, a view of the file.
+
+        Raises: ModelFolderError if it is missing or has another shape.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            where = self.files[0] if len(self.files) == 1 else self.files[0].parent
+            raise ModelFolderError(f"{where}: tensor {name} is missing")
+        if entry.shape != shape:
+            raise ModelFolderError(
+                f"{entry.file}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+            )
+        if not entry.dtype.is_floating_point:
+            raise ModelFolderError(f"{entry.file}: tensor {name} is {entry.dtype}; quantised weights are not supported")
+        return torch.frombuffer(entry.view, dtype=entry.dtype).view(shape)
+
+    def digest(self) -> str:
+        """Return a hex digest of headers and contents: whole files up to 64 MiB, else samples of every tensor."""
+        hasher = hashlib.sha256()
+        for header, data in zip(self._headers, self._data, strict=True):
+            hasher.update(header)
+            if len(data) <= WHOLE_FILE_DIGEST_BYTES:
+                hasher.update(data)
+        for name in sorted(self._entries):
+            view = self._entries[name].view
+            middle = len(view) // 2
+            for start in (0, middle, max(0, len(view) - SAMPLE_BYTES)):
+                hasher.update(view[start : start + SAMPLE_BYTES])
+        return hasher.hexdigest()
+
+    def _map(self, path: Path) -> None:
+        size = path.stat().st_size
+        if size < 8:
+            raise ModelFolderError(f"{path}: truncated, {size} bytes is too short for safetensors")
+        with path.open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))  # private: never written back
+        length = int.from_bytes(mapped[:8], "little")
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise ModelFolderError(f"{path}: not safetensors or truncated: header of {length} bytes in {size}")
+        raw = bytes(mapped[8 : 8 + length])
+        try:
+            header = json.loads(raw)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelFolderError(f"{path}: not safetensors, its header is no JSON: {error}") from error
+        if not isinstance(header, dict):
+            raise ModelFolderError(f"{path}: not safetensors, its header is no JSON object")
+        data = mapped[8 + length :]
+        for name, fields in header.items():
+            if name != "__metadata__":
+                self._entries[name] = _entry(path, name, fields, data)
+        self._headers.append(raw)
+        self._data.append(data)
+
+
+def _entry(path: Path, name: str, fields: Any, data: memoryview) -> Entry:
+    try:
+        dtype, shape, (begin, end) = DTYPES[fields["dtype"]], tuple(fields["shape"]), fields["data_offsets"]
+        num_bytes = math.prod(shape) * dtype.itemsize
+    except KeyError as error:
+        raise ModelFolderError(f"{path}: tensor {name}: unknown or missing {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ModelFolderError(f"{path}: tensor {name}: malformed header entry") from error
+    if not 0 <= begin <= end <= len(data):
+        raise ModelFolderError(f"{path}: truncated: tensor {name} ends at byte {end} of {len(data)}")
+    if end - begin != num_bytes:
+        raise ModelFolderError(f"{path}: tensor {name}: {end - begin} bytes for shape {list(shape)} of {dtype}")
+    return Entry(path, data[begin:end], dtype, shape)
