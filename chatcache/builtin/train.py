@@ -1,0 +1,210 @@
+"""Generate dialogues and train the built-in model on them: `python -m chatcache.builtin.train --out DIR`.
+
+The schedule follows the clock, not a number of steps: whatever the machine, the run warms up, holds its learning
+rate and decays it to nothing within the minutes given. Long dialogues join in the second half.
+"""
+
+import argparse
+import dataclasses
+import logging
+import pathlib
+import time
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from chatcache.builtin.dialogues import stream
+from chatcache.builtin.export import export
+from chatcache.builtin.network import Llama, Shape
+from chatcache.builtin.tokens import IGNORED, Encoder, save_tokenizer, train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """Hold the numbers of one training run."""
+
+    minutes: float = 60.0
+    seed: int = 0
+    batch_tokens: int = 4096
+    pool_dialogues: int = 2048
+    muon_lr: float = 5e-3
+    adam_lr: float = 3e-3
+    weight_decay: float = 0.05
+    warmup_share: float = 0.01
+    decay_share: float = 0.4
+    long_from: float = 0.55
+    long_share: float = 0.04
+    average: float = 0.995
+    checkpoint_minutes: float = 5.0
+
+
+class Clock:
+    """Measure which share of the run is over; a resumed run goes on where it stopped."""
+
+    def __init__(self, minutes: float, spent_s: float = 0.0) -> None:
+        self.total_s, self.start_s = minutes * 60, time.monotonic() - spent_s
+
+    @property
+    def spent_s(self) -> float:
+        """Return the seconds spent so far."""
+        return time.monotonic() - self.start_s
+
+    @property
+    def progress(self) -> float:
+        """Return the share of the run that is over, at most 1."""
+        return min(1.0, self.spent_s / self.total_s)
+
+
+def lr_factor(progress: float, recipe: Recipe) -> float:
+    """Return the learning rate at this point as a share of its maximum: warm-up, stable, linear decay."""
+    return max(0.0, min(1.0, progress / recipe.warmup_share, (1 - progress) / recipe.decay_share))
+
+
+def batches(encoder: Encoder, recipe: Recipe, clock: Clock, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield token ids and targets, each [B, T], rows of nearly equal length, about `batch_tokens` in all."""
+    rng, pools = Random(seed), 0
+    while True:
+        late = clock.progress > recipe.long_from
+        dialogues = stream(rng.getrandbits(62), long_share=recipe.long_share if late else 0.0)
+        pairs = encoder.encode([next(dialogues) for _ in range(recipe.pool_dialogues)])
+        pairs.sort(key=lambda pair: len(pair[0]))
+        ready, rows = [], []
+        for pair in reversed(pairs):
+            rows.append(pair)
+            if (len(rows) + 1) * padded(len(rows[0][0])) > recipe.batch_tokens:
+                ready.append(collate(rows))
+                rows = []
+        rng.shuffle(ready)
+        yield from ready
+        pools += 1
+
+
+def padded(length: int) -> int:
+    """Round a length up, so that few different shapes occur."""
+    return -(-length // 32) * 32
+
+
+def collate(rows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
+    """Pad rows on the right to one rectangle."""
+    length = padded(max(len(ids) for ids, _ in rows))
+    tokens = np.zeros((len(rows), length), dtype=np.int64)
+    targets = np.full((len(rows), length), IGNORED, dtype=np.int64)
+    for at, (ids, wanted) in enumerate(rows):
+        tokens[at, : len(ids)], targets[at, : len(wanted)] = ids, wanted
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+class Trainer:
+    """Hold the weights, their running average and the two optimisers."""
+
+    def __init__(self, recipe: Recipe, shape: Shape) -> None:
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.shape = recipe, shape
+        self.network = Llama(shape)
+        self.trunk = torch.compile(self.network.model, dynamic=True)
+        matrices = [p for name, p in self.network.named_parameters() if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in self.network.named_parameters() if p.ndim == 1 or "embed" in name]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=recipe.muon_lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        ]
+        self.peaks = (recipe.muon_lr, recipe.adam_lr)
+        self.average = {name: weight.detach().clone() for name, weight in self.network.state_dict().items()}
+        self.num_steps = self.num_tokens = 0
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy over the targets; the head only sees positions that have one."""
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.trunk(tokens).flatten(0, 1)
+            kept = torch.nonzero(targets.flatten() != IGNORED).squeeze(1)
+            logits = functional.linear(hidden[kept], self.network.model.embed_tokens.weight)
+        return functional.cross_entropy(logits.float(), targets.flatten()[kept])
+
+    def step(self, tokens: Tensor, targets: Tensor, progress: float) -> float:
+        """Make one optimiser step and return the loss."""
+        loss = self.loss(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * lr_factor(progress, self.recipe)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.num_steps += 1
+        self.num_tokens += tokens.numel()
+        keep = min(self.recipe.average, self.num_steps / (self.num_steps + 10))
+        state = self.network.state_dict()
+        torch._foreach_lerp_(list(self.average.values()), [state[name] for name in self.average], 1 - keep)
+        return float(loss.detach())
+
+    def save(self, path: pathlib.Path, spent_s: float) -> None:
+        """Write everything that a resumed run needs."""
+        torch.save(
+            {
+                "network": self.network.state_dict(),
+                "average": self.average,
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "counts": (self.num_steps, self.num_tokens),
+                "spent_s": spent_s,
+            },
+            path,
+        )
+
+    def load(self, path: pathlib.Path) -> float:
+        """Read what `save` wrote and return the seconds spent until then."""
+        state = torch.load(path)
+        self.network.load_state_dict(state["network"])
+        self.average = state["average"]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.num_steps, self.num_tokens = state["counts"]
+        return float(state["spent_s"])
+
+
+def train(out: pathlib.Path, recipe: Recipe, *, resume: bool = False) -> None:
+    """Train into a folder, leaving a usable model there every few minutes and at the end."""
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json")) if resume else train_tokenizer(recipe.seed)
+    save_tokenizer(tokenizer, out)
+    trainer = Trainer(recipe, Shape(vocab_size=tokenizer.get_vocab_size()))
+    clock = Clock(recipe.minutes, trainer.load(out / "state.pt") if resume else 0.0)
+    saved_s = spoken_s = clock.spent_s
+    losses: list[float] = []
+    for tokens, targets in batches(Encoder(tokenizer), recipe, clock, recipe.seed + trainer.num_steps):
+        losses.append(trainer.step(tokens, targets, clock.progress))
+        done = clock.progress >= 1
+        if clock.spent_s - spoken_s > 20 or done:
+            rate = trainer.num_tokens / clock.spent_s
+            logger.info("%5.1f min, step %d, %.1f M tokens (%.0f/s), loss %.4f", clock.spent_s / 60, trainer.num_steps,
+                        trainer.num_tokens / 1e6, rate, sum(losses) / len(losses))  # fmt: skip
+            spoken_s, losses = clock.spent_s, []
+        if clock.spent_s - saved_s > recipe.checkpoint_minutes * 60 or done:
+            export(trainer.average, trainer.shape, out)
+            trainer.save(out / "state.pt", clock.spent_s)
+            saved_s = clock.spent_s
+        if done:
+            return
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description="Train the built-in model on generated dialogues.")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the model and the training state")
+    parser.add_argument("--minutes", type=float, default=60.0, help="length of the whole run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="continue from DIR/state.pt")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    train(options.out, Recipe(minutes=options.minutes, seed=options.seed), resume=options.resume)
+
+
+if __name__ == "__main__":
+    main()
