@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from chatcache.errors import InvalidRequest
 from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, BeamSearchParams, Params, SamplingParams
@@ -72,11 +72,9 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
             raise InvalidRequest(f"{name} must be true or false, got {getattr(params, name)!r}", param=name)
-    _list("stop", params.stop)
     _length("stop", params.stop, "strings", MAX_STOP_STRINGS)
     for text in params.stop:
         _stop_string(text)
-    _list("stop_token_ids", params.stop_token_ids)
     _length("stop_token_ids", params.stop_token_ids, "ids", MAX_STOP_TOKEN_IDS)
     for token in params.stop_token_ids:
         _integer("stop_token_ids", token, 0, vocab_size - 1, what="entry")
@@ -97,11 +95,6 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
     if not (low <= value <= high) or (open_low and value == low) or not math.isfinite(value):
         bounds = f"greater than {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
         raise InvalidRequest(f"{label} must be {bounds}, got {_short(value)}", param=name)
-
-
-def _list(name: str, value: object) -> None:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise InvalidRequest(f"{name} must be a list, got {type(value).__name__}", param=name)
 
 
 def _length(name: str, value: Collection[object], noun: str, limit: int) -> None:

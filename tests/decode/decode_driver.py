@@ -1,0 +1,145 @@
+"""A runner and a scheduler in fifty lines: what drives a strategy in these tests.
+
+It keeps branches as plain token lists, copies where the engine would fork pages, and refuses any action the contract
+in `decode/actions.py` does not allow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from chatcache.decode.actions import Candidates, Done, DrawSpec, Emit, Extend, Fork, Retire, Strategy
+from chatcache.sched.plan import F32
+from chatcache.types import TokenLogprob
+
+Logits = Callable[[tuple[int, ...]], F32]
+
+
+class TableModel:
+    """Next-token logits that are a fixed random function of the tokens before."""
+
+    def __init__(self, vocab_size: int, seed: int = 0, sharpness: float = 2.0) -> None:
+        self.vocab_size = vocab_size
+        self._seed = seed
+        self._sharpness = sharpness
+        self._known: dict[tuple[int, ...], F32] = {}
+
+    def __call__(self, tokens: tuple[int, ...]) -> F32:
+        if tokens not in self._known:
+            noise = np.random.default_rng([self._seed, len(tokens), *tokens])
+            self._known[tokens] = (noise.standard_normal(self.vocab_size) * self._sharpness).astype(np.float32)
+        return self._known[tokens]
+
+
+def log_softmax(logits: F32) -> F32:
+    shifted = logits - logits.max()
+    result: F32 = shifted - np.log(np.exp(shifted).sum(dtype=np.float32))
+    return result
+
+
+def edited(logits: F32, spec: DrawSpec) -> F32:
+    """Apply a draw's edit as `sched.plan.LogitEdit` says."""
+    if spec.edit is None:
+        return logits
+    ids, scale, add = spec.edit
+    assert len(np.unique(ids)) == len(ids)
+    result = logits.copy()
+    result[ids] = np.where(result[ids] > 0, result[ids] / scale, result[ids] * scale) + add
+    return result
+
+
+def draw(logits: F32, spec: DrawSpec, position: int) -> Candidates:
+    """Draw as `sched.plan.Draws` says (top_k, top_p and min_p are the runner's and not simulated)."""
+    raw = log_softmax(logits)
+    top = tuple((int(t), float(raw[t])) for t in np.argsort(-raw, kind="stable")[: spec.num_top])
+    changed = edited(logits, spec)
+    if spec.width > 1:
+        scores = log_softmax(changed)
+        best = np.argsort(-scores, kind="stable")[: spec.width]
+        return Candidates(tuple(best.tolist()), tuple(scores[best].tolist()), top)
+    if spec.temperature == 0:
+        token = int(changed.argmax())
+    else:
+        noise = np.random.default_rng([spec.seed, spec.lane, position]).gumbel(size=len(changed))
+        token = int((changed / spec.temperature + noise).argmax())
+    return Candidates((token,), (float(raw[token]),), top)
+
+
+@dataclass
+class Outcome:
+    """One candidate as the caller saw it."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    done: Done | None = None
+
+
+@dataclass
+class Run:
+    outcomes: dict[int, Outcome]
+    num_steps: int
+    most_alive: int
+
+
+def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: random.Random | None = None) -> Run:
+    """Drive a strategy to its end. `shuffle` lets branches progress unevenly where the strategy allows it."""
+    branches: dict[int, tuple[int, ...]] = {0: tuple(prompt)}
+    outcomes: dict[int, Outcome] = {}
+    num_steps, most_alive, finished = 0, 1, False
+    while not finished:
+        num_steps += 1
+        assert num_steps < 10_000
+        picked = list(branches)
+        if shuffle is not None and not strategy.lockstep:
+            picked = shuffle.sample(picked, shuffle.randint(1, len(picked)))
+        drawn = {}
+        for branch in picked:
+            specs = strategy.draws(branch)
+            assert repr(specs) == repr(strategy.draws(branch))  # a query
+            tokens = branches[branch]
+            drawn[branch] = tuple(draw(logits(tokens), spec, len(tokens)) for spec in specs)
+        advance = strategy.advance(drawn)
+        most_alive = max(most_alive, _apply(branches, set(picked), advance.actions, strategy.max_branches))
+        for output in advance.outputs:
+            outcome = outcomes.setdefault(output.index, Outcome())
+            assert outcome.done is None
+            if isinstance(output, Emit):
+                outcome.tokens += output.token_ids
+                outcome.logprobs += output.logprobs
+            else:
+                outcome.done = output
+        finished = advance.finished
+    assert not branches
+    assert all(outcome.done is not None for outcome in outcomes.values())
+    return Run(outcomes, num_steps, most_alive)
+
+
+def _apply(
+    branches: dict[int, tuple[int, ...]],
+    drawn: set[int],
+    actions: Sequence[Extend | Fork | Retire],
+    max_branches: int,
+) -> int:
+    """Apply actions to token lists and check the contract; return the most branches alive at any moment."""
+    settled: set[int] = set()
+    most_alive = 0
+    for action in actions:
+        if isinstance(action, Fork):
+            assert action.parent in drawn and action.parent not in settled
+            assert action.child not in branches
+            branches[action.child] = (*branches[action.parent], action.token)
+        else:
+            assert action.branch in drawn and action.branch not in settled
+            settled.add(action.branch)
+            if isinstance(action, Extend):
+                branches[action.branch] = (*branches[action.branch], action.token)
+            else:
+                del branches[action.branch]
+        most_alive = max(most_alive, len(branches))
+    assert settled == drawn  # every drawn branch is told what becomes of it
+    assert most_alive <= max_branches
+    return most_alive
