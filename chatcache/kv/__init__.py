@@ -1,1 +1,14 @@
+"""Which page holds which token.
 
+Why: KV memory is the scarce thing in a chat backend, and almost all of it is a repetition of something computed
+before: the system prompt, the conversation so far, the prompt of n candidates. So memory is cut into pages of
+`page_size` tokens, pages are counted by how many hold them, named by the tokens they contain, and copied only when
+somebody is about to write into one that somebody else reads.
+
+    keys.py    a page's name: a hash chain over its tokens and everything before them
+    pool.py    all pages: reference counts, the index of names, the idle ones in eviction order
+    table.py   one branch's pages in order; forks share the front of it
+    cache.py   the operations: match, open, reserve, commit, fork, truncate, close
+
+Nothing here knows of requests, steps or tensors: pages are plain ints.
+"""

@@ -1,1 +1,13 @@
+"""Who runs this step: a queue of requests, their branches, a token budget, and pages that may run out.
 
+Why one subtraction is enough: a branch has tokens, and some of them are computed. Each step grants a branch part of the
+difference. A prompt computed in chunks, a prefix found in the cache, a preempted request that starts over and a branch
+that decodes one token are all the same case.
+
+    plan.py       what crosses to the runner: one step as frozen data, and its result
+    request.py    a request while it lives, and its branches
+    limits.py     what can ever fit: the worst case in pages
+    batch.py      collects the granted rows of one step and turns them into a plan
+    queue.py      admission: who may start, who waits for a twin
+    scheduler.py  the loop's two halves: plan() before the runner, commit() and apply() after it
+"""

@@ -1,0 +1,72 @@
+"""What is refused at the door, with the numbers in the message."""
+
+from __future__ import annotations
+
+from chatcache.errors import ContextTooLong, InvalidRequest
+from chatcache.sched.limits import most_tokens, worst_case_pages
+from chatcache.sched.plan import KVCapacity
+from chatcache.types import BeamSearchParams, GenerateRequest, Params
+
+MAX_REQUEST_ID_CHARS = 256
+
+
+def num_branches(params: Params) -> int:
+    """Return how many branches the request may have alive at once."""
+    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+
+
+def check_prompt(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
+    """Verify the request's id and prompt.
+
+    Raises: InvalidRequest, ContextTooLong.
+    """
+    if not 1 <= len(request.request_id) <= MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+    if not request.prompt:
+        raise InvalidRequest("the prompt is empty; it needs at least 1 token", param="prompt")
+    if len(request.prompt) >= max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {len(request.prompt)} tokens; with at least 1 token to generate, "
+            f"the context of {max_model_len} tokens allows {max_model_len - 1}",
+            param="prompt",
+        )
+    if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
+        worst = next(token for token in request.prompt if not 0 <= token < vocab_size)
+        raise InvalidRequest(f"prompt token ids must be between 0 and {vocab_size - 1}, got {worst}", param="prompt")
+
+
+def check_branches(params: Params, most: int) -> None:
+    """Verify that all branches can run side by side.
+
+    Raises: InvalidRequest.
+    """
+    if num_branches(params) > most:
+        name = "beam_width" if isinstance(params, BeamSearchParams) else "n"
+        raise InvalidRequest(f"{name} must be at most {most} on this server, got {num_branches(params)}", param=name)
+
+
+def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model_len: int) -> int:
+    """Return how many tokens each branch may generate: what was asked for, or all that context and pool allow.
+
+    Raises: ContextTooLong if that can never fit, even with the whole pool to itself.
+    """
+    num_prompt, branches, params = len(request.prompt), num_branches(request.params), request.params
+    num_pages = capacity.num_pages - 1
+    most = most_tokens(num_prompt, branches, capacity.page_size, num_pages)
+    if params.max_tokens is None and most >= 1:
+        return min(max_model_len - num_prompt, most)
+    max_tokens = params.max_tokens or 1
+    if num_prompt + max_tokens > max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, {num_prompt + max_tokens} in all; "
+            f"the context is {max_model_len} tokens",
+            param="max_tokens",
+        )
+    worst = worst_case_pages(num_prompt, max_tokens, branches, capacity.page_size)
+    if worst > num_pages:
+        raise ContextTooLong(
+            f"{num_prompt} prompt tokens and max_tokens {max_tokens} in {branches} branches may need {worst} pages of "
+            f"{capacity.page_size} tokens; the KV memory has {num_pages}, enough for max_tokens {max(most, 0)}",
+            param="max_tokens",
+        )
+    return max_tokens

@@ -1,0 +1,266 @@
+"""The engine: requests in, events out, one step at a time. Synchronous and single-threaded; `bus` gives it a thread or
+a process of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from chatcache.config import EngineConfig
+from chatcache.decode.actions import Advance, Candidates, Strategy
+from chatcache.decode.factory import make_strategy
+from chatcache.decode.validate import validate_params
+from chatcache.engine.admission import check_branches, check_prompt, resolve_max_tokens
+from chatcache.engine.client import ModelRunner
+from chatcache.engine.outbox import Outbox
+from chatcache.errors import EngineFault, InvalidRequest, Overloaded
+from chatcache.kv.audit import PageUsage, check, page_usage
+from chatcache.kv.cache import KVCache
+from chatcache.sched.batch import Step
+from chatcache.sched.plan import StepResult
+from chatcache.sched.request import LiveRequest
+from chatcache.sched.scheduler import Scheduler
+from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
+
+log = logging.getLogger(__name__)
+
+StrategyFactory = Callable[..., Strategy]
+
+
+class Engine:
+    """Continues prompts. After `add`, call `step` while `has_work`; each call returns the new events.
+
+    `token_bytes[id]` is what a token adds to the text; stop strings need it. `make_strategy` is `decode`'s, replaceable
+    so that tests can decode in ways of their own.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        facts: ModelFacts,
+        config: EngineConfig,
+        token_bytes: Sequence[bytes] | None = None,
+        *,
+        make_strategy: StrategyFactory = make_strategy,
+    ) -> None:
+        self._runner = runner
+        self._facts = facts
+        self._config = config
+        self._token_bytes = token_bytes
+        self._make_strategy = make_strategy
+        self._capacity = capacity = runner.capacity()
+        limits = (facts.max_model_len, capacity.max_model_len, config.max_model_len or capacity.max_model_len)
+        self._max_model_len = min(limits)
+        self._kv = KVCache(capacity.num_pages, capacity.page_size, facts.digest, config.enable_prefix_caching)
+        self._scheduler = Scheduler(
+            self._kv,
+            num_slots=min(config.max_num_seqs, capacity.num_slots),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._requests: dict[str, LiveRequest] = {}
+        self._outbox = Outbox()
+        self._num_accepted = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_output_tokens = 0
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def add(self, request: GenerateRequest) -> None:
+        """Accept a request; from here exactly one terminal event will come.
+
+        Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full.
+        """
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
+        check_prompt(request, self._facts.vocab_size, self._max_model_len)
+        validate_params(request.params, self._facts.vocab_size)
+        check_branches(request.params, min(self._scheduler.num_slots, self._config.max_num_batched_tokens))
+        max_tokens = resolve_max_tokens(request, self._capacity, self._max_model_len)
+        if len(self._scheduler.waiting) >= self._config.max_num_waiting:
+            raise Overloaded(f"{self._config.max_num_waiting} requests are waiting already; try again later")
+        strategy = self._make_strategy(
+            request, self._facts, seed=self._seed(request), max_tokens=max_tokens, token_bytes=self._token_bytes
+        )
+        live = LiveRequest(request.request_id, request.prompt, request.namespace, strategy, self._num_accepted)
+        self._num_accepted += 1
+        self._requests[request.request_id] = live
+        self._outbox.open(request.request_id)
+        self._scheduler.add(live)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its pages are free when this returns. Unknown and finished ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            num_pages = self._scheduler.finish(request)
+            self._outbox.finished(request, cancelled=True, num_pages_freed=num_pages)
+
+    def has_work(self) -> bool:
+        return bool(self._requests) or len(self._outbox) > 0
+
+    def _seed(self, request: GenerateRequest) -> int:
+        """Return the request's seed; one that follows from engine seed and request id if it names none."""
+        seed: int | None = getattr(request.params, "seed", None)
+        if seed is not None:
+            return seed
+        name = f"{self._config.seed} {request.request_id}".encode("utf-8", "replace")
+        return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[EngineEvent]:
+        """Run one step and return the events since the last call. Never raises on account of a request."""
+        try:
+            step = self._scheduler.plan()
+        except Exception:
+            log.exception("planning failed; every running request ends")
+            self._fail_all(EngineFault("The engine could not plan this request."))
+            step = None
+        if step is not None:
+            self._run(step)
+        return self._outbox.take()
+
+    def _run(self, step: Step) -> None:
+        try:
+            result = self._runner.execute(step.plan)
+        except Exception as error:
+            log.exception("step %d failed", step.plan.step)
+            for request in self._scheduler.abandon(step):
+                self._close_failed(request, error)
+            return
+        faults: dict[LiveRequest, Exception] = dict(step.faults)
+        for draw, message in result.faults:
+            faults.setdefault(_request_of_draw(step, draw), EngineFault(message))
+        self._scheduler.commit(step, faults)
+        for request, fault in faults.items():
+            self._fail(request, fault)
+        self._advance(step, result, faults)
+
+    def _advance(self, step: Step, result: StepResult, faults: dict[LiveRequest, Exception]) -> None:
+        """Give every drawn request its candidates and carry out what its strategy answers."""
+        candidates = _candidates(result, step.plan.draws.width.tolist())
+        drawn: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
+        for row in step.drawn:
+            if row.branch.request not in faults:
+                answers = tuple(candidates[row.first_draw : row.first_draw + row.num_draws])
+                drawn.setdefault(row.branch.request, {})[row.branch.id] = answers
+        for request, answers_by_branch in drawn.items():
+            try:
+                advance = request.strategy.advance(answers_by_branch)
+                self._scheduler.apply(request, advance.actions)
+                if not advance.finished and not request.branches:
+                    raise EngineFault("no branch is left, yet the request is not finished")
+            except Exception as error:
+                log.warning("request %s failed while decoding", request.request_id, exc_info=True)
+                self._fail(request, error)
+            else:
+                self._report(request, advance)
+
+    def _report(self, request: LiveRequest, advance: Advance) -> None:
+        if not request.started:
+            request.started = True
+            self._num_prompt_tokens += request.num_prompt_tokens
+            self._num_cached_tokens += request.num_cached_tokens or 0
+            self._outbox.started(request)
+        num_before = request.num_output_tokens
+        for output in advance.outputs:
+            self._outbox.output(request, output)
+        self._num_output_tokens += request.num_output_tokens - num_before
+        if advance.finished:
+            del self._requests[request.request_id]
+            num_pages = self._scheduler.finish(request)
+            self._outbox.finished(request, num_pages_freed=num_pages)
+            log.info(
+                "request %s finished: %d prompt tokens (%d cached), %d output tokens, %d computed, %d preemptions",
+                request.request_id,
+                request.num_prompt_tokens,
+                request.num_cached_tokens or 0,
+                request.num_output_tokens,
+                request.num_computed_tokens,
+                request.num_preemptions,
+            )
+
+    def _fail(self, request: LiveRequest, error: Exception) -> None:
+        self._scheduler.finish(request, forget=True)
+        self._close_failed(request, error)
+
+    def _close_failed(self, request: LiveRequest, error: Exception) -> None:
+        del self._requests[request.request_id]
+        self._outbox.failed(request, error)
+
+    def _fail_all(self, error: Exception) -> None:
+        for request in list(self._scheduler.requests()):
+            self._fail(request, error)
+        self._kv.settle()
+
+    # -- queries --------------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For tests and benchmarks."""
+        return self._scheduler
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    def health(self) -> EngineHealth:
+        pool = self._kv.pool
+        return EngineHealth(
+            ready=True,
+            model=self._config.served_model_name or self._facts.name,
+            max_model_len=self._max_model_len,
+            page_size=self._capacity.page_size,
+            num_pages=pool.num_usable,
+            num_pages_in_use=pool.num_in_use,
+            num_pages_idle=pool.num_idle,
+            kv_bytes=self._capacity.kv_bytes,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_steps=self._scheduler.num_steps,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_page_copies=self._scheduler.num_page_copies,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+            load_fraction=1.0,
+        )
+
+    def stats(self) -> PageUsage:
+        """Count what the pages are used for. O(pages held): for metrics and tests."""
+        return page_usage(self._kv, self._scheduler.tables())
+
+    def num_pages_held(self, request_id: str) -> int:
+        """Count the distinct pages a request holds; 0 if it is unknown or waiting."""
+        request = self._requests.get(request_id)
+        return len({page for table in request.tables() for page in table.pages()}) if request else 0
+
+    def check(self) -> None:
+        """Verify pages, tables and reference counts against each other. Raises: BrokenInvariant."""
+        check(self._kv, self._scheduler.tables())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that finished requests left behind; refused (False) while requests run."""
+        if self._scheduler.running:
+            return False
+        self._kv.pool.forget_all()
+        return True
+
+
+def _request_of_draw(step: Step, draw: int) -> LiveRequest:
+    return next(row.branch.request for row in reversed(step.drawn) if row.first_draw <= draw)
+
+
+def _candidates(result: StepResult, widths: list[int]) -> list[Candidates]:
+    """Turn the result's arrays into one `Candidates` per draw, without its unused cells (id -1)."""
+    tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
+    if result.top_tokens.shape[1]:
+        top_pairs = zip(result.top_tokens.tolist(), result.top_logprobs.tolist(), strict=True)
+        tops = [tuple(pair for pair in zip(*top, strict=True) if pair[0] >= 0) for top in top_pairs]
+    candidates: list[Candidates] = []
+    for ids, values, width, top in zip(tokens, logprobs, widths, tops, strict=True):
+        used = min(width, ids.index(-1) if ids[-1] == -1 else len(ids))
+        candidates.append(Candidates(tuple(ids[:used]), tuple(values[:used]), top))
+    return candidates

@@ -1,0 +1,151 @@
+"""A runner without a model: exact about pages, indifferent about language.
+
+Each cell of its simulated pages holds a hash of the token, its position and the cell before it; the next token's
+logits are a hash of *all* cells read back through the page table. So one page freed too early, shared when it should
+have been copied, or matched before it was written, and the tokens come out different. The engine's property tests rest
+on that: any workload on any pool must equal each request alone with endless memory.
+
+It obeys `sched.plan` to the letter, and is strict where a real runner may be lenient: all rows read their history
+before any row writes, and cells never written hold a poison of their own.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from chatcache.engine.fake_sampling import draw_greedily_or_not, log_softmax, mix, top_candidates
+from chatcache.sched.plan import F32, I32, U64, KVCapacity, LogitEdit, StepPlan, StepResult
+from chatcache.types import ModelFacts
+
+POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+_POSITION = np.uint64(0x9E37_79B9_7F4A_7C15)
+_TOKEN = np.uint64(0xC2B2_AE3D_27D4_EB4F)
+
+
+def fake_capacity(
+    num_pages: int = 512, page_size: int = 16, num_slots: int = 256, max_model_len: int = 4096
+) -> KVCapacity:
+    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes=num_pages * page_size * 8)
+
+
+def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelFacts:
+    return ModelFacts(
+        name="fake", digest="00" * 32, vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos
+    )
+
+
+class FakeRunner:
+    """Executes plans on hashes. Satisfies `ModelRunner`.
+
+    `eos` becomes the most likely token once in about `eos_every` positions (0: never by intent). `delay_s` is slept in
+    every step. A row whose last token is `faulty_token` comes back with NaN logits, as a fault.
+    """
+
+    def __init__(
+        self,
+        capacity: KVCapacity | None = None,
+        vocab_size: int = 64,
+        eos: int | None = 0,
+        *,
+        eos_every: int = 24,
+        delay_s: float = 0.0,
+        faulty_token: int | None = None,
+    ) -> None:
+        self._capacity = capacity or fake_capacity()
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._eos_every = eos_every
+        self.delay_s = delay_s
+        self._faulty_token = faulty_token
+        num_entries = -(-self._capacity.max_model_len // self._capacity.page_size)
+        self.cells: U64 = np.full((self._capacity.num_pages, self._capacity.page_size), POISON, np.uint64)
+        self._tables: I32 = np.zeros((self._capacity.num_slots, num_entries), np.int32)
+        self._ids: U64 = np.arange(vocab_size, dtype=np.uint64)
+
+    def capacity(self) -> KVCapacity:
+        return self._capacity
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        for src, dst, num_pages in plan.forks.tolist():
+            self._tables[dst, :num_pages] = self._tables[src, :num_pages]
+        for slot, index, page in plan.updates.tolist():
+            self._tables[slot, index] = page
+        for src, dst in plan.copies.tolist():
+            self.cells[dst] = self.cells[src]
+        histories, last_tokens = self._compute(plan)
+        return self._draw(plan, histories, last_tokens)
+
+    def _compute(self, plan: StepPlan) -> tuple[list[np.uint64], list[int]]:
+        """Write the new cells; return each row's history hash and last token. Everybody reads before anybody writes."""
+        rows = plan.rows
+        spans = list(zip(rows.slot.tolist(), rows.start.tolist(), rows.num_tokens.tolist(), strict=True))
+        before = [self._read(slot, start) for slot, start, _ in spans]
+        histories: list[np.uint64] = []
+        offset = 0
+        for (slot, start, count), (history, last_cell) in zip(spans, before, strict=True):
+            positions = np.arange(start, start + count)
+            tokens = rows.tokens[offset : offset + count].astype(np.uint64)
+            offset += count
+            keys = positions.astype(np.uint64) * _POSITION
+            cells = np.cumsum(mix(tokens * _TOKEN + keys), dtype=np.uint64) + last_cell
+            pages = self._tables[slot, positions // self._capacity.page_size]
+            self.cells[pages, positions % self._capacity.page_size] = cells
+            histories.append(np.append(mix(cells + keys), history).sum(dtype=np.uint64))
+        last_tokens = rows.tokens[np.cumsum(rows.num_tokens) - 1].tolist()
+        return histories, last_tokens
+
+    def _read(self, slot: int, num_tokens: int) -> tuple[np.uint64, np.uint64]:
+        """Read a branch's first cells through its page table: (a hash of all of them, the last one)."""
+        pages = self._tables[slot, : -(-num_tokens // self._capacity.page_size)]
+        cells = self.cells[pages].reshape(-1)[:num_tokens]
+        keys = np.arange(num_tokens, dtype=np.uint64) * _POSITION
+        return mix(cells + keys).sum(dtype=np.uint64), (cells[-1] if num_tokens else np.uint64(1))
+
+    def _logits(self, history: np.uint64) -> F32:
+        """Hash a history into logits between 0 and 8. Shape [V]."""
+        logits = (mix(self._ids * _TOKEN + history) >> np.uint64(40)).astype(np.float32) * np.float32(8 / 2**24)
+        if self._eos is not None and self._eos_every and int(mix(history)) % self._eos_every == 0:
+            logits[self._eos] = 12.0
+        return logits
+
+    def _draw(self, plan: StepPlan, histories: list[np.uint64], last_tokens: list[int]) -> StepResult:
+        draws = plan.draws
+        num_draws = len(draws.row)
+        width, num_top = int(draws.width.max(initial=1)), int(draws.num_top.max(initial=0))
+        tokens, logprobs = _blank(num_draws, width)
+        top_tokens, top_logprobs = _blank(num_draws, num_top)
+        faults: list[tuple[int, str]] = []
+        edits = {edit.draw: edit for edit in draws.edits}
+        for draw, row in enumerate(draws.row.tolist()):
+            if last_tokens[row] == self._faulty_token:
+                faults.append((draw, "the logits are not finite"))
+                continue
+            raw = self._logits(histories[row])
+            logits = _edited(raw, edits.get(draw))
+            if draws.width[draw] > 1:
+                ids, values = top_candidates(log_softmax(logits), int(draws.width[draw]))
+                tokens[draw, : len(ids)], logprobs[draw, : len(ids)] = ids, values
+            else:
+                tokens[draw, 0] = draw_greedily_or_not(logits, draws, draw)
+                logprobs[draw, 0] = log_softmax(raw)[tokens[draw, 0]]
+            if draws.num_top[draw]:
+                ids, values = top_candidates(log_softmax(raw), int(draws.num_top[draw]))
+                top_tokens[draw, : len(ids)], top_logprobs[draw, : len(ids)] = ids, values
+        return StepResult(tokens, logprobs, top_tokens, top_logprobs, tuple(faults))
+
+
+def _blank(num_draws: int, width: int) -> tuple[I32, F32]:
+    return np.full((num_draws, width), -1, np.int32), np.full((num_draws, width), -np.inf, np.float32)
+
+
+def _edited(logits: F32, edit: LogitEdit | None) -> F32:
+    if edit is None:
+        return logits
+    edited = logits.copy()
+    chosen = edited[edit.ids]
+    edited[edit.ids] = np.where(chosen > 0, chosen / edit.scale, chosen * edit.scale) + edit.add
+    return edited

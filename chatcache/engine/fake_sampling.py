@@ -1,0 +1,59 @@
+"""The draws of `sched.plan.Draws` in numpy, as the fake runner makes them. Shapes: V vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatcache.sched.plan import F32, I32, U64, Draws
+
+_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+
+def mix(values: U64 | np.uint64) -> U64:
+    """Scatter the bits of each value (the finaliser of splitmix64, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = np.asarray(values, np.uint64) + _STEP
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def log_softmax(logits: F32) -> F32:
+    """Return log-probabilities [V], summed in float64."""
+    shifted = logits.astype(np.float64) - logits.max()
+    result: F32 = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
+    return result
+
+
+def top_candidates(logprobs: F32, width: int) -> tuple[I32, F32]:
+    """Return the `width` most likely ids and their log-probabilities, best first, ties to the lower id."""
+    order = np.argsort(-logprobs, kind="stable")[:width]
+    return order.astype(np.int32), logprobs[order]
+
+
+def draw_greedily_or_not(logits: F32, draws: Draws, draw: int) -> int:
+    """Sample one id: temperature, then top-k, top-p and min-p, then Gumbel noise keyed by (seed, lane, position)."""
+    temperature = float(draws.temperature[draw])
+    if temperature == 0.0:
+        return int(np.argmax(logits))
+    logprobs = log_softmax((logits / np.float32(temperature)).astype(np.float32)).astype(np.float64)
+    allowed = _filtered(logprobs, int(draws.top_k[draw]), float(draws.top_p[draw]), float(draws.min_p[draw]))
+    key = mix(draws.seed[draw] + mix(np.uint64(draws.lane[draw]) + mix(np.uint64(draws.position[draw]))))
+    bits = mix(np.arange(len(logits), dtype=np.uint64) + key) >> np.uint64(11)
+    uniform = (bits.astype(np.float64) + 0.5) / 2**53
+    return int(np.argmax(np.where(allowed, logprobs - np.log(-np.log(uniform)), -np.inf)))
+
+
+def _filtered(logprobs: NDArray[np.float64], top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:
+    order = np.argsort(-logprobs, kind="stable")
+    allowed = np.ones(len(order), bool)
+    if 0 < top_k < len(order):
+        allowed[order[top_k:]] = False
+    if top_p < 1.0:
+        kept = np.where(allowed[order], np.exp(logprobs[order]), 0.0)
+        before = np.cumsum(kept) - kept
+        allowed[order[before >= top_p * kept.sum()]] = False
+    if min_p > 0.0:
+        allowed &= logprobs >= logprobs[order[0]] + np.log(min_p)
+    return allowed

@@ -1,0 +1,70 @@
+"""Events of live requests, numbered 1, 2, 3, ... per request, until the caller takes them."""
+
+from __future__ import annotations
+
+from chatcache.decode.actions import Done, Emit, Output
+from chatcache.errors import ChatcacheError, EngineFault
+from chatcache.sched.request import LiveRequest
+from chatcache.types import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+
+
+class Outbox:
+    """Numbers and keeps events. `open` and a terminal event frame every accepted request."""
+
+    def __init__(self) -> None:
+        self._events: list[EngineEvent] = []
+        self._last_seq: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def open(self, request_id: str) -> None:
+        self._last_seq[request_id] = 0
+
+    def take(self) -> list[EngineEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def started(self, request: LiveRequest) -> None:
+        seq, cached = self._next(request), request.num_cached_tokens or 0
+        self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached))
+
+    def output(self, request: LiveRequest, output: Output) -> None:
+        match output:
+            case Emit(index, token_ids, logprobs):
+                request.num_output_tokens += len(token_ids)
+                self._events.append(Tokens(request.request_id, self._next(request), index, token_ids, logprobs))
+            case Done(index, finish_reason, stop_reason, score):
+                self._events.append(
+                    CandidateDone(
+                        request.request_id, self._next(request), index, finish_reason, stop_reason, float(score)
+                    )
+                )
+
+    def finished(self, request: LiveRequest, *, cancelled: bool = False, num_pages_freed: int = 0) -> None:
+        self._events.append(
+            Finished(
+                request_id=request.request_id,
+                seq=self._close(request),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens or 0,
+                num_output_tokens=request.num_output_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                cancelled=cancelled,
+                num_pages_freed=num_pages_freed,
+            )
+        )
+
+    def failed(self, request: LiveRequest, error: Exception) -> None:
+        """Report an error. Only catalogued ones are quoted; anything else is a bug and keeps its text to itself."""
+        known = error if isinstance(error, ChatcacheError) else EngineFault("The request failed while it was computed.")
+        self._events.append(
+            Failed(request.request_id, self._close(request), known.message, known.code, known.param, known.status)
+        )
+
+    def _next(self, request: LiveRequest) -> int:
+        self._last_seq[request.request_id] += 1
+        return self._last_seq[request.request_id]
+
+    def _close(self, request: LiveRequest) -> int:
+        return self._last_seq.pop(request.request_id) + 1

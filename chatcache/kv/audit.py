@@ -1,0 +1,100 @@
+"""What the pages are used for, counted from the tables; and the proof that pool and tables agree.
+
+Queries for tests, /metrics and idle self-checks: O(pages held), never part of a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from chatcache.kv.cache import KVCache
+from chatcache.kv.pool import BrokenInvariant
+from chatcache.kv.table import PageTable, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class PageUsage:
+    """`num_shared` pages stand in more than one table. `waste_fraction`: cells of pages in use that hold no token."""
+
+    num_pages: int
+    num_in_use: int
+    num_idle: int
+    num_blank: int
+    num_shared: int
+    waste_fraction: float
+
+
+def page_usage(kv: KVCache, tables: Collection[PageTable]) -> PageUsage:
+    """Count pages over the tables of all live branches."""
+    num_tables: Counter[int] = Counter()
+    num_filled: dict[int, int] = {}
+    for table in tables:
+        for index, page in enumerate(table.pages()):
+            num_tables[page] += 1
+            filled = min(max(table.num_tokens - index * kv.page_size, 0), kv.page_size)
+            num_filled[page] = max(num_filled.get(page, 0), filled)
+    num_cells = len(num_filled) * kv.page_size
+    pool = kv.pool
+    return PageUsage(
+        num_pages=pool.num_usable,
+        num_in_use=pool.num_in_use,
+        num_idle=pool.num_idle,
+        num_blank=pool.num_free - pool.num_idle,
+        num_shared=sum(1 for count in num_tables.values() if count > 1),
+        waste_fraction=1 - sum(num_filled.values()) / num_cells if num_cells else 0.0,
+    )
+
+
+def fractional_pages(groups: Sequence[Collection[PageTable]]) -> list[float]:
+    """Charge pages to groups of tables (requests, tenants): a page shared by k groups costs each 1/k of it.
+
+    The charges sum to the pages in use.
+    """
+    held = [{page for table in group for page in table.pages()} for group in groups]
+    sharers = Counter(page for pages in held for page in pages)
+    return [sum(1 / sharers[page] for page in pages) for pages in held]
+
+
+def check(kv: KVCache, tables: Collection[PageTable]) -> None:
+    """Verify the pool alone, and that its reference counts are exactly what `tables` (all open ones) hold.
+
+    Call between steps. Raises: BrokenInvariant naming the first claim that does not hold.
+    """
+    kv.pool.check()
+    segments: dict[int, Segment] = {}
+    standing: Counter[int] = Counter()
+    holds: Counter[int] = Counter()
+    for table in tables:
+        _check_table(kv, table)
+        holds.update(table.own)
+        if table.base is not None:
+            standing[id(table.base)] += 1
+        segments.update((id(segment), segment) for segment in table.segments())
+    for segment in segments.values():
+        holds.update(segment.pages)
+        if segment.parent is not None:
+            standing[id(segment.parent)] += 1
+    for key, segment in segments.items():
+        if segment.refs != standing[key]:
+            raise BrokenInvariant(f"a segment counts {segment.refs} holders and has {standing[key]}")
+    for page, refs in enumerate(kv.pool.refs):
+        if refs != holds[page]:
+            raise BrokenInvariant(f"page {page} counts {refs} holders and has {holds[page]}")
+
+
+def _check_table(kv: KVCache, table: PageTable) -> None:
+    pages = table.pages()
+    if len(set(pages)) != len(pages) or len(pages) < kv.num_pages_for(table.num_tokens):
+        raise BrokenInvariant(f"a table of {table.num_tokens} tokens holds pages {pages}")
+    if table.num_tail_tokens != table.num_tokens % kv.page_size:
+        raise BrokenInvariant(f"a table of {table.num_tokens} tokens knows {table.num_tail_tokens} of its tail")
+    for index in range(table.num_tokens // kv.page_size, kv.num_pages_for(table.num_reserved)):
+        page = pages[index]
+        private = kv.pool.refs[page] == 1 and not kv.pool.is_published(page)
+        if table.num_reserved > table.num_tokens and not private:
+            raise BrokenInvariant(f"page {page} is reserved for writing but shared or published")
+    full = pages[: table.num_tokens // kv.page_size]
+    if full and (content := kv.pool.content(full[-1])) is not None and content.key != table.key:
+        raise BrokenInvariant(f"a table of {table.num_tokens} tokens names its full pages wrongly")

@@ -1,0 +1,294 @@
+"""The operations on page tables: what the scheduler calls, in the order of a branch's life.
+
+    match -> open -> (reserve -> [the step executes] -> commit)* -> close        and fork, truncate in between
+
+Copy on write happens in `reserve`: whoever is about to write into a tail page that others hold, or that the index
+names, gets a fresh page and a `PageCopy`; the last holder of an unpublished page writes in place.
+
+    A: [p0 p1 p2|tail t]   fork   A: [p0 p1 p2|t]   A writes   A: [p0 p1 p2|t']   copy (t -> t')
+                                  B: [p0 p1 p2|t]              B: [p0 p1 p2|t ]   B is now the last holder of t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, root_key, token_bytes
+from chatcache.kv.pool import BrokenInvariant, PagePool
+from chatcache.kv.table import PageTable, Segment
+
+Tokens = Sequence[int] | NDArray[np.int32]
+
+
+class PageCopy(NamedTuple):
+    """Copy the contents of page `src` to page `dst` before this step writes anything."""
+
+    src: int
+    dst: int
+
+
+class PrefixMatch(NamedTuple):
+    """Pages that already hold the first `num_tokens` tokens; the last of them perhaps only in part.
+
+    `num_idle` of them are held by nobody now, so opening the match makes as many fewer free pages.
+    """
+
+    pages: list[int]
+    num_tokens: int
+    key: bytes
+    tail: bytes
+    num_idle: int
+
+
+class KVCache:
+    """Page tables over one pool. Set `enable_matching=False` to never reuse what a finished branch computed."""
+
+    def __init__(self, num_pages: int, page_size: int, model_digest: str = "", enable_matching: bool = True) -> None:
+        self.pool = PagePool(num_pages)
+        self.page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._model_digest = model_digest
+        self._enable_matching = enable_matching
+        self._copy_sources: set[int] = set()
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    # -- finding what is already there ----------------------------------------------------------------------------
+
+    def chain(self, tokens: Tokens, namespace: str = "") -> list[PageContent]:
+        """Name the full pages of `tokens`. O(tokens): keep the answer while a request waits."""
+        data, size = token_bytes(tokens), self._page_bytes
+        key = root_key(self._model_digest, self.page_size, namespace)
+        chain: list[PageContent] = []
+        for start in range(0, len(data) - size + 1, size):
+            chain.append(page_content(key, data[start : start + size]))
+            key = chain[-1].key
+        return chain
+
+    def match(self, tokens: Tokens, namespace: str = "", chain: list[PageContent] | None = None) -> PrefixMatch:
+        """Find the longest computed prefix of `tokens`, never the last token (its logits are needed). A query."""
+        chain = self.chain(tokens, namespace) if chain is None else chain
+        key = chain[0].parent if chain else root_key(self._model_digest, self.page_size, namespace)
+        if not self._enable_matching:
+            return PrefixMatch([], 0, key, b"", 0)
+        longest = len(tokens) - 1
+        pages = self.pool.lookup(chain[: longest // self.page_size])
+        if pages:
+            key = chain[len(pages) - 1].key
+        num_tokens = len(pages) * self.page_size
+        rest = token_bytes(tokens[num_tokens : min(longest, num_tokens + self.page_size)])
+        partial = self.pool.lookup_partial(key, rest)
+        tail = b""
+        if partial is not None:
+            pages.append(partial[0])
+            num_tokens += partial[1]
+            tail = rest[: partial[1] * TOKEN_BYTES]
+        num_idle = sum(1 for page in pages if not self.pool.refs[page])
+        return PrefixMatch(pages, num_tokens, key, tail, num_idle)
+
+    def open(self, match: PrefixMatch) -> PageTable:
+        """Start a table on a match that was made since the last change of the cache."""
+        self.pool.retain(match.pages)
+        table = PageTable(match.key)
+        table.own = list(match.pages)
+        table.num_tokens = match.num_tokens
+        table.num_reserved = match.num_tokens
+        table.tail = match.tail
+        return table
+
+    # -- making room ----------------------------------------------------------------------------------------------
+
+    def reserve(self, wants: Sequence[tuple[PageTable, int]]) -> tuple[PageCopy, ...] | None:
+        """Make cells up to `num_tokens` of each (table, num_tokens) writable: all of them, or None and no change.
+
+        Wants name each table once and lie beyond its `num_tokens`. Until `settle`, the source of a copy is kept.
+        """
+        wants = [want for want in wants if want[1] > want[0].num_reserved]
+        if not wants:
+            return ()
+        fresh = [max(self.num_pages_for(goal) - table.num_pages, 0) for table, goal in wants]
+        forced, optional = self._tails_to_copy([table for table, _ in wants])
+        pages = self.pool.allocate(sum(fresh) + len(forced) + len(optional))
+        copying = forced | optional
+        if pages is None and optional:  # tight: a sole holder does without the copy, and the index without the page
+            pages, copying = self.pool.allocate(sum(fresh) + len(forced)), forced
+        if pages is None:
+            return None
+        copies: list[PageCopy] = []
+        for (table, _), num_fresh in zip(wants, fresh, strict=True):
+            if id(table) in copying:
+                copies.append(self._copy_tail(table, pages.pop()))
+            elif table.tail:
+                self.pool.withdraw(self._tail_page(table))
+            table.own += [pages.pop() for _ in range(num_fresh)]
+            table.num_reserved = table.num_pages * self.page_size
+        return tuple(copies)
+
+    def _tails_to_copy(self, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
+        """Say which tables (by id) must have their tail copied, and which only should.
+
+        Must: others hold the page. Should: nobody else does, but it is published with more than this table's tokens.
+        """
+        forced: set[int] = set()
+        optional: set[int] = set()
+        given_up: dict[int, int] = {}
+        for table in tables:
+            if not table.tail or table.num_reserved > table.num_tokens:
+                continue
+            page = self._tail_page(table)
+            content = self.pool.content(page)
+            if self._num_holders(page) - given_up.get(page, 0) > 1:
+                forced.add(id(table))
+                given_up[page] = given_up.get(page, 0) + 1
+            elif content is not None and content.tokens != table.tail and self.pool.is_published(page):
+                optional.add(id(table))
+        return forced, optional
+
+    def _tail_page(self, table: PageTable) -> int:
+        return table.own[table.num_tokens // self.page_size - table.num_base_pages]
+
+    def _num_holders(self, page: int) -> int:
+        return self.pool.refs[page] - (page in self._copy_sources)
+
+    def _copy_tail(self, table: PageTable, dst: int) -> PageCopy:
+        index = table.num_tokens // self.page_size
+        src = table.own[index - table.num_base_pages]
+        if src not in self._copy_sources:  # keep it until the copy has been made, whoever lets go of it meanwhile
+            self._copy_sources.add(src)
+            self.pool.retain((src,))
+        self.pool.release((src,))
+        table.own[index - table.num_base_pages] = dst
+        table.changed_from = min(table.changed_from, index)
+        return PageCopy(src, dst)
+
+    def settle(self) -> None:
+        """Let go of this step's copy sources: its copies have been made, or the step was given up."""
+        for page in self._copy_sources:
+            self.pool.release((page,))
+        self._copy_sources.clear()
+
+    # -- after execution ------------------------------------------------------------------------------------------
+
+    def commit(self, table: PageTable, tokens: bytes) -> None:
+        """Note that `tokens` (little-endian int32) have been computed into the table; publish the pages now full."""
+        num_tokens = table.num_tokens + len(tokens) // TOKEN_BYTES
+        if num_tokens > table.num_reserved:
+            raise BrokenInvariant(
+                f"{num_tokens} tokens were computed into a table that had reserved {table.num_reserved}"
+            )
+        table.num_tokens = num_tokens
+        tail = table.tail + tokens
+        size = self._page_bytes
+        if len(tail) < size:
+            table.tail = tail
+            return
+        index = (table.num_tokens - len(tail) // TOKEN_BYTES) // self.page_size - table.num_base_pages
+        for start in range(0, len(tail) - size + 1, size):
+            content = page_content(table.key, tail[start : start + size])
+            self._publish(table.own[index], content)
+            table.key = content.key
+            index += 1
+        table.tail = tail[len(tail) // size * size :]
+
+    def _publish(self, page: int, content: PageContent) -> None:
+        if self._enable_matching:
+            self.pool.publish(page, content)
+        else:
+            self.pool.describe(page, content)
+
+    # -- forks ----------------------------------------------------------------------------------------------------
+
+    def fork(self, table: PageTable) -> PageTable:
+        """Give a second branch everything the table has computed. O(1) in its length; copies nothing."""
+        num_full = table.num_tokens // self.page_size - table.num_base_pages
+        if num_full > 0:
+            pages = table.own
+            table.own = pages[num_full:]
+            del pages[num_full:]
+            table.base = Segment(table.base, table.num_base_pages, pages)
+            table.num_base_pages += num_full
+        child = PageTable(table.key)
+        child.base, child.num_base_pages = table.base, table.num_base_pages
+        if child.base is not None:
+            child.base.refs += 1
+        child.tail, child.num_tokens, child.num_reserved = table.tail, table.num_tokens, table.num_tokens
+        if table.tail:
+            child.own = table.own[:1]
+            self.pool.retain(child.own)
+            table.num_reserved = table.num_tokens
+        child.changed_from = min(table.changed_from, child.num_pages)
+        return child
+
+    def truncate(self, table: PageTable, num_tokens: int) -> None:
+        """Forget everything after the first `num_tokens` tokens of the table."""
+        if not 0 <= num_tokens <= table.num_tokens:
+            raise BrokenInvariant(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
+        if num_tokens < table.num_tokens:
+            self._rewind_names(table, num_tokens)
+        while num_tokens < table.num_base_pages * self.page_size:
+            self._unfold(table)
+        kept = self.num_pages_for(num_tokens) - table.num_base_pages
+        self.pool.release(table.own[kept:])
+        del table.own[kept:]
+        table.num_tokens = table.num_reserved = num_tokens
+        table.changed_from = min(table.changed_from, table.num_pages)
+
+    def _rewind_names(self, table: PageTable, num_tokens: int) -> None:
+        index, num_left = divmod(num_tokens, self.page_size)
+        tokens = table.tail
+        if index < table.num_tokens // self.page_size:
+            content = self.pool.content(table.page_at(index))
+            if content is None:
+                raise BrokenInvariant(f"table entry {index} is full but nothing is known of its contents")
+            tokens, table.key = content.tokens, content.parent
+        table.tail = tokens[: num_left * TOKEN_BYTES]
+
+    def _unfold(self, table: PageTable) -> None:
+        """Turn the table's nearest segment back into pages of its own."""
+        segment = table.base
+        if segment is None:
+            raise BrokenInvariant("a table without a segment has no pages below its own")
+        self.pool.retain(segment.pages)
+        table.own = segment.pages + table.own
+        table.base, table.num_base_pages = segment.parent, segment.start
+        if segment.parent is not None:
+            segment.parent.refs += 1
+        self._release_segment(segment)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self, table: PageTable, *, forget: bool = False) -> None:
+        """Let go of every page. What was computed stays matchable, the partly filled tail included.
+
+        `forget` takes it out of the index instead: what a faulty request computed must not be found again.
+        """
+        if forget:
+            for page in table.pages():
+                self.pool.withdraw(page)
+        elif table.tail and self._enable_matching:
+            self._publish_tail(table)
+        self.pool.release(table.own)
+        if table.base is not None:
+            self._release_segment(table.base)
+        table.own, table.base, table.num_base_pages = [], None, 0
+        table.num_tokens = table.num_reserved = table.changed_from = 0
+        table.tail = b""  # a closed table holds nothing; closing it again is harmless
+
+    def _publish_tail(self, table: PageTable) -> None:
+        """Publish a tail that is this table's alone; one that others hold will be published by the last of them."""
+        page = self._tail_page(table)
+        if self._num_holders(page) == 1 and not self.pool.is_published(page):
+            self.pool.publish(page, page_content(table.key, table.tail))
+
+    def _release_segment(self, segment: Segment | None) -> None:
+        while segment is not None:
+            segment.refs -= 1
+            if segment.refs:
+                return
+            self.pool.release(segment.pages)
+            segment = segment.parent

@@ -1,0 +1,209 @@
+r"""All pages: who holds them, what they contain, and which goes next when room is needed.
+
+    blank ---allocate---> held ---release (last hold)---> idle, if published    (still matchable, evicted when needed)
+      ^                                            \----> blank, otherwise
+      +---- evicted: an idle page loses its name and is handed out
+
+A page is *published* while the index names it: its contents are final and anybody may match it. Published pages are
+never written; a sole holder who wants to write withdraws the page first (see `KVCache.reserve`).
+
+Eviction order, a contract: blank pages first; then idle ones, least recently released first. A table releases its
+tail before its head, and whoever holds a page also holds everything before it, so a chain is evicted from its tail.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from chatcache.kv.keys import TOKEN_BYTES, PageContent
+
+NULL_PAGE = 0
+MAX_SCANNED_CHILDREN = 64
+
+
+class BrokenInvariant(RuntimeError):
+    """The pool contradicts itself or was misused: a bug of the caller, never a matter of load."""
+
+
+class PagePool:
+    """`num_pages` pages, page 0 being the null page that nobody is ever given."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages must be at least 2 (page 0 is never used), got {num_pages}")
+        self.num_pages = num_pages
+        self.refs = [0] * num_pages  # holders: page tables, and segments that several tables share
+        self._blank = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._content: list[PageContent | None] = [None] * num_pages
+        self._index: dict[bytes, int] = {}
+        self._children: dict[bytes, dict[int, None]] = {}  # parent key -> published pages, oldest first
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` could hand out: blank and idle ones."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_in_use(self) -> int:
+        return self.num_usable - self.num_free
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """Hand out `num_pages` pages, each held once, or none at all."""
+        if num_pages > self.num_free:
+            return None
+        blank, refs, content = self._blank, self.refs, self._content
+        kept = max(len(blank) - num_pages, 0)
+        pages = blank[kept:]
+        del blank[kept:]
+        while len(pages) < num_pages:
+            page, _ = self._idle.popitem(last=False)  # out of the idle first, so that withdrawing does not blank it
+            self.withdraw(page)
+            pages.append(page)
+        for page in pages:
+            refs[page] = 1
+            content[page] = None
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Hold `pages` once more; idle ones come back to life."""
+        refs = self.refs
+        for page in pages:
+            if not refs[page]:
+                try:
+                    del self._idle[page]
+                except KeyError:
+                    raise BrokenInvariant(f"page {page} was retained but nobody holds it and it is not idle") from None
+            refs[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Let go of `pages`, given in table order; the tail is let go first."""
+        refs = self.refs
+        for page in reversed(pages):
+            left = refs[page] - 1
+            if left < 0 or page == NULL_PAGE:
+                raise BrokenInvariant(f"page {page} was released more often than held")
+            refs[page] = left
+            if not left:
+                if self.is_published(page):
+                    self._idle[page] = None
+                else:
+                    self._blank.append(page)
+
+    def is_published(self, page: int) -> bool:
+        content = self._content[page]
+        return content is not None and self._index.get(content.key) == page
+
+    def content(self, page: int) -> PageContent | None:
+        """Return what is known of the page's contents; None while it is being filled."""
+        return self._content[page]
+
+    def describe(self, page: int, content: PageContent) -> None:
+        """Note the final contents of a held page without letting anybody match it."""
+        if not self.refs[page]:
+            raise BrokenInvariant(f"page {page} was described but nobody holds it")
+        self._content[page] = content
+
+    def publish(self, page: int, content: PageContent) -> None:
+        """Note the contents of a held page and let it be matched, after execution only. The first of equals wins."""
+        self.describe(page, content)
+        if self._index.setdefault(content.key, page) == page:
+            self._children.setdefault(content.parent, {})[page] = None
+
+    def withdraw(self, page: int) -> None:
+        """Take the page out of the index, if it is in: nobody will match it any more. Its holders keep it."""
+        content = self._content[page]
+        if content is None or self._index.get(content.key) != page:
+            return
+        del self._index[content.key]
+        siblings = self._children[content.parent]
+        del siblings[page]
+        if not siblings:
+            del self._children[content.parent]
+        if page in self._idle:
+            del self._idle[page]
+            self._blank.append(page)
+
+    def lookup(self, contents: Iterable[PageContent]) -> list[int]:
+        """Find the longest run of published pages with these contents, in order."""
+        found: list[int] = []
+        for content in contents:
+            page = self._index.get(content.key)
+            if page is None or self._content[page] != content:
+                break
+            found.append(page)
+        return found
+
+    def lookup_partial(self, parent: bytes, tokens: bytes) -> tuple[int, int] | None:
+        """Find the published page after `parent` that begins with most of `tokens`: (page, number of tokens).
+
+        Looks at the newest MAX_SCANNED_CHILDREN continuations only; a popular prompt has thousands.
+        """
+        best: tuple[int, int] | None = None
+        for page in islice(reversed(self._children.get(parent, {})), MAX_SCANNED_CHILDREN):
+            num_common = _num_common_tokens(self._content_of(page).tokens, tokens)
+            if num_common > (best[1] if best else 0):
+                best = page, num_common
+        return best
+
+    def forget_all(self) -> None:
+        """Empty the index: idle pages become blank, held ones stay with their holders."""
+        for page in list(self._index.values()):
+            self.withdraw(page)
+
+    def _content_of(self, page: int) -> PageContent:
+        content = self._content[page]
+        if content is None:
+            raise BrokenInvariant(f"page {page} is in the index without contents")
+        return content
+
+    def check(self) -> None:
+        """Verify every invariant that the pool alone can see.
+
+        Raises: BrokenInvariant naming the first that does not hold.
+        """
+        for claim in self._broken():
+            raise BrokenInvariant(claim)
+
+    def _broken(self) -> Iterator[str]:
+        blank, idle = set(self._blank), set(self._idle)
+        if len(blank) != len(self._blank):
+            yield "a page is blank twice"
+        if blank & idle:
+            yield f"pages {sorted(blank & idle)} are both blank and idle"
+        if NULL_PAGE in blank or NULL_PAGE in idle or self.refs[NULL_PAGE]:
+            yield "the null page is in circulation"
+        for page in range(1, self.num_pages):
+            if self.refs[page] < 0:
+                yield f"page {page} has {self.refs[page]} holders"
+            if (self.refs[page] == 0) != (page in blank or page in idle):
+                yield f"page {page} has {self.refs[page]} holders, blank={page in blank}, idle={page in idle}"
+            if page in blank and self.is_published(page):
+                yield f"page {page} is blank but in the index"
+            if page in idle and not self.is_published(page):
+                yield f"page {page} is idle but cannot be matched"
+        for key, page in self._index.items():
+            content = self._content[page]
+            if content is None or content.key != key:
+                yield f"the index names page {page}, which holds something else"
+            elif page not in self._children.get(content.parent, {}):
+                yield f"page {page} is in the index but not among its parent's children"
+        if sum(map(len, self._children.values())) != len(self._index):
+            yield "a page is among its parent's children but not in the index"
+
+
+def _num_common_tokens(a: bytes, b: bytes) -> int:
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size // TOKEN_BYTES
+    return next(i for i in range(size) if a[i] != b[i]) // TOKEN_BYTES

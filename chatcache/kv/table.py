@@ -1,0 +1,82 @@
+"""One branch's pages, in order. A fork shares the front of the table itself, so it costs the same at any length.
+
+    PageTable A ---base---> Segment (full pages 0..61, held by A and B) ---parent---> Segment or None
+      own: [62, 63]                ^
+    PageTable B ---base------------+
+      own: [62, 90]                                        page 62: full, or the tail both still share (refs = 2)
+
+A segment is immutable and holds its pages once, however many tables stand on it. A table's own pages are held by the
+table. Only the last own page can be partly filled, and only full pages ever move into a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chatcache.kv.keys import TOKEN_BYTES
+
+
+class Segment:
+    """Full pages that several tables share. `refs` counts the tables and segments standing on it."""
+
+    __slots__ = ("pages", "parent", "refs", "start")
+
+    def __init__(self, parent: Segment | None, start: int, pages: list[int]) -> None:
+        self.parent = parent
+        self.start = start
+        self.pages = pages
+        self.refs = 1
+
+
+class PageTable:
+    """Pages of one branch and what is known of their contents. Only `KVCache` changes it.
+
+    `num_tokens` tokens are computed and stored; cells up to `num_reserved` are this table's alone and may be written.
+    `key` names the full pages so far, `tail` holds the tokens after them (little-endian int32). Entries from
+    `changed_from` on are news to the runner.
+    """
+
+    __slots__ = ("base", "changed_from", "key", "num_base_pages", "num_reserved", "num_tokens", "own", "tail")
+
+    def __init__(self, key: bytes) -> None:
+        self.base: Segment | None = None
+        self.num_base_pages = 0
+        self.own: list[int] = []
+        self.num_tokens = 0
+        self.num_reserved = 0
+        self.key = key
+        self.tail = b""
+        self.changed_from = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_base_pages + len(self.own)
+
+    @property
+    def num_tail_tokens(self) -> int:
+        return len(self.tail) // TOKEN_BYTES
+
+    def pages(self) -> list[int]:
+        """List every page in order. O(pages): for queries and tests, not for steps."""
+        return [page for segment in reversed(list(self.segments())) for page in segment.pages] + self.own
+
+    def segments(self) -> Iterator[Segment]:
+        """Yield the segments below this table, nearest first."""
+        segment = self.base
+        while segment is not None:
+            yield segment
+            segment = segment.parent
+
+    def page_at(self, index: int) -> int:
+        """Return the page of table entry `index`."""
+        if index >= self.num_base_pages:
+            return self.own[index - self.num_base_pages]
+        return next(segment.pages[index - segment.start] for segment in self.segments() if index >= segment.start)
+
+    def take_changes(self) -> tuple[int, list[int]]:
+        """Return (first index, pages from there on) of what changed since the last call."""
+        first = self.changed_from
+        self.changed_from = self.num_pages
+        if first >= self.num_base_pages:
+            return first, self.own[first - self.num_base_pages :]
+        return first, self.pages()[first:]

@@ -1,0 +1,136 @@
+"""What happens to the branches of one request: fork, extend, retire, part, rejoin. Pages and slots follow.
+
+a strategy forks      fork the table (nothing is copied), copy the runner's row
+a request is preempted  every branch lets its pages go and pairs with its closest relative
+it starts again       the leader computes; each other branch forks from its partner once that has got far enough,
+                      so that the request shares as many pages as it did before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatcache.decode.actions import BranchAction, Extend, Fork
+from chatcache.errors import EngineFault
+from chatcache.kv.cache import KVCache, PrefixMatch
+from chatcache.sched.request import Branch, LiveRequest
+from chatcache.sched.slots import Slots
+
+
+class Branches:
+    """The operations, over one KV cache and one set of slots."""
+
+    def __init__(self, kv: KVCache, slots: Slots) -> None:
+        self._kv = kv
+        self._slots = slots
+
+    def start(self, branch: Branch, match: PrefixMatch) -> None:
+        """Give a branch a table on what is already computed of it, and a slot."""
+        branch.table = self._kv.open(match)
+        branch.slot = self._slots.take()
+
+    def close(self, branch: Branch, *, forget: bool = False) -> None:
+        """Let go of a branch's pages and slot, if it has any."""
+        if branch.table is not None:
+            self._kv.close(branch.table, forget=forget)
+            branch.table = None
+        self._slots.give_back(branch.slot)
+        branch.slot = -1
+
+    def part(self, request: LiveRequest) -> None:
+        """Let go of everything the request holds, remembering who is related to whom."""
+        for branch in request.branches.values():
+            self.close(branch)
+        request.pair_waiting()
+
+    def rejoin(self, request: LiveRequest) -> None:
+        """Bring back the waiting branches of a running request whose time has come."""
+        for branch in request.branches.values():
+            if branch.table is not None:
+                continue
+            partner = branch.partner
+            if partner is None:  # the branch it would have forked from is gone, and so are all others
+                self.start(branch, self._kv.match(branch.tokens(), request.namespace))
+            elif partner.table is not None and partner.table.num_tokens >= branch.num_common:
+                branch.table = self._kv.fork(partner.table)
+                self._kv.truncate(branch.table, branch.num_common)
+                branch.slot = self._slots.fork(partner.slot, branch.table.changed_from)
+            else:
+                continue
+            branch.partner, branch.num_common = None, 0
+            request.num_waiting_branches -= 1
+
+    def apply(self, request: LiveRequest, actions: Iterable[BranchAction]) -> None:
+        """Move the request's branches as its strategy decided.
+
+        Raises: EngineFault if the actions break the contract of `decode.actions`; the request must then be finished.
+        """
+        families: list[tuple[Branch, Branch]] = []  # (parent, child)
+        retired: list[Branch] = []
+        try:
+            for action in actions:
+                if isinstance(action, Fork):
+                    families.append(self._fork(request, action))
+                elif isinstance(action, Extend):
+                    _drawn(request, action.branch).append(action.token)
+                else:
+                    retired.append(self._retire(request, action.branch))
+            _check_all_moved(request)
+            self._seat(families, retired)
+        finally:
+            for branch in retired:
+                self.close(branch)
+
+    def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
+        parent = _drawn(request, action.parent)
+        if action.child in request.branches or parent.table is None:
+            raise EngineFault(f"branch {action.child} exists already")
+        child = Branch(action.child, request, parent.outputs, parent.num_tokens)
+        child.append(action.token)
+        child.table = self._kv.fork(parent.table)
+        request.branches[child.id] = child
+        return parent, child
+
+    def _retire(self, request: LiveRequest, branch_id: int) -> Branch:
+        """Remove the branch; its pages go now, its slot when the children are seated."""
+        branch = request.branches.pop(branch_id, None)
+        if branch is None:
+            raise EngineFault(f"branch {branch_id} was retired but does not exist")
+        if branch.table is None:
+            request.num_waiting_branches -= 1
+        else:
+            self._kv.close(branch.table)
+            branch.table = None
+        if request.num_waiting_branches:
+            request.pair_waiting()
+        return branch
+
+    def _seat(self, families: list[tuple[Branch, Branch]], retired: list[Branch]) -> None:
+        """Give every child a slot. A retired parent's passes to its first child, so no row is written that another
+        child has yet to be copied from; the others get a copy of their parent's row."""
+        rows = {id(parent): parent.slot for parent, _ in families}
+        heirs: set[int] = set()
+        for parent, child in families:
+            if parent in retired and parent.slot >= 0:
+                child.slot, parent.slot = parent.slot, -1
+                heirs.add(id(child))
+        for branch in retired:
+            self.close(branch)
+        for parent, child in families:
+            if id(child) not in heirs and child.table is not None:
+                child.slot = self._slots.fork(rows[id(parent)], child.table.changed_from)
+
+
+def _drawn(request: LiveRequest, branch_id: int) -> Branch:
+    branch = request.branches.get(branch_id)
+    if branch is None or branch.table is None or branch.table.num_tokens != branch.num_tokens:
+        raise EngineFault(f"branch {branch_id} was acted on but had not been drawn")
+    return branch
+
+
+def _check_all_moved(request: LiveRequest) -> None:
+    if len(request.branches) > request.max_branches:
+        raise EngineFault(f"{len(request.branches)} branches are alive, at most {request.max_branches} were announced")
+    for branch in request.branches.values():
+        if branch.table is not None and branch.table.num_tokens == branch.num_tokens:
+            raise EngineFault(f"branch {branch.id} was left without a next token")

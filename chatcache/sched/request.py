@@ -1,0 +1,116 @@
+"""A request while it lives, and its branches. Plain state: the scheduler alone changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from chatcache.decode.actions import Strategy
+from chatcache.kv.keys import TOKEN_BYTES, PageContent, token_bytes
+from chatcache.kv.table import PageTable
+from chatcache.sched.plan import I32
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """One line of tokens: the request's prompt and `outputs` (little-endian int32).
+
+    Without a `table` the branch holds no pages and no slot: it waits, with its request or for its `partner`, the
+    earlier branch with which it has most tokens (`num_common`) in common and from which it will fork again.
+    """
+
+    id: int
+    request: LiveRequest
+    outputs: bytes = b""
+    num_tokens: int = 0
+    table: PageTable | None = None
+    slot: int = -1
+    partner: Branch | None = None
+    num_common: int = 0
+
+    def append(self, token: int) -> None:
+        self.outputs += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+        self.num_tokens += 1
+
+    def tokens(self) -> I32:
+        """Return all tokens, prompt included. O(tokens)."""
+        return np.frombuffer(self.request.prompt_bytes + self.outputs, dtype="<i4")
+
+    def span(self, start: int, stop: int) -> bytes:
+        """Return tokens start .. stop - 1 as little-endian int32."""
+        prompt = self.request.prompt_bytes
+        first, last = start * TOKEN_BYTES - len(prompt), stop * TOKEN_BYTES - len(prompt)
+        if first >= 0:
+            return self.outputs[first:last]
+        head = prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+        return head if last <= 0 else head + self.outputs[:last]
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request from acceptance to its end. `arrival` orders requests: a smaller one is older.
+
+    `chain` names the full pages of the first branch while the request waits; `in_flight` holds the keys of those pages
+    that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    namespace: str
+    strategy: Strategy
+    arrival: int
+    max_branches: int = field(init=False)
+    lockstep: bool = field(init=False)
+    prompt_bytes: bytes = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    branches: dict[int, Branch] = field(init=False)
+    chain: list[PageContent] | None = None
+    in_flight: frozenset[bytes] = frozenset()
+    num_waiting_branches: int = 0
+    started: bool = False
+    num_cached_tokens: int | None = None
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.max_branches = self.strategy.max_branches
+        self.lockstep = self.strategy.lockstep
+        self.prompt_bytes = token_bytes(self.prompt)
+        self.num_prompt_tokens = len(self.prompt)
+        self.branches = {0: Branch(0, self, num_tokens=self.num_prompt_tokens)}
+
+    @property
+    def leader(self) -> Branch:
+        """The branch that computes first when the request (re)starts."""
+        return next(iter(self.branches.values()))
+
+    def tables(self) -> list[PageTable]:
+        return [branch.table for branch in self.branches.values() if branch.table is not None]
+
+    def pair_waiting(self) -> None:
+        """Pair every branch without pages with the one it has most in common with, so that a restart shares as much.
+
+        Partners have pages or come earlier, so there is no circle. The last token is never common: a branch must
+        compute something of its own to be drawn.
+        """
+        candidates = [branch for branch in self.branches.values() if branch.table is not None]
+        for branch in self.branches.values():
+            if branch.table is not None:
+                continue
+            branch.partner, branch.num_common = None, 0
+            for other in candidates:
+                num_common = min(num_common_tokens(branch, other), branch.num_tokens - 1, other.num_tokens - 1)
+                if branch.partner is None or num_common > branch.num_common:
+                    branch.partner, branch.num_common = other, num_common
+            candidates.append(branch)
+
+
+def num_common_tokens(a: Branch, b: Branch) -> int:
+    """Count the leading tokens that two branches of one request share."""
+    size = min(len(a.outputs), len(b.outputs))
+    left, right = np.frombuffer(a.outputs[:size], "<i4"), np.frombuffer(b.outputs[:size], "<i4")
+    different = np.flatnonzero(left != right)
+    return a.request.num_prompt_tokens + (int(different[0]) if different.size else len(left))

@@ -1,0 +1,213 @@
+"""The two halves of the engine's loop around the runner: plan() before it, commit() and apply() after it.
+
+Running requests are served oldest first. When pages run out the newest running request gives all of its pages back
+and starts over later (preemption by recompute); the oldest is never preempted, so some request always gets on, and a
+request that could not run alone is refused before it gets here. Hence no deadlock and no livelock.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Iterable, Iterator
+
+from chatcache.decode.actions import BranchAction
+from chatcache.kv.cache import KVCache, PrefixMatch
+from chatcache.kv.keys import TOKEN_BYTES
+from chatcache.kv.pool import BrokenInvariant
+from chatcache.kv.table import PageTable
+from chatcache.sched.batch import Batch, Step
+from chatcache.sched.branches import Branches
+from chatcache.sched.queue import WaitingQueue
+from chatcache.sched.request import Branch, LiveRequest
+from chatcache.sched.slots import Slots
+
+
+class Scheduler:
+    """Decides over one KV cache and `num_slots` page-table rows of the runner. Single-threaded."""
+
+    def __init__(self, kv: KVCache, *, num_slots: int, max_num_batched_tokens: int) -> None:
+        self.kv = kv
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_page_copies = 0
+        self.running: list[LiveRequest] = []  # oldest first
+        self.waiting = WaitingQueue(kv)
+        self._slots = Slots(num_slots)
+        self._branches = Branches(kv, self._slots)
+        self._num_branches = 0  # live branches of the running requests
+
+    def add(self, request: LiveRequest) -> None:
+        self.waiting.push(request)
+
+    # -- before the step ------------------------------------------------------------------------------------------
+
+    def plan(self) -> Step | None:
+        """Grant tokens, pages and slots for one step; None if nobody can run (then nobody is here at all)."""
+        batch = Batch(self.max_num_batched_tokens)
+        for request in self.running:
+            if request.num_waiting_branches:
+                self._branches.rejoin(request)
+        if not self._serve_running(batch):
+            self._admit(batch)
+        if not batch.granted:
+            return None
+        self.num_steps += 1
+        return batch.finish(self.num_steps, self._slots.take_forks())
+
+    def _serve_running(self, batch: Batch) -> bool:
+        """Grant to the running requests, oldest first; return whether one had to be preempted."""
+        num_preemptions = self.num_preemptions
+        num_later = self._num_branches
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            num_later -= len(request.branches)
+            while not self._grant(request, batch, num_later):
+                victim = self.running[-1]
+                if victim is request and position == 0:
+                    raise BrokenInvariant(f"request {request.request_id} does not fit an otherwise empty pool")
+                self._preempt(victim)
+                if victim is request:
+                    return True
+                num_later -= len(victim.branches)
+            position += 1
+        return self.num_preemptions > num_preemptions
+
+    def _grant(self, request: LiveRequest, batch: Batch, num_later: int = 0) -> bool:
+        """Grant the request its next tokens, all its branches or none; False if pages are lacking."""
+        wants = self._wants(request, batch.budget, num_later)
+        goals = [(table, table.num_tokens + n) for b, n in wants if (table := b.table) is not None]
+        if any(goal > table.num_reserved for table, goal in goals):
+            copies = self.kv.reserve(goals)
+            if copies is None:
+                return False
+            self.num_page_copies += len(copies)
+            batch.add_copies(copies)
+        for branch, num_tokens in wants:
+            batch.add(branch, num_tokens)
+        return True
+
+    def _wants(self, request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
+        """Split what is left of the budget over the request's branches.
+
+        A chunk of a long prompt leaves one token for every branch that comes after it. The last tokens of a lockstep
+        request are computed in one step or not at all, so that its branches are drawn together.
+        """
+        gaps = [(b, b.num_tokens - b.table.num_tokens) for b in request.branches.values() if b.table is not None]
+        if request.lockstep:
+            num_wanted = sum(gap for _, gap in gaps)
+            longest = budget if num_wanted == len(gaps) else budget - num_later
+            if num_wanted > longest or request.num_waiting_branches:
+                gaps = [(branch, gap - 1) for branch, gap in gaps]
+        wants: list[tuple[Branch, int]] = []
+        for branch, gap in gaps:
+            num_tokens = min(gap, 1 if gap == 1 else max(budget - num_later, 1), budget)
+            if num_tokens > 0:
+                wants.append((branch, num_tokens))
+                budget -= num_tokens
+        return wants
+
+    def _admit(self, batch: Batch) -> None:
+        while batch.budget > 0 and len(self.waiting):
+            found = self.waiting.next(self.running, self._slots.num_unpromised)
+            if found is None:
+                return
+            request, match = found
+            self._start(request, match)
+            if not self._grant(request, batch):
+                if len(self.running) == 1:
+                    raise BrokenInvariant(f"request {request.request_id} does not fit an empty pool")
+                self._preempt(request)
+                return
+
+    def _start(self, request: LiveRequest, match: PrefixMatch) -> None:
+        self.waiting.remove(request)
+        insort(self.running, request, key=lambda other: other.arrival)
+        self._slots.promised += request.max_branches
+        self._num_branches += len(request.branches)
+        self._branches.start(request.leader, match)
+        request.num_waiting_branches = len(request.branches) - 1
+        num_matched = match.num_tokens // self.kv.page_size
+        request.in_flight = frozenset(content.key for content in (request.chain or [])[num_matched:])
+        request.chain = None
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = match.num_tokens
+
+    def _stop(self, request: LiveRequest) -> None:
+        """Take the request out of the running; its branches have to go their way before or after."""
+        self.running.remove(request)
+        self._slots.promised -= request.max_branches
+        self._num_branches -= len(request.branches)
+        request.in_flight = frozenset()
+
+    def _preempt(self, request: LiveRequest) -> None:
+        self._stop(request)
+        self._branches.part(request)
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self.waiting.push(request)
+
+    # -- after the step -------------------------------------------------------------------------------------------
+
+    def commit(self, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
+        """Note that the step was executed. Full pages become matchable now, those of `faulty` requests never."""
+        for branch, tokens in step.granted:
+            request, table = branch.request, branch.table
+            request.num_computed_tokens += len(tokens) // TOKEN_BYTES
+            if request in faulty or table is None:
+                continue
+            self.kv.commit(table, tokens)
+            if request.in_flight and table.num_tokens == branch.num_tokens:
+                request.in_flight = frozenset()
+        self.kv.settle()
+
+    def apply(self, request: LiveRequest, actions: Iterable[BranchAction]) -> None:
+        """Move the request's branches as its strategy decided.
+
+        Raises: EngineFault if the actions break the contract of `decode.actions`; the request must then be finished.
+        """
+        num_before = len(request.branches)
+        try:
+            self._branches.apply(request, actions)
+        finally:
+            self._num_branches += len(request.branches) - num_before
+
+    def finish(self, request: LiveRequest, *, forget: bool = False) -> int:
+        """End a request, wherever it is; return how many pages nobody holds any more."""
+        num_in_use = self.kv.pool.num_in_use
+        if request in self.running:
+            self._stop(request)
+        else:
+            self.waiting.remove(request)
+        for branch in request.branches.values():
+            self._branches.close(branch, forget=forget)
+        return num_in_use - self.kv.pool.num_in_use
+
+    def abandon(self, step: Step) -> list[LiveRequest]:
+        """Give up a step whose execution failed; return the requests that fail with it.
+
+        What the runner did of it is unknown. So its requests end, forgotten, and all others start over: their pages
+        are intact, but their rows in the runner may lack changes that this step carried.
+        """
+        failed = step.requests()
+        for request in failed:
+            self.finish(request, forget=True)
+        for request in list(self.running):
+            self._preempt(request)
+        self.kv.settle()
+        return failed
+
+    # -- queries --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    def requests(self) -> Iterator[LiveRequest]:
+        yield from self.running
+        yield from self.waiting
+
+    def tables(self) -> list[PageTable]:
+        """List every open page table."""
+        return [table for request in self.running for table in request.tables()]
