@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NewType
 
 import msgspec
+from msgspec.structs import force_setattr
 
 PageId = NewType("PageId", int)
 
@@ -19,6 +20,15 @@ FINISH_CANCELLED = "cancelled"
 MAX_N = 64
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+
+
+def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
+    """Let callers write `stop="x"`, `stop=["x"]` or `stop=None` where the field is a tuple."""
+    for field in fields:
+        value = getattr(params, field)
+        if not isinstance(value, tuple):
+            one = isinstance(value, str | int)
+            force_setattr(params, field, () if value is None else (value,) if one else tuple(value))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
@@ -48,6 +58,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
     skip_special_tokens: bool = True
     logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        _as_tuples(self, "stop", "stop_token_ids")
+
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
     """Beam search as `transformers.generate(num_beams=...)` defines it; returns the best `n` hypotheses.
@@ -68,6 +81,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _as_tuples(self, "stop", "stop_token_ids")
 
 
 Params = SamplingParams | BeamSearchParams

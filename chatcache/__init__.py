@@ -1,0 +1,31 @@
+"""chatcache: a chat backend that owns its KV cache.
+
+    from chatcache import LLM, SamplingParams
+    LLM().generate("Hello", SamplingParams(n=4, max_tokens=64))
+
+Names are resolved on first use, so importing the package loads no model library.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chatcache.llm import LLM as LLM
+    from chatcache.types import BeamSearchParams as BeamSearchParams
+    from chatcache.types import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from chatcache.llm import LLM
+
+        return LLM
+    if name in ("SamplingParams", "BeamSearchParams"):
+        from chatcache import types
+
+        return getattr(types, name)
+    raise AttributeError(f"module 'chatcache' has no attribute {name!r}")

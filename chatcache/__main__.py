@@ -1,0 +1,6 @@
+"""`python -m chatcache` is the `chatcache` command."""
+
+from chatcache.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The `chatcache` command: where settings are read and the rooms are put together.
+
+options.py   every flag: name, environment variable, bounds
+serve.py     `chatcache serve`: flags to settings
+server.py    the listening socket, the engine process, uvicorn, signals, exit codes
+banner.py    what a terminal sees while the model loads and when it is ready
+chat.py      `chatcache chat`; backends.py: an engine in this process, or a server by URL
+bench.py     `chatcache bench ...`
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatcache import __version__
+from chatcache.cli import exits
+from chatcache.cli.bench import bench
+from chatcache.cli.chat import chat
+from chatcache.cli.options import env
+from chatcache.cli.serve import serve
+from chatcache.errors import ChatcacheError, InvalidRequest, ModelFolderError
+from chatcache.settings import FILE_NAME, per_command, read_file
+
+app = typer.Typer(
+    name="chatcache",
+    help="A chat backend that owns its KV cache. Settings: flag > CHATCACHE_<FLAG> > chatcache.toml > default.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(chat)
+app.command()(bench)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"chatcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def settings(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(envvar=env("config"), show_envvar=False, help="Settings file.")] = Path(
+        FILE_NAME
+    ),
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Read the settings file into the defaults of the commands."""
+    try:
+        values = read_file(config)
+        context.default_map = per_command(values, _flags(context), config)
+    except InvalidRequest as error:
+        raise typer.BadParameter(error.message, param_hint="--config") from None
+
+
+def _flags(context: typer.Context) -> dict[str, list[str]]:
+    """Each command and the names of its parameters."""
+    commands = getattr(context.command, "commands", {})
+    return {name: [str(param.name) for param in command.params] for name, command in commands.items()}
+
+
+def main() -> None:
+    """Run the command line; a catalogued error is one line on stderr and an exit code, never a traceback."""
+    try:
+        app()
+    except ModelFolderError as error:
+        print(f"chatcache: {error.message}", file=sys.stderr)
+        sys.exit(exits.CONFIG)
+    except ChatcacheError as error:
+        print(f"chatcache: {error.message}", file=sys.stderr)
+        sys.exit(exits.ERROR)

@@ -1,0 +1,162 @@
+"""What the terminal chat talks to: an engine in this process, or a server by its URL. Both stream the same pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+
+from chatcache import compose
+from chatcache.bus.inproc import ThreadedEngine
+from chatcache.chat.events import ReplyDelta, ReplyFinished
+from chatcache.chat.prompt import Message
+from chatcache.chat.service import ChatService
+from chatcache.config import EngineConfig
+from chatcache.errors import ChatcacheError, EngineFault
+from chatcache.types import GenerateRequest, SamplingParams
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More text of candidate `index`."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The last piece of an answer."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
+class Backend(Protocol):
+    name: str
+
+    def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[Delta | Usage]:
+        """Stream the candidates' text, side by side, then the usage.
+
+        Raises: ChatcacheError with a sentence for the user.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class LocalBackend:
+    """The engine in a thread, with the chat service the gateway uses."""
+
+    def __init__(self, service: ChatService, engine: ThreadedEngine, name: str) -> None:
+        self.name = name
+        self._service = service
+        self._engine = engine
+        self._numbers = itertools.count()
+
+    @classmethod
+    async def load(cls, config: EngineConfig, progress: compose.Progress) -> LocalBackend:
+        """Load the model.
+
+        Raises: ModelFolderError.
+        """
+        engine = ThreadedEngine(lambda: compose.build_engine(config, progress))
+        await engine.wait_loaded()
+        return cls(ChatService(engine, compose.load_tokenizer(config)), engine, compose.served_name(config))
+
+    async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[Delta | Usage]:
+        prompt = await self._service.prompt(messages, "")
+        request = GenerateRequest(request_id=f"chat-{next(self._numbers)}", prompt=prompt.token_ids, params=params)
+        async with await self._service.start(request, prompt.text) as reply:
+            async for event in reply.events():
+                if isinstance(event, ReplyDelta):
+                    yield Delta(event.index, event.text)
+                elif isinstance(event, ReplyFinished):
+                    yield Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class HttpBackend:
+    """Any server that speaks OpenAI's chat completions; ours also reports cached tokens."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.AsyncClient(base_url=f"{self._url}/v1/", headers=headers, timeout=timeout)
+        self.name = ""
+
+    async def connect(self) -> None:
+        """Ask the server for its model.
+
+        Raises: ChatcacheError when it cannot be reached or refuses.
+        """
+        try:
+            response = await self._client.get("models")
+        except httpx.HTTPError as error:
+            raise EngineFault(f"{self._url}: {error or type(error).__name__}") from None
+        if response.is_error:
+            raise _refusal(response.status_code, response.content)
+        self.name = response.json()["data"][0]["id"]
+
+    async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[Delta | Usage]:
+        body = {
+            "model": self.name,
+            "messages": list(messages),
+            "n": params.n,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({} if params.max_tokens is None else {"max_tokens": params.max_tokens}),
+            **({} if params.seed is None else {"seed": params.seed}),
+        }
+        try:
+            async with self._client.stream("POST", "chat/completions", json=body) as response:
+                if response.is_error:
+                    raise _refusal(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    for piece in _pieces(line):
+                        yield piece
+        except httpx.HTTPError as error:
+            raise EngineFault(f"{self._url}: {error or type(error).__name__}") from None
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _pieces(line: str) -> list[Delta | Usage]:
+    """What one line of the event stream says."""
+    if not line.startswith("data: ") or line == "data: [DONE]":
+        return []
+    chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
+    if "error" in chunk:
+        raise EngineFault(chunk["error"]["message"])
+    pieces: list[Delta | Usage] = [
+        Delta(choice["index"], choice["delta"]["content"])
+        for choice in chunk.get("choices", ())
+        if choice["delta"].get("content")
+    ]
+    usage = chunk.get("usage")
+    if usage:
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        pieces.append(Usage(usage["prompt_tokens"], cached, usage["completion_tokens"]))
+    return pieces
+
+
+def _refusal(status: int, body: bytes) -> ChatcacheError:
+    try:
+        message = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message = "the server did not say why"
+    return EngineFault(f"HTTP {status}: {message}")

@@ -1,0 +1,103 @@
+"""What a terminal sees of `chatcache serve`: the load, the facts, the end. Everything goes to stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from chatcache.config import EngineConfig, ServerConfig
+from chatcache.engine.client import EngineClient
+from chatcache.errors import ChatcacheError
+from chatcache.settings import format_size
+from chatcache.types import EngineHealth, ModelFacts
+
+POLL_S = 0.1
+
+
+class Banner:
+    """Prints to a terminal in colour (unless NO_COLOR), to a log file in plain lines."""
+
+    def __init__(
+        self, engine: EngineConfig, server: ServerConfig, address: tuple[Any, ...], console: Console | None = None
+    ) -> None:
+        self._name = escape(engine.served_model_name or engine.model)
+        self._server = server
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        self._url = f"http://{host}:{address[1]}{server.root_path}"
+        self._console = console or Console(stderr=True, highlight=False)
+
+    async def show_loading(self, engine: EngineClient) -> None:
+        """Follow the load until cancelled: a bar on a terminal, else one line per 10 %."""
+        self._console.print(f"Listening on [bold]{self._url}[/] while {self._name} loads")
+        if not self._console.is_terminal:
+            await self._log_loading(engine)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task("loading", total=1.0)
+            while True:
+                health = await engine.health()
+                bar.update(task, completed=health.load_fraction, description=health.detail or "loading")
+                await asyncio.sleep(POLL_S)
+
+    async def _log_loading(self, engine: EngineClient) -> None:
+        told = -1
+        while True:
+            health = await engine.health()
+            tenth = int(health.load_fraction * 10)
+            if tenth > told:
+                told = tenth
+                self._console.print(f"{10 * tenth:3d} %  {health.detail}")
+            await asyncio.sleep(POLL_S)
+
+    def show_ready(self, facts: ModelFacts, health: EngineHealth) -> None:
+        """The facts of what now serves."""
+        table = Table.grid(padding=(0, 2))
+        for name, text in self._rows(facts, health):
+            table.add_row(f"[dim]{name}[/]", text)
+        self._console.print(table)
+
+    def _rows(self, facts: ModelFacts, health: EngineHealth) -> list[tuple[str, str]]:
+        page_bytes = health.kv_bytes // (health.num_pages + 1)  # the null page takes its bytes too
+        num_tokens = health.num_pages * health.page_size
+        return [
+            ("model", f"[bold]{self._name}[/]  {facts.num_parameters / 1e6:,.1f} M parameters"),
+            ("compute", f"{facts.dtype} on {facts.device}, {facts.attention} attention"),
+            (
+                "KV pages",
+                f"{health.num_pages:,} pages of {health.page_size} tokens, {format_size(page_bytes)} each, "
+                f"{format_size(health.kv_bytes)} in all",
+            ),
+            (
+                "context",
+                f"{facts.max_model_len:,} tokens; {num_tokens / facts.max_model_len:.1f} such contexts fit at once",
+            ),
+            ("access", self._access()),
+            ("ready", f"[bold green]{self._url}[/]  (chat page; API under /v1)"),
+        ]
+
+    def _access(self) -> str:
+        if self._server.api_keys:
+            return f"{len(self._server.api_keys)} API key(s)"
+        if _is_loopback(self._server.host):
+            return "open, from this machine only"
+        return "[bold yellow]open to everyone who can reach this address; set --api-key[/]"
+
+    def show_draining(self, drain_s: int) -> None:
+        self._console.print(f"Draining: open answers have {drain_s} s to finish. Once more kills.")
+
+    def show_failed(self, error: ChatcacheError) -> None:
+        self._console.print(f"[bold red]chatcache:[/] {escape(error.message)}", soft_wrap=True)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,79 @@
+"""`chatcache bench`: speed beside the limit measured in the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from chatcache.cli import options
+from chatcache.config import EngineConfig
+
+Which = Annotated[
+    Literal["latency", "throughput", "beam", "prefix"], typer.Argument(help="What to measure.", show_default=False)
+]
+ShapeName = Annotated[
+    Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b"] | None,
+    typer.Option("--shape", help="Random weights of this shape instead of MODEL.", show_default=False),
+]
+PromptTokens = Annotated[int, typer.Option(min=16, max=2**20, help="Length of the prompts.")]
+OutputTokens = Annotated[int, typer.Option(min=4, max=2**20, help="Tokens to generate per request.")]
+Batch = Annotated[
+    list[int], typer.Option("--batch", min=1, max=4096, help="Batch size of throughput; may be given several times.")
+]
+Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Runs of each figure; the median counts.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON here.", show_default=False)]
+
+
+def bench(
+    which: Which,
+    model: options.Model = "",
+    shape: ShapeName = None,
+    prompt_tokens: PromptTokens = 512,
+    output_tokens: OutputTokens = 64,
+    batch: Batch = [1, 8, 32],  # noqa: B006 (typer copies it)
+    repeats: Repeats = 3,
+    as_json: Json = False,
+    out: Out = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    attention: options.Attention = "auto",
+    kv_memory: options.KVMemory = None,
+    page_size: options.PageSize = 16,
+    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
+) -> None:
+    """Measure the engine, each figure beside what this machine allows."""
+    from chatcache.bench.report import print_report, to_json
+    from chatcache.bench.run import run_bench
+
+    config = EngineConfig(
+        model=model,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        kv_memory_bytes=kv_memory,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    with Console(stderr=True).status("loading") as status:
+        report = run_bench(
+            which,
+            config,
+            shape=shape,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            batches=tuple(batch),
+            repeats=repeats,
+            say=status.update,
+        )
+    if out is not None:
+        out.write_text(to_json(report) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(to_json(report))
+    else:
+        print_report(report, Console(highlight=False))

@@ -1,0 +1,166 @@
+"""`chatcache chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from chatcache.chat.prompt import Message
+from chatcache.cli import options
+from chatcache.cli.backends import Backend, HttpBackend, LocalBackend, Usage
+from chatcache.config import EngineConfig
+from chatcache.errors import ChatcacheError
+from chatcache.types import MAX_N, SamplingParams
+
+HELP = f"""/n N        ask for N candidates (1 to {MAX_N}); then pick the one to go on with
+/reset      start over        /system TEXT   set the system prompt and start over
+/help       this              /quit          leave (or Ctrl-D; Ctrl-C stops an answer)"""
+
+Url = Annotated[
+    str | None,
+    typer.Option(envvar=options.env("url"), show_envvar=False, help="Talk to this server instead of loading a model."),
+]
+Key = Annotated[
+    str | None, typer.Option("--api-key", envvar=options.env("api-key"), show_envvar=False, help="Its API key.")
+]
+System = Annotated[str, typer.Option(help="System prompt.", show_default=False)]
+Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 always takes the most likely token.")]
+TopP = Annotated[float, typer.Option(min=1e-6, max=1, help="Draw from the smallest set of this probability.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, max=2**24, help="Longest answer; what fits if unset.")]
+N = Annotated[int, typer.Option("--n", min=1, max=MAX_N, help="Candidates per answer.")]
+
+
+def chat(
+    model: options.Model = "",
+    url: Url = None,
+    api_key: Key = None,
+    system: System = "",
+    n: N = 1,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    max_tokens: MaxTokens = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Same seed, same answers.")] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kv_memory: options.KVMemory = None,
+    max_model_len: options.MaxModelLen = None,
+) -> None:
+    """Chat in the terminal, with a model of this machine or a running server."""
+    config = EngineConfig(
+        model=model, device=device, dtype=dtype, kv_memory_bytes=kv_memory, max_model_len=max_model_len
+    )
+    params = SamplingParams(n=n, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    console = Console(highlight=False)
+    session = Session(console, params, system)
+    with asyncio.Runner() as runner:
+        backend = runner.run(_open(config, url, api_key, console))
+        try:
+            console.print(f"[dim]{escape(backend.name)}. /help lists the commands.[/]")
+            session.run(backend, runner)
+        finally:
+            runner.run(backend.close())
+
+
+async def _open(config: EngineConfig, url: str | None, api_key: str | None, console: Console) -> Backend:
+    if url is not None:
+        remote = HttpBackend(url, api_key)
+        await remote.connect()
+        return remote
+    with console.status("loading") as status:
+        return await LocalBackend.load(config, lambda _, detail: status.update(detail))
+
+
+class Session:
+    """One conversation: reads lines, shows answers, remembers both. `read_line` raises EOFError at the end."""
+
+    def __init__(
+        self, console: Console, params: SamplingParams, system: str = "", read_line: Callable[[str], str] = input
+    ) -> None:
+        self.console = console
+        self._params = params
+        self._system = system
+        self._read_line = read_line
+        self.messages: list[Message] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def run(self, backend: Backend, runner: asyncio.Runner) -> None:
+        """Converse until the input ends or /quit. Lines are read outside the loop, so Ctrl-C there leaves at once."""
+        while True:
+            try:
+                line = self._read_line("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                return
+            if line in ("/quit", "/exit"):
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._turn(line, backend, runner)
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/reset":
+            self._reset()
+            self.console.print("[dim]a new conversation[/]")
+        elif name == "/system":
+            self._system = rest
+            self._reset()
+            self.console.print("[dim]a new conversation with this system prompt[/]")
+        elif name == "/n" and rest.isdecimal() and 1 <= int(rest) <= MAX_N:
+            self._params = msgspec.structs.replace(self._params, n=int(rest))
+            self.console.print(f"[dim]{rest} candidate(s) per answer[/]")
+        else:
+            self.console.print(HELP, markup=False)
+
+    def _turn(self, text: str, backend: Backend, runner: asyncio.Runner) -> None:
+        asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
+        answers = [""] * self._params.n
+        try:
+            runner.run(self._stream(backend, asked, answers))
+        except KeyboardInterrupt:
+            self.console.print("[dim] (stopped)[/]")
+        except ChatcacheError as error:
+            self.console.print(error.message, style="red", markup=False)
+            return
+        chosen = self._choose(answers) if len(answers) > 1 else 0
+        self.messages = [*asked, {"role": "assistant", "content": answers[chosen]}]
+
+    async def _stream(self, backend: Backend, messages: list[Message], answers: list[str]) -> None:
+        """Show one candidate as it comes, several when they are whole: lines cannot interleave in a terminal."""
+        usage: Usage | None = None
+        async for piece in backend.answer(messages, self._params):
+            if isinstance(piece, Usage):
+                usage = piece
+                continue
+            answers[piece.index] += piece.text
+            if len(answers) == 1:
+                self.console.print(piece.text, end="", markup=False, soft_wrap=True)
+        self.console.print()
+        if len(answers) > 1:
+            for number, answer in enumerate(answers, start=1):
+                self.console.print(f"[bold cyan]{number}[/]", end="  ")
+                self.console.print(answer, markup=False, soft_wrap=True)
+        if usage is not None:
+            self.console.print(
+                f"[dim]{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} from cache; "
+                f"{usage.num_output_tokens} new[/]"
+            )
+
+    def _choose(self, answers: list[str]) -> int:
+        """Ask which candidate to go on with; the first if the answer is no number of one."""
+        try:
+            line = self._read_line(f"go on with 1-{len(answers)} [1]: ")
+        except EOFError:
+            return 0
+        number = int(line) if line.strip().isdecimal() else 1
+        return number - 1 if 1 <= number <= len(answers) else 0

@@ -1,0 +1,99 @@
+"""Every flag once: its name, environment variable, bounds and help. Commands compose them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from chatcache.errors import InvalidRequest
+from chatcache.settings import parse_size
+
+MiB = 2**20
+PAGE_SIZES = (8, 16, 32, 64)
+
+
+def env(name: str) -> str:
+    """The environment variable of a flag."""
+    return "CHATCACHE_" + name.upper().replace("-", "_")
+
+
+def _flag(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(f"--{name}", envvar=env(name), show_envvar=False, help=help, **more)
+
+
+def _kv_memory(text: str) -> int:
+    try:
+        return parse_size(text, low=MiB, high=2**44)
+    except InvalidRequest as error:
+        raise typer.BadParameter(error.message) from None
+
+
+def _page_size(text: str) -> int:
+    if str(text) not in {str(size) for size in PAGE_SIZES}:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(str, PAGE_SIZES))}.")
+    return int(text)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        envvar=env("model"),
+        show_envvar=False,
+        show_default=False,
+        help="A folder, a Hugging Face id, or nothing: the built-in model.",
+    ),
+]
+
+Device = Annotated[Literal["auto", "cpu", "cuda"], _flag("device", "Where to compute.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    _flag("dtype", "Number format of weights and pages; auto is bfloat16 where the hardware has it."),
+]
+Attention = Annotated[
+    Literal["auto", "reference", "cpu", "triton"],
+    _flag("attention", "Attention kernels; auto picks the fastest that fit the device."),
+]
+KVMemory = Annotated[
+    int | None,
+    _flag(
+        "kv-memory",
+        "Memory for KV pages, like 2GiB; a share of free memory if unset.",
+        parser=_kv_memory,
+        metavar="SIZE",
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    _flag("max-model-len", "Longest prompt plus answer, in tokens; the model's if unset.", min=16, max=2**24),
+]
+PageSize = Annotated[int, _flag("page-size", "Tokens per KV page: 8, 16, 32 or 64.", parser=_page_size, metavar="INT")]
+MaxNumSeqs = Annotated[int, _flag("max-num-seqs", "Candidates and beams that may run at once.", min=1, max=4096)]
+MaxNumBatchedTokens = Annotated[
+    int, _flag("max-num-batched-tokens", "Tokens computed per step at most.", min=16, max=2**20)
+]
+MaxNumWaiting = Annotated[
+    int, _flag("max-num-waiting", "Requests that may queue before new ones are refused with 503.", min=0, max=2**20)
+]
+NoPrefixCaching = Annotated[bool, _flag("no-prefix-caching", "Compute every prompt anew.", show_default=False)]
+Seed = Annotated[int, _flag("seed", "Base of the draws of requests that name no seed.", min=0, max=2**63 - 1)]
+ServedModelName = Annotated[
+    str | None, _flag("served-model-name", "The name clients call the model by.", show_default=False)
+]
+
+Host = Annotated[str, _flag("host", "Address to listen on.")]
+Port = Annotated[int, _flag("port", "Port to listen on; 0 picks a free one.", min=0, max=65535)]
+ApiKey = Annotated[
+    list[str], _flag("api-key", "Key that clients must send; may be given several times.", show_default=False)
+]
+Db = Annotated[str, _flag("db", "SQLite file of the conversations.")]
+SseKeepAliveInterval = Annotated[
+    float,
+    _flag("sse-keep-alive-interval", "Seconds of silence before a keep-alive; 0 turns it off.", min=0, max=3600),
+]
+AllowedHost = Annotated[
+    list[str], _flag("allowed-host", "Host header to answer to besides the address itself.", show_default=False)
+]
+CorsOrigin = Annotated[list[str], _flag("cors-origin", "Web origin whose pages may call the API.", show_default=False)]
+RootPath = Annotated[str, _flag("root-path", "Path prefix under which a proxy serves this.", show_default=False)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _flag("log-level", "How much to log, to stderr.")]

@@ -1,0 +1,97 @@
+"""`chatcache serve`: flags to settings."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import msgspec
+import typer
+
+from chatcache.cli import options
+from chatcache.compose import served_name
+from chatcache.config import EngineConfig, ServerConfig
+
+ENGINE = EngineConfig()
+SERVER = ServerConfig()
+
+
+def serve(
+    model: options.Model = ENGINE.model,
+    host: options.Host = SERVER.host,
+    port: options.Port = SERVER.port,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    attention: options.Attention = "auto",
+    kv_memory: options.KVMemory = None,
+    max_model_len: options.MaxModelLen = None,
+    page_size: options.PageSize = ENGINE.page_size,
+    max_num_seqs: options.MaxNumSeqs = ENGINE.max_num_seqs,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
+    max_num_waiting: options.MaxNumWaiting = ENGINE.max_num_waiting,
+    no_prefix_caching: options.NoPrefixCaching = False,
+    seed: options.Seed = ENGINE.seed,
+    served_model_name: options.ServedModelName = None,
+    api_key: options.ApiKey = [],  # noqa: B006 (typer copies it)
+    db: options.Db = SERVER.db,
+    sse_keep_alive_interval: options.SseKeepAliveInterval = SERVER.sse_keep_alive_interval_s,
+    allowed_host: options.AllowedHost = [],  # noqa: B006
+    cors_origin: options.CorsOrigin = [],  # noqa: B006
+    root_path: options.RootPath = SERVER.root_path,
+    log_level: options.LogLevel = "info",
+) -> None:
+    """Serve the chat page and the OpenAI-compatible API."""
+    engine = EngineConfig(
+        model=model,
+        served_model_name=served_model_name,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        kv_memory_bytes=kv_memory,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_waiting=max_num_waiting,
+        enable_prefix_caching=not no_prefix_caching,
+        seed=seed,
+    )
+    server = ServerConfig(
+        host=_address(host),
+        port=port,
+        api_keys=_api_keys(api_key),
+        db=db,
+        sse_keep_alive_interval_s=sse_keep_alive_interval,
+        allowed_hosts=tuple(allowed_host),
+        cors_origins=tuple(cors_origin),
+        root_path=_root_path(root_path),
+        log_level=log_level,
+    )
+    from chatcache.cli.server import run_server
+
+    raise typer.Exit(run_server(msgspec.structs.replace(engine, served_model_name=served_name(engine)), server))
+
+
+def _address(host: str) -> str:
+    """An address as typed, brackets of an IPv6 literal removed."""
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" in bare:
+        try:
+            ipaddress.IPv6Address(bare)
+        except ValueError:
+            raise typer.BadParameter(
+                f"{host!r} is not an address; the port has a flag of its own.", param_hint="--host"
+            ) from None
+    return bare
+
+
+def _api_keys(keys: list[str]) -> tuple[str, ...]:
+    for key in keys:
+        if not (8 <= len(key) <= 256 and key.isascii() and key.isprintable() and " " not in key):
+            raise typer.BadParameter("a key has 8 to 256 printable characters and no spaces.", param_hint="--api-key")
+    return tuple(keys)
+
+
+def _root_path(path: str) -> str:
+    if path and not path.startswith("/"):
+        raise typer.BadParameter(f"{path!r} does not begin with '/'.", param_hint="--root-path")
+    return path.rstrip("/")

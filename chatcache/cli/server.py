@@ -1,0 +1,166 @@
+"""One `chatcache serve`: a listening socket, an engine process, uvicorn between them, and how it all ends.
+
+The socket listens first, the model loads behind it (503 `model_loading` until then). The first SIGINT or SIGTERM
+drains, the second kills. Exit codes: 0 drained, 1 the engine is beyond hope or the port taken, 78 a bad model folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+
+import uvicorn
+
+from chatcache.bus.pipe import EngineProcess
+from chatcache.cli import exits
+from chatcache.cli.banner import Banner
+from chatcache.compose import BUILD_ENGINE, load_tokenizer
+from chatcache.config import EngineConfig, ServerConfig
+from chatcache.errors import ChatcacheError, ModelFolderError
+from chatcache.gateway.app import create_app
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 20
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+
+
+def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until a signal or a failure; returns the exit code."""
+    logging.basicConfig(
+        level=server_config.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    try:
+        sock = listen(server_config.host, server_config.port)
+    except OSError as error:
+        where = f"{server_config.host}:{server_config.port}"
+        print(f"chatcache: cannot listen on {where}: {error.strerror}", file=sys.stderr)
+        return exits.ERROR
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(engine_config, server_config, sock))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind and listen, on the first address `host` resolves to.
+
+    Raises: OSError.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _serve(engine_config: EngineConfig, server_config: ServerConfig, sock: socket.socket) -> int:
+    banner = Banner(engine_config, server_config, sock.getsockname())
+    engine = EngineProcess(engine_config, BUILD_ENGINE, log_level=server_config.log_level)
+    async with engine:
+        app = create_app(
+            server_config, engine, lambda: load_tokenizer(engine_config), engine_config.served_model_name or ""
+        )
+        server = _Server(_uvicorn_config(app, server_config))
+        _handle_signals(server, engine.kill, banner)
+        watcher = asyncio.create_task(_watch(engine, server, banner))
+        try:
+            await server.serve(sockets=[sock])
+            return _exit_code(await watcher if watcher.done() else None)
+        finally:
+            watcher.cancel()
+
+
+async def _watch(engine: EngineProcess, server: _Server, banner: Banner) -> ChatcacheError:
+    """Show the load, then wait for an engine that is beyond hope, and end the server with it."""
+    with contextlib.suppress(ChatcacheError):  # what failed is told below
+        async with _meanwhile(banner.show_loading(engine)):
+            facts = await engine.wait_loaded()
+        banner.show_ready(facts, await engine.health())
+    error = await engine.wait_failed()
+    banner.show_failed(error)
+    server.leave(grace_s=1)
+    return error
+
+
+@contextlib.asynccontextmanager
+async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run `work` beside the block and end it with the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _exit_code(error: ChatcacheError | None) -> int:
+    if error is None:
+        return exits.DRAINED
+    return exits.CONFIG if isinstance(error, ModelFolderError) else exits.ERROR
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: it would raise the signal again after a drain, and exit non-zero."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def leave(self, grace_s: int = DRAIN_S) -> None:
+        """Stop listening, let open responses finish for `grace_s`, then end."""
+        self.config.timeout_graceful_shutdown = grace_s
+        self.should_exit = True
+
+
+def _handle_signals(server: _Server, kill: Callable[[], None], banner: Banner) -> None:
+    def handle() -> None:
+        if server.should_exit:
+            kill()
+            os._exit(exits.KILLED)
+        banner.show_draining(DRAIN_S)
+        server.leave()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, handle)
+
+
+def _uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="websockets-sansio",
+        ws_max_size=config.max_frame_bytes,
+        ws_per_message_deflate=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=DRAIN_S,
+        root_path=config.root_path,
+        backlog=BACKLOG,
+    )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

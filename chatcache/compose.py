@@ -1,0 +1,70 @@
+"""Where an engine is put together: model, tokenizer and scheduler meet here and nowhere else.
+
+The CLI, `LLM`, the bench and the engine child (which imports it by the name `BUILD_ENGINE`) share it. Everything heavy
+is imported inside the functions, so that naming this module costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chatcache.config import EngineConfig
+
+if TYPE_CHECKING:
+    from chatcache.engine.engine import Engine
+    from chatcache.text.tokenizer import Tokenizer
+
+BUILD_ENGINE = "chatcache.compose:build_engine"
+BUILTIN_NAME = "chatcache-builtin"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+
+Progress = Callable[[float, str], None]
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None, *, need_tokenizer: bool = True) -> Engine:
+    """Load the model into an engine. `progress` hears a fraction 0..1 and what is being done.
+
+    Without `need_tokenizer` a folder may lack one: token ids go in and come out, stop strings are not available.
+    Raises: ModelFolderError naming the file and the reason.
+    """
+    from chatcache.engine.engine import Engine
+    from chatcache.model.load import load_model
+
+    tokenizer = load_tokenizer(config) if need_tokenizer or has_tokenizer(config) else None
+    runner = load_model(config, progress)
+    return Engine(runner, runner.facts, config, token_bytes=tokenizer.token_bytes if tokenizer else None)
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Load the tokenizer of the model `config` names.
+
+    Raises: ModelFolderError naming the file and the reason.
+    """
+    from chatcache.text.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(model_folder(config))
+
+
+def has_tokenizer(config: EngineConfig) -> bool:
+    """Whether the model's folder has a tokenizer at all."""
+    folder = model_folder(config)
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """The folder `config.model` stands for; fetches a Hugging Face id that is not on this machine yet."""
+    from chatcache.model.folder import resolve_model_path
+
+    return resolve_model_path(config.model)
+
+
+def served_name(config: EngineConfig) -> str:
+    """The name clients call the model by: as configured, else the id or the folder's name."""
+    if config.served_model_name:
+        return config.served_model_name
+    if not config.model:
+        return BUILTIN_NAME
+    folder = Path(config.model).expanduser()
+    return folder.resolve().name if folder.is_dir() else config.model

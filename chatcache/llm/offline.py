@@ -1,0 +1,194 @@
+"""`LLM`: the engine as a Python object, for scripts and notebooks. Names and defaults are vLLM's."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TypedDict
+
+from chatcache import compose
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.errors import InvalidRequest, Overloaded
+from chatcache.llm.outputs import Collector, RequestOutput
+from chatcache.settings import parse_size
+from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+Prompt = str | Sequence[int] | TokensPrompt | TextPrompt
+Message = dict[str, Any]
+
+
+class LLM:
+    """A loaded model that answers batches of prompts; use it from one thread.
+
+    `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory` is bytes or "2GiB"; None picks a
+    share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        attention: str = "auto",
+        kv_memory: int | str | None = None,
+        max_model_len: int | None = None,
+        page_size: int = 16,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.config = EngineConfig(
+            model=str(model),
+            device=device,
+            dtype=dtype,
+            attention=attention,
+            kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
+            max_model_len=max_model_len,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+        )
+        self._built: Engine | None = compose.build_engine(self.config, need_tokenizer=False)
+        self._tokenizer = compose.load_tokenizer(self.config) if compose.has_tokenizer(self.config) else None
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer.
+
+        Raises: InvalidRequest for a model folder without one.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest(f"{self.config.model}: this model has no tokenizer; pass token ids")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs in the order of the prompts.
+
+        Raises: InvalidRequest or ContextTooLong for the first request that can never run; then none has run.
+        """
+        return self._run(self._prompts(prompts), sampling_params or SamplingParams(), use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Find the most likely continuations of each prompt, best first."""
+        return self._run(self._prompts(prompts), params or BeamSearchParams(), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        several: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
+        tokenizer = self.get_tokenizer()
+        prompts = [(tokenizer.render(chat), tuple(tokenizer.render_ids(chat))) for chat in several]
+        return self._run(prompts, sampling_params or SamplingParams(), use_tqdm)
+
+    def stats(self) -> Any:
+        """Counters of the engine since it started."""
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; False while some are in use."""
+        return self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Release the model and its pages; the object is of no use afterwards."""
+        self._built = None
+        gc.collect()
+
+    @property
+    def _engine(self) -> Engine:
+        if self._built is None:
+            raise InvalidRequest("this LLM was closed")
+        return self._built
+
+    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
+        """Text (where it was given) and token ids of each prompt."""
+        single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several: Any = [prompts] if single else prompts
+        return [self._prompt(prompt) for prompt in several]
+
+    def _prompt(self, prompt: Any) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        if isinstance(prompt, str):
+            return prompt, tuple(self.get_tokenizer().encode(prompt, add_special_tokens=True))
+        if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+            return None, tuple(prompt)
+        raise InvalidRequest("a prompt is text, token ids, or a dict with prompt_token_ids or prompt", param="prompts")
+
+    def _run(
+        self, prompts: list[tuple[str | None, tuple[int, ...]]], params: Params | Sequence[Params], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} params", param="sampling_params")
+        collectors = {}
+        for (text, token_ids), one in zip(prompts, each, strict=True):
+            request = GenerateRequest(request_id=str(next(self._numbers)), prompt=token_ids, params=one)
+            collectors[request.request_id] = Collector(request, text)
+        try:
+            self._drive(collectors, use_tqdm)
+        except BaseException:
+            self._abandon(collectors)
+            raise
+        return [collector.output(self._tokenizer) for collector in collectors.values()]
+
+    def _drive(self, collectors: dict[str, Collector], use_tqdm: bool) -> None:
+        """Feed the engine and step it until every request has ended."""
+        from tqdm import tqdm
+
+        waiting = deque(collectors.values())
+        with tqdm(total=len(collectors), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while waiting or self._engine.has_work():
+                while waiting:
+                    try:
+                        self._engine.add(waiting[0].request)
+                    except Overloaded:
+                        if not self._engine.has_work():
+                            raise
+                        break
+                    waiting.popleft()
+                for event in self._engine.step():
+                    if event.request_id in collectors:
+                        bar.update(collectors[event.request_id].take(event))
+
+    def _abandon(self, collectors: dict[str, Collector]) -> None:
+        """After an error or Ctrl-C: end what still runs, so that the next call finds an idle engine."""
+        for request_id in collectors:
+            self._engine.abort(request_id)
+        while self._engine.has_work():
+            self._engine.step()
