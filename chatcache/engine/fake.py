@@ -12,11 +12,12 @@ before any row writes, and cells never written hold a poison of their own.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from chatcache.engine.fake_sampling import draw_greedily_or_not, log_softmax, mix, top_candidates
-from chatcache.sched.plan import F32, I32, U64, KVCapacity, LogitEdit, StepPlan, StepResult
+from chatcache.sched.plan import F32, I32, U64, Draws, KVCapacity, LogitEdit, StepPlan, StepResult
 from chatcache.types import ModelFacts
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
@@ -77,7 +78,7 @@ class FakeRunner:
         for src, dst in plan.copies.tolist():
             self.cells[dst] = self.cells[src]
         histories, last_tokens = self._compute(plan)
-        return self._draw(plan, histories, last_tokens)
+        return self.draw(plan.draws, histories, last_tokens)
 
     def _compute(self, plan: StepPlan) -> tuple[list[np.uint64], list[int]]:
         """Write the new cells; return each row's history hash and last token. Everybody reads before anybody writes."""
@@ -90,11 +91,10 @@ class FakeRunner:
             positions = np.arange(start, start + count)
             tokens = rows.tokens[offset : offset + count].astype(np.uint64)
             offset += count
-            keys = positions.astype(np.uint64) * _POSITION
-            cells = np.cumsum(mix(tokens * _TOKEN + keys), dtype=np.uint64) + last_cell
+            cells = _cells(tokens, start) + last_cell
             pages = self._tables[slot, positions // self._capacity.page_size]
             self.cells[pages, positions % self._capacity.page_size] = cells
-            histories.append(np.append(mix(cells + keys), history).sum(dtype=np.uint64))
+            histories.append(np.append(_digests(cells, start), history).sum(dtype=np.uint64))
         last_tokens = rows.tokens[np.cumsum(rows.num_tokens) - 1].tolist()
         return histories, last_tokens
 
@@ -102,8 +102,7 @@ class FakeRunner:
         """Read a branch's first cells through its page table: (a hash of all of them, the last one)."""
         pages = self._tables[slot, : -(-num_tokens // self._capacity.page_size)]
         cells = self.cells[pages].reshape(-1)[:num_tokens]
-        keys = np.arange(num_tokens, dtype=np.uint64) * _POSITION
-        return mix(cells + keys).sum(dtype=np.uint64), (cells[-1] if num_tokens else np.uint64(1))
+        return _digests(cells, 0).sum(dtype=np.uint64), (cells[-1] if num_tokens else np.uint64(0))
 
     def _logits(self, history: np.uint64) -> F32:
         """Hash a history into logits between 0 and 8. Shape [V]."""
@@ -112,8 +111,8 @@ class FakeRunner:
             logits[self._eos] = 12.0
         return logits
 
-    def _draw(self, plan: StepPlan, histories: list[np.uint64], last_tokens: list[int]) -> StepResult:
-        draws = plan.draws
+    def draw(self, draws: Draws, histories: Sequence[np.uint64], last_tokens: Sequence[int]) -> StepResult:
+        """Draw from rows with these histories and last tokens."""
         num_draws = len(draws.row)
         width, num_top = int(draws.width.max(initial=1)), int(draws.num_top.max(initial=0))
         tokens, logprobs = _blank(num_draws, width)
@@ -136,6 +135,23 @@ class FakeRunner:
                 ids, values = top_candidates(log_softmax(raw), int(draws.num_top[draw]))
                 top_tokens[draw, : len(ids)], top_logprobs[draw, : len(ids)] = ids, values
         return StepResult(tokens, logprobs, top_tokens, top_logprobs, tuple(faults))
+
+
+def history_of(tokens: Sequence[int]) -> np.uint64:
+    """Hash a whole history without any pages: what a row of these tokens must amount to."""
+    history: np.uint64 = _digests(_cells(np.array(tokens, np.uint64), 0), 0).sum(dtype=np.uint64)
+    return history
+
+
+def _cells(tokens: U64, start: int) -> U64:
+    """Return the cells of tokens at positions start, start + 1, ..., short of the cell before them."""
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    return np.cumsum(mix(tokens * _TOKEN + positions * _POSITION), dtype=np.uint64)
+
+
+def _digests(cells: U64, start: int) -> U64:
+    """Hash each cell with its position: what a row reads of it."""
+    return mix(cells + np.arange(start, start + len(cells), dtype=np.uint64) * _POSITION)
 
 
 def _blank(num_draws: int, width: int) -> tuple[I32, F32]:

@@ -105,12 +105,12 @@ class Batch:
                 num_tokens=np.array(self._num_tokens, np.int32),
                 tokens=np.frombuffer(b"".join(tokens for _, tokens in self.granted), dtype="<i4"),
             ),
-            draws=_draws(specs, rows, positions),
+            draws=draws_of(specs, rows, positions),
         )
         return Step(plan, self.granted, drawn, faults)
 
 
-def _draws(specs: list[DrawSpec], rows: list[int], positions: list[int]) -> Draws:
+def draws_of(specs: list[DrawSpec], rows: list[int], positions: list[int]) -> Draws:
     return Draws(
         row=np.array(rows, np.int32),
         width=np.array([spec.width for spec in specs], np.int32),

@@ -1,0 +1,302 @@
+"""Workloads for the engine, the oracle that answers them without pages, and the harness that compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from chatcache.config import EngineConfig
+from chatcache.decode.actions import (
+    Advance,
+    BranchAction,
+    Candidates,
+    Done,
+    DrawSpec,
+    Emit,
+    Extend,
+    Fork,
+    Output,
+    Retire,
+)
+from chatcache.decode.actions import Strategy as DecodeStrategy
+from chatcache.decode.factory import make_strategy
+from chatcache.engine.engine import Engine
+from chatcache.engine.fake import POISON, FakeRunner, fake_capacity, fake_facts, history_of
+from chatcache.errors import ContextTooLong
+from chatcache.sched.batch import draws_of
+from chatcache.types import (
+    BeamSearchParams,
+    CandidateDone,
+    EngineEvent,
+    Failed,
+    Finished,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    Tokens,
+)
+
+VOCAB = 32
+FACTS = fake_facts(vocab_size=VOCAB)
+WANDER = "wander"  # a namespace prefix that asks for the wandering strategy
+
+
+class Wander:
+    """Fork and retire all over the place, as the drawn tokens say: up to 7 branches, children of retired parents too.
+
+    A branch's id spells its ancestry in base 4, so ids are unique and do not depend on who is drawn first.
+    """
+
+    max_branches = 7
+    lockstep = False
+
+    def __init__(self, seed: int, max_tokens: int) -> None:
+        self._seed = seed
+        self._max_tokens = max_tokens
+        self._outputs: dict[int, tuple[int, ...]] = {0: ()}
+        self._parents: set[int] = set()
+
+    def draws(self, branch: int) -> tuple[DrawSpec, ...]:
+        return (DrawSpec(width=3, seed=self._seed),)
+
+    def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
+        actions: list[BranchAction] = []
+        outputs: list[Output] = []
+        for branch, (candidates,) in drawn.items():
+            self._advance(branch, candidates.tokens, actions, outputs)
+        return Advance(tuple(actions), tuple(outputs), finished=not self._outputs)
+
+    def _advance(
+        self, branch: int, tokens: tuple[int, ...], actions: list[BranchAction], outputs: list[Output]
+    ) -> None:
+        before = self._outputs[branch]
+        whim = (sum(tokens) + len(before) + self._seed) % 8
+        grown = branch < 4 and branch not in self._parents  # two generations, everybody once
+        if grown and whim <= 2:
+            self._parents.add(branch)
+            for number in range(1, 3):
+                child = branch * 4 + number
+                actions.append(Fork(branch, child, tokens[number]))
+                self._outputs[child] = (*before, tokens[number])
+        if len(before) + 1 >= self._max_tokens or (grown and whim == 2) or whim == 7:
+            actions.append(Retire(branch))
+            del self._outputs[branch]
+            outputs += [Emit(branch, (*before, tokens[0])), Done(branch, "stop")]
+        else:
+            actions.append(Extend(branch, tokens[0]))
+            self._outputs[branch] = (*before, tokens[0])
+
+
+def strategy_for(request: GenerateRequest, facts: Any, **settings: Any) -> DecodeStrategy:
+    """Build the strategy of a request; `wander` namespaces get the wandering one."""
+    if request.namespace.startswith(WANDER):
+        return Wander(settings["seed"], settings["max_tokens"])
+    return make_strategy(request, facts, **settings)
+
+
+@dataclass
+class Answer:
+    """What one request produced."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    done: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+    def take(self, output: Output | Tokens | CandidateDone) -> None:
+        if isinstance(output, Emit | Tokens):
+            self.tokens.setdefault(output.index, []).extend(output.token_ids)
+            self.logprobs.setdefault(output.index, []).extend(output.logprobs)
+        else:
+            self.done[output.index] = (output.finish_reason, output.stop_reason, output.score)
+
+    def begins_with(self, other: Answer) -> bool:
+        """Say whether `other` is a beginning of this answer."""
+        return all(self.tokens.get(i, [])[: len(tokens)] == tokens for i, tokens in other.tokens.items())
+
+
+def alone(request: GenerateRequest, *, seed: int = 0) -> Answer:
+    """Answer a request from plain lists of tokens: no pages, no scheduler, no steps shared with anybody."""
+    runner = FakeRunner(fake_capacity(2), VOCAB)
+    max_tokens = request.params.max_tokens or 16
+    seed = getattr(request.params, "seed", None) or seed
+    strategy = strategy_for(request, FACTS, seed=seed, max_tokens=max_tokens, token_bytes=None)
+    branches = {0: list(request.prompt)}
+    answer, finished = Answer(), False
+    while not finished:
+        drawn: dict[int, tuple[Candidates, ...]] = {}
+        for branch, tokens in branches.items():
+            specs = list(strategy.draws(branch))
+            draws = draws_of(specs, [0] * len(specs), [len(tokens)] * len(specs))
+            result = runner.draw(draws, [history_of(tokens)], tokens[-1:])
+            rows = zip(result.tokens.tolist(), result.logprobs.tolist(), result.top_tokens.tolist(),
+                       result.top_logprobs.tolist(), specs, strict=True)  # fmt: skip
+            drawn[branch] = tuple(
+                Candidates(
+                    tuple(t for t in ids if t >= 0), tuple(values[: sum(t >= 0 for t in ids)]),
+                    tuple(zip(top, top_values, strict=True))[: spec.num_top],
+                )
+                for ids, values, top, top_values, spec in rows
+            )  # fmt: skip
+        advance = strategy.advance(drawn)
+        finished = advance.finished
+        for action in advance.actions:
+            if isinstance(action, Fork):
+                branches[action.child] = [*branches[action.parent], action.token]
+            elif isinstance(action, Extend):
+                branches[action.branch].append(action.token)
+            else:
+                del branches[action.branch]
+        for output in advance.outputs:
+            answer.take(output)
+    return answer
+
+
+@dataclass(frozen=True)
+class Arrival:
+    request: GenerateRequest
+    step: int
+    cancelled_at: int | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    arrivals: tuple[Arrival, ...]
+    num_pages: int
+    page_size: int
+    num_slots: int
+    budget: int
+    caching: bool
+
+    def engine(self) -> tuple[Engine, FakeRunner]:
+        capacity = fake_capacity(self.num_pages, self.page_size, self.num_slots, max_model_len=256)
+        runner = FakeRunner(capacity, VOCAB)
+        config = EngineConfig(max_num_batched_tokens=self.budget, max_num_seqs=self.num_slots,
+                              enable_prefix_caching=self.caching)  # fmt: skip
+        return Engine(runner, FACTS, config, make_strategy=strategy_for), runner
+
+
+def poison_free_pages(engine: Engine, runner: FakeRunner) -> None:
+    """Spoil every page that nobody holds and nobody may match: nothing in it may ever be read again."""
+    pool = engine.scheduler.kv.pool
+    free = [page for page in range(pool.num_pages) if not pool.refs[page] and not pool.is_published(page)]
+    runner.cells[free] = POISON
+
+
+def run(workload: Workload, *, max_steps: int = 1000) -> dict[str, Answer]:
+    """Run the workload; check events, pages and progress on the way. Returns the answers of accepted requests."""
+    engine, runner = workload.engine()
+    answers: dict[str, Answer] = {}
+    events: dict[str, list[EngineEvent]] = {}
+    todo = sorted(workload.arrivals, key=lambda arrival: arrival.step)
+    aborts = sorted((a.cancelled_at, a.request.request_id) for a in todo if a.cancelled_at is not None)
+    step = 0
+    while todo or engine.has_work():
+        while todo and todo[0].step <= step:
+            request = todo.pop(0).request
+            try:
+                engine.add(request)
+            except ContextTooLong:
+                continue
+            answers[request.request_id], events[request.request_id] = Answer(), []
+        while aborts and aborts[0][0] <= step:
+            engine.abort(aborts.pop(0)[1])
+        for event in engine.step():
+            events[event.request_id].append(event)
+            if isinstance(event, Tokens | CandidateDone):
+                answers[event.request_id].take(event)
+        engine.check()
+        poison_free_pages(engine, runner)
+        step += 1
+        assert step < max_steps, "the engine stalls"
+    assert engine.health().num_pages_in_use == 0
+    for request_id, seen in events.items():
+        check_events(request_id, seen)
+    return answers
+
+
+def check_events(request_id: str, events: list[EngineEvent]) -> None:
+    """Numbered without a gap, `Started` before any token, exactly one terminal event, at the end."""
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert isinstance(events[-1], Finished), (request_id, events[-1])
+    assert not any(isinstance(event, Finished | Failed) for event in events[:-1])
+    if len(events) > 1:
+        assert isinstance(events[0], Started)
+        assert not any(isinstance(event, Started) for event in events[1:])
+
+
+def assert_equals_alone(workload: Workload) -> None:
+    """Run the workload and compare every answer with the request's own, computed alone from plain lists."""
+    answers = run(workload)
+    for arrival in workload.arrivals:
+        request = arrival.request
+        if request.request_id not in answers:
+            continue
+        expected, got = alone(request), answers[request.request_id]
+        if arrival.cancelled_at is None:
+            assert got == expected
+        else:
+            assert expected.begins_with(got)
+
+
+_FAMILIES = [tuple(int(t) for t in np.random.default_rng(i).integers(1, VOCAB, 48)) for i in range(3)]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, ...]:
+    """Prompts of a few families, so that prefixes are often shared."""
+    family = draw(st.sampled_from(_FAMILIES))
+    shared = draw(st.integers(1, 40))
+    own = draw(st.lists(st.integers(1, VOCAB - 1), max_size=8))
+    return (*family[:shared], *own)
+
+
+@st.composite
+def requests(draw: st.DrawFn, number: int) -> GenerateRequest:
+    kind = draw(st.sampled_from(["greedy", "sample", "sample", "n", "beam", WANDER]))
+    max_tokens = draw(st.integers(1, 20))
+    params: SamplingParams | BeamSearchParams
+    if kind == "beam":
+        width = draw(st.integers(2, 5))
+        params = BeamSearchParams(
+            beam_width=width,
+            max_tokens=max_tokens,
+            length_penalty=draw(st.sampled_from([0.0, 1.0])),
+            early_stopping=draw(st.sampled_from([True, False, "never"])),
+        )
+    else:
+        n = {"n": draw(st.integers(2, 6)), WANDER: Wander.max_branches}.get(kind, 1)
+        params = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            seed=draw(st.integers(0, 99)),
+            temperature=0.0 if kind == "greedy" else draw(st.sampled_from([0.7, 1.5])),
+            top_k=draw(st.sampled_from([0, 5])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+            logprobs=draw(st.sampled_from([None, 2])),
+            ignore_eos=draw(st.booleans()),
+        )
+    namespace = WANDER if kind == WANDER else draw(st.sampled_from(["", "", "other"]))
+    return GenerateRequest(request_id=f"r{number}", prompt=draw(prompts()), params=params, namespace=namespace)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    arrivals: list[Arrival] = []
+    for number in range(draw(st.integers(1, 7))):
+        step = draw(st.integers(0, 12))
+        cancelled_at = draw(st.one_of(st.none(), st.none(), st.none(), st.integers(step, step + 15)))
+        arrivals.append(Arrival(draw(requests(number)), step, cancelled_at))
+    page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    cells = draw(st.integers(60, 400))
+    return Workload(
+        tuple(arrivals),
+        num_pages=max(cells // page_size, 8),
+        page_size=page_size,
+        num_slots=draw(st.sampled_from([9, 10, 16, 32])),
+        budget=draw(st.sampled_from([9, 11, 24, 64, 512])),
+        caching=draw(st.sampled_from([True, True, True, False])),
+    )
