@@ -84,7 +84,7 @@ class Reply:
         self.request = request
         self._service = service
         self._rendering = rendering
-        self._ended = False
+        self.ended = False
         self.num_tokens = 0
         self.candidates = tuple(
             Candidate(index, service.tokenizer, request) for index in range(num_candidates(request.params))
@@ -112,10 +112,10 @@ class Reply:
                 for each in self._settle(event):
                     yield each
             elif isinstance(event, Failed):
-                self._ended = True
+                self.ended = True
                 raise ReplyFailed(event)
             elif isinstance(event, Finished):
-                self._ended = True
+                self.ended = True
                 for candidate in self.candidates:
                     if event.cancelled and not candidate.done:
                         for each in candidate.finish(None):
@@ -142,8 +142,8 @@ class Reply:
 
     async def close(self) -> None:
         """Abort unless already ended. Safe to call twice, and while being cancelled."""
-        if self._ended:
+        if self.ended:
             return
-        self._ended = True
+        self.ended = True
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
             await self._service.engine.abort(self.request.request_id)

@@ -18,7 +18,7 @@ from chatcache.chat.store import StaleRevision
 from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
 from chatcache.errors import ChatcacheError, NotFound
 
-Row = tuple[Any, ...]
+Row = Any  # a tuple as sqlite3 returns it
 
 MIGRATIONS = (
     """
@@ -243,7 +243,7 @@ def _touch(
 
 
 def _conversation(row: Row) -> Conversation:
-    return Conversation(*row[:7], metadata=json.loads(row[7]))
+    return Conversation(*row[:7], json.loads(row[7]))
 
 
 def _item(row: Row) -> Item:

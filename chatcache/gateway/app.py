@@ -1,0 +1,121 @@
+"""The application: routes, middleware, lifespan."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+
+from chatcache.chat.store import ConversationStore
+from chatcache.chat.store_sqlite import SqliteStore
+from chatcache.config import ServerConfig
+from chatcache.engine.client import EngineClient
+from chatcache.errors import ChatcacheError
+from chatcache.gateway import conversations, health, models, static
+from chatcache.gateway.completions import completions
+from chatcache.gateway.context import Gateway
+from chatcache.gateway.errors import on_chatcache_error, on_http_exception
+from chatcache.gateway.guard import Guard
+from chatcache.gateway.metrics import Metrics
+from chatcache.gateway.middleware import BodyLimit, RequestContext
+from chatcache.gateway.openai_chat import chat_completions
+from chatcache.gateway.ws import responses_socket
+from chatcache.text.tokenizer import Tokenizer
+
+
+def create_app(
+    config: ServerConfig,
+    engine: EngineClient,
+    load_tokenizer: Callable[[], Tokenizer],
+    model_name: str,
+    *,
+    store: ConversationStore | None = None,
+) -> Starlette:
+    """Build the gateway over an engine that somebody else starts and stops.
+
+    `load_tokenizer` runs once, in a thread, when the app starts. Without `store`, `config.db` is opened then.
+    """
+    metrics = Metrics()
+    gateway = Gateway(
+        config=config,
+        engine=engine,
+        model_name=model_name,
+        version=_version(),
+        started_at=int(time.time()),
+        metrics=metrics,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        gateway.store = store if store is not None else await asyncio.to_thread(SqliteStore, config.db)
+        loading = asyncio.create_task(gateway.load(load_tokenizer))
+        try:
+            yield
+        finally:
+            await gateway.settle_runs()
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await gateway.store.close()
+
+    app = Starlette(
+        routes=_routes(),
+        middleware=_middleware(config, metrics),
+        exception_handlers={ChatcacheError: on_chatcache_error, HTTPException: on_http_exception},
+        lifespan=lifespan,
+    )
+    app.state.gateway = gateway
+    return app
+
+
+def _routes() -> list[BaseRoute]:
+    return [
+        Route("/", static.page),
+        Mount("/assets", static.Assets(static.STATIC / "assets")),
+        Route("/livez", health.livez),
+        Route("/readyz", health.readyz),
+        Route("/health", health.readyz),
+        Route("/metrics", health.metrics),
+        Route("/version", models.version),
+        Route("/tokenize", models.tokenize, methods=["POST"]),
+        Route("/detokenize", models.detokenize, methods=["POST"]),
+        Route("/v1/models", models.list_models),
+        Route("/v1/models/{id:path}", models.get_model),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        WebSocketRoute("/v1/responses", responses_socket),
+        Route("/v1/conversations", conversations.list_conversations),
+        Route("/v1/conversations/{id}", conversations.OneConversation),
+        Route("/v1/conversations/{id}/items", conversations.list_items),
+        Route("/{file}", static.root_file),
+    ]
+
+
+def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
+    """Outermost first."""
+    stack = [Middleware(RequestContext, metrics)]
+    if config.cors_origins:
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.cors_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["authorization", "content-type", "x-request-id"],
+                expose_headers=["x-request-id", "x-chatcache-ignored", "retry-after"],
+            )
+        )
+    return [*stack, Middleware(Guard, config), Middleware(BodyLimit, config.max_body_bytes)]
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("chatcache")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+source"

@@ -1,0 +1,48 @@
+"""Reading request bodies, and noticing that the client is gone while a reply is computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from chatcache.gateway.errors import UnsupportedMediaType
+from chatcache.gateway.jsonio import decode_object
+
+Result = TypeVar("Result")
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body as a strict JSON object.
+
+    Raises: UnsupportedMediaType, BodyTooLarge, InvalidRequest, ClientDisconnect.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaType("send JSON with content-type: application/json")
+    return decode_object(await request.body())
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`, cancelling it when the client leaves: the server itself never would.
+
+    Raises: ClientDisconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,187 @@
+"""POST /v1/completions: raw text or token ids, one prompt or several."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.chat.ids import new_id
+from chatcache.chat.service import ChatService, Reply, num_candidates
+from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.gateway.body import read_json
+from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.logprobs import CompletionLogprobs, joined
+from chatcache.gateway.merge import merged
+from chatcache.gateway.params import check_token, to_params
+from chatcache.gateway.stateless import generation, respond, usage
+from chatcache.gateway.wire import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
+from chatcache.text.tokenizer import Tokenizer
+from chatcache.types import MAX_N, GenerateRequest, Params
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(request: Request) -> Response:
+    gateway = gateway_of(request)
+    body = await read_json(request)
+    base, fields, sampling = read(body, CompletionBase), read(body, CompletionFields), read(body, SamplingFields)
+    ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
+    if fields.echo and fields.logprobs is not None:
+        raise UnsupportedParameter("echo with logprobs (of the prompt) is not supported", param="echo")
+    gateway.check_model(base.model)
+    model = await gateway.ready()
+    params = to_params(
+        sampling,
+        max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
+        logprobs=fields.logprobs,
+        vocab_size=model.tokenizer.vocab_size,
+    )
+    prompts = await _prompts(fields, model.service)
+    width = num_candidates(params)
+    if len(prompts) * width > MAX_N:
+        raise InvalidRequest(f"prompts x n must be at most {MAX_N}, got {len(prompts)} x {width}", param="prompt")
+    completion_id = new_id("cmpl", "-")
+    shape = CompletionShape(
+        id=completion_id,
+        created=int(time.time()),
+        model=gateway.model_name,
+        fingerprint=gateway.fingerprint,
+        tokenizer=model.tokenizer,
+        num_choices=len(prompts) * width,
+        echo=tuple(model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts for _ in range(width)),
+        with_logprobs=fields.logprobs is not None,
+        with_usage=bool(base.stream_options and base.stream_options.include_usage),
+        with_token_ids=bool(base.return_token_ids),
+    )
+    replies = await _start(model.service, completion_id, prompts, params, owner_of(request))
+
+    def events() -> AsyncIterator[ReplyEvent]:
+        return merged([generation(reply, gateway.metrics) for reply in replies], width)
+
+    return await respond(request, events, replies, shape, stream=bool(base.stream), headers=ignored_header(ignored))
+
+
+async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:
+    """The prompts as token ids. Raises: InvalidRequest."""
+    given = fields.prompt
+    if isinstance(given, str):
+        entries: list[str | list[int]] = [given]
+    elif all(isinstance(entry, int) for entry in given):
+        entries = [[entry for entry in given if isinstance(entry, int)]]
+    else:
+        entries = [entry for entry in given if not isinstance(entry, int)]
+        if len(entries) != len(given):
+            raise InvalidRequest("prompt: token ids and texts do not mix in one list", param="prompt")
+    if len(entries) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts, got {len(entries)}", param="prompt")
+    prompts: list[tuple[int, ...]] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            ids = await service.encode(entry, add_special_tokens=True)
+        else:
+            ids = tuple(entry)
+            for token in ids:
+                check_token(token, service.tokenizer.vocab_size, "prompt")
+        if not ids:
+            raise InvalidRequest("prompt must hold at least one token", param="prompt")
+        prompts.append(ids)
+    return prompts
+
+
+async def _start(
+    service: ChatService, completion_id: str, prompts: Sequence[tuple[int, ...]], params: Params, owner: str
+) -> list[Reply]:
+    """Submit every prompt, or none. Raises: what `EngineClient.submit` raises."""
+    requests = [
+        GenerateRequest(request_id=f"{completion_id}-{at}", prompt=prompt, params=params, namespace=owner)
+        for at, prompt in enumerate(prompts)
+    ]
+    outcomes = await asyncio.gather(*map(service.start, requests), return_exceptions=True)
+    replies = [outcome for outcome in outcomes if isinstance(outcome, Reply)]
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            for reply in replies:
+                await reply.close()
+            raise outcome
+    return replies
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionShape:
+    """The wire form; choices are numbered prompt by prompt. `echo` holds what precedes each choice's text."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    num_choices: int
+    echo: tuple[str, ...]
+    with_logprobs: bool
+    with_usage: bool
+    with_token_ids: bool
+
+    async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
+        begun = False
+        tables = [CompletionLogprobs(self.tokenizer) for _ in range(self.num_choices)]
+        num_sent = [0] * self.num_choices
+        async for event in events:
+            if isinstance(event, ReplyDelta | ReplyDone) and not begun:
+                begun = True
+                for index in range(self.num_choices):
+                    yield self._chunk(self._choice(index, self.echo[index]))
+            if isinstance(event, ReplyDelta):
+                choice = self._choice(event.index, event.text)
+                num_sent[event.index] += len(event.token_ids)
+                if event.logprobs:
+                    choice["logprobs"] = tables[event.index].take(event.token_ids, event.logprobs)
+                if self.with_token_ids:
+                    choice["token_ids"] = event.token_ids
+                if event.text or event.logprobs or (self.with_token_ids and event.token_ids):
+                    yield self._chunk(choice)
+            elif isinstance(event, ReplyDone):
+                choice = self._choice(event.index, "", event.finish_reason, event.stop_reason)
+                if self.with_token_ids:
+                    choice["token_ids"] = event.token_ids[num_sent[event.index] :]
+                yield self._chunk(choice)
+            elif isinstance(event, ReplyFinished) and self.with_usage:
+                yield {**self._chunk(), "usage": usage(event)}
+
+    def whole(self, dones: Sequence[ReplyDone], deltas: Sequence[ReplyDelta], finished: ReplyFinished) -> object:
+        choices = []
+        for done in dones:
+            text = self.echo[done.index] + done.text
+            choice = self._choice(done.index, text, done.finish_reason, done.stop_reason)
+            if self.with_logprobs:
+                table = CompletionLogprobs(self.tokenizer)
+                mine = [delta for delta in deltas if delta.index == done.index]
+                choice["logprobs"] = joined([table.take(delta.token_ids, delta.logprobs) for delta in mine])
+            if self.with_token_ids:
+                choice["token_ids"] = done.token_ids
+            choices.append(choice)
+        return {**self._chunk(*choices), "usage": usage(finished)}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+            "usage": None,
+        }
+
+    def _choice(
+        self, index: int, text: str, finish: str | None = None, stop: str | int | None = None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+        return choice if finish is None else {**choice, "stop_reason": stop}

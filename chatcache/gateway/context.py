@@ -1,0 +1,123 @@
+"""What every handler holds: configuration, the engine, and the model once it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from starlette.requests import HTTPConnection
+
+from chatcache.chat.conversations import Conversations
+from chatcache.chat.service import ChatService
+from chatcache.chat.store import ConversationStore
+from chatcache.config import ServerConfig
+from chatcache.engine.client import EngineClient
+from chatcache.errors import ChatcacheError, NotFound
+from chatcache.gateway.errors import ModelLoading
+from chatcache.gateway.metrics import Metrics
+from chatcache.text.tokenizer import Tokenizer
+from chatcache.types import EngineHealth
+
+log = logging.getLogger(__name__)
+
+SETTLE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The served model, complete."""
+
+    tokenizer: Tokenizer
+    service: ChatService
+    conversations: Conversations
+
+
+class Run(Protocol):
+    """A stored response under way (`response_run.ResponseRun`)."""
+
+    id: str
+    owner: str
+    task: asyncio.Task[None]
+
+    async def cancel(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Gateway:
+    """One application's state. `model` appears when the tokenizer is loaded, `engine_seen_ready` once the engine was."""
+
+    config: ServerConfig
+    engine: EngineClient
+    model_name: str
+    version: str
+    started_at: int
+    metrics: Metrics
+    store: ConversationStore | None = None
+    model: Model | None = None
+    load_error: str | None = None
+    engine_seen_ready: bool = False
+    max_model_len: int = 0
+    runs: dict[str, Run] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when results may."""
+        return f"chatcache-{self.version}"
+
+    async def load(self, load_tokenizer: Callable[[], Tokenizer]) -> None:
+        """Load the tokenizer on a thread; a failure is kept for `/readyz` to tell."""
+        assert self.store is not None
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer)
+            await asyncio.to_thread(lambda: tokenizer.vocab_size)  # computes the token bytes once, off the loop
+        except ChatcacheError as error:
+            log.error("the tokenizer did not load: %s", error.message)
+            self.load_error = error.message
+        except Exception as error:
+            log.exception("the tokenizer did not load")
+            self.load_error = f"the tokenizer did not load ({type(error).__name__})"
+        else:
+            service = ChatService(self.engine, tokenizer)
+            self.model = Model(tokenizer, service, Conversations(self.store, tokenizer))
+
+    async def health(self) -> EngineHealth:
+        """The engine's health; remembers what does not change once it is ready."""
+        health = await self.engine.health()
+        if health.ready:
+            self.engine_seen_ready = True
+            self.max_model_len = health.max_model_len
+        return health
+
+    async def ready(self) -> Model:
+        """The model. Raises: ModelLoading while it, or the engine, is not there."""
+        if self.model is None:
+            raise ModelLoading(self.load_error or "the model is still loading")
+        if not self.engine_seen_ready and not (health := await self.health()).ready:
+            raise ModelLoading(health.detail or "the model is still loading")
+        return self.model
+
+    async def settle_runs(self) -> None:
+        """End the responses under way and wait until what they said is stored."""
+        runs = list(self.runs.values())
+        await asyncio.gather(*(run.cancel() for run in runs), return_exceptions=True)
+        if runs:
+            await asyncio.wait([run.task for run in runs], timeout=SETTLE_TIMEOUT_S)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises: NotFound unless `name` is absent or the served one."""
+        if name and name != self.model_name:
+            message = f"no model {name!r}; this server has {self.model_name!r}"
+            raise NotFound(message, param="model", code="model_not_found")
+
+
+def gateway_of(connection: HTTPConnection) -> Gateway:
+    """The application's state, from any request or socket."""
+    return cast(Gateway, connection.app.state.gateway)
+
+
+def owner_of(connection: HTTPConnection) -> str:
+    """The authenticated tenant; "" on an open server. Also the namespace of its pages."""
+    return cast(str, connection.scope["chatcache.owner"])

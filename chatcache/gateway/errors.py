@@ -1,0 +1,97 @@
+"""Errors on the wire: one envelope, on every route and for every cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.errors import ChatcacheError, Overloaded
+from chatcache.gateway.jsonio import encode
+
+_RETRY_AFTER_S = 1
+
+
+class Unauthorized(ChatcacheError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(ChatcacheError):
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
+class BodyTooLarge(ChatcacheError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class UnsupportedMediaType(ChatcacheError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class ModelLoading(Overloaded):
+    """The model is not there yet."""
+
+    code = "model_loading"
+
+
+INTERNAL = ChatcacheError("something went wrong on the server; the log has the details under this request id")
+
+
+def error_body(error: ChatcacheError) -> dict[str, object]:
+    """The value of `"error"`."""
+    return {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+
+
+def error_headers(error: ChatcacheError) -> dict[str, str]:
+    """Headers that tell a client what to do about it."""
+    if error.status in (429, 503):
+        return {"retry-after": str(_RETRY_AFTER_S)}
+    if error.status == 409:
+        return {"x-should-retry": "false"}
+    if error.status == 401:
+        return {"www-authenticate": "Bearer"}
+    # What is left of a refused body is not read.
+    return {"connection": "close"} if error.status == 413 else {}
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(value), status, headers, media_type="application/json")
+
+
+def error_response(error: ChatcacheError) -> Response:
+    return json_response({"error": error_body(error)}, error.status, error_headers(error))
+
+
+async def on_chatcache_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ChatcacheError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router in the envelope."""
+    assert isinstance(error, HTTPException)
+    status, path = error.status_code, request.url.path
+    wire = ChatcacheError(error.detail or HTTPStatus(status).phrase)
+    if status == 404:
+        wire = ChatcacheError(f"no route {request.method} {path}", code="not_found")
+    elif status == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        wire = ChatcacheError(f"{path} does not take {request.method}; it takes {allowed}", code="method_not_allowed")
+    elif status < 500:
+        wire.code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    wire.status = status
+    wire.type = "invalid_request_error" if status < 500 else "server_error"
+    response = error_response(wire)
+    response.headers.update(error.headers or {})
+    return response

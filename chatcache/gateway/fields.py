@@ -1,0 +1,116 @@
+"""Which fields a body may have: those we read, those that change nothing, those we refuse, those nobody knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from chatcache.errors import InvalidRequest, UnsupportedParameter
+
+Fields = TypeVar("Fields", bound=msgspec.Struct)
+
+# Known to OpenAI's or vLLM's clients and without effect on the result here.
+HARMLESS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "access_programs", "max_tool_calls"),
+        *("request_id", "session_id", "stream_interval", "spaces_between_special_tokens"),
+        *("type", "stream", "stream_id", "stream_options", "include"),
+    }
+)
+# Known, would change the result, not done. The values listed mean "off" and pass.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "modalities": (["text"],),
+    "audio": (),
+    "truncation": ("disabled",),
+    "reasoning": ({},),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "background": (False,),
+    "generate": (True,),
+    "prompt": (),
+    "context_management": ([],),
+    "image": (),
+    "moderation": (),
+    "best_of": (1,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,),
+    "cache_salt": (),
+    "priority": (0,),
+    "diversity_penalty": (0, 0.0),
+    "num_beam_groups": (1,),
+    "distinct": (False,),
+    "fork_at": (),
+}
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_MISSING = re.compile(r"missing required field `(.+?)`")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_NAMED = 16
+
+
+def read(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
+    """Check `body` against a struct; fields that it does not have are left to others.
+
+    Raises: InvalidRequest naming the field and the limit.
+    """
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        path, missing = _PATH.search(text), _MISSING.search(text)
+        message = _PATH.sub("", text)
+        param = path.group(1) if path else ""
+        if missing:
+            param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+            raise InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter") from None
+        param = param.replace("[...]", "")
+        raise InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None) from None
+
+
+def unknown_fields(body: Mapping[str, Any], *kinds: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Names nobody reads, for the `x-chatcache-ignored` header. Raises: UnsupportedParameter."""
+    read_here = frozenset(name for kind in kinds for name in kind.__struct_fields__)
+    rest = [name for name in body if name not in read_here]
+    for name in rest:
+        value = body[name]
+        if name in UNSUPPORTED and value is not None and not any(_same(value, off) for off in UNSUPPORTED[name]):
+            raise UnsupportedParameter(f"{name} is not supported here", param=name)
+    return tuple(name for name in rest if name not in HARMLESS and name not in UNSUPPORTED)
+
+
+def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
+    """The header that tells which fields had no effect. Names that no header may carry are only counted."""
+    if not names:
+        return {}
+    fit = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_NAMED]
+    more = [f"+{len(names) - len(fit)}"] if len(fit) < len(names) else []
+    return {"x-chatcache-ignored": ", ".join(fit + more)}
+
+
+def _same(value: object, off: object) -> bool:
+    """Equal, and True is not 1."""
+    return value == off and isinstance(value, bool) == isinstance(off, bool)

@@ -1,0 +1,50 @@
+"""Liveness, readiness, metrics. Readiness is never green while generation is dead."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.gateway.context import gateway_of
+from chatcache.gateway.errors import ModelLoading, error_body, error_headers, json_response
+from chatcache.gateway.metrics import CONTENT_TYPE
+
+
+async def livez(request: Request) -> Response:
+    """The process answers."""
+    return json_response({"status": "alive"})
+
+
+async def readyz(request: Request) -> Response:
+    """Whether the next request would be answered, and how far loading is."""
+    gateway = gateway_of(request)
+    health = await gateway.health()
+    if health.ready and gateway.model is not None:
+        return json_response(
+            {
+                "status": "ready",
+                "model": gateway.model_name,
+                "max_model_len": health.max_model_len,
+                "num_running": health.num_running,
+                "num_waiting": health.num_waiting,
+                "kv_pages": health.num_pages,
+                "kv_pages_in_use": health.num_pages_in_use,
+            }
+        )
+    detail = gateway.load_error or (health.detail if not health.ready else "loading the tokenizer")
+    error = ModelLoading(detail or "the model is still loading")
+    failed = gateway.load_error is not None or gateway.engine_seen_ready
+    body = {
+        "status": "unavailable" if failed else "loading",
+        "model": gateway.model_name,
+        "detail": error.message,
+        "progress": round(health.load_fraction, 3),
+        "error": error_body(error),
+    }
+    return json_response(body, error.status, error_headers(error))
+
+
+async def metrics(request: Request) -> Response:
+    gateway = gateway_of(request)
+    text = gateway.metrics.render(await gateway.health())
+    return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE})

@@ -1,0 +1,114 @@
+"""Pure ASGI around every request: an id, the error envelope, one log line, body limits."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+from sse_starlette.sse import SendTimeoutError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chatcache.chat.ids import new_id
+from chatcache.errors import ChatcacheError
+from chatcache.gateway.errors import INTERNAL, BodyTooLarge, error_response
+from chatcache.gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "chatcache.request_id"
+_ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
+
+
+class RequestContext:
+    """Outermost: names the request, answers what escapes the rooms inside, logs one line when it is over."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        offered = headers.get("x-request-id") or headers.get("x-client-request-id") or ""
+        request_id = offered if _ACCEPTED_ID.fullmatch(offered) else new_id("req")
+        scope[REQUEST_ID] = request_id
+        started_s, status = time.perf_counter(), 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] in _STARTS:
+                status = message.get("status", 101)
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except (SendTimeoutError, ClientDisconnect):
+            log.info("%s the client left or stopped reading", request_id)
+            self._metrics.disconnects.inc()
+        except Exception as error:
+            if not isinstance(error, ChatcacheError):
+                log.exception("%s failed", request_id)
+            if not status:
+                await _answer(error, scope, receive, send_named)
+        finally:
+            self._record(scope, status, time.perf_counter() - started_s)
+
+    def _record(self, scope: Scope, status: int, duration_s: float) -> None:
+        route = _route_of(scope)
+        self._metrics.requests.labels(route=route, status=str(status)).inc()
+        self._metrics.duration.labels(route=route).observe(duration_s)
+        level = logging.DEBUG if route in ("/livez", "/readyz", "/health", "/metrics") else logging.INFO
+        method = scope.get("method", "WS")
+        log.log(level, "%s %s %s %d %.1f ms", scope[REQUEST_ID], method, route, status, duration_s * 1000)
+
+
+class BodyLimit:
+    """Counts request bytes as they are read. Raises: BodyTooLarge, from `receive` or at once if it is announced."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdigit() and int(announced[:20]) > self._max_bytes:
+            raise self._error()
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_bytes:
+                    raise self._error()
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _error(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than {self._max_bytes} bytes")
+
+
+async def _answer(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    response: Response = error_response(error if isinstance(error, ChatcacheError) else INTERNAL)
+    # On a WebSocket scope Starlette sends this as a denial: a plain HTTP answer to the handshake.
+    await response(scope, receive, send)
+
+
+def _route_of(scope: Scope) -> str:
+    """The route's pattern, so that ids in paths make no new label."""
+    route = scope.get("route")
+    path = getattr(route, "path", None)
+    return path if isinstance(path, str) else "unmatched"

@@ -1,0 +1,77 @@
+"""Models, tokenize, detokenize, version."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.errors import InvalidRequest
+from chatcache.gateway.body import read_json
+from chatcache.gateway.context import Gateway, gateway_of
+from chatcache.gateway.errors import json_response
+from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.params import check_token, to_messages
+from chatcache.gateway.wire import DetokenizeFields, TokenizeFields
+
+
+def _card(gateway: Gateway) -> dict[str, object]:
+    return {
+        "id": gateway.model_name,
+        "object": "model",
+        "created": gateway.started_at,
+        "owned_by": "chatcache",
+        "root": gateway.model_name,
+        "parent": None,
+        "max_model_len": gateway.max_model_len or None,
+    }
+
+
+async def list_models(request: Request) -> Response:
+    gateway = gateway_of(request)
+    await gateway.health()
+    return json_response({"object": "list", "data": [_card(gateway)]})
+
+
+async def get_model(request: Request) -> Response:
+    gateway = gateway_of(request)
+    gateway.check_model(request.path_params["id"])
+    await gateway.health()
+    return json_response(_card(gateway))
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": gateway_of(request).version})
+
+
+async def tokenize(request: Request) -> Response:
+    gateway = gateway_of(request)
+    body = await read_json(request)
+    fields = read(body, TokenizeFields)
+    ignored = unknown_fields(body, TokenizeFields)
+    gateway.check_model(fields.model)
+    model = await gateway.ready()
+    if (fields.prompt is None) == (fields.messages is None):
+        raise InvalidRequest("send either prompt or messages", param="prompt")
+    if fields.messages is not None:
+        generation = fields.add_generation_prompt is not False
+        text = model.tokenizer.render(to_messages(fields.messages, "messages"), add_generation_prompt=generation)
+        ids = await model.service.encode(text, add_special_tokens=bool(fields.add_special_tokens))
+    else:
+        ids = await model.service.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)
+    answer: dict[str, object] = {"count": len(ids), "max_model_len": gateway.max_model_len, "tokens": ids}
+    if fields.return_token_strs:
+        answer["token_strs"] = [model.tokenizer.token_bytes[token].decode("utf-8", "replace") for token in ids]
+    return json_response(answer, headers=ignored_header(ignored))
+
+
+async def detokenize(request: Request) -> Response:
+    gateway = gateway_of(request)
+    body = await read_json(request)
+    fields = read(body, DetokenizeFields)
+    ignored = unknown_fields(body, DetokenizeFields)
+    gateway.check_model(fields.model)
+    model = await gateway.ready()
+    for token in fields.tokens:
+        check_token(token, model.tokenizer.vocab_size, "tokens")
+    text = model.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text}, headers=ignored_header(ignored))

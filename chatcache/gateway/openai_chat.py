@@ -1,0 +1,161 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.chat.ids import new_id
+from chatcache.chat.service import num_candidates
+from chatcache.errors import InvalidRequest
+from chatcache.gateway.body import read_json
+from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.logprobs import chat_logprobs
+from chatcache.gateway.params import to_messages, to_params
+from chatcache.gateway.stateless import generation, respond, usage
+from chatcache.gateway.wire import ChatFields, CompletionBase, SamplingFields
+from chatcache.text.tokenizer import Tokenizer
+from chatcache.types import GenerateRequest
+
+
+async def chat_completions(request: Request) -> Response:
+    gateway = gateway_of(request)
+    body = await read_json(request)
+    base, chat, sampling = read(body, CompletionBase), read(body, ChatFields), read(body, SamplingFields)
+    ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
+    messages = to_messages(chat.messages, "messages")
+    gateway.check_model(base.model)
+    model = await gateway.ready()
+    params = to_params(
+        sampling,
+        max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else base.max_tokens,
+        logprobs=_logprobs(chat),
+        vocab_size=model.tokenizer.vocab_size,
+    )
+    owner = owner_of(request)
+    prompt = await model.service.prompt(messages, owner)
+    engine_request = GenerateRequest(
+        request_id=new_id("chatcmpl", "-"), prompt=prompt.token_ids, params=params, namespace=owner
+    )
+    shape = ChatShape(
+        id=engine_request.request_id,
+        created=int(time.time()),
+        model=gateway.model_name,
+        fingerprint=gateway.fingerprint,
+        tokenizer=model.tokenizer,
+        num_candidates=num_candidates(params),
+        with_logprobs=bool(chat.logprobs),
+        with_usage=bool(base.stream_options and base.stream_options.include_usage),
+        prompt_token_ids=prompt.token_ids if base.return_token_ids else None,
+    )
+    reply = await model.service.start(engine_request, prompt.text)
+    return await respond(
+        request,
+        lambda: generation(reply, gateway.metrics),
+        (reply,),
+        shape,
+        stream=bool(base.stream),
+        headers=ignored_header(ignored),
+    )
+
+
+def _logprobs(chat: ChatFields) -> int | None:
+    if chat.logprobs:
+        return chat.top_logprobs or 0
+    if chat.top_logprobs is not None:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """The wire form. `prompt_token_ids` is set when the client asked for token ids."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    num_candidates: int
+    with_logprobs: bool
+    with_usage: bool
+    prompt_token_ids: tuple[int, ...] | None
+
+    async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
+        """Role chunks of all candidates in index order with the first token, text, an end for each, usage."""
+        begun = False
+        num_sent = [0] * self.num_candidates
+        async for event in events:
+            if isinstance(event, ReplyDelta | ReplyDone) and not begun:
+                begun = True
+                for index in range(self.num_candidates):
+                    first: dict[str, Any] = {}
+                    if index == 0 and self.prompt_token_ids is not None:
+                        first["prompt_token_ids"] = self.prompt_token_ids
+                    yield {**self._chunk(self._choice(index, {"role": "assistant", "content": ""})), **first}
+            if isinstance(event, ReplyDelta):
+                num_sent[event.index] += len(event.token_ids)
+                if event.text or event.logprobs or (event.token_ids and self.prompt_token_ids is not None):
+                    yield self._chunk(self._text(event))
+            elif isinstance(event, ReplyDone):
+                choice = self._choice(event.index, {}, event.finish_reason, event.stop_reason)
+                if self.prompt_token_ids is not None:
+                    choice["token_ids"] = event.token_ids[num_sent[event.index] :]
+                yield self._chunk(choice)
+            elif isinstance(event, ReplyFinished) and self.with_usage:
+                yield {**self._chunk(), "usage": usage(event)}
+
+    def whole(self, dones: Sequence[ReplyDone], deltas: Sequence[ReplyDelta], finished: ReplyFinished) -> object:
+        """The non-streamed body."""
+        choices: list[dict[str, Any]] = []
+        for done in dones:
+            choice: dict[str, Any] = {
+                "index": done.index,
+                "message": {"role": "assistant", "content": done.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": done.finish_reason,
+                "stop_reason": done.stop_reason,
+            }
+            if self.with_logprobs:
+                mine = [delta for delta in deltas if delta.index == done.index]
+                content = [entry for d in mine for entry in chat_logprobs(self.tokenizer, d.token_ids, d.logprobs)]
+                choice["logprobs"] = {"content": content, "refusal": None}
+            if self.prompt_token_ids is not None:
+                choice["token_ids"] = done.token_ids
+            choices.append(choice)
+        body = {**self._head("chat.completion"), "choices": choices, "usage": usage(finished)}
+        return body if self.prompt_token_ids is None else {**body, "prompt_token_ids": self.prompt_token_ids}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head("chat.completion.chunk"), "choices": choices, "usage": None}
+
+    def _choice(
+        self, index: int, delta: dict[str, str], finish: str | None = None, stop: str | int | None = None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return choice if finish is None else {**choice, "stop_reason": stop}
+
+    def _text(self, event: ReplyDelta) -> dict[str, Any]:
+        choice = self._choice(event.index, {"content": event.text})
+        if self.with_logprobs and event.logprobs:
+            content = chat_logprobs(self.tokenizer, event.token_ids, event.logprobs)
+            choice["logprobs"] = {"content": content, "refusal": None}
+        if self.prompt_token_ids is not None:
+            choice["token_ids"] = event.token_ids
+        return choice

@@ -1,0 +1,143 @@
+"""Wire fields -> the engine's parameters. What a mode cannot honour is refused by name, never dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from chatcache.chat.prompt import Message
+from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.gateway.wire import MessageFields, SamplingFields
+from chatcache.types import BeamSearchParams, Params, SamplingParams
+
+Number = TypeVar("Number", int, float)
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+# What a sampling field must be, if given, for beam search to mean what the client asked.
+_NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+}
+
+
+def to_params(fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int) -> Params:
+    """Build the engine's parameters. Raises: InvalidRequest, UnsupportedParameter."""
+    if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
+    for token in fields.stop_token_ids or ():
+        check_token(token, vocab_size, "stop_token_ids")
+    if fields.beam_width is not None or fields.use_beam_search:
+        return _beams(fields, max_tokens, logprobs)
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(fields, name) not in (None, 1.0, False):
+            raise UnsupportedParameter(f"{name} is for beam search (beam_width)", param=name)
+    return SamplingParams(
+        n=_or(fields.n, 1),
+        temperature=_or(fields.temperature, 1.0),
+        top_p=_or(fields.top_p, 1.0),
+        top_k=_or(fields.top_k, 0),
+        min_p=_or(fields.min_p, 0.0),
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(fields.logit_bias, vocab_size),
+        seed=fields.seed,
+        max_tokens=max_tokens,
+        min_tokens=_or(fields.min_tokens, 0),
+        stop=_stops(fields),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        ignore_eos=bool(fields.ignore_eos),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        logprobs=logprobs,
+    )
+
+
+def _beams(fields: SamplingFields, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
+    for name, neutral in _NEUTRAL_FOR_BEAMS.items():
+        value = getattr(fields, name)
+        if value is not None and value not in neutral:
+            raise UnsupportedParameter(f"{name} has no meaning in beam search; leave it out", param=name)
+    if fields.beam_width is not None:
+        width, num_returned = fields.beam_width, _or(fields.n, 1)
+    else:
+        width = num_returned = _or(fields.n, 1)
+    if num_returned > width:
+        raise InvalidRequest(f"n must be at most beam_width ({width})", param="n")
+    return BeamSearchParams(
+        beam_width=width,
+        n=num_returned,
+        max_tokens=max_tokens,
+        min_tokens=_or(fields.min_tokens, 0),
+        length_penalty=_or(fields.length_penalty, 1.0),
+        early_stopping=fields.early_stopping if fields.early_stopping is not None else False,
+        stop=_stops(fields),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        ignore_eos=bool(fields.ignore_eos),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        logprobs=logprobs,
+    )
+
+
+def to_messages(fields: Sequence[MessageFields], param: str) -> tuple[Message, ...]:
+    """Flatten messages to role and text. Raises: InvalidRequest, UnsupportedParameter naming `param[i]...`."""
+    return tuple(_message(message, f"{param}[{at}]") for at, message in enumerate(fields))
+
+
+def _message(message: MessageFields, where: str) -> Message:
+    if message.type != "message":
+        raise UnsupportedParameter(f"{where}.type {message.type[:40]!r} is not supported", param=f"{where}.type")
+    if message.role in ("tool", "function") or message.tool_calls:
+        raise UnsupportedParameter("tool calls are not supported", param=f"{where}.role")
+    if message.role not in ROLES:
+        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    if message.content is None:
+        raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
+    if isinstance(message.content, str):
+        return Message(role=ROLES[message.role], content=message.content)
+    texts: list[str] = []
+    for at, part in enumerate(message.content):
+        if part.type not in _TEXT_PARTS:
+            raise UnsupportedParameter(
+                f"{where}.content[{at}]: only text parts are supported", param=f"{where}.content[{at}].type"
+            )
+        if part.text is None:
+            raise InvalidRequest(f"{where}.content[{at}].text is required", param=f"{where}.content[{at}].text")
+        texts.append(part.text)
+    return Message(role=ROLES[message.role], content="\n".join(texts))
+
+
+def check_token(token: int, vocab_size: int, param: str) -> None:
+    """Raises: InvalidRequest unless `token` is an id of the model."""
+    if not 0 <= token < vocab_size:
+        raise InvalidRequest(f"{param}: token ids must be between 0 and {vocab_size - 1}, got {token}", param=param)
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not bias:
+        return None
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        check_token(int(key), vocab_size, "logit_bias")
+        found[int(key)] = value
+    return found
+
+
+def _stops(fields: SamplingFields) -> tuple[str, ...]:
+    if fields.stop is None:
+        return ()
+    return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+
+
+def _or(value: Number | None, default: Number) -> Number:
+    return value if value is not None else default

@@ -1,0 +1,158 @@
+"""OpenAI's Responses events, built from reply events; no sockets here.
+
+created, in_progress                     at once
+output_item.added, content_part.added    all candidates in index order, with the first token
+output_text.delta ...                    as they come
+output_text.done, content_part.done, output_item.done      per candidate
+completed | incomplete | failed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from chatcache.chat.conversations import output_item
+from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
+from chatcache.chat.ids import new_id
+from chatcache.chat.tree import CANCELLED, COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Item, Turn, Usage
+from chatcache.errors import ChatcacheError
+from chatcache.gateway.conversations import usage_json
+from chatcache.gateway.logprobs import chat_logprobs
+from chatcache.gateway.response_log import ResponseLog
+from chatcache.text.tokenizer import Tokenizer
+from chatcache.types import FINISH_LENGTH, FINISH_STOP, TokenLogprob
+
+
+class ResponseFrames:
+    """Writes one response into its log. `echo` holds the request's fields that the response object repeats."""
+
+    def __init__(
+        self, log: ResponseLog, turn: Turn, tokenizer: Tokenizer, num_candidates: int, echo: Mapping[str, object]
+    ) -> None:
+        self._log = log
+        self._turn = turn
+        self._tokenizer = tokenizer
+        self._echo = echo
+        self._item_ids = tuple(new_id("msg") for _ in range(num_candidates))
+        self._logprobs: list[list[object]] = [[] for _ in range(num_candidates)]
+        self._outputs: dict[int, Item] = {}
+        self._begun = False
+
+    @property
+    def outputs(self) -> tuple[Item, ...]:
+        """The finished candidates, by index."""
+        return tuple(self._outputs[index] for index in sorted(self._outputs))
+
+    @property
+    def _finish_reasons(self) -> set[str | None]:
+        return {item.finish_reason for item in self._outputs.values()}
+
+    def created(self) -> None:
+        response = self._response(IN_PROGRESS)
+        self._log.append("response.created", response=response)
+        self._log.append("response.in_progress", response=response)
+        self._progress("queued", None, None)
+
+    def started(self, event: ReplyStarted) -> None:
+        self._progress("decode", event.num_prompt_tokens, event.num_cached_tokens)
+
+    def delta(self, event: ReplyDelta) -> None:
+        self._begin()
+        logprobs = self._wire_logprobs(event.token_ids, event.logprobs)
+        self._logprobs[event.index] += logprobs
+        if event.text or logprobs:
+            self._log.append("response.output_text.delta", **self._at(event.index), delta=event.text, logprobs=logprobs)
+
+    def done(self, event: ReplyDone) -> None:
+        self._begin()
+        self._outputs[event.index] = output_item(self._turn, self._item_ids[event.index], event, time.time())
+        at, part = self._at(event.index), self._part(event.text, self._logprobs[event.index])
+        self._log.append("response.output_text.done", **at, text=event.text, logprobs=self._logprobs[event.index])
+        self._log.append("response.content_part.done", **at, part=part)
+        self._log.append("response.output_item.done", output_index=event.index, item=self._item(event.index))
+
+    def status(self, event: ReplyFinished) -> str:
+        """How the response ended, once all candidates are done."""
+        if event.cancelled:
+            return CANCELLED
+        return COMPLETED if self._finish_reasons <= {FINISH_STOP} else INCOMPLETE
+
+    def finished(self, event: ReplyFinished, receipt: Mapping[str, object] | None) -> None:
+        """Write the terminal frame; `receipt` belongs to a cancelled response."""
+        status = self.status(event)
+        usage = Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
+        if status == COMPLETED:
+            self._log.append("response.completed", response=self._response(status, usage))
+        elif status == CANCELLED:
+            response = self._response(status, usage, incomplete="cancelled")
+            self._log.append("response.incomplete", response=response, receipt=receipt)
+        else:
+            reason = "max_output_tokens" if FINISH_LENGTH in self._finish_reasons else "other"
+            self._log.append("response.incomplete", response=self._response(status, usage, incomplete=reason))
+
+    def failed(self, error: ChatcacheError) -> None:
+        response = self._response(FAILED)
+        response["error"] = {"code": error.code, "message": error.message}
+        self._log.append("response.failed", response=response)
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        for index, item_id in enumerate(self._item_ids):
+            item = {"id": item_id, "type": "message", "role": "assistant", "status": IN_PROGRESS, "content": []}
+            self._log.append("response.output_item.added", output_index=index, item=item)
+            self._log.append("response.content_part.added", **self._at(index), part=self._part("", []))
+
+    def _progress(self, phase: str, input_tokens: int | None, cached_tokens: int | None) -> None:
+        self._log.note(
+            "response.progress",
+            response_id=self._turn.id,
+            phase=phase,
+            input_tokens=input_tokens,
+            cached_tokens=cached_tokens,
+        )
+
+    def _wire_logprobs(self, ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> list[object]:
+        return chat_logprobs(self._tokenizer, ids, logprobs) if logprobs else []
+
+    def _at(self, index: int) -> dict[str, object]:
+        return {"item_id": self._item_ids[index], "output_index": index, "content_index": 0}
+
+    def _part(self, text: str, logprobs: list[object]) -> dict[str, object]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _item(self, index: int) -> dict[str, object]:
+        item = self._outputs[index]
+        return {
+            "id": item.id,
+            "type": "message",
+            "role": item.role,
+            # OpenAI's items know no "cancelled"; finish_reason tells.
+            "status": COMPLETED if item.status == COMPLETED else INCOMPLETE,
+            "finish_reason": item.finish_reason,
+            "content": [self._part(item.text, self._logprobs[index])],
+        }
+
+    def _response(self, status: str, usage: Usage | None = None, incomplete: str | None = None) -> dict[str, Any]:
+        return {
+            "id": self._turn.id,
+            "object": "response",
+            "created_at": int(self._turn.created_at),
+            "status": status,
+            "model": self._turn.model,
+            "output": [self._item(index) for index in sorted(self._outputs)],
+            "usage": usage_json(usage) if usage is not None else None,
+            "error": None,
+            "incomplete_details": {"reason": incomplete} if incomplete is not None else None,
+            "instructions": self._turn.instructions,
+            "previous_response_id": self._turn.previous_response_id,
+            "tools": [],
+            "tool_choice": "none",
+            "parallel_tool_calls": False,
+            "truncation": "disabled",
+            "text": {"format": {"type": "text"}},
+            **self._echo,
+        }

@@ -1,0 +1,206 @@
+"""One response from request to stored answer, on the server's own time: connections only read its log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from chatcache.chat.coalesce import coalesced
+from chatcache.chat.conversations import PlannedTurn, TurnRequest
+from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
+from chatcache.chat.prompt import Message
+from chatcache.chat.service import Reply, num_candidates
+from chatcache.chat.tree import FAILED, Conversation, Usage
+from chatcache.errors import ChatcacheError, InvalidRequest
+from chatcache.gateway.context import Gateway, Model
+from chatcache.gateway.conversations import conversation_json
+from chatcache.gateway.errors import INTERNAL
+from chatcache.gateway.fields import read, unknown_fields
+from chatcache.gateway.metering import metered
+from chatcache.gateway.params import to_messages, to_params
+from chatcache.gateway.response_frames import ResponseFrames
+from chatcache.gateway.response_log import ResponseLog
+from chatcache.gateway.wire import ConversationRef, ResponseFields, SamplingFields
+from chatcache.types import GenerateRequest, Params, SamplingParams
+
+log = logging.getLogger(__name__)
+
+LOGPROBS = "message.output_text.logprobs"
+_COALESCE_S = 0.033
+
+
+async def start_response(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> ResponseRun:
+    """Validate, plan, submit, store the input; from here on the run goes by itself.
+
+    Raises: any ChatcacheError; then nothing was stored and nothing runs.
+    """
+    fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
+    ignored = unknown_fields(body, ResponseFields, SamplingFields)
+    gateway.check_model(fields.model)
+    request = turn_request(fields, owner, gateway.model_name)
+    model = await gateway.ready()
+    params = to_params(
+        sampling, max_tokens=fields.max_output_tokens, logprobs=_logprobs(fields), vocab_size=model.tokenizer.vocab_size
+    )
+    planned = await model.conversations.plan(request)
+    reply = await model.service.start(
+        GenerateRequest(request_id=planned.turn.id, prompt=planned.prompt.token_ids, params=params, namespace=owner),
+        planned.prompt.text,
+    )
+    try:
+        conversation = await model.conversations.open(planned)
+    except BaseException:
+        await reply.close()
+        raise
+    echo = _echo(fields, params, planned, conversation, ignored)
+    run = ResponseRun(gateway, model, planned, conversation, reply, echo)
+    run.begin()
+    return run
+
+
+class ResponseRun:
+    """A response under way. `log` is its whole story; `cancel` ends it early, from any connection."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        model: Model,
+        planned: PlannedTurn,
+        conversation: Conversation | None,
+        reply: Reply,
+        echo: Mapping[str, object],
+    ) -> None:
+        self.id = planned.turn.id
+        self.owner = planned.request.owner
+        self.log = ResponseLog()
+        self._gateway = gateway
+        self._model = model
+        self._planned = planned
+        self._conversation = conversation
+        self._reply = reply
+        self._frames = ResponseFrames(
+            self.log, planned.turn, model.tokenizer, num_candidates(reply.request.params), echo
+        )
+        self._cancelled_s: float | None = None
+        self._num_tokens_at_cancel = 0
+
+    def begin(self) -> None:
+        """Start the task that does the work; the gateway keeps it until it is over."""
+        self._gateway.runs[self.id] = self
+        self._frames.created()
+        if self._conversation is not None:
+            self.log.note("conversation.updated", conversation=conversation_json(self._conversation))
+        self.task = asyncio.create_task(self._work(), name=self.id)
+
+    async def cancel(self) -> None:
+        """Ask for an early end; the log then ends with the receipt. Calling again changes nothing."""
+        if self._cancelled_s is None:
+            self._cancelled_s = time.perf_counter()
+            self._num_tokens_at_cancel = self._reply.num_tokens
+        await self._reply.cancel()
+
+    async def _work(self) -> None:
+        try:
+            async for event in coalesced(metered(self._reply, self._gateway.metrics), _COALESCE_S):
+                if isinstance(event, ReplyStarted):
+                    self._frames.started(event)
+                elif isinstance(event, ReplyDelta):
+                    self._frames.delta(event)
+                elif isinstance(event, ReplyDone):
+                    self._frames.done(event)
+                else:
+                    await self._finish(event)
+        except Exception as error:
+            if not isinstance(error, ChatcacheError):
+                log.exception("%s failed", self.id)
+            self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL)
+            await self._store(FAILED, None)
+        finally:
+            self.log.close()
+            self._gateway.runs.pop(self.id, None)
+            await self._reply.close()
+
+    async def _finish(self, event: ReplyFinished) -> None:
+        """Store, then announce: who has read the terminal frame can rely on the tree."""
+        usage = Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
+        await self._store(self._frames.status(event), usage)
+        self._frames.finished(event, self._receipt(event) if event.cancelled else None)
+
+    async def _store(self, status: str, usage: Usage | None) -> None:
+        if self._conversation is None:
+            return
+        conversation = await self._model.conversations.settle(
+            self._conversation, self._planned, self._frames.outputs, status, usage
+        )
+        self.log.note("conversation.updated", conversation=conversation_json(conversation))
+
+    def _receipt(self, event: ReplyFinished) -> dict[str, object]:
+        """What stopping cost and gave back. Without a cancel of ours the server was closing: nothing to measure."""
+        latency_s, num_late = 0.0, 0
+        if self._cancelled_s is not None:
+            latency_s = time.perf_counter() - self._cancelled_s
+            num_late = self._reply.num_tokens - self._num_tokens_at_cancel
+        self._gateway.metrics.stop_latency.observe(latency_s)
+        self._gateway.metrics.tokens_after_stop.inc(num_late)
+        return {
+            "tokens_after_stop": num_late,
+            "pages_freed": event.num_pages_freed,
+            "stop_latency_ms": round(latency_s * 1000, 3),
+        }
+
+
+def turn_request(fields: ResponseFields, owner: str, model_name: str) -> TurnRequest:
+    """Where and what. Raises: InvalidRequest, UnsupportedParameter."""
+    given = fields.input if fields.input is not None else []
+    if isinstance(given, str):
+        messages: tuple[Message, ...] = (Message(role="user", content=given),)
+    else:
+        messages = to_messages(given, "input")
+    conversation = fields.conversation
+    return TurnRequest(
+        owner=owner,
+        model=model_name,
+        input=messages,
+        instructions=fields.instructions,
+        conversation_id=conversation.id if isinstance(conversation, ConversationRef) else conversation,
+        previous_response_id=fields.previous_response_id,
+        previous_item_id=fields.previous_item_id,
+        store=fields.store is not False,
+    )
+
+
+def _logprobs(fields: ResponseFields) -> int | None:
+    if LOGPROBS in (fields.include or ()):
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
+    return None
+
+
+def _echo(
+    fields: ResponseFields,
+    params: Params,
+    planned: PlannedTurn,
+    conversation: Conversation | None,
+    ignored: tuple[str, ...],
+) -> dict[str, object]:
+    """Fields of the request, as understood, that the response object repeats."""
+    echo: dict[str, object] = {
+        "conversation": {"id": conversation.id} if conversation is not None else None,
+        "input_item_ids": [item.id for item in planned.inputs] if conversation is not None else [],
+        "store": conversation is not None,
+        "metadata": fields.metadata or {},
+        "max_output_tokens": fields.max_output_tokens,
+        "top_logprobs": fields.top_logprobs or 0,
+        "n": num_candidates(params),
+        "temperature": None,
+        "top_p": None,
+    }
+    if isinstance(params, SamplingParams):
+        echo |= {"temperature": params.temperature, "top_p": params.top_p}
+    else:
+        echo |= {"beam_width": params.beam_width, "length_penalty": params.length_penalty}
+    return echo | ({"ignored": ignored} if ignored else {})

