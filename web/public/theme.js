@@ -1,0 +1,7 @@
+// Runs before the first paint: a chosen theme must not flash the other one.
+try {
+  const theme = JSON.parse(localStorage.getItem("chatcache.theme"));
+  if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
+} catch {
+  // no storage: follow the system
+}

@@ -1,0 +1,51 @@
+// Markdown to HTML text, with everything that could act removed at the parser: no raw HTML, no image that loads,
+// no link that is not http(s) or mailto. `sanitize.ts` stands behind it all the same.
+import MarkdownIt from "markdown-it";
+
+export type Parser = InstanceType<typeof MarkdownIt>;
+
+const LINK = /^(https?:|mailto:)/i;
+
+export function makeParser(): Parser {
+  const md = new MarkdownIt({ html: false, linkify: true, breaks: true, typographer: false });
+  md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
+  md.validateLink = (url: string) => LINK.test(url.trim());
+
+  md.renderer.rules.link_open = (tokens, index, options, _env, self) => {
+    const token = tokens[index]!;
+    token.attrSet("target", "_blank");
+    token.attrSet("rel", "noopener noreferrer nofollow");
+    return self.renderToken(tokens, index, options);
+  };
+  // An image is a request to a stranger. It becomes a link that the reader may follow.
+  md.renderer.rules.image = (tokens, index) => {
+    const token = tokens[index]!;
+    const source = String(token.attrGet("src") ?? "");
+    const label = token.content || "image";
+    const href = md.utils.escapeHtml(source);
+    const text = md.utils.escapeHtml(label);
+    return `<a class="image-chip" href="${href}" target="_blank" rel="noopener noreferrer nofollow">${text}</a>`;
+  };
+  // Column alignment as a class: the policy forbids style attributes.
+  for (const rule of ["th_open", "td_open"] as const) {
+    md.renderer.rules[rule] = (tokens, index, options, _env, self) => {
+      const token = tokens[index]!;
+      const align = /text-align:(\w+)/.exec(String(token.attrGet("style") ?? ""))?.[1];
+      token.attrs = align ? [["class", `align-${align}`]] : null;
+      return self.renderToken(tokens, index, options);
+    };
+  }
+  md.renderer.rules.table_open = () => '<div class="table-wrap"><table>';
+  md.renderer.rules.table_close = () => "</table></div>";
+  md.renderer.rules.fence = (tokens, index) => {
+    const token = tokens[index]!;
+    return codeHtml(md, token.content, token.info.trim().split(/\s+/)[0] ?? "");
+  };
+  md.renderer.rules.code_block = (tokens, index) => codeHtml(md, tokens[index]!.content, "");
+  return md;
+}
+
+function codeHtml(md: Parser, code: string, info: string): string {
+  const language = /^[\w#+.-]{1,24}$/.test(info) ? info : "";
+  return `<pre><code data-language="${md.utils.escapeHtml(language)}">${md.utils.escapeHtml(code)}</code></pre>`;
+}

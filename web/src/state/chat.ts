@@ -1,0 +1,273 @@
+// The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
+import { computed, signal } from "@preact/signals";
+import type { CreateFrame, ServerFrame, Session } from "../wire/frames";
+import * as rest from "../wire/rest";
+import { Socket, socketUrl } from "../wire/socket";
+import { announce } from "./announcer";
+import { Conversations } from "./conversations";
+import { FrameBatcher } from "./frame";
+import { requestFields } from "./request";
+import { type Sampling, sampling, systemPrompt } from "./settings";
+import { Thread } from "./thread";
+import { toast } from "./toast";
+import type { Message } from "./tree";
+import { Turn } from "./turn";
+
+const POLL_MS = 1000;
+const POLLS = 20;
+const SYSTEM_CHARS = 512; // the longest value that conversation metadata takes
+
+export class Chat {
+  readonly conversations = new Conversations();
+  readonly session = signal<Session | null>(null);
+  readonly thread = signal(new Thread());
+  readonly socket: Socket;
+  readonly live = computed(() => this.thread.value.live.value);
+  private readonly threads = new Map<string, Thread>();
+  private readonly lanes = new Map<string, { thread: Thread; turn: Turn; user: Message }>();
+  private readonly batcher = new FrameBatcher();
+  private count = 0;
+
+  constructor(url = socketUrl()) {
+    this.socket = new Socket(url, (frame) => this.receive(frame));
+    this.socket.opened.subscribe((times) => times > 1 && void this.recover());
+    systemPrompt.subscribe(() => void this.keepSystemPrompt());
+  }
+
+  // -- verbs ------------------------------------------------------------------------------------------------------
+
+  /** Say something after the shown leaf. `only` changes the sampling of this one turn. */
+  send(text: string, only: Partial<Sampling> = {}): void {
+    const thread = this.thread.value;
+    if (thread.live.value) return;
+    const tree = thread.tree.value;
+    const leaf = tree.leaf.value;
+    const turn = leaf ? thread.turnOf(leaf) : undefined;
+    if (turn) turn.open.value = false; // going on is a pick
+    const user = tree.add({ key: this.newKey("user"), parent: leaf?.key ?? null, role: "user", text });
+    thread.next.value = thread.next.value.filter((suggestion) => suggestion !== text);
+    this.generate(thread, user, only);
+  }
+
+  /** Ask again for the answer to the same message: a sibling, nothing is lost. */
+  regenerate(answer: Message): void {
+    const thread = this.thread.value;
+    const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
+    if (user && !thread.live.value) this.generate(thread, user);
+  }
+
+  /** Answer a user message that has none. */
+  answer(user: Message): void {
+    if (!this.thread.value.live.value) this.generate(this.thread.value, user);
+  }
+
+  /** Say it differently: a branch beside the old message. */
+  edit(message: Message, text: string): void {
+    const thread = this.thread.value;
+    if (thread.live.value) return;
+    const tree = thread.tree.value;
+    this.generate(thread, tree.add({ key: this.newKey("user"), parent: message.parent, role: "user", text }));
+  }
+
+  stop(): void {
+    const turn = this.live.value;
+    if (!turn) return;
+    turn.stopWanted = true;
+    const id = turn.responseId.value;
+    if (id !== null) this.socket.send({ type: "response.cancel", response_id: id });
+  }
+
+  /** Settle on one candidate. The others stay as its siblings. */
+  pick(message: Message): void {
+    const thread = this.thread.value;
+    const turn = thread.turnOf(message);
+    if (turn) turn.open.value = false;
+    const place = turn ? turn.candidates.indexOf(message) + 1 : 1;
+    announce(`Picked answer ${place}.`);
+    this.choose(message);
+  }
+
+  choose(message: Message): void {
+    const thread = this.thread.value;
+    thread.tree.value.choose(message);
+    this.keepLeaf(thread);
+  }
+
+  newConversation(): void {
+    this.thread.value = new Thread();
+  }
+
+  async open(id: string): Promise<void> {
+    const known = this.threads.get(id);
+    const thread = known ?? new Thread();
+    thread.id.value = id;
+    this.threads.set(id, thread);
+    this.thread.value = thread;
+    if (known && (known.live.value || known.state.value === "ready")) return;
+    await this.load(thread, id);
+  }
+
+  remove(id: string): void {
+    this.conversations.remove(id);
+    this.threads.delete(id);
+    if (this.thread.value.id.value === id) this.newConversation();
+  }
+
+  isLive(id: string): boolean {
+    return [...this.lanes.values()].some((lane) => lane.thread.id.value === id);
+  }
+
+  // -- the server ---------------------------------------------------------------------------------------------------
+
+  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}): void {
+    const tree = thread.tree.value;
+    const key = this.newKey("turn");
+    const settings = { ...sampling.value, ...only };
+    const candidates = Array.from({ length: settings.n }, (_, index) =>
+      tree.add(
+        { key: `${key}-${index}`, parent: user.key, role: "assistant", turn: key, status: "waiting" },
+        index === 0,
+      ),
+    );
+    const turn = new Turn(key, candidates, settings.search === "beam");
+    const frame: CreateFrame = {
+      type: "response.create",
+      stream_id: key,
+      ...this.place(thread, user),
+      ...(systemPrompt.value ? { instructions: systemPrompt.value } : {}),
+      ...requestFields(settings),
+    };
+    const limit = this.session.value?.limits.max_frame_bytes ?? Infinity;
+    if (new TextEncoder().encode(JSON.stringify(frame)).length > limit) {
+      turn.fail(`This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`, this.batcher);
+      return;
+    }
+    thread.addTurn(turn);
+    this.lanes.set(key, { thread, turn, user });
+    if (this.socket.send(frame)) announce(settings.n > 1 ? `Generating ${settings.n} answers.` : "Generating.");
+    else this.settle(key, "There is no connection to the server.");
+  }
+
+  /** Where in the tree the request continues, and what it adds there. */
+  private place(thread: Thread, user: Message): Pick<CreateFrame, "input" | "conversation" | "previous_item_id"> {
+    const stored = user.id.value;
+    if (stored !== null) return { input: [], previous_item_id: stored };
+    const input = [{ role: "user" as const, content: user.text.value }];
+    const conversation = thread.id.value;
+    const after = storedAncestor(thread, user);
+    if (after !== null) return { input, previous_item_id: after };
+    if (conversation !== null) return { input, conversation, previous_item_id: "root" };
+    return { input };
+  }
+
+  private receive(frame: ServerFrame): void {
+    if (frame.type === "session.created") this.session.value = frame.session;
+    if (frame.type === "conversation.updated") this.conversations.upsert(frame.conversation);
+    const lane = frame.stream_id === undefined ? undefined : this.lanes.get(frame.stream_id);
+    if (!lane) {
+      if (frame.type === "error") toast(frame.error.message);
+      return;
+    }
+    lane.turn.apply(frame, this.batcher);
+    if (frame.type === "response.created") {
+      const conversation = frame.response.conversation?.id ?? null;
+      lane.user.id.value ??= frame.response.input_item_ids?.at(-1) ?? null;
+      if (lane.thread.id.value === null && conversation !== null) {
+        lane.thread.id.value = conversation;
+        this.threads.set(conversation, lane.thread);
+        if (lane.thread === this.thread.value) void this.keepSystemPrompt();
+      }
+      if (lane.turn.stopWanted) this.stop();
+    }
+    if (!lane.turn.live) this.settle(lane.turn.key, null);
+  }
+
+  /** The turn is over, one way or the other. */
+  private settle(key: string, failure: string | null): void {
+    const lane = this.lanes.get(key);
+    if (!lane) return;
+    if (failure !== null) lane.turn.fail(failure, this.batcher);
+    this.lanes.delete(key);
+    lane.thread.live.value = null;
+    if (lane.turn.candidates.indexOf(lane.thread.tree.value.leaf.value!) > 0) this.keepLeaf(lane.thread);
+    const [first] = lane.turn.candidates;
+    const words = first?.text.value.split(/\s+/).filter(Boolean).length ?? 0;
+    if (first?.status.value === "error") announce(`The answer failed. ${first.error.value}`);
+    else if (lane.turn.candidates.length > 1) announce(`${lane.turn.candidates.length} answers complete.`);
+    else announce(first?.status.value === "stopped" ? "Stopped." : `Answer complete, ${words} words.`);
+  }
+
+  /** Tell the server which branch is shown, so that a reload shows it again. */
+  private keepLeaf(thread: Thread): void {
+    const leaf = thread.tree.value.leaf.value?.id.value;
+    const id = thread.id.value;
+    if (!leaf || id === null || thread.live.value) return;
+    rest.updateConversation(id, { active_leaf: leaf }).catch((error: Error) => toast(error.message));
+  }
+
+  private async load(thread: Thread, id: string): Promise<void> {
+    thread.state.value = "loading";
+    try {
+      const [conversation, items] = await Promise.all([rest.getConversation(id), rest.listItems(id)]);
+      thread.load(items, conversation.active_leaf);
+      thread.state.value = "ready";
+      this.conversations.upsert(conversation);
+      if (this.thread.value === thread) systemPrompt.value = conversation.metadata?.["system"] ?? "";
+    } catch (error) {
+      thread.state.value = error instanceof rest.RequestFailed && error.status === 404 ? "missing" : "ready";
+      if (thread.state.value === "ready") toast(`Not loaded. ${(error as Error).message}`);
+    }
+  }
+
+  /** The connection is back. What was running went on without us or was stopped: show what the server kept. */
+  private async recover(): Promise<void> {
+    void this.conversations.refresh();
+    for (const [key, lane] of [...this.lanes]) {
+      const id = lane.thread.id.value;
+      if (id === null || lane.user.id.value === null) this.settle(key, "The connection was lost before this was sent.");
+      else await this.catchUp(key, lane.thread, id, lane.user.id.value);
+    }
+  }
+
+  private async catchUp(key: string, thread: Thread, id: string, user: string): Promise<void> {
+    for (let poll = 0; poll < POLLS; poll++) {
+      const [conversation, items] = await Promise.all([rest.getConversation(id), rest.listItems(id)]);
+      const answers = items.filter((item) => item.parent_id === user && item.response_id !== null);
+      if (answers.length > 0 && answers.every((item) => item.status !== "in_progress")) {
+        this.settle(key, "Interrupted.");
+        thread.load(items, conversation.active_leaf);
+        return;
+      }
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+    }
+    this.settle(key, "The connection was lost and the server kept no answer.");
+  }
+
+  /** A conversation remembers its system prompt. */
+  private async keepSystemPrompt(): Promise<void> {
+    const id = this.thread.peek().id.peek();
+    const text = systemPrompt.peek();
+    if (id === null || text.length > SYSTEM_CHARS || this.thread.peek().state.peek() !== "ready") return;
+    const known = this.conversations.find(id)?.metadata?.["system"] ?? "";
+    if (known === text) return;
+    try {
+      this.conversations.upsert(await rest.updateConversation(id, { metadata: text ? { system: text } : {} }));
+    } catch {
+      // the next turn sends it anyway; only the memory of it is lost
+    }
+  }
+
+  private newKey(kind: string): string {
+    return `${kind}-${Date.now().toString(36)}-${++this.count}`;
+  }
+}
+
+/** The nearest message above `message` that the server knows; null at a root. */
+function storedAncestor(thread: Thread, message: Message): string | null {
+  for (let key = message.parent; key !== null; ) {
+    const above = thread.tree.value.get(key);
+    if (above?.id.value) return above.id.value;
+    key = above?.parent ?? null;
+  }
+  return null;
+}

@@ -1,0 +1,132 @@
+// One request and what came of it: its candidates, its figures, and how frames change them.
+import { batch, computed, signal } from "@preact/signals";
+import type { Receipt, ServerFrame, WireItem, WireResponse, WireUsage } from "../wire/frames";
+import type { FrameBatcher } from "./frame";
+import type { Message, Status, Usage } from "./tree";
+
+export type Phase = "queued" | "prefill" | "decode" | "ended";
+
+const STATUS_OF_REASON: Readonly<Record<string, Status>> = { stop: "done", length: "length", cancelled: "stopped" };
+
+export class Turn {
+  readonly responseId = signal<string | null>(null);
+  readonly phase = signal<Phase>("queued");
+  readonly usage = signal<Usage | null>(null);
+  readonly receipt = signal<Receipt | null>(null);
+  readonly firstTokenMs = signal<number | null>(null); // after sending
+  readonly decodeMs = signal<number | null>(null); // first token to the end
+  readonly open = signal(true); // candidates stand side by side until one is picked
+  stopWanted = false;
+  private readonly sentAt = performance.now();
+
+  readonly tokensPerSecond = computed<number | null>(() => {
+    const tokens = (this.usage.value?.outputTokens ?? 0) - this.candidates.length; // the first ones belong to the prefill
+    const ms = this.decodeMs.value;
+    return ms !== null && ms > 0 && tokens > 0 ? (tokens / ms) * 1000 : null;
+  });
+
+  constructor(
+    readonly key: string,
+    readonly candidates: readonly Message[],
+    readonly beams = false,
+  ) {}
+
+  get live(): boolean {
+    return this.phase.value !== "ended";
+  }
+
+  /** Take one frame of this turn's lane. */
+  apply(frame: ServerFrame, batcher: FrameBatcher): void {
+    switch (frame.type) {
+      case "response.created":
+        this.responseId.value = frame.response.id;
+        break;
+      case "response.progress":
+        this.progress(frame.phase, frame.input_tokens, frame.cached_tokens);
+        break;
+      case "response.output_item.added":
+        this.update(frame.output_index, frame.item, "streaming");
+        break;
+      case "response.output_text.delta": {
+        const message = this.candidates[frame.output_index];
+        if (!message) break;
+        this.firstTokenMs.value ??= performance.now() - this.sentAt;
+        batcher.append(message, frame.delta);
+        break;
+      }
+      case "response.output_text.done": {
+        batcher.flush();
+        const message = this.candidates[frame.output_index];
+        if (message && message.text.value !== frame.text) message.text.value = frame.text;
+        break;
+      }
+      case "response.output_item.done":
+        this.update(frame.output_index, frame.item, STATUS_OF_REASON[frame.item.finish_reason ?? "stop"] ?? "done");
+        break;
+      case "response.completed":
+        this.end(frame.response, "done", batcher);
+        break;
+      case "response.incomplete":
+        this.receipt.value = frame.receipt ?? null;
+        this.end(frame.response, frame.response.status === "cancelled" ? "stopped" : "length", batcher);
+        break;
+      case "response.failed":
+        this.fail(frame.response.error?.message ?? "The answer failed.", batcher);
+        break;
+      case "error":
+        this.fail(frame.error.message, batcher);
+        break;
+      default:
+        break;
+    }
+  }
+
+  fail(reason: string, batcher: FrameBatcher): void {
+    batcher.flush();
+    batch(() => {
+      for (const message of this.candidates) {
+        if (message.status.value !== "waiting" && message.status.value !== "streaming") continue;
+        message.status.value = "error";
+        message.error.value = reason;
+      }
+      this.phase.value = "ended";
+    });
+  }
+
+  private progress(phase: "queued" | "decode", input: number | null, cached: number | null): void {
+    this.phase.value = phase === "decode" ? "decode" : "prefill";
+    if (input === null || cached === null) return;
+    this.usage.value = { inputTokens: input, cachedTokens: cached, outputTokens: this.usage.value?.outputTokens ?? 0 };
+  }
+
+  private update(index: number, item: WireItem, status: Status): void {
+    const message = this.candidates[index];
+    if (!message) return;
+    message.id.value = item.id;
+    message.status.value = status;
+    this.phase.value = "decode";
+  }
+
+  private end(response: WireResponse, fallback: Status, batcher: FrameBatcher): void {
+    batcher.flush();
+    batch(() => {
+      if (this.firstTokenMs.value !== null) {
+        this.decodeMs.value = performance.now() - this.sentAt - this.firstTokenMs.value;
+      }
+      for (const message of this.candidates) {
+        const open = message.status.value === "waiting" || message.status.value === "streaming";
+        if (open) message.status.value = fallback;
+      }
+      if (response.usage) this.usage.value = usageOf(response.usage);
+      this.phase.value = "ended";
+    });
+  }
+}
+
+export function usageOf(usage: WireUsage): Usage {
+  return {
+    inputTokens: usage.input_tokens,
+    cachedTokens: usage.input_tokens_details?.cached_tokens ?? 0,
+    outputTokens: usage.output_tokens,
+  };
+}

@@ -1,0 +1,58 @@
+// The page: list, thread, composer, and whichever panel is open.
+import type { Chat } from "../state/chat";
+import { announcement } from "../state/announcer";
+import { Banner } from "./Banner";
+import { Composer } from "./Composer";
+import { ChatContext, useChat } from "./context";
+import { Menu, Plus } from "./icons";
+import { panel, sidebarOpen } from "./panels";
+import { Settings } from "./Settings";
+import { Shortcuts } from "./Shortcuts";
+import { Sidebar } from "./Sidebar";
+import { ThreadView } from "./ThreadView";
+import { Toasts } from "./Toasts";
+
+export function App({ chat }: { chat: Chat }) {
+  return (
+    <ChatContext.Provider value={chat}>
+      <div class={`app ${sidebarOpen.value ? "app-side" : ""} ${panel.value === "settings" ? "app-panel" : ""}`}>
+        <Sidebar />
+        <button type="button" class="scrim" aria-label="Close the list" tabIndex={-1} onClick={() => (sidebarOpen.value = false)} />
+        <main class="main">
+          <TopBar />
+          <Banner />
+          <ThreadView />
+          <Composer />
+        </main>
+        {panel.value === "settings" && <Settings />}
+      </div>
+      {panel.value === "shortcuts" && <Shortcuts />}
+      <Toasts />
+      <p class="sr-only" role="status" id="status">{announcement.value}</p>
+    </ChatContext.Provider>
+  );
+}
+
+function TopBar() {
+  const chat = useChat();
+  const id = chat.thread.value.id.value;
+  const title = id === null ? "" : (chat.conversations.find(id)?.title ?? "");
+  return (
+    <header class="top">
+      <button
+        type="button"
+        class="tool"
+        aria-label={sidebarOpen.value ? "Hide the list" : "Show the list"}
+        title="Conversations (Ctrl+Shift+S)"
+        aria-expanded={sidebarOpen.value}
+        onClick={() => (sidebarOpen.value = !sidebarOpen.value)}
+      >
+        <Menu />
+      </button>
+      <span class="top-title">{title}</span>
+      <button type="button" class="tool top-new" aria-label="New chat" onClick={() => chat.newConversation()}>
+        <Plus />
+      </button>
+    </header>
+  );
+}

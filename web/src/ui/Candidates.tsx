@@ -1,0 +1,96 @@
+// n-best side by side: one prompt at the left, a line forking off to every candidate, cards that fill together.
+import type { Message, Status } from "../state/tree";
+import type { Turn } from "../state/turn";
+import { Ending } from "./Answer";
+import { useChat } from "./context";
+import { Figures } from "./Figures";
+import { Again } from "./icons";
+import { Markdown } from "./Markdown";
+import { PageStrip } from "./PageStrip";
+import { Waiting } from "./Waiting";
+
+export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
+  const chat = useChat();
+  const usage = turn.usage.value;
+  const count = turn.candidates.length;
+  const kind = turn.beams ? "beams" : "answers";
+  return (
+    <section class="fan" aria-label={`${count} ${kind}, pick one`}>
+      <header class="fan-head">
+        <span class="fan-title">{count} {kind} from one prompt</span>
+        <span class="fan-prompt">
+          {usage && <PageStrip usage={usage} />}
+          {usage && <span class="hint">{usage.inputTokens} prompt tokens, held once</span>}
+        </span>
+      </header>
+      <div class="fan-scroll" tabIndex={0} role="group" aria-label="Candidates">
+        {turn.candidates.map((message, index) => (
+          <Card key={message.key} message={message} turn={turn} index={index} current={message === chosen} />
+        ))}
+      </div>
+      <footer class="answer-foot">
+        <div class="tools">
+          <button
+            type="button"
+            class="tool tool-again"
+            aria-label="Regenerate all"
+            title="Regenerate all"
+            disabled={chat.live.value !== null}
+            onClick={() => chat.regenerate(chosen)}
+          >
+            <Again />
+          </button>
+          <span class="hint">Pick one to go on<span class="key-hint">: click it, or Alt+1 … Alt+{count}</span></span>
+        </div>
+        <Figures turn={turn} strip={false} />
+      </footer>
+    </section>
+  );
+}
+
+const STATES: Readonly<Record<Status, string>> = {
+  waiting: "waiting", streaming: "writing", done: "done", stopped: "stopped", length: "cut off", error: "failed",
+};
+
+interface CardProps {
+  readonly message: Message;
+  readonly turn: Turn;
+  readonly index: number;
+  readonly current: boolean;
+}
+
+function Card({ message, turn, index, current }: CardProps) {
+  const chat = useChat();
+  const status = message.status.value;
+  const open = status === "waiting" || status === "streaming";
+  const pick = (event: MouseEvent) => {
+    const inside = event.target as HTMLElement;
+    if (inside.closest("a, button, pre") || getSelection()?.isCollapsed === false) return;
+    chat.pick(message);
+  };
+  return (
+    <div class={`fan-slot fan-slot-${index}`}>
+      <div class="stem" aria-hidden="true" />
+      <article
+        class={`card ${current ? "card-current" : ""}`}
+        data-status={status}
+        aria-label={`Answer ${index + 1}`}
+        aria-busy={open}
+        onClick={pick}
+      >
+        <header class="card-head">
+          <span class="card-place">{index + 1}</span>
+          <span class="card-state">{STATES[status]}</span>
+        </header>
+        <div class="card-body">
+          {message.text.value === "" && open && <Waiting turn={turn} />}
+          <Markdown message={message} />
+          <Ending message={message} />
+        </div>
+        <button type="button" class="button card-pick" onClick={() => chat.pick(message)} aria-label={`Pick answer ${index + 1}`}>
+          Pick <kbd>Alt {index + 1}</kbd>
+        </button>
+      </article>
+    </div>
+  );
+}

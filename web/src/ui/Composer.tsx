@@ -1,0 +1,152 @@
+// Where the reader writes, and the three choices that matter most: who answers, how many answers, how it is drawn.
+import { useSignal } from "@preact/signals";
+import { useEffect, useRef } from "preact/hooks";
+import { announce } from "../state/announcer";
+import { PRESETS } from "../state/presets";
+import { MAX_N, sampling, setSampling, systemPrompt } from "../state/settings";
+import { ContextMeter } from "./ContextMeter";
+import { useChat } from "./context";
+import { panel, togglePanel } from "./panels";
+import { Chevron, Minus, Plus, Send, Sliders, Stop } from "./icons";
+
+const TALLEST_PX = 220;
+
+export function Composer() {
+  const chat = useChat();
+  const area = useRef<HTMLTextAreaElement>(null);
+  const text = useSignal("");
+  const live = chat.live.value;
+  const ready = chat.socket.state.value === "open";
+
+  const fit = () => {
+    const box = area.current;
+    if (!box) return;
+    box.style.height = "auto";
+    box.style.height = `${Math.min(TALLEST_PX, box.scrollHeight)}px`;
+  };
+  useEffect(() => area.current?.focus(), [chat.thread.value]);
+  const send = () => {
+    const said = text.value.trim();
+    if (said === "" || live || !ready) return;
+    text.value = "";
+    if (area.current) area.current.value = "";
+    fit();
+    chat.send(said);
+  };
+  const onKeyDown = (event: KeyboardEvent) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      send();
+    } else if (event.key === "ArrowUp" && text.value === "") {
+      const edits = document.querySelectorAll<HTMLButtonElement>(".said .tool-edit");
+      const last = edits.item(edits.length - 1);
+      if (last) {
+        event.preventDefault();
+        last.click();
+      }
+    }
+  };
+  return (
+    <div class="composer-area">
+      <Suggestions />
+      <form
+        class="composer"
+        onSubmit={(event) => {
+          event.preventDefault();
+          send();
+        }}
+      >
+        <textarea
+          ref={area}
+          id="composer"
+          rows={1}
+          aria-label="Message"
+          placeholder={sampling.value.n > 1 ? `Ask for ${sampling.value.n} answers at once` : "Say something"}
+          onInput={(event) => {
+            text.value = event.currentTarget.value;
+            fit();
+          }}
+          onKeyDown={onKeyDown}
+        />
+        <div class="composer-foot">
+          <Persona />
+          <HowMany />
+          <button
+            type="button"
+            class="chip"
+            aria-label="Settings"
+            aria-expanded={panel.value === "settings"}
+            title="Settings"
+            onClick={() => togglePanel("settings")}
+          >
+            <Sliders />
+          </button>
+          <span class="grow" />
+          <ContextMeter />
+          {live ? (
+            <button type="button" class="send send-stop" aria-label="Stop" title="Stop (Esc)" onClick={() => chat.stop()}>
+              <Stop />
+            </button>
+          ) : (
+            <button type="submit" class="send" aria-label="Send" title="Send (Enter)" disabled={text.value.trim() === "" || !ready}>
+              <Send />
+            </button>
+          )}
+        </div>
+      </form>
+    </div>
+  );
+}
+
+function Suggestions() {
+  const chat = useChat();
+  const thread = chat.thread.value;
+  if (thread.live.value || thread.next.value.length === 0 || thread.tree.value.path.value.length === 0) return null;
+  return (
+    <div class="suggestions">
+      {thread.next.value.map((text) => (
+        <button key={text} type="button" class="chip chip-next" onClick={() => chat.send(text)}>
+          {text}
+        </button>
+      ))}
+    </div>
+  );
+}
+
+function Persona() {
+  const known = PRESETS.some((preset) => preset.text === systemPrompt.value);
+  return (
+    <label class="chip chip-select" title="System prompt">
+      <span class="sr-only">System prompt</span>
+      <select
+        value={known ? systemPrompt.value : "custom"}
+        onChange={(event) => {
+          if (event.currentTarget.value === "custom") togglePanel("settings", true);
+          else systemPrompt.value = event.currentTarget.value;
+        }}
+      >
+        {PRESETS.map((preset) => (
+          <option key={preset.name} value={preset.text}>{preset.name}</option>
+        ))}
+        <option value="custom">Custom…</option>
+      </select>
+      <Chevron />
+    </label>
+  );
+}
+
+function HowMany() {
+  const { n, search } = sampling.value;
+  const noun = search === "beam" ? "beams" : n === 1 ? "answer" : "answers";
+  const set = (next: number) => {
+    setSampling({ n: Math.min(MAX_N, Math.max(1, next)) });
+    announce(`${sampling.value.n} answers per message`);
+  };
+  return (
+    <span class="chip chip-count" role="group" aria-label="Answers per message">
+      <button type="button" aria-label="Fewer answers" disabled={n <= 1} onClick={() => set(n - 1)}><Minus /></button>
+      <span class="count" data-n={n}><b>{n}</b> {noun}</span>
+      <button type="button" aria-label="More answers" disabled={n >= MAX_N} onClick={() => set(n + 1)}><Plus /></button>
+    </span>
+  );
+}

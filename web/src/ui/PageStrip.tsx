@@ -1,0 +1,32 @@
+// Where an answer's prompt came from, drawn as cells: filled ones were in the cache, hatched ones were computed.
+import type { Usage } from "../state/tree";
+
+const CELL_TOKENS = 16;
+const MAX_CELLS = 32;
+
+export function PageStrip({ usage }: { usage: Usage }) {
+  const cells = cellsOf(usage);
+  return (
+    <span class="strip" role="img" aria-label={describe(usage)} title={`${describe(usage)}. One cell: ${cells.tokens} tokens.`}>
+      {cells.kinds.map((kind, index) => (
+        <i key={index} class={`cell cell-${kind}`} />
+      ))}
+    </span>
+  );
+}
+
+export function describe(usage: Usage): string {
+  const computed = usage.inputTokens - usage.cachedTokens;
+  return `${usage.inputTokens} prompt tokens: ${usage.cachedTokens} from the cache, ${computed} computed`;
+}
+
+type Kind = "cached" | "computed";
+
+/** One cell per 16 prompt tokens, or more tokens per cell where the prompt is long. */
+export function cellsOf(usage: Usage): { kinds: readonly Kind[]; tokens: number } {
+  const tokens = CELL_TOKENS * Math.max(1, Math.ceil(usage.inputTokens / CELL_TOKENS / MAX_CELLS));
+  const count = Math.max(1, Math.ceil(usage.inputTokens / tokens));
+  const cached = Math.round(usage.cachedTokens / tokens);
+  const kinds = Array.from({ length: count }, (_, index): Kind => (index < cached ? "cached" : "computed"));
+  return { kinds, tokens };
+}

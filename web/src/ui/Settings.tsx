@@ -1,0 +1,104 @@
+// How answers are drawn and how the assistant behaves.
+import { useEffect, useRef } from "preact/hooks";
+import { PRESETS } from "../state/presets";
+import { DEFAULT_SAMPLING, MAX_N, sampling, setSampling, showStats, systemPrompt } from "../state/settings";
+import { Close } from "./icons";
+import { panel } from "./panels";
+
+export function Settings() {
+  const root = useRef<HTMLElement>(null);
+  useEffect(() => root.current?.querySelector<HTMLElement>("button")?.focus(), []);
+  const settings = sampling.value;
+  const beams = settings.search === "beam";
+  return (
+    <aside class="panel" aria-label="Settings" ref={root}>
+      <header class="panel-head">
+        <h2>Settings</h2>
+        <button type="button" class="tool" aria-label="Close settings" onClick={() => (panel.value = null)}><Close /></button>
+      </header>
+      <fieldset class="field">
+        <legend>System prompt</legend>
+        <div class="segments">
+          {PRESETS.map((preset) => (
+            <button
+              key={preset.name}
+              type="button"
+              aria-pressed={systemPrompt.value === preset.text}
+              onClick={() => (systemPrompt.value = preset.text)}
+            >
+              {preset.name}
+            </button>
+          ))}
+        </div>
+        <textarea
+          id="system"
+          rows={4}
+          aria-label="System prompt"
+          placeholder="How should the assistant behave?"
+          value={systemPrompt.value}
+          onChange={(event) => (systemPrompt.value = event.currentTarget.value)}
+        />
+        <p class="hint">Chats that start with the same text share its pages.</p>
+      </fieldset>
+      <fieldset class="field">
+        <legend>Search</legend>
+        <div class="segments">
+          <button type="button" aria-pressed={!beams} onClick={() => setSampling({ search: "sample" })}>Sample</button>
+          <button type="button" aria-pressed={beams} onClick={() => setSampling({ search: "beam", n: Math.max(2, settings.n) })}>
+            Beam search
+          </button>
+        </div>
+        <p class="hint">{beams ? "Keeps the most likely texts at every step and shows the best." : "Draws every token from what is likely."}</p>
+      </fieldset>
+      <Slider label={beams ? "Beams" : "Answers"} min={beams ? 2 : 1} max={MAX_N} step={1} value={settings.n} onValue={(n) => setSampling({ n })} />
+      {!beams && (
+        <>
+          <Slider label="Temperature" min={0} max={2} step={0.05} value={settings.temperature} onValue={(temperature) => setSampling({ temperature })} />
+          <Slider label="Top-p" min={0.05} max={1} step={0.05} value={settings.topP} onValue={(topP) => setSampling({ topP })} />
+        </>
+      )}
+      <NumberField label="Longest answer, tokens" placeholder="as many as fit" value={settings.maxTokens || null} onValue={(value) => setSampling({ maxTokens: value ?? 0 })} />
+      {!beams && <NumberField label="Seed" placeholder="a new one each time" value={settings.seed} onValue={(seed) => setSampling({ seed })} />}
+      <label class="check">
+        <input type="checkbox" checked={showStats.value} onChange={(event) => (showStats.value = event.currentTarget.checked)} />
+        Figures below each answer
+      </label>
+      <button type="button" class="button" onClick={() => (sampling.value = DEFAULT_SAMPLING)}>Back to the defaults</button>
+    </aside>
+  );
+}
+
+interface SliderProps {
+  readonly label: string;
+  readonly min: number;
+  readonly max: number;
+  readonly step: number;
+  readonly value: number;
+  readonly onValue: (value: number) => void;
+}
+
+function Slider({ label, min, max, step, value, onValue }: SliderProps) {
+  return (
+    <label class="field slider">
+      <span class="field-label">{label} <output>{step < 1 ? value.toFixed(2) : value}</output></span>
+      <input type="range" min={min} max={max} step={step} value={value} onInput={(event) => onValue(event.currentTarget.valueAsNumber)} />
+    </label>
+  );
+}
+
+interface NumberProps {
+  readonly label: string;
+  readonly placeholder: string;
+  readonly value: number | null;
+  readonly onValue: (value: number | null) => void;
+}
+
+function NumberField({ label, placeholder, value, onValue }: NumberProps) {
+  const read = (text: string) => onValue(/^\d+$/.test(text.trim()) ? Number(text) : null);
+  return (
+    <label class="field">
+      <span class="field-label">{label}</span>
+      <input type="text" inputMode="numeric" placeholder={placeholder} value={value ?? ""} onChange={(event) => read(event.currentTarget.value)} />
+    </label>
+  );
+}

@@ -1,0 +1,12 @@
+// Hands the chat to every component without passing it down by hand.
+import { createContext } from "preact";
+import { useContext } from "preact/hooks";
+import type { Chat } from "../state/chat";
+
+export const ChatContext = createContext<Chat | null>(null);
+
+export function useChat(): Chat {
+  const chat = useContext(ChatContext);
+  if (!chat) throw new Error("no chat above this component");
+  return chat;
+}

@@ -1,0 +1,44 @@
+// The page's own line icons, 20 units square, drawn with the text colour.
+import type { ComponentChildren } from "preact";
+
+function Icon({ children }: { children: ComponentChildren }) {
+  return (
+    <svg class="icon" viewBox="0 0 20 20" fill="none" stroke="currentColor" aria-hidden="true" focusable="false">
+      {children}
+    </svg>
+  );
+}
+
+export const Plus = () => <Icon><path d="M10 4v12M4 10h12" /></Icon>;
+export const Minus = () => <Icon><path d="M4.5 10h11" /></Icon>;
+export const Close = () => <Icon><path d="m5 5 10 10M15 5 5 15" /></Icon>;
+export const Send = () => <Icon><path d="M10 16.5v-13M4.5 9 10 3.5 15.5 9" /></Icon>;
+export const Stop = () => <Icon><rect x="5.5" y="5.5" width="9" height="9" rx="1.5" fill="currentColor" /></Icon>;
+export const Menu = () => <Icon><path d="M3 6h14M3 10h14M3 14h9" /></Icon>;
+export const Copy = () => <Icon><rect x="7" y="7" width="9.5" height="9.5" rx="2" /><path d="M13 7V5.5a2 2 0 0 0-2-2H5.5a2 2 0 0 0-2 2V11a2 2 0 0 0 2 2H7" /></Icon>;
+export const Again = () => <Icon><path d="M16 10a6 6 0 1 1-1.9-4.4M16.2 3v3.4h-3.4" /></Icon>;
+export const Edit = () => <Icon><path d="m4 16 .8-3.4 8.3-8.3a1.6 1.6 0 0 1 2.3 0l.3.3a1.6 1.6 0 0 1 0 2.3l-8.3 8.3L4 16Z" /></Icon>;
+export const Left = () => <Icon><path d="m12 5-5 5 5 5" /></Icon>;
+export const Right = () => <Icon><path d="m8 5 5 5-5 5" /></Icon>;
+export const Chevron = () => <Icon><path d="m6.5 8.5 3.5 3.5 3.5-3.5" /></Icon>;
+export const Down = () => <Icon><path d="M10 4v12M4.5 10.5 10 16l5.5-5.5" /></Icon>;
+export const Check = () => <Icon><path d="m4 10.5 4 4 8-9" /></Icon>;
+export const Trash = () => <Icon><path d="M4 6h12M8 6V4.2h4V6M5.5 6l.7 9.8h7.6l.7-9.8" /></Icon>;
+export const Sliders = () => <Icon><path d="M3 6h7M14 6h3M3 14h3M10 14h7" /><circle cx="12" cy="6" r="2" /><circle cx="8" cy="14" r="2" /></Icon>;
+export const Columns = () => <Icon><rect x="3" y="4" width="5.5" height="12" rx="1.5" /><rect x="11.5" y="4" width="5.5" height="12" rx="1.5" /></Icon>;
+export const Fork = () => <Icon><path d="M5 3.5v13M5 9h6a4 4 0 0 1 4 4v3.5" /></Icon>;
+export const Sun = () => <Icon><circle cx="10" cy="10" r="3.4" /><path d="M10 2.5v1.6M10 15.9v1.6M2.5 10h1.6M15.9 10h1.6M4.7 4.7l1.1 1.1M14.2 14.2l1.1 1.1M15.3 4.7l-1.1 1.1M5.8 14.2l-1.1 1.1" /></Icon>;
+export const Moon = () => <Icon><path d="M16 11.8A6.5 6.5 0 0 1 8.2 4a6.5 6.5 0 1 0 7.8 7.8Z" /></Icon>;
+export const Screen = () => <Icon><rect x="3" y="4" width="14" height="9.5" rx="1.5" /><path d="M7 16.5h6" /></Icon>;
+export const Keyboard = () => <Icon><rect x="2.5" y="5" width="15" height="10" rx="2" /><path d="M5.5 8h.01M8.5 8h.01M11.5 8h.01M14.5 8h.01M6.5 12h7" /></Icon>;
+
+/** The mark: pages on a trunk, one of them forked off. */
+export const Mark = () => (
+  <svg class="mark" viewBox="0 0 24 24" aria-hidden="true" focusable="false">
+    <rect x="3" y="2.5" width="8" height="5" rx="1.4" />
+    <rect x="3" y="9.5" width="8" height="5" rx="1.4" />
+    <rect x="3" y="16.5" width="8" height="5" rx="1.4" />
+    <rect class="mark-fork" x="14" y="16.5" width="7" height="5" rx="1.4" />
+    <path d="M11 12h2.8a3.4 3.4 0 0 1 3.4 3.4v1.1" fill="none" stroke-width="1.6" />
+  </svg>
+);

@@ -1,0 +1,106 @@
+// Every shortcut of the page: what it is called, and what it does.
+import type { Chat } from "../state/chat";
+import { panel, sidebarOpen, togglePanel } from "./panels";
+
+interface Shortcut {
+  readonly keys: string;
+  readonly what: string;
+  readonly matches?: (event: KeyboardEvent) => boolean;
+  readonly run?: (chat: Chat, event: KeyboardEvent) => boolean | void; // false: not handled after all
+}
+
+const control = (event: KeyboardEvent) => event.ctrlKey || event.metaKey;
+const chord = (code: string) => (event: KeyboardEvent) => control(event) && event.shiftKey && event.code === code;
+
+export const SHORTCUTS: readonly Shortcut[] = [
+  { keys: "Enter", what: "Send" },
+  { keys: "Shift+Enter", what: "New line" },
+  {
+    keys: "Esc",
+    what: "Stop the answer, or close a panel",
+    matches: (event) => event.key === "Escape" && !event.shiftKey,
+    run: (chat) => {
+      if (panel.value === "settings") {
+        panel.value = null;
+        focusComposer();
+      } else if (chat.live.value) chat.stop();
+      else return false;
+      return true;
+    },
+  },
+  { keys: "↑", what: "Edit the last message, from an empty box" },
+  {
+    keys: "Alt+1 … 8",
+    what: "Pick a candidate",
+    matches: (event) => event.altKey && !control(event) && /^Digit[1-8]$/.test(event.code),
+    run: (chat, event) => {
+      const leaf = chat.thread.value.tree.value.leaf.value;
+      const turn = leaf ? chat.thread.value.turnOf(leaf) : undefined;
+      const picked = turn?.candidates[Number(event.code.slice(5)) - 1];
+      if (!turn || turn.candidates.length < 2 || !picked) return false;
+      chat.pick(picked);
+      focusComposer();
+      return true;
+    },
+  },
+  {
+    keys: "Alt+← / →",
+    what: "Previous or next version of the last answer",
+    matches: (event) => event.altKey && (event.key === "ArrowLeft" || event.key === "ArrowRight"),
+    run: (chat, event) => {
+      const tree = chat.thread.value.tree.value;
+      const leaf = tree.leaf.value;
+      if (!leaf) return false;
+      const siblings = tree.siblings(leaf);
+      const target = siblings[siblings.indexOf(leaf) + (event.key === "ArrowLeft" ? -1 : 1)];
+      if (target) chat.choose(target);
+      return true;
+    },
+  },
+  { keys: "Ctrl+Shift+O", what: "New chat", matches: chord("KeyO"), run: (chat) => chat.newConversation() },
+  {
+    keys: "Ctrl+K",
+    what: "Find a conversation",
+    matches: (event) => control(event) && !event.shiftKey && event.code === "KeyK",
+    run: () => {
+      sidebarOpen.value = true;
+      setTimeout(() => document.getElementById("find")?.focus());
+    },
+  },
+  {
+    keys: "Ctrl+Shift+S",
+    what: "Show or hide the list",
+    matches: chord("KeyS"),
+    run: () => void (sidebarOpen.value = !sidebarOpen.value),
+  },
+  {
+    keys: "Ctrl+,",
+    what: "Settings",
+    matches: (event) => control(event) && event.key === ",",
+    run: () => togglePanel("settings"),
+  },
+  {
+    keys: "Shift+Esc",
+    what: "Back to the message box",
+    matches: (event) => event.key === "Escape" && event.shiftKey,
+    run: focusComposer,
+  },
+  {
+    keys: "Ctrl+/",
+    what: "This list",
+    matches: (event) => control(event) && event.key === "/",
+    run: () => togglePanel("shortcuts"),
+  },
+];
+
+export function focusComposer(): void {
+  document.getElementById("composer")?.focus();
+}
+
+export function listenForKeys(chat: Chat): void {
+  addEventListener("keydown", (event) => {
+    if (event.isComposing || event.defaultPrevented) return;
+    const shortcut = SHORTCUTS.find((candidate) => candidate.matches?.(event));
+    if (shortcut?.run && shortcut.run(chat, event) !== false) event.preventDefault();
+  });
+}

@@ -1,0 +1,107 @@
+// The frames of the Responses WebSocket, subprotocol `chatcache.v1`, as far as the page reads them.
+// The contract is chatcache/gateway/README.md.
+
+export interface WireUsage {
+  readonly input_tokens: number;
+  readonly output_tokens: number;
+  readonly input_tokens_details?: { readonly cached_tokens?: number };
+}
+
+export interface WireItem {
+  readonly id: string;
+  readonly status?: string;
+  readonly finish_reason?: string | null;
+}
+
+export interface WireError {
+  readonly message: string;
+  readonly code?: string | null;
+  readonly param?: string | null;
+}
+
+export interface WireResponse {
+  readonly id: string;
+  readonly status: string;
+  readonly conversation?: { readonly id: string } | null;
+  readonly input_item_ids?: readonly string[];
+  readonly usage?: WireUsage | null;
+  readonly error?: WireError | null;
+  readonly incomplete_details?: { readonly reason: string } | null;
+}
+
+export interface WireConversation {
+  readonly id: string;
+  readonly title: string | null;
+  readonly created_at: number;
+  readonly updated_at: number;
+  readonly active_leaf: string | null;
+  readonly rev: number;
+  readonly metadata?: Readonly<Record<string, string>> | null;
+}
+
+export interface StoredItem {
+  readonly id: string;
+  readonly role: string;
+  readonly status: string;
+  readonly content: readonly { readonly type: string; readonly text: string }[];
+  readonly parent_id: string | null;
+  readonly response_id: string | null;
+  readonly index: number | null;
+  readonly num_tokens: number;
+  readonly finish_reason: string | null;
+  readonly created_at: number;
+  readonly usage?: WireUsage | null;
+}
+
+export interface Session {
+  readonly model: string;
+  readonly max_model_len: number;
+  readonly limits: { readonly max_frame_bytes: number; readonly max_n: number; readonly max_beam_width: number };
+}
+
+export interface Receipt {
+  readonly tokens_after_stop: number;
+  readonly pages_freed: number;
+  readonly stop_latency_ms: number;
+}
+
+type Lane = { readonly stream_id?: string };
+
+export type ServerFrame = Lane &
+  (
+    | { readonly type: "session.created"; readonly session: Session }
+    | { readonly type: "response.created"; readonly response: WireResponse }
+    | {
+        readonly type: "response.progress";
+        readonly response_id: string;
+        readonly phase: "queued" | "decode";
+        readonly input_tokens: number | null;
+        readonly cached_tokens: number | null;
+      }
+    | { readonly type: "response.output_item.added"; readonly output_index: number; readonly item: WireItem }
+    | { readonly type: "response.output_text.delta"; readonly output_index: number; readonly delta: string }
+    | { readonly type: "response.output_text.done"; readonly output_index: number; readonly text: string }
+    | { readonly type: "response.output_item.done"; readonly output_index: number; readonly item: WireItem }
+    | { readonly type: "response.completed"; readonly response: WireResponse }
+    | { readonly type: "response.incomplete"; readonly response: WireResponse; readonly receipt?: Receipt }
+    | { readonly type: "response.failed"; readonly response: WireResponse }
+    | { readonly type: "conversation.updated"; readonly conversation: WireConversation }
+    | { readonly type: "error"; readonly error: WireError; readonly status?: number }
+  );
+
+export interface CreateFrame {
+  readonly type: "response.create";
+  readonly stream_id: string;
+  readonly input: readonly { readonly role: "user"; readonly content: string }[];
+  readonly instructions?: string;
+  readonly conversation?: string;
+  readonly previous_item_id?: string;
+  readonly n?: number;
+  readonly beam_width?: number;
+  readonly temperature?: number;
+  readonly top_p?: number;
+  readonly max_output_tokens?: number;
+  readonly seed?: number;
+}
+
+export type ClientFrame = CreateFrame | { readonly type: "response.cancel"; readonly response_id: string };

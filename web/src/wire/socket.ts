@@ -1,0 +1,73 @@
+// One WebSocket that comes back: full-jitter backoff, at once when the network or the tab returns, and never again
+// after a refusal that a retry cannot cure.
+import { signal } from "@preact/signals";
+import type { ClientFrame, ServerFrame } from "./frames";
+
+export type LinkState = "connecting" | "open" | "lost" | "refused";
+
+const FIRST_RETRY_MS = 500;
+const LAST_RETRY_MS = 15_000;
+const REFUSALS = new Set([4400, 4401, 4403]);
+
+export class Socket {
+  readonly state = signal<LinkState>("connecting");
+  readonly opened = signal(0); // counts connections: 1 the first, more after each return
+  private socket: WebSocket | null = null;
+  private attempts = 0;
+  private timer: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(
+    private readonly url: string,
+    private readonly onFrame: (frame: ServerFrame) => void,
+  ) {
+    addEventListener("online", () => this.retryNow());
+    addEventListener("offline", () => this.socket?.close());
+    addEventListener("pageshow", (event) => event.persisted && this.retryNow());
+    document.addEventListener("visibilitychange", () => !document.hidden && this.retryNow());
+  }
+
+  connect(): void {
+    const socket = new WebSocket(this.url, ["chatcache.v1"]);
+    this.socket = socket;
+    socket.onopen = () => {
+      this.attempts = 0;
+      this.opened.value++;
+      this.state.value = "open";
+    };
+    socket.onmessage = (event) => {
+      if (typeof event.data === "string") this.onFrame(JSON.parse(event.data) as ServerFrame);
+    };
+    socket.onclose = (event) => {
+      if (this.socket !== socket) return;
+      this.socket = null;
+      if (REFUSALS.has(event.code)) this.state.value = "refused";
+      else this.retryLater();
+    };
+  }
+
+  /** Send a frame; false if there is no open connection to send it on. */
+  send(frame: ClientFrame): boolean {
+    if (this.socket?.readyState !== WebSocket.OPEN) return false;
+    this.socket.send(JSON.stringify(frame));
+    return true;
+  }
+
+  retryNow(): void {
+    if (this.socket || this.state.value === "refused") return;
+    clearTimeout(this.timer);
+    this.connect();
+  }
+
+  private retryLater(): void {
+    if (this.opened.value > 0 || this.attempts > 0) this.state.value = "lost";
+    const ceiling = Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** this.attempts++);
+    this.timer = setTimeout(() => this.retryNow(), FIRST_RETRY_MS / 2 + Math.random() * ceiling);
+  }
+}
+
+/** Where the socket lives: beside the page, so a path prefix in front of both keeps working. */
+export function socketUrl(): string {
+  const url = new URL("v1/responses", document.baseURI);
+  url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
+  return url.href;
+}

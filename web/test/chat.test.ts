@@ -1,0 +1,230 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { Chat } from "../src/state/chat";
+import { DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
+
+/** A socket whose other end is the test. */
+class FakeSocket {
+  static readonly OPEN = 1;
+  static last: FakeSocket;
+  readyState = 0;
+  readonly sent: Record<string, unknown>[] = [];
+  onopen: (() => void) | null = null;
+  onmessage: ((event: { data: string }) => void) | null = null;
+  onclose: ((event: { code: number }) => void) | null = null;
+  constructor(
+    readonly url: string,
+    readonly protocols: string[],
+  ) {
+    FakeSocket.last = this;
+  }
+  open(): void {
+    this.readyState = 1;
+    this.onopen?.();
+  }
+  send(text: string): void {
+    this.sent.push(JSON.parse(text) as Record<string, unknown>);
+  }
+  close(code = 1006): void {
+    this.readyState = 3;
+    this.onclose?.({ code });
+  }
+  push(frame: object): void {
+    this.onmessage?.({ data: JSON.stringify(frame) });
+  }
+}
+
+interface Call {
+  method: string;
+  path: string;
+  body: unknown;
+}
+let calls: Call[];
+let replies: Record<string, unknown>;
+let chat: Chat;
+
+beforeEach(() => {
+  vi.useFakeTimers();
+  calls = [];
+  replies = {};
+  vi.stubGlobal("WebSocket", FakeSocket);
+  vi.stubGlobal("requestAnimationFrame", (run: () => void) => setTimeout(run, 16));
+  vi.stubGlobal("fetch", (url: URL, init: RequestInit) => {
+    const path = url.pathname;
+    calls.push({ method: init.method!, path, body: init.body ? JSON.parse(init.body as string) : null });
+    const reply = replies[path] ?? {};
+    return Promise.resolve({ ok: true, status: 200, json: () => Promise.resolve(reply) });
+  });
+  sampling.value = DEFAULT_SAMPLING;
+  systemPrompt.value = "";
+  chat = new Chat("ws://test/v1/responses");
+  chat.socket.connect();
+  FakeSocket.last.open();
+});
+afterEach(() => {
+  vi.unstubAllGlobals();
+  vi.useRealTimers();
+});
+
+const sent = () => FakeSocket.last.sent.at(-1)!;
+const lane = () => sent()["stream_id"] as string;
+
+/** Play the server's side of one response with these texts as candidates. */
+function reply(texts: readonly string[], name = "1", finish: "completed" | "cancelled" = "completed"): void {
+  const stream_id = lane();
+  const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
+  const input = sent()["input"] as unknown[];
+  const response = { id: `resp_${name}`, status: "in_progress", conversation: { id: "conv_1" } };
+  push({ type: "response.created", response: { ...response, input_item_ids: input.length ? [`msg_u${name}`] : [] } });
+  push({ type: "response.progress", response_id: response.id, phase: "decode", input_tokens: 40, cached_tokens: 32 });
+  texts.forEach((_, i) => push({ type: "response.output_item.added", output_index: i, item: { id: `msg_a${name}${i}` } }));
+  for (let at = 0; at < Math.max(...texts.map((text) => text.length)); at++) {
+    texts.forEach((text, i) => text[at] && push({ type: "response.output_text.delta", output_index: i, delta: text[at] }));
+  }
+  const finish_reason = finish === "completed" ? "stop" : "cancelled";
+  texts.forEach((text, i) => {
+    push({ type: "response.output_text.done", output_index: i, text });
+    push({ type: "response.output_item.done", output_index: i, item: { id: `msg_a${name}${i}`, finish_reason } });
+  });
+  const usage = { input_tokens: 40, output_tokens: 12, input_tokens_details: { cached_tokens: 32 } };
+  const type = finish === "completed" ? "response.completed" : "response.incomplete";
+  push({ type, response: { ...response, status: finish, usage } });
+}
+
+const texts = () => chat.thread.value.tree.value.path.value.map((message) => message.text.value);
+const leaf = () => chat.thread.value.tree.value.leaf.value!;
+
+describe("Chat", () => {
+  it("streams an answer and keeps its figures", () => {
+    chat.send("Hello");
+    expect(sent()).toMatchObject({ type: "response.create", input: [{ role: "user", content: "Hello" }] });
+    expect(sent()).not.toHaveProperty("previous_item_id");
+    reply(["Hi there"]);
+    expect(texts()).toEqual(["Hello", "Hi there"]);
+    expect(leaf().status.value).toBe("done");
+    expect(chat.live.value).toBeNull();
+    const turn = chat.thread.value.turnOf(leaf())!;
+    expect(turn.usage.value).toEqual({ inputTokens: 40, cachedTokens: 32, outputTokens: 12 });
+  });
+
+  it("continues after the shown leaf", () => {
+    chat.send("One");
+    reply(["first"]);
+    chat.send("Two");
+    expect(sent()).toMatchObject({ previous_item_id: "msg_a10", input: [{ content: "Two" }] });
+  });
+
+  it("keeps candidates apart and continues after the picked one", () => {
+    sampling.value = { ...DEFAULT_SAMPLING, n: 3 };
+    chat.send("Story");
+    expect(sent()["n"]).toBe(3);
+    reply(["aa", "bbb", "c"]);
+    const turn = chat.thread.value.turnOf(leaf())!;
+    expect(turn.candidates.map((message) => message.text.value)).toEqual(["aa", "bbb", "c"]);
+    chat.pick(turn.candidates[1]!);
+    expect(turn.open.value).toBe(false);
+    expect(calls.at(-1)).toMatchObject({ method: "POST", path: "/v1/conversations/conv_1", body: { active_leaf: "msg_a11" } });
+    chat.send("More");
+    expect(sent()["previous_item_id"]).toBe("msg_a11");
+  });
+
+  it("remembers a pick that was made while the answers were still coming", () => {
+    sampling.value = { ...DEFAULT_SAMPLING, n: 2 };
+    chat.send("Story");
+    chat.pick(chat.thread.value.turnOf(leaf())!.candidates[1]!);
+    reply(["a", "b"]);
+    expect(calls.at(-1)).toMatchObject({ body: { active_leaf: "msg_a11" } });
+  });
+
+  it("regenerates below the same user message, without sending it again", () => {
+    chat.send("One");
+    reply(["first"]);
+    chat.regenerate(leaf());
+    expect(sent()).toMatchObject({ previous_item_id: "msg_u1", input: [] });
+    reply(["second"], "2");
+    expect(texts()).toEqual(["One", "second"]);
+    expect(chat.thread.value.tree.value.siblings(leaf()).length).toBe(2);
+  });
+
+  it("edits the first message as a new root of the same conversation", () => {
+    chat.send("One");
+    reply(["first"]);
+    chat.edit(chat.thread.value.tree.value.path.value[0]!, "Uno");
+    expect(sent()).toMatchObject({ conversation: "conv_1", previous_item_id: "root", input: [{ content: "Uno" }] });
+    reply(["primo"], "2");
+    expect(texts()).toEqual(["Uno", "primo"]);
+  });
+
+  it("edits a later message as a branch after the answer before it", () => {
+    chat.send("One");
+    reply(["first"]);
+    chat.send("Two");
+    reply(["second"], "2");
+    chat.edit(chat.thread.value.tree.value.path.value[2]!, "Zwei");
+    expect(sent()).toMatchObject({ previous_item_id: "msg_a10", input: [{ content: "Zwei" }] });
+  });
+
+  it("stops by the response's name, also when asked before it has one", () => {
+    chat.send("Long");
+    chat.stop();
+    expect(sent()["type"]).toBe("response.create");
+    const stream_id = lane();
+    FakeSocket.last.push({ type: "response.created", stream_id, response: { id: "resp_9", status: "in_progress" } });
+    expect(sent()).toEqual({ type: "response.cancel", response_id: "resp_9" });
+  });
+
+  it("says what the server refused, and can go on", () => {
+    chat.send("One");
+    FakeSocket.last.push({ type: "error", stream_id: lane(), status: 400, error: { message: "n must be 1..64" } });
+    expect(leaf().status.value).toBe("error");
+    expect(leaf().error.value).toBe("n must be 1..64");
+    chat.regenerate(leaf());
+    expect(sent()).toMatchObject({ input: [{ content: "One" }] });
+  });
+
+  it("asks for beams instead of samples", () => {
+    sampling.value = { ...DEFAULT_SAMPLING, search: "beam", n: 4 };
+    chat.send("One");
+    expect(sent()).toMatchObject({ beam_width: 4, n: 4 });
+    expect(sent()).not.toHaveProperty("temperature");
+  });
+
+  it("sends the system prompt with every turn and stores it with the conversation", async () => {
+    systemPrompt.value = "Be brief.";
+    chat.send("One");
+    expect(sent()["instructions"]).toBe("Be brief.");
+    reply(["first"]);
+    await vi.advanceTimersByTimeAsync(0);
+    expect(calls.find((call) => call.method === "POST")?.body).toEqual({ metadata: { system: "Be brief." } });
+  });
+
+  it("comes back after a lost connection and shows what the server kept", async () => {
+    chat.send("One");
+    const stream_id = lane();
+    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    FakeSocket.last.push({ type: "response.created", stream_id, response: created });
+    FakeSocket.last.close();
+    expect(chat.socket.state.value).toBe("lost");
+    const content = (text: string) => [{ type: "text", text }];
+    const common = { status: "completed", response_id: "resp_1", index: 0, num_tokens: 1, created_at: 0 };
+    const items = [
+      { ...common, id: "msg_u1", role: "user", parent_id: null, content: content("One") },
+      { ...common, id: "msg_a1", role: "assistant", parent_id: "msg_u1", finish_reason: "stop", content: content("whole") },
+    ];
+    replies["/v1/conversations/conv_1"] = { id: "conv_1", active_leaf: "msg_a1", updated_at: 1 };
+    replies["/v1/conversations/conv_1/items"] = { data: items };
+    replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
+    await vi.advanceTimersByTimeAsync(20_000);
+    FakeSocket.last.open();
+    await vi.advanceTimersByTimeAsync(10);
+    expect(texts()).toEqual(["One", "whole"]);
+    expect(chat.live.value).toBeNull();
+  });
+
+  it("does not knock again where it was refused", async () => {
+    const refused = FakeSocket.last;
+    refused.close(4401);
+    await vi.advanceTimersByTimeAsync(60_000);
+    expect(FakeSocket.last).toBe(refused);
+    expect(chat.socket.state.value).toBe("refused");
+  });
+});

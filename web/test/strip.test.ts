@@ -1,0 +1,17 @@
+// @vitest-environment node
+import { describe, expect, it } from "vitest";
+import { cellsOf } from "../src/ui/PageStrip";
+
+const cells = (inputTokens: number, cachedTokens: number) => cellsOf({ inputTokens, cachedTokens, outputTokens: 0 });
+
+describe("cellsOf", () => {
+  it("draws one cell per 16 tokens, cached ones first", () => {
+    expect(cells(40, 32)).toEqual({ tokens: 16, kinds: ["cached", "cached", "computed"] });
+  });
+  it("draws at most 32 cells however long the prompt", () => {
+    for (const tokens of [511, 512, 513, 5000, 131072]) expect(cells(tokens, 0).kinds.length).toBeLessThanOrEqual(32);
+  });
+  it("draws something for a tiny prompt", () => {
+    expect(cells(1, 0).kinds).toEqual(["computed"]);
+  });
+});

@@ -1,0 +1,50 @@
+// @vitest-environment node
+import { describe, expect, it } from "vitest";
+import { Tree } from "../src/state/tree";
+
+function sample(): Tree {
+  const tree = new Tree();
+  tree.add({ key: "u1", parent: null, role: "user", id: "msg_u1" });
+  tree.add({ key: "a1", parent: "u1", role: "assistant", turn: "t1" });
+  tree.add({ key: "a2", parent: "u1", role: "assistant", turn: "t1" }, false);
+  tree.add({ key: "a3", parent: "u1", role: "assistant", turn: "t2" }, false);
+  tree.add({ key: "u2", parent: "a1", role: "user" });
+  tree.add({ key: "u3", parent: "a2", role: "user" });
+  return tree;
+}
+const keys = (tree: Tree) => tree.path.value.map((message) => message.key);
+
+describe("Tree", () => {
+  it("shows the path of the chosen children", () => {
+    expect(keys(sample())).toEqual(["u1", "a1", "u2"]);
+  });
+  it("follows a choice down to that branch's own leaf, and back", () => {
+    const tree = sample();
+    tree.choose(tree.get("a2")!);
+    expect(keys(tree)).toEqual(["u1", "a2", "u3"]);
+    tree.choose(tree.get("a1")!);
+    expect(keys(tree)).toEqual(["u1", "a1", "u2"]);
+  });
+  it("reveals a leaf by choosing all its ancestors", () => {
+    const tree = sample();
+    tree.choose(tree.get("a3")!);
+    tree.reveal(tree.get("u3")!);
+    expect(keys(tree)).toEqual(["u1", "a2", "u3"]);
+  });
+  it("tells versions (all siblings) from candidates (same turn)", () => {
+    const tree = sample();
+    const a1 = tree.get("a1")!;
+    expect(tree.siblings(a1).map((message) => message.key)).toEqual(["a1", "a2", "a3"]);
+    expect(tree.candidates(a1).map((message) => message.key)).toEqual(["a1", "a2"]);
+  });
+  it("keeps several roots as versions of the first message", () => {
+    const tree = sample();
+    tree.add({ key: "u9", parent: null, role: "user" });
+    expect(keys(tree)).toEqual(["u9"]);
+    expect(tree.siblings(tree.get("u1")!).length).toBe(2);
+  });
+  it("finds a message by the server's name", () => {
+    expect(sample().byId("msg_u1")?.key).toBe("u1");
+    expect(sample().byId("nobody")).toBeUndefined();
+  });
+});

@@ -1,0 +1,44 @@
+// Builds the page into the Python package. Relative URLs, so that it also works below a path prefix.
+import { readFileSync } from "node:fs";
+import { defineConfig } from "vite";
+
+const SHIPPED = [
+  "preact", "@preact/signals", "@preact/signals-core", "markdown-it", "linkify-it", "mdurl", "uc.micro", "entities",
+  "punycode.js", "dompurify", "highlight.js", "@fontsource-variable/geist", "@fontsource-variable/geist-mono",
+];
+
+/** Ship the licence text of everything that ends up in the bundle. */
+function licences() {
+  const text = (name) => {
+    for (const file of ["LICENSE", "LICENSE.md", "LICENSE.txt", "LICENSE-MIT.txt"]) {
+      try {
+        return `${name}\n${"-".repeat(name.length)}\n${readFileSync(`node_modules/${name}/${file}`, "utf8").trim()}\n`;
+      } catch {
+        // not under this name
+      }
+    }
+    return `${name}\n`;
+  };
+  return {
+    name: "licences",
+    generateBundle() {
+      this.emitFile({ type: "asset", fileName: "licences.txt", source: SHIPPED.map(text).join("\n\n") });
+    },
+  };
+}
+
+export default defineConfig({
+  base: "./",
+  plugins: [licences()],
+  build: {
+    outDir: "../chatcache/gateway/static",
+    emptyOutDir: true,
+    assetsInlineLimit: 0, // the policy allows fonts from 'self' only
+    modulePreload: { polyfill: false },
+    target: "es2022",
+    cssTarget: ["chrome123", "firefox120", "safari17.5"], // light-dark() as it is
+    reportCompressedSize: true,
+  },
+  server: { proxy: { "/v1": { target: process.env.CHATCACHE_URL ?? "http://127.0.0.1:8000", ws: true } } },
+  test: { environment: "jsdom", include: ["test/**/*.test.ts"] },
+});
