@@ -243,16 +243,19 @@ def _touch(
 
 
 def _conversation(row: Row) -> Conversation:
-    return Conversation(*row[:7], json.loads(row[7]))
+    values = (*row[:7], json.loads(row[7]))
+    return Conversation(*values)
 
 
 def _item(row: Row) -> Item:
-    return Item(*row[:4], _unpack(row[4]), *row[5:])
+    values = (*row[:4], _unpack(row[4]), *row[5:])
+    return Item(*values)
 
 
 def _turn(row: Row) -> Turn:
     usage = msgspec.json.decode(row[9], type=Usage) if row[9] is not None else None
-    return Turn(*row[:5], _unpack(row[5]), *row[6:9], usage)
+    values = (*row[:5], _unpack(row[5]), *row[6:9], usage)
+    return Turn(*values)
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:

@@ -94,7 +94,8 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/conversations", conversations.list_conversations),
         Route("/v1/conversations/{id}", conversations.OneConversation),
         Route("/v1/conversations/{id}/items", conversations.list_items),
-        Route("/{file}", static.root_file),
+        # All methods, so that an unknown path is a 404 whatever the method.
+        Route("/{file}", static.root_file, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]),
     ]
 
 

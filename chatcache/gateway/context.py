@@ -47,7 +47,7 @@ class Run(Protocol):
 
 @dataclass(slots=True)
 class Gateway:
-    """One application's state. `model` appears when the tokenizer is loaded, `engine_seen_ready` once the engine was."""
+    """One application's state. `model` appears when the tokenizer is loaded."""
 
     config: ServerConfig
     engine: EngineClient

@@ -66,6 +66,6 @@ async def root_file(request: Request) -> Response:
     """Files beside the index that a page names without a hash."""
     name = request.path_params["file"]
     path = STATIC / name
-    if PAGE_FILE.fullmatch(f"/{name}") and path.is_file():
+    if request.method in ("GET", "HEAD") and PAGE_FILE.fullmatch(f"/{name}") and path.is_file():
         return FileResponse(path, headers={**PAGE_HEADERS, "cache-control": "no-cache"})
     raise HTTPException(404)
