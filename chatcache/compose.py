@@ -14,6 +14,7 @@ from chatcache.config import EngineConfig
 
 if TYPE_CHECKING:
     from chatcache.engine.engine import Engine
+    from chatcache.model.runner import Runner
     from chatcache.text.tokenizer import Tokenizer
 
 BUILD_ENGINE = "chatcache.compose:build_engine"
@@ -30,11 +31,20 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, *, need
     Raises: ModelFolderError naming the file and the reason.
     """
     from chatcache.engine.engine import Engine
-    from chatcache.model.load import load_model
 
     tokenizer = load_tokenizer(config) if need_tokenizer or has_tokenizer(config) else None
-    runner = load_model(config, progress)
+    runner = load_runner(config, progress)
     return Engine(runner, runner.facts, config, token_bytes=tokenizer.token_bytes if tokenizer else None)
+
+
+def load_runner(config: EngineConfig, progress: Progress | None = None) -> Runner:
+    """Load the model alone, for a caller who will close it.
+
+    Raises: ModelFolderError naming the file and the reason.
+    """
+    from chatcache.model.load import load_model
+
+    return load_model(config, progress)
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -64,8 +63,10 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
-        self._built: Engine | None = compose.build_engine(self.config, need_tokenizer=False)
         self._tokenizer = compose.load_tokenizer(self.config) if compose.has_tokenizer(self.config) else None
+        self._runner = compose.load_runner(self.config)
+        token_bytes = self._tokenizer.token_bytes if self._tokenizer else None
+        self._open: Engine | None = Engine(self._runner, self._runner.facts, self.config, token_bytes)
         self._numbers = itertools.count()
 
     def __enter__(self) -> Self:
@@ -126,16 +127,17 @@ class LLM:
 
     def close(self) -> None:
         """Release the model and its pages; the object is of no use afterwards."""
-        self._built = None
-        gc.collect()
+        if self._open is not None:
+            self._open = None
+            self._runner.close()
 
     @property
     def _engine(self) -> Engine:
-        if self._built is None:
+        if self._open is None:
             raise InvalidRequest("this LLM was closed")
-        return self._built
+        return self._open
 
-    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
+    def _prompts(self, prompts: Any) -> list[tuple[str | None, tuple[int, ...]]]:
         """Text (where it was given) and token ids of each prompt."""
         single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: Any = [prompts] if single else prompts

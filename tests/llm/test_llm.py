@@ -1,0 +1,182 @@
+"""`LLM` against transformers, and against itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chatcache import LLM, BeamSearchParams, SamplingParams
+from chatcache.errors import ContextTooLong, InvalidRequest
+
+PROMPTS = [[7, 8, 9], [100] * 40, list(range(30, 95))]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def generate(oracle: Any, prompt: list[int], **options: Any) -> list[list[int]]:
+    """New tokens of transformers' `generate`."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        output = oracle.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    return [row[len(prompt) :].tolist() for row in output]
+
+
+def test_greedy_tokens_are_those_of_transformers(llm: LLM, oracle: Any) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        (expected,) = generate(oracle, prompt, min_new_tokens=20, max_new_tokens=20)
+        assert 256 not in expected, "another seed, please: transformers was kept from ending here"
+        assert output.outputs[0].token_ids == expected
+        assert output.prompt_token_ids == prompt and output.finished
+
+
+def test_beams_are_those_of_transformers(llm: LLM, oracle: Any) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=8)
+    for output, prompt in zip(llm.beam_search(PROMPTS, params), PROMPTS, strict=True):
+        expected = generate(oracle, prompt, num_beams=3, num_return_sequences=3, max_new_tokens=8)
+        ours = [candidate.token_ids for candidate in output.outputs]
+        assert [row + [256] * (len(full) - len(row)) for row, full in zip(ours, expected, strict=True)] == expected
+        scores = [candidate.score for candidate in output.outputs]
+        assert scores == sorted(scores, reverse=True)
+
+
+def test_logprobs_are_those_of_the_logits(llm: LLM, oracle: Any) -> None:
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, seed=5, ignore_eos=True, logprobs=4))
+    candidate = output.outputs[0]
+    with torch.no_grad():
+        logits = oracle(torch.tensor([PROMPTS[0] + candidate.token_ids])).logits[0]
+    assert candidate.logprobs is not None
+    for step, (token, row) in enumerate(zip(candidate.token_ids, candidate.logprobs, strict=True)):
+        expected = torch.log_softmax(logits[len(PROMPTS[0]) - 1 + step], -1)
+        top = expected.topk(4).indices.tolist()
+        assert next(iter(row)) == token and set(row) == {token, *top}
+        for other, entry in row.items():
+            assert entry.logprob == pytest.approx(float(expected[other]), abs=1e-4)
+            assert entry.rank == (top.index(other) + 1 if other in top else None)
+    total = sum(row[token].logprob for token, row in zip(candidate.token_ids, candidate.logprobs, strict=True))
+    assert candidate.cumulative_logprob == pytest.approx(total, abs=1e-4)
+
+
+def test_every_form_of_prompt_is_the_same_prompt(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("Hello")
+    forms: list[Any] = ["Hello", ids, [ids], {"prompt": "Hello"}, {"prompt_token_ids": ids}, ["Hello"]]
+    outputs = [llm.generate(form, GREEDY, use_tqdm=False) for form in forms]
+    assert len({tuple(output[0].outputs[0].token_ids) for output in outputs}) == 1
+    assert {tuple(output[0].prompt_token_ids) for output in outputs} == {tuple(ids)}
+    assert outputs[0][0].prompt == "Hello" and outputs[1][0].prompt is None
+    candidate = outputs[0][0].outputs[0]
+    assert candidate.text == tokenizer.decode(candidate.token_ids)
+
+
+def test_outputs_come_in_the_order_of_the_prompts_each_with_its_params(llm: LLM) -> None:
+    lengths = [9, 1, 5]
+    outputs = llm.generate(PROMPTS, [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
+    with pytest.raises(InvalidRequest, match="3 prompts but 2 params"):
+        llm.generate(PROMPTS, [GREEDY] * 2)
+
+
+def test_candidates_repeat_with_their_seed_whatever_else_runs(llm: LLM) -> None:
+    params = SamplingParams(n=4, max_tokens=10, seed=3, ignore_eos=True)
+    (alone,) = llm.generate([PROMPTS[0]], params)
+    together = llm.generate([PROMPTS[1], PROMPTS[0], PROMPTS[2]], params)[1]
+    rows = [candidate.token_ids for candidate in alone.outputs]
+    assert rows == [candidate.token_ids for candidate in together.outputs]
+    assert [candidate.index for candidate in alone.outputs] == [0, 1, 2, 3]
+    assert len({tuple(row) for row in rows}) == 4
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_stop_string_cuts_the_text(llm: LLM, as_list: bool) -> None:
+    whole = llm.generate("Hello", GREEDY)[0].outputs[0].text
+    stop = next(char for char in whole[3:] if char.isascii())
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=[stop] if as_list else stop)  # type: ignore[arg-type]
+    candidate = llm.generate("Hello", params)[0].outputs[0]
+    assert candidate.text == whole[: whole.index(stop)]
+    assert (candidate.finish_reason, candidate.stop_reason) == ("stop", stop)
+
+
+def test_the_same_prefix_is_computed_once_until_the_cache_is_reset(llm: LLM) -> None:
+    prompt = PROMPTS[2]
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+    again = llm.generate([[*prompt, 1]], GREEDY)[0]
+    assert len(prompt) - 16 <= again.num_cached_tokens <= len(prompt)
+    assert llm.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_without_prefix_caching_nothing_is_shared_between_requests(folder: Path) -> None:
+    options: Any = {"dtype": "float32", "attention": "reference", "kv_memory": "4MiB"}
+    with LLM(str(folder), enable_prefix_caching=False, **options) as plain, LLM(str(folder), **options) as cached:
+        for _ in range(2):
+            output = plain.generate([PROMPTS[2]], GREEDY)[0]
+            assert output.num_cached_tokens == 0
+            assert output.outputs[0].token_ids == cached.generate([PROMPTS[2]], GREEDY)[0].outputs[0].token_ids
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    one = llm.chat(messages, GREEDY)[0]
+    assert one.prompt == "[user]Hi[bot]"
+    assert one.outputs[0].token_ids == llm.generate("[user]Hi[bot]", GREEDY)[0].outputs[0].token_ids
+    assert [output.prompt for output in llm.chat([messages, messages * 2], GREEDY)] == [
+        one.prompt,
+        "[user]Hi[user]Hi[bot]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "kind", "text"),
+    [
+        ([], GREEDY, InvalidRequest, "empty"),
+        ([1] * 300, GREEDY, ContextTooLong, "300"),
+        ([999], GREEDY, InvalidRequest, "999"),
+        ([1], SamplingParams(temperature=-1), InvalidRequest, "temperature"),
+        ([1], SamplingParams(n=0), InvalidRequest, "n"),
+        ({"text": "x"}, GREEDY, InvalidRequest, "a prompt is"),
+    ],
+)
+def test_what_can_never_run_is_refused_before_anything_runs(
+    llm: LLM, prompt: Any, params: SamplingParams, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        llm.generate([[5, 6, 7], prompt], [GREEDY, params])
+    assert llm.stats().num_in_use == 0
+    assert len(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids) == 20
+
+
+def test_more_prompts_than_the_queue_holds_all_run(llm: LLM) -> None:
+    prompts = [[number % 256, number // 256] for number in range(1100)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)
+
+
+def test_a_folder_without_tokenizer_takes_token_ids(oracle: Any, tmp_path: Path) -> None:
+    oracle.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="float32", attention="reference", kv_memory="4MiB") as llm:
+        assert llm.generate([[1, 2]], GREEDY)[0].outputs[0].text == ""
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            llm.generate("Hello", GREEDY)
+
+
+def test_after_close_nothing_runs(llm: LLM) -> None:
+    llm.close()
+    with pytest.raises(InvalidRequest, match="closed"):
+        llm.generate([[1]], GREEDY)
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, chatcache; chatcache.SamplingParams, chatcache.BeamSearchParams, chatcache.__version__\n"
+        "print(sorted({'torch', 'numpy', 'numba', 'transformers', 'starlette'} & set(sys.modules)))"
+    )
+    env = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.strip() == "[]"
