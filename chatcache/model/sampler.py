@@ -148,10 +148,11 @@ class Sampler:
         size = int(width.max())
         values, ids = top_tokens(rows, size)
         logprobs = (values - rows.logsumexp(-1, keepdim=True)).cpu().numpy()
-        used = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
+        used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
         answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
         answer.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
-        return ~used[:, 0]
+        lost: Flags = ~used[:, 0]
+        return lost
 
     def _report(self, view: _View, lse: Tensor, num_top: I32) -> tuple[I32, F32]:
         """Return the top alternatives of the raw log-softmax, [D, L] each."""

@@ -26,7 +26,7 @@ DEFAULTS: dict[str, tuple[Any, type]] = {
 
 def make_draws(specs: Sequence[Mapping[str, Any]], edits: Sequence[LogitEdit] = ()) -> Draws:
     """Build `Draws` from one mapping per draw; what is not said is greedy."""
-    columns = {
+    columns: dict[str, Any] = {
         name: np.array([spec.get(name, default) for spec in specs], kind) for name, (default, kind) in DEFAULTS.items()
     }
     return Draws(**columns, edits=tuple(edits))
@@ -91,7 +91,8 @@ class Driver:
 
 def greedy(runner: Runner, prompts: Sequence[Sequence[int]], num_new: int, chunk: int | None = None) -> list[list[int]]:
     """Continue all prompts together, prefilling `chunk` tokens a step; decoding mixes with the others' prefill."""
-    driver, outputs = Driver(runner), [[] for _ in prompts]  # type: list[list[int]]  # noqa
+    driver = Driver(runner)
+    outputs: list[list[int]] = [[] for _ in prompts]
     left = [list(prompt) for prompt in prompts]
     while any(len(output) < num_new for output in outputs):
         active = [slot for slot, output in enumerate(outputs) if len(output) < num_new]
