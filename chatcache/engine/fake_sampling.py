@@ -39,7 +39,8 @@ def draw_greedily_or_not(logits: F32, draws: Draws, draw: int) -> int:
         return int(np.argmax(logits))
     logprobs = log_softmax((logits / np.float32(temperature)).astype(np.float32)).astype(np.float64)
     allowed = _filtered(logprobs, int(draws.top_k[draw]), float(draws.top_p[draw]), float(draws.min_p[draw]))
-    key = mix(draws.seed[draw] + mix(np.uint64(draws.lane[draw]) + mix(np.uint64(draws.position[draw]))))
+    with np.errstate(over="ignore"):  # hashing wraps around; numpy warns of it for scalars only
+        key = mix(draws.seed[draw] + mix(np.uint64(draws.lane[draw]) + mix(np.uint64(draws.position[draw]))))
     bits = mix(np.arange(len(logits), dtype=np.uint64) + key) >> np.uint64(11)
     uniform = (bits.astype(np.float64) + 0.5) / 2**53
     return int(np.argmax(np.where(allowed, logprobs - np.log(-np.log(uniform)), -np.inf)))
