@@ -14,7 +14,7 @@ from chatcache.errors import InvalidRequest, ModelFolderError
 from chatcache.text.pieces import Lead, Pieces, pieces_of
 from chatcache.text.template import ChatTemplate, Message
 
-_ANCHOR = "\n"
+_ANCHOR = "\ue000"  # private use: no token of any vocabulary joins it to what follows
 _OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "sentencepiece.bpe.model")
 
 
@@ -31,6 +31,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._added = tuple(sorted((token.content for token in added.values()), key=len, reverse=True))
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -129,20 +130,27 @@ class Tokenizer:
         """
         if not rendered_after.startswith(rendered_before):
             return None
-        return self.encode_after(rendered_after[len(rendered_before) :])
+        return self.encode_after(rendered_before, rendered_after[len(rendered_before) :])
 
-    def encode_after(self, text: str) -> list[int]:
-        """Encode text that continues other text: without the space some tokenizers put before a text's first word."""
-        if not self._prefixes_text:
-            return self.encode(text)
-        anchor, ids = self.encode(_ANCHOR), self.encode(_ANCHOR + text)
-        return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self.encode(text)
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Encode `text` as it is encoded behind `before`, without looking at more of `before` than its end.
+
+        What differs from encoding it alone: some tokenizers put a space before the first word of a text, or of every
+        text behind a control token, and some control tokens swallow white space behind them.
+        """
+        control = next((token for token in self._added if before.endswith(token)), None)
+        anchors = (control,) if control is not None else (_ANCHOR, "\n") if before and self._prefixes_text else ()
+        for anchor in anchors:
+            head, ids = self.encode(anchor), self.encode(anchor + text)
+            if ids[: len(head)] == head:
+                return ids[len(head) :]
+        return self.encode(text)
 
     @cached_property
     def _prefixes_text(self) -> bool:
-        """Whether a word at the start of a text is encoded unlike the same word behind a line break."""
-        anchor, ids = self.encode(_ANCHOR), self.encode(_ANCHOR + "a")
-        return ids[: len(anchor)] == anchor and ids[len(anchor) :] != self.encode("a")
+        """Whether a word at the start of a text is encoded unlike the same word inside one."""
+        head, ids = self.encode(_ANCHOR), self.encode(_ANCHOR + "a")
+        return ids[: len(head)] == head and ids[len(head) :] != self.encode("a")
 
 
 def _load_backend(folder: Path) -> Backend:
