@@ -42,7 +42,7 @@ class Candidate:
         while kept and not self.text.startswith(text):
             kept -= 1
             text = self._decode(ids[:kept])
-        return (*ids[:kept], *self._tokenizer.encode_after(self.text[len(text) :]))
+        return (*ids[:kept], *self._tokenizer.encode_after(text, self.text[len(text) :]))
 
     @property
     def _ended_by_token(self) -> bool:

@@ -14,10 +14,10 @@ from chatcache.chat.events import ReplyDone
 from chatcache.chat.ids import new_id
 from chatcache.chat.prompt import Message, Prompt, assemble
 from chatcache.chat.store import ConversationStore
-from chatcache.chat.tree import CANCELLED, COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
+from chatcache.chat.tree import COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import FINISH_CANCELLED, FINISH_STOP
+from chatcache.types import FINISH_STOP
 
 ROOT = "root"
 _TITLE_CHARS = 60
@@ -166,7 +166,7 @@ class Conversations:
 
 def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:
     """The stored form of a finished candidate."""
-    status = {FINISH_STOP: COMPLETED, FINISH_CANCELLED: CANCELLED}.get(done.finish_reason, INCOMPLETE)
+    status = COMPLETED if done.finish_reason == FINISH_STOP else INCOMPLETE
     return Item(
         id=item_id,
         parent_id=turn.parent_id,

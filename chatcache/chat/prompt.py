@@ -31,7 +31,7 @@ class Renderer(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
 
-    def encode_after(self, text: str) -> list[int]: ...
+    def encode_after(self, before: str, text: str) -> list[int]: ...
 
 
 KnownReply = Callable[[int, str, str], tuple[int, ...] | None]
@@ -68,7 +68,7 @@ def assemble(tokenizer: Renderer, messages: Sequence[Message], known: KnownReply
             continue
         ids = known(index, head, reply)
         if ids is not None:
-            suffix = tokenizer.encode_after(text[cut:])
+            suffix = tokenizer.encode_after(text[:cut], text[cut:])
             return Prompt(text, (*ids, *suffix), num_reused=len(ids), base=index, append_only=append_only)
     return Prompt(text, tuple(tokenizer.encode(text)), append_only=append_only)
 

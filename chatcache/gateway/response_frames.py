@@ -130,8 +130,7 @@ class ResponseFrames:
             "id": item.id,
             "type": "message",
             "role": item.role,
-            # OpenAI's items know no "cancelled"; finish_reason tells.
-            "status": COMPLETED if item.status == COMPLETED else INCOMPLETE,
+            "status": item.status,
             "finish_reason": item.finish_reason,
             "content": [self._part(item.text, self._logprobs[index])],
         }
