@@ -36,7 +36,6 @@ from chatcache.decode.actions import (
     Retire,
 )
 from chatcache.decode.stop import START, Ended, StopRules, Trail
-from chatcache.sched.plan import F32
 from chatcache.types import FINISH_LENGTH, BeamSearchParams, TokenLogprob
 
 _NO_SCORE = -1.0e9
@@ -144,22 +143,17 @@ class BeamStrategy:
 
     def _ranked(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Iterator[tuple[_Beam, int, float, float]]:
         """Yield the best K (beam, token, logprob, total) of all beams; equal totals in beam order."""
-        flat: list[tuple[_Beam, int, float]] = []
-        totals: list[F32] = []
-        for branch, beam in self._beams.items():
-            (candidates,) = drawn[branch]
-            banned = self._rules.banned(beam.trail)
-            kept = [
-                (beam, token, logprob)
-                for token, logprob in zip(candidates.tokens, candidates.logprobs, strict=True)
-                if token >= 0 and token not in banned and logprob > -np.inf
-            ]
-            flat += kept
-            totals.append(np.array([logprob for _, _, logprob in kept], dtype=np.float32) + np.float32(beam.total))
-        ranking = np.concatenate(totals)
-        for place in np.argsort(-ranking, kind="stable")[: self._num_ranked].tolist():
-            beam, token, logprob = flat[place]
-            yield beam, token, logprob, float(ranking[place])
+        beams = list(self._beams.values())
+        drawings = [drawn[beam.branch][0] for beam in beams]
+        sizes = [len(drawing.tokens) for drawing in drawings]
+        tokens = np.concatenate([np.array(drawing.tokens, dtype=np.int64) for drawing in drawings])
+        logprobs = np.concatenate([np.array(drawing.logprobs, dtype=np.float32) for drawing in drawings])
+        owners = np.repeat(np.arange(len(beams)), sizes)
+        totals = logprobs + np.array([beam.total for beam in beams], dtype=np.float32)[owners]
+        banned = self._rules.banned(beams[0].trail)  # in lockstep all beams are of one length
+        possible = np.flatnonzero((tokens >= 0) & (logprobs > -np.inf) & ~np.isin(tokens, banned))
+        for place in possible[np.argsort(-totals[possible], kind="stable")[: self._num_ranked]].tolist():
+            yield beams[owners[place]], int(tokens[place]), float(logprobs[place]), float(totals[place])
 
     def _score(self, total: float, num_tokens: int) -> float:
         """Length-penalised score, rounded to float32 as transformers holds it."""

@@ -40,18 +40,17 @@ class LogitEdits:
         self._ids: I32 = np.array(ids, dtype=np.int32)
         self._scale: F32 = np.ones(len(ids), dtype=np.float32)
         self._scale[: len(seen)] = self._repetition
-        self._bias = np.array([bias.get(token, 0.0) for token in ids], dtype=np.float64)
-        self._add: F32 = self._bias.astype(np.float32)
-        self._count = np.zeros(len(ids), dtype=np.int64)
+        self._bias = bias
+        self._add: F32 = np.array([bias.get(token, 0.0) for token in ids], dtype=np.float32)
+        self._count: dict[int, int] = {}
 
     def fork(self) -> LogitEdits:
         """Return a table that goes its own way from here. O(rows), or free when nothing is counted."""
         if not self._counting:
             return self
         twin = copy(self)
-        twin._row = dict(self._row)
-        for name in ("_ids", "_scale", "_bias", "_add", "_count"):
-            setattr(twin, name, getattr(self, name).copy())
+        twin._row, twin._count = dict(self._row), dict(self._count)
+        twin._ids, twin._scale, twin._add = self._ids.copy(), self._scale.copy(), self._add.copy()
         return twin
 
     def record(self, token: int) -> None:
@@ -61,9 +60,9 @@ class LogitEdits:
         row = self._row.get(token)
         if row is None:
             row = self._append(token)
-        self._count[row] += 1
+        count = self._count[token] = self._count.get(token, 0) + 1
         self._scale[row] = self._repetition
-        self._add[row] = self._bias[row] - self._presence - self._frequency * self._count[row]
+        self._add[row] = self._bias.get(token, 0.0) - self._presence - self._frequency * count
 
     def edit(self, *, ban: bool) -> Edit | None:
         """Return (ids, scale, add) as the caller's own data, or None when there is nothing to edit."""
@@ -77,9 +76,10 @@ class LogitEdits:
     def _append(self, token: int) -> int:
         row = self._size
         if row == len(self._ids):
-            for name in ("_ids", "_scale", "_bias", "_add", "_count"):
-                old = getattr(self, name)
-                setattr(self, name, np.concatenate((old, np.zeros(max(16, row), dtype=old.dtype))))
+            room = max(16, row)
+            self._ids = np.concatenate((self._ids, np.zeros(room, dtype=np.int32)))
+            self._scale = np.concatenate((self._scale, np.zeros(room, dtype=np.float32)))
+            self._add = np.concatenate((self._add, np.zeros(room, dtype=np.float32)))
         self._ids[row] = token
         self._row[token] = row
         self._size = row + 1

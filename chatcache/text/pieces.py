@@ -106,10 +106,11 @@ def _apply(steps: list[dict[str, Any]], token: str) -> bytes:
 
 def _byte_map() -> dict[int, int]:
     """Map GPT-2's printable stand-in for each byte back to the byte: printable Latin-1 stands for itself, the others
-    for U+0100, U+0101, ... in order."""
+    for U+0100, U+0101, ... in order. Code points below 256 that stand for nothing map outside Latin-1."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {byte: byte for byte in plain} | {0x100 + place: byte for place, byte in enumerate(others)}
+    outside = dict.fromkeys(others, 65535)
+    return outside | {byte: byte for byte in plain} | {0x100 + place: byte for place, byte in enumerate(others)}
 
 
 _BYTES = _byte_map()
@@ -118,8 +119,8 @@ _BYTES = _byte_map()
 def _unmapped(text: str) -> bytes:
     """Undo the byte map; text with any character outside it stands for itself (added tokens)."""
     try:
-        return bytes([_BYTES[ord(char)] for char in text])
-    except KeyError:
+        return text.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
         return text.encode("utf-8", "surrogatepass")
 
 

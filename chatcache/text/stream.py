@@ -39,6 +39,7 @@ class TextStream:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stops = tuple((text, text.encode()) for text in stop)
+        self._firsts = frozenset(needle[0] for _, needle in self._stops)
         self._terminal = frozenset(tokenizer.eos_token_ids if stop_token_ids is None else stop_token_ids)
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._at_start = all(not self._piece(token) or token in self._hidden for token in prompt_ids_tail)
@@ -110,7 +111,9 @@ class TextStream:
 
     def _open_from(self) -> int:
         """Return where the first still possible stop string begins in the held bytes (their length if none does)."""
-        for start in range(len(self._held)):
+        for start, byte in enumerate(self._held):
+            if byte not in self._firsts:
+                continue
             rest = self._held[start:]
             if any(len(rest) < len(needle) and needle.startswith(rest) for _, needle in self._stops):
                 return start
