@@ -1,13 +1,14 @@
 """Compose whole dialogues: a system prompt, a user with a memory, and turns from every skill.
 
 The generator is the training set: one seed gives one endless stream, with nothing to download. Values whose
-hash falls into the held-out tenth never occur here, so that the figures of `evaluate.py` are honest.
+hash falls into the held-out tenth are never told, added or spelled here, so that the figures of `evaluate.py` are
+honest.
 """
 
 from collections.abc import Callable, Iterator
 from random import Random
 
-from chatcache.builtin import arithmetic, knowledge, language, markup, stories, unknown
+from chatcache.builtin import arithmetic, glossary, knowledge, language, markup, stories, trivia, unknown
 from chatcache.builtin.knowledge import SELF
 from chatcache.builtin.memory import FACTS, Memory
 from chatcache.builtin.personas import STYLES_AFTER, Persona, change_style, persona
@@ -26,13 +27,13 @@ SKILLS: tuple[tuple[Skill, float], ...] = (
     (language.capital, 2), (language.choose, 2),
     (stories.story, 5), (stories.poem, 2), (stories.joke, 1.5), (stories.small_talk, 8),
     (markup.bullets, 4), (markup.table, 2), (markup.program, 3),
-    (knowledge.about, 6), (knowledge.term, 7), (knowledge.trivia, 3), (unknown.unknown, 6),
+    (knowledge.about, 6), (glossary.term, 7), (trivia.trivia, 3), (unknown.unknown, 6),
 )  # fmt: skip
 # turns that are short enough to fill the time between telling and recalling
 LIGHT: tuple[tuple[Skill, float], ...] = (
     (arithmetic.sums, 8), (arithmetic.compare, 2), (language.spell, 3), (language.calendar, 2), (language.opposite, 2),
     (language.color_of, 1), (language.capital, 2), (language.choose, 1), (stories.small_talk, 6), (knowledge.about, 2),
-    (knowledge.term, 2), (knowledge.trivia, 1), (unknown.unknown, 2), (markup.bullets, 1), (stories.joke, 1),
+    (glossary.term, 2), (trivia.trivia, 1), (unknown.unknown, 2), (markup.bullets, 1), (stories.joke, 1),
 )  # fmt: skip
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  (word lists read better as text)
 """Generate turns about words: spelling, letters, days, opposites, rhymes, colours, copying."""
 
 from random import Random

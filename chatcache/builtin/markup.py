@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  (word lists read better as text)
 """Generate turns answered in Markdown: lists, tables and tiny Python programs."""
 
 from random import Random

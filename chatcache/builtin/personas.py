@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  (word lists read better as text)
 """Generate system prompts, and restyle plain answers the way each of them demands."""
 
 import dataclasses

@@ -136,7 +136,8 @@ POEM_RHYMES = (
 )
 POEM_LINES = (
     "{t} looks up and sees the {r}|softly sings about a {r}|somewhere far I hear the {r}|in my dream there was a {r}|"
-    "all day long we sought the {r}|and the wind has found a {r}|{t} waits beside the {r}|nothing shines as bright as the {r}|"
+    "all day long we sought the {r}|and the wind has found a {r}|{t} waits beside the {r}|"
+    "nothing shines as bright as the {r}|"
     "we go home and bring a {r}|in the garden by the {r}|every winter needs a {r}|nobody forgets the {r}"
 )
 

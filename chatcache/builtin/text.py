@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  (word lists read better as text)
 """Turn templates into wording: the small accidents of case, punctuation and politeness that users bring."""
 
 import dataclasses

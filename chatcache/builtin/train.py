@@ -2,18 +2,25 @@
 
 The schedule follows the clock, not a number of steps: whatever the machine, the run warms up, holds its learning
 rate and decays it to nothing within the minutes given. Long dialogues join in the second half.
+
+Each core runs a worker of one thread, and workers meet once a step to average their gradients: on a machine that
+does other things as well, threads that meet at every operator would spend their time waiting for each other.
 """
 
 import argparse
 import dataclasses
 import logging
+import os
 import pathlib
+import tempfile
 import time
 from collections.abc import Iterator
 from random import Random
 
 import numpy as np
 import torch
+import torch.distributed
+import torch.multiprocessing
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -129,10 +136,11 @@ class Trainer:
             logits = functional.linear(hidden[kept], self.network.model.embed_tokens.weight)
         return functional.cross_entropy(logits.float(), targets.flatten()[kept])
 
-    def step(self, tokens: Tensor, targets: Tensor, progress: float) -> float:
-        """Make one optimiser step and return the loss."""
+    def step(self, tokens: Tensor, targets: Tensor, progress: float) -> tuple[float, float]:
+        """Make one optimiser step with all workers; return their mean loss and the progress they agree on."""
         loss = self.loss(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
+        mean_loss, progress, num_tokens = self._meet([float(loss.detach()), progress, float(tokens.numel())])
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
             for group in optimizer.param_groups:
@@ -140,11 +148,23 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         self.num_steps += 1
-        self.num_tokens += tokens.numel()
+        self.num_tokens += round(num_tokens * torch.distributed.get_world_size())
         keep = min(self.recipe.average, self.num_steps / (self.num_steps + 10))
         state = self.network.state_dict()
         torch._foreach_lerp_(list(self.average.values()), [state[name] for name in self.average], 1 - keep)
-        return float(loss.detach())
+        return mean_loss, progress
+
+    def _meet(self, numbers: list[float]) -> list[float]:
+        """Average the gradients, and these numbers with them, over all workers."""
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), torch.tensor(numbers)])
+        torch.distributed.all_reduce(flat)
+        flat /= torch.distributed.get_world_size()
+        parts = flat.split([*(gradient.numel() for gradient in gradients), len(numbers)])
+        for gradient, part in zip(gradients, parts, strict=False):
+            gradient.copy_(part.view_as(gradient))
+        averaged: list[float] = parts[-1].tolist()
+        return averaged
 
     def save(self, path: pathlib.Path, spent_s: float) -> None:
         """Write everything that a resumed run needs."""
@@ -170,28 +190,41 @@ class Trainer:
         return float(state["spent_s"])
 
 
-def train(out: pathlib.Path, recipe: Recipe, *, resume: bool = False) -> None:
-    """Train into a folder, leaving a usable model there every few minutes and at the end."""
-    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json")) if resume else train_tokenizer(recipe.seed)
-    save_tokenizer(tokenizer, out)
+def work(rank: int, num_workers: int, meeting: str, out: pathlib.Path, recipe: Recipe, resume: bool) -> None:
+    """Train as one of several workers; the first one also speaks and writes."""
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_workers)
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     trainer = Trainer(recipe, Shape(vocab_size=tokenizer.get_vocab_size()))
     clock = Clock(recipe.minutes, trainer.load(out / "state.pt") if resume else 0.0)
     saved_s = spoken_s = clock.spent_s
     losses: list[float] = []
-    for tokens, targets in batches(Encoder(tokenizer), recipe, clock, recipe.seed + trainer.num_steps):
-        losses.append(trainer.step(tokens, targets, clock.progress))
-        done = clock.progress >= 1
+    seed = (recipe.seed + trainer.num_steps) * num_workers + rank
+    for tokens, targets in batches(Encoder(tokenizer), recipe, clock, seed):
+        loss, progress = trainer.step(tokens, targets, clock.progress)
+        losses.append(loss)
+        done = progress >= 1
         if clock.spent_s - spoken_s > 20 or done:
             rate = trainer.num_tokens / clock.spent_s
             logger.info("%5.1f min, step %d, %.1f M tokens (%.0f/s), loss %.4f", clock.spent_s / 60, trainer.num_steps,
                         trainer.num_tokens / 1e6, rate, sum(losses) / len(losses))  # fmt: skip
             spoken_s, losses = clock.spent_s, []
-        if clock.spent_s - saved_s > recipe.checkpoint_minutes * 60 or done:
+        if rank == 0 and (clock.spent_s - saved_s > recipe.checkpoint_minutes * 60 or done):
             export(trainer.average, trainer.shape, out)
             trainer.save(out / "state.pt", clock.spent_s)
             saved_s = clock.spent_s
         if done:
             return
+
+
+def train(out: pathlib.Path, recipe: Recipe, *, resume: bool = False, num_workers: int = 1) -> None:
+    """Train into a folder, leaving a usable model there every few minutes and at the end."""
+    if not resume:
+        save_tokenizer(train_tokenizer(recipe.seed), out)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (num_workers, f"{folder}/meeting", out, recipe, resume)
+        torch.multiprocessing.spawn(work, arguments, nprocs=num_workers)  # type: ignore[no-untyped-call]
 
 
 def main() -> None:
@@ -201,9 +234,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="length of the whole run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="continue from DIR/state.pt")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of one thread each")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    train(options.out, Recipe(minutes=options.minutes, seed=options.seed), resume=options.resume)
+    recipe = Recipe(minutes=options.minutes, seed=options.seed)
+    train(options.out, recipe, resume=options.resume, num_workers=options.workers)
 
 
 if __name__ == "__main__":

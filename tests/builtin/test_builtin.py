@@ -1,0 +1,73 @@
+"""The model itself: its size, and its figures on small held-out samples, a little below those of the card."""
+
+import json
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from chatcache.builtin import cases, model_path
+from chatcache.builtin.cases import Case
+from chatcache.builtin.evaluate import Model, measure
+
+MAX_PARAMETERS = 5_000_000
+MAX_BYTES = 10 * 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(model_path())
+
+
+def test_the_model_is_small_enough_for_git() -> None:
+    assert sum(file.stat().st_size for file in model_path().iterdir()) <= MAX_BYTES
+    with safe_open(model_path() / "model.safetensors", framework="pt") as weights:
+        tensors = [weights.get_tensor(name) for name in weights.keys()]  # noqa: SIM118  (not a dict)
+    assert sum(tensor.numel() for tensor in tensors) <= MAX_PARAMETERS
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+
+
+def test_it_is_a_plain_llama_that_loads_completely() -> None:
+    network, report = transformers.LlamaForCausalLM.from_pretrained(model_path(), output_loading_info=True)
+    assert not any(report.values())
+    assert network.config.max_position_embeddings == 2048
+    assert network.config.tie_word_embeddings
+
+
+def test_the_model_stops_at_the_end_of_turn(model: Model) -> None:
+    generation = json.loads((model_path() / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == model.tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("make", "num_cases", "temperature", "at_least"),
+    [
+        pytest.param(cases.recall, 40, 0.0, 0.9, id="name recall"),
+        pytest.param(cases.two_digit_sum, 40, 0.0, 0.85, id="sums"),
+        pytest.param(cases.ends, 40, 0.0, 0.97, id="ends, greedy"),
+        pytest.param(cases.ends, 40, 0.8, 0.97, id="ends, sampled"),
+        pytest.param(cases.recall_long, 12, 0.0, 0.75, id="name recall behind a long system prompt"),
+    ],
+)
+def test_held_out_figures(
+    model: Model, make: Callable[[Random], Case], num_cases: int, temperature: float, at_least: float
+) -> None:
+    share, wrong = measure(model, make, num_cases, temperature=temperature)
+    assert share >= at_least, wrong
+
+
+def test_it_says_what_it_is(model: Model) -> None:
+    [reply] = model.replies([model.prompt([{"role": "user", "content": "Who are you?"}])])
+    assert "demonstration model" in reply.text
+    assert reply.ended
+
+
+def test_stories_differ_between_samples(model: Model) -> None:
+    prompt = model.prompt([{"role": "user", "content": "Tell me a story about a dragon"}])
+    torch.manual_seed(0)
+    stories = [reply.text for reply in model.replies([prompt] * 4, temperature=0.8)]
+    assert len(set(stories)) == 4
+    assert all("dragon" in story for story in stories)
