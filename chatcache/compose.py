@@ -70,6 +70,20 @@ def model_folder(config: EngineConfig) -> Path:
     return resolve_model_path(config.model)
 
 
+def check_model_folder(config: EngineConfig) -> None:
+    """Look at a local model folder without loading it: cheap enough to do before anything else starts.
+
+    Raises: ModelFolderError naming the file and the reason.
+    """
+    from chatcache.model.folder import read_config, weight_files
+
+    if config.model.count("/") == 1 and not Path(config.model).exists() and config.model[0] not in "./~":
+        return  # a Hugging Face id: the engine fetches it
+    folder = model_folder(config)
+    read_config(folder)
+    weight_files(folder)
+
+
 def served_name(config: EngineConfig) -> str:
     """The name clients call the model by: as configured, else the id or the folder's name."""
     if config.served_model_name:

@@ -38,9 +38,9 @@ def format_size(num_bytes: float) -> str:
     """ "2 GiB", "1.5 MiB", "17 B"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
+            return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
+    return f"{num_bytes:.4g} TiB"
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -5,7 +5,8 @@ serve.py     `chatcache serve`: flags to settings
 server.py    the listening socket, the engine process, uvicorn, signals, exit codes
 banner.py    what a terminal sees while the model loads and when it is ready
 chat.py      `chatcache chat`; backends.py: an engine in this process, or a server by URL
-bench.py     `chatcache bench ...`
+bench.py     `chatcache bench`
+exits.py     exit codes
 """
 
 from __future__ import annotations
@@ -17,11 +18,8 @@ from typing import Annotated
 import typer
 
 from chatcache import __version__
-from chatcache.cli import exits
-from chatcache.cli.bench import bench
-from chatcache.cli.chat import chat
+from chatcache.cli import bench, chat, exits, serve
 from chatcache.cli.options import env
-from chatcache.cli.serve import serve
 from chatcache.errors import ChatcacheError, InvalidRequest, ModelFolderError
 from chatcache.settings import FILE_NAME, per_command, read_file
 
@@ -32,9 +30,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(serve)
-app.command()(chat)
-app.command()(bench)
+app.command()(serve.serve)
+app.command()(chat.chat)
+app.command()(bench.bench)
 
 
 def _version(wanted: bool) -> None:

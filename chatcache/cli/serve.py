@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from chatcache.cli import options
-from chatcache.compose import served_name
+from chatcache.compose import check_model_folder, served_name
 from chatcache.config import EngineConfig, ServerConfig
 
 ENGINE = EngineConfig()
@@ -66,6 +66,7 @@ def serve(
         root_path=_root_path(root_path),
         log_level=log_level,
     )
+    check_model_folder(engine)
     from chatcache.cli.server import run_server
 
     raise typer.Exit(run_server(msgspec.structs.replace(engine, served_model_name=served_name(engine)), server))

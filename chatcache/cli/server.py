@@ -40,6 +40,7 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner tells what it would
     try:
         sock = listen(server_config.host, server_config.port)
     except OSError as error:

@@ -1,60 +1,26 @@
-"""A tiny random Llama with a byte tokenizer, and transformers' own model of the same weights as the oracle."""
+"""The tiny model as a folder, as an `LLM`, and as transformers' own model: the oracle."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from chatcache.llm import LLM
-
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
-)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """256 bytes, then <eos> (256); the chat template marks roles in brackets."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<eos>", special=True)])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
+from tests.llm.tiny_llama import make_model, write_folder
 
 
 @pytest.fixture(scope="session")
 def oracle() -> Any:
-    """Weights large enough that greedy tokens vary and near-ties are rare."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=257,
-        max_position_embeddings=256,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=256,
-        pad_token_id=256,
-    )
-    return LlamaForCausalLM(config).eval()
+    return make_model()
 
 
 @pytest.fixture(scope="session")
 def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("llama")
-    oracle.save_pretrained(path)
-    write_tokenizer(path)
+    write_folder(path, oracle)
     return path
 
 

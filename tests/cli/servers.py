@@ -1,0 +1,108 @@
+"""`chatcache serve` as the real process it is, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+START_TIMEOUT_S = 120.0
+OPTIONS = ("--port", "0", "--dtype", "float32", "--attention", "reference", "--kv-memory", "4MiB")
+
+
+def environment() -> dict[str, str]:
+    """What a child needs to find the package and to be gentle with a shared machine."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+
+
+class Server:
+    """A started server; `output` is all it has printed."""
+
+    def __init__(self, folder: Path | str, cwd: Path, *more: str) -> None:
+        command = [sys.executable, "-m", "chatcache", "serve", str(folder), *OPTIONS, *more]
+        self.process = subprocess.Popen(
+            command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.output = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self.output += line
+
+    def saw(self, pattern: str) -> re.Match[str]:
+        """Wait until the output matches."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            match = re.search(pattern, self.output)
+            if match:
+                return match
+            if self.process.poll() is not None:
+                self._reader.join(5)
+                match = re.search(pattern, self.output)
+                if match:
+                    return match
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"no {pattern!r} in:\n{self.output}")
+
+    @property
+    def url(self) -> str:
+        return self.saw(r"http://[\d.]+:\d+")[0]
+
+    def ready(self) -> str:
+        """Wait until it serves; return its URL."""
+        self.saw(r"ready +http")
+        return self.url
+
+    def child(self) -> int:
+        """Process id of the engine."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def signal(self, number: int = signal.SIGINT) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        code = self.process.wait(60)
+        self._reader.join(5)
+        return code
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout:
+            self._reader.join(5)
+            self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def serving(folder: Path | str, cwd: Path, *more: str) -> Iterator[Server]:
+    server = Server(folder, cwd, *more)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def until_status(url: str, status: int) -> httpx.Response:
+    """Poll a route until it answers with `status`."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        response = httpx.get(url, timeout=10)
+        if response.status_code == status:
+            return response
+        assert time.monotonic() < deadline, response.text
+        time.sleep(0.02)
