@@ -1,0 +1,157 @@
+"""Every parameter, on both sides of its bounds; every refusal names its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.serving import MAX_MODEL_LEN, Server, tiny_tokenizer
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+USER = [{"role": "user", "content": "Hi"}]
+BIG = 2**31
+VOCAB = tiny_tokenizer().vocab_size
+
+# name, values just inside, values just outside or of the wrong type
+BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
+    ("n", [1, 64], [0, 65, -1, 1.5, "1", True, [1]]),
+    ("temperature", [0, 2], [-0.01, 2.01, "1", True, {}]),
+    ("top_p", [0.001, 1], [0, 1.01, -1, "x"]),
+    ("top_k", [-1, 0, VOCAB], [-2, BIG, 1.5]),
+    ("min_p", [0, 1], [-0.1, 1.1, "x"]),
+    ("repetition_penalty", [0.01, 10], [0, 10.1, -1]),
+    ("presence_penalty", [-2, 2], [-2.1, 2.1]),
+    ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
+    ("seed", [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.5, "s"]),
+    ("max_tokens", [1, MAX_MODEL_LEN // 2], [0, -1, BIG, 1.0, "3"]),
+    ("min_tokens", [0, 2], [-1, 3, BIG]),
+    ("stop", ["x", ["x"] * 16, ["x" * 256]], ["", ["x"] * 17, ["x" * 257], [""], 3, [3]]),
+    ("stop_token_ids", [[0, VOCAB - 1], [1] * 64], [[-1], [VOCAB], [1] * 65, ["1"], 1]),
+    (
+        "logit_bias",
+        [{"0": -100, str(VOCAB - 1): 100}],
+        [{"0": 101}, {"0": -101}, {"x": 1}, {str(VOCAB): 1}, {"-1": 1}, []],
+    ),
+    ("ignore_eos", [True, False], [1, "true"]),
+    ("skip_special_tokens", [True, False], [0]),
+    ("include_stop_str_in_output", [True, False], ["x"]),
+    ("stream", [False], ["yes", 1]),
+    ("stream_options", [{}], [[], "x"]),
+    ("return_token_ids", [False], [2]),
+]
+CHAT_BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
+    ("max_completion_tokens", [1], [0, -1, BIG]),
+    ("logprobs", [True, False], [1, "yes"]),
+    ("messages", [USER * 3], [[], None, "hi", {}, [{}], [{"role": "user"}], [{"role": "robot", "content": "x"}], [1]]),
+]
+COMPLETION_BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
+    ("logprobs", [0, 20], [-1, 21, True]),
+    ("echo", [True, False], [1]),
+    (
+        "prompt",
+        ["x", ["x", "y"], [1, 2], [[1, 2], [3]], ["x", [1]]],
+        [[], [-1], [VOCAB], [[]], [["x"]], [1, "x"], {}, None, 5, ["x"] * 65],
+    ),
+]
+BEAM_BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
+    ("beam_width", [1, 4], [0, 65, "2"]),
+    ("length_penalty", [-10, 10], [-10.1, 10.1]),
+    ("early_stopping", [True, False, "never"], ["always", 2]),
+    ("n", [1, 2], [3]),
+    ("temperature", [0, 1], [0.5]),
+    ("top_p", [1], [0.5]),
+    ("presence_penalty", [0], [1]),
+]
+CASES = [
+    *((CHAT, {"messages": USER, "max_tokens": 2}, *bounds) for bounds in BOUNDS + CHAT_BOUNDS),
+    *((COMPLETIONS, {"prompt": "x", "max_tokens": 2}, *bounds) for bounds in BOUNDS + COMPLETION_BOUNDS),
+    *((CHAT, {"messages": USER, "max_tokens": 2, "beam_width": 2}, *bounds) for bounds in BEAM_BOUNDS),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "name", "good", "bad"), CASES, ids=[f"{case[0].split('/')[2]}-{case[2]}" for case in CASES]
+)
+def test_both_bounds(
+    server: Server, path: str, base: dict[str, Any], name: str, good: list[Any], bad: list[Any]
+) -> None:
+    for value in good:
+        status, _, answer = server.post(path, **{**base, name: value})
+        assert status == 200, (value, answer)
+    for value in bad:
+        status, headers, answer = server.post(path, **{**base, name: value})
+        assert status == 400, (value, answer)
+        error = answer["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error" and isinstance(error["code"], str)
+        assert (error["param"] or "").startswith(name), (value, error)
+        assert name in error["message"] or "tool" in error["message"], error
+        assert headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["audio"]),
+        ("best_of", 3),
+        ("prompt_logprobs", 1),
+        ("bad_words", ["x"]),
+        ("guided_json", {}),
+        ("continue_final_message", True),
+        ("chat_template", "x"),
+        ("cache_salt", "x"),
+        ("diversity_penalty", 0.5),
+        ("num_beam_groups", 2),
+        ("reasoning_effort", "high"),
+    ],
+)
+def test_known_but_unsupported_is_refused_by_name(server: Server, field: str, value: object) -> None:
+    status, _, answer = server.post(CHAT, messages=USER, **{field: value})
+    assert status == 400
+    assert (answer["error"]["code"], answer["error"]["param"]) == ("unsupported_parameter", field)
+
+
+def test_neutral_values_of_unsupported_fields_pass(server: Server) -> None:
+    neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "priority": 0}
+    status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, user="u", temperature=None, **neutral)
+    assert status == 200 and "x-chatcache-ignored" not in headers
+
+
+def test_unknown_fields_are_named_in_a_header_that_they_cannot_forge(server: Server) -> None:
+    odd = {"frobnicate": 1, "a\r\nx-evil: 1": 2, "ünïcode": 3, "ok_2": 4}
+    status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, **odd)
+    assert status == 200
+    assert headers["x-chatcache-ignored"] == "frobnicate, ok_2, +2"
+    assert "x-evil" not in headers
+
+
+def test_over_long_prompts_are_a_400_with_the_numbers(server: Server) -> None:
+    long = [{"role": "user", "content": "wood " * 3000}]
+    status, _, answer = server.post(CHAT, messages=long)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert str(MAX_MODEL_LEN) in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "messages[0].content[0].type"),
+        ([{"type": "text"}], "messages[0].content[0].text"),
+        (5, "messages[0].content"),
+    ],
+)
+def test_content_parts(server: Server, content: object, param: str) -> None:
+    status, _, answer = server.post(CHAT, messages=[{"role": "user", "content": content}])
+    assert status == 400 and answer["error"]["param"] == param
+
+
+def test_text_parts_join(server: Server) -> None:
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "you"}]
+    one = server.post(CHAT, messages=[{"role": "user", "content": parts}], max_tokens=4, temperature=0)[2]
+    two = server.post(CHAT, messages=[{"role": "user", "content": "Hello\nyou"}], max_tokens=4, temperature=0)[2]
+    assert one["choices"][0]["message"] == two["choices"][0]["message"]

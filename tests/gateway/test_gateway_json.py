@@ -1,0 +1,90 @@
+"""Strict JSON at the door: what two parsers could read differently is refused."""
+
+from __future__ import annotations
+
+import json
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatcache.errors import InvalidRequest
+from chatcache.gateway.jsonio import MAX_DEPTH, decode_object, encode
+from tests.gateway.serving import Server
+
+REFUSED = {
+    "empty": b"",
+    "not an object": b"[1]",
+    "a string": b'"x"',
+    "NaN": b'{"a": NaN}',
+    "Infinity": b'{"a": Infinity}',
+    "minus Infinity": b'{"a": -Infinity}',
+    "overflow": b'{"a": 1e999}',
+    "duplicate key": b'{"a": 1, "a": 2}',
+    "duplicate key, escaped": b'{"a": 1, "\\u0061": 2}',
+    "duplicate key, nested": b'{"x": [{"a": 1, "a": 1}]}',
+    "lone high surrogate": b'{"a": "\\ud800"}',
+    "lone low surrogate": b'{"a": "\\udc00"}',
+    "surrogates reversed": b'{"a": "\\udc00\\ud800"}',
+    "lone surrogate key": b'{"\\ud800": 1}',
+    "raw surrogate bytes": b'{"a": "\xed\xa0\x80"}',
+    "latin-1": b'{"a": "\xe9"}',
+    "utf-16": '{"a": 1}'.encode("utf-16"),
+    "byte order mark": b'\xef\xbb\xbf{"a": 1}',
+    "overlong": b'{"a": "\xc0\xaf"}',
+    "too deep": b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
+    "far too deep": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "trailing comma": b'{"a": 1,}',
+    "comment": b'{"a": 1} // x',
+    "two values": b'{"a": 1}{"b": 2}',
+    "single quotes": b"{'a': 1}",
+    "control character": b'{"a": "\x01"}',
+    "leading zero": b'{"a": 01}',
+    "endless digits": b'{"a": ' + b"9" * 100_000 + b"}",
+    "NUL": b'{"a": 1}\x00',
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_object(REFUSED[name])
+    assert caught.value.code == "invalid_json"
+    caught.value.message.encode("ascii")
+
+
+def test_deepest_allowed() -> None:
+    inner = b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1)
+    assert decode_object(b'{"a":' + inner + b"}")
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(), values, max_size=5))
+def test_what_json_says_is_what_we_read(value: dict[str, object]) -> None:
+    assert decode_object(json.dumps(value)) == value
+    assert decode_object(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@given(st.dictionaries(st.text(), values, max_size=5))
+def test_what_we_write_is_one_ascii_line_of_the_same_value(value: dict[str, object]) -> None:
+    data = encode(value)
+    assert set(data) <= set(string.printable.encode()) - set(b"\r\n\t\x0b\x0c") | {0x7F}
+    assert json.loads(data) == value
+
+
+@pytest.mark.parametrize("name", ["NaN", "duplicate key", "lone high surrogate", "far too deep", "latin-1", "empty"])
+def test_over_the_wire(server: Server, name: str) -> None:
+    headers = {"content-type": "application/json"}
+    status, _, answer = server.request("POST", "/v1/chat/completions", raw=REFUSED[name], headers=headers)
+    assert status == 400 and answer["error"]["code"] == "invalid_json"
