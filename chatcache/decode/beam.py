@@ -113,7 +113,9 @@ class BeamStrategy:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         width = self._draw_width + len(self._rules.banned(self._beams[branch].trail))
-        return (DrawSpec(width=min(width, self._vocab_size), num_top=self._params.logprobs or 0),)
+        # temperature 0: a draw of width 1 (one beam, nothing terminal) is the most likely token, not a sample
+        spec = DrawSpec(width=min(width, self._vocab_size), temperature=0.0, num_top=self._params.logprobs or 0)
+        return (spec,)
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         survivors = self._select(drawn)

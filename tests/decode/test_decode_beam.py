@@ -161,6 +161,14 @@ def test_logprobs_follow_each_hypothesis() -> None:
         assert outcome.done.score == pytest.approx(total / len(outcome.tokens), abs=1e-5)
 
 
+def test_one_beam_that_nothing_can_end_is_greedy() -> None:
+    logits = TableModel(7, 4)
+    (outcome,) = beam(BeamSearchParams(beam_width=1, ignore_eos=True), logits, vocab_size=7, eos=(2,), max_tokens=9)
+    for place, token in enumerate(outcome.tokens):
+        assert token == logits(PROMPT + tuple(outcome.tokens[:place])).argmax()
+    assert len(outcome.tokens) == 9
+
+
 def test_stop_token_id_is_reported() -> None:
     logits = TableModel(4, 1)
     params = BeamSearchParams(beam_width=2, stop_token_ids=(3,), ignore_eos=True, early_stopping="never")
