@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from chatcache.bus.pipe import EngineProcess, RestartPolicy
 from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.engine.fake import FakeRunner, fake_facts
 from chatcache.errors import ContextTooLong, ModelFolderError
 from chatcache.types import (
     CandidateDone,
@@ -91,6 +93,11 @@ def build(config: EngineConfig, progress: Callable[[float, str], None]) -> Count
     if config.model == "loading":
         time.sleep(600)
     return CountingEngine(step_s=0.01 if config.model == "slow" else 0.0)
+
+
+def build_fake(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
+    """The real engine over the fake runner."""
+    return Engine(FakeRunner(delay_s=0.001), fake_facts(), config)
 
 
 def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:

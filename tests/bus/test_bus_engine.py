@@ -1,0 +1,123 @@
+"""The real engine over the fake runner, through a thread and through a child: the bus must change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from chatcache.bus.inproc import ThreadedEngine
+from chatcache.bus.pipe import EngineProcess
+from chatcache.config import EngineConfig
+from chatcache.errors import ContextTooLong, InvalidRequest, Overloaded
+from chatcache.types import BeamSearchParams, EngineEvent, Finished, GenerateRequest, Params, SamplingParams, Tokens
+from tests.bus.bus_engines import FAST, build_fake
+
+Client = ThreadedEngine | EngineProcess
+CONFIG = EngineConfig(max_num_waiting=200)
+PARAMS: list[Params] = [
+    SamplingParams(max_tokens=12, temperature=0),
+    SamplingParams(max_tokens=9, n=3, seed=5, logprobs=2),
+    BeamSearchParams(beam_width=3, max_tokens=8),
+]
+
+
+@pytest.fixture(params=["thread", "process"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    if request.param == "thread":
+        engine: Client = ThreadedEngine(lambda: build_fake(CONFIG, lambda *_: None))
+    else:
+        engine = EngineProcess(CONFIG, "tests.bus.bus_engines:build_fake", policy=FAST, log_level="error")
+    async with engine:
+        await engine.wait_loaded()
+        yield engine
+
+
+def make(number: int) -> GenerateRequest:
+    prompt = tuple((number * 7 + place) % 64 for place in range(5 + number % 40))
+    return GenerateRequest(request_id=f"r{number}", prompt=prompt, params=PARAMS[number % len(PARAMS)])
+
+
+def alone(request: GenerateRequest) -> list[EngineEvent]:
+    """The oracle: the same request, the only one of a fresh engine in this thread."""
+    engine = build_fake(CONFIG, lambda *_: None)
+    engine.add(request)
+    events: list[EngineEvent] = []
+    while engine.has_work():
+        events += engine.step()
+    return events
+
+
+def tokens_of(events: list[EngineEvent]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for event in events:
+        if isinstance(event, Tokens):
+            found.setdefault(event.index, []).extend(event.token_ids)
+    return found
+
+
+async def test_200_requests_at_once_equal_each_alone(client: Client) -> None:
+    async def one(request: GenerateRequest) -> None:
+        await client.submit(request)
+        events = [event async for event in client.events(request.request_id)]
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert tokens_of(events) == tokens_of(alone(request))
+        assert isinstance(events[-1], Finished)
+
+    await asyncio.gather(*(one(make(number)) for number in range(200)))
+    health = await client.health()
+    assert (health.num_running, health.num_waiting, health.num_pages_in_use) == (0, 0, 0)
+
+
+def long(number: int, max_tokens: int) -> GenerateRequest:
+    """A request that does not end by itself."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(request_id=f"r{number}", prompt=(number % 64, 1, 2), params=params)
+
+
+async def test_aborting_everything_frees_every_page(client: Client) -> None:
+    requests = [long(number, max_tokens=4000) for number in range(20)]
+    for request in requests:
+        await client.submit(request)
+    for request in requests:
+        await client.abort(request.request_id)
+    for request in requests:
+        last = [event async for event in client.events(request.request_id)][-1]
+        assert isinstance(last, Finished) and last.cancelled
+    assert (await client.health()).num_pages_in_use == 0
+    assert (await client.stats()) is not None
+    assert await client.reset_prefix_cache()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "kind", "param"),
+    [
+        ((), SamplingParams(), InvalidRequest, "prompt"),
+        ((64,), SamplingParams(), InvalidRequest, "prompt"),
+        ((1,) * 4096, SamplingParams(), ContextTooLong, "prompt"),
+        ((1,), SamplingParams(max_tokens=4096), ContextTooLong, "max_tokens"),
+        ((1,), SamplingParams(n=0), InvalidRequest, "n"),
+        ((1,), SamplingParams(top_p=float("nan")), InvalidRequest, "top_p"),
+    ],
+)
+async def test_refusals_keep_kind_and_field(
+    client: Client, prompt: tuple[int, ...], params: Params, kind: type[InvalidRequest], param: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        await client.submit(GenerateRequest(request_id="r", prompt=prompt, params=params))
+    assert (type(caught.value), caught.value.param) == (kind, param)
+    assert (await client.health()).ready
+
+
+async def test_a_full_queue_refuses_and_the_rest_finish(client: Client) -> None:
+    async def one(number: int) -> bool:
+        request = long(number, max_tokens=20)
+        try:
+            await client.submit(request)
+        except Overloaded:
+            return False
+        return isinstance([event async for event in client.events(request.request_id)][-1], Finished)
+
+    served = await asyncio.gather(*(one(number) for number in range(400)))
+    assert CONFIG.max_num_waiting <= sum(served) < 400
