@@ -20,6 +20,7 @@ from chatcache.gateway.metrics import Metrics
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "chatcache.request_id"
+CLIENT_LEFT = 499
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 
@@ -52,14 +53,13 @@ class RequestContext:
             await self._app(scope, receive, send_named)
         except (SendTimeoutError, ClientDisconnect):
             log.info("%s the client left or stopped reading", request_id)
-            self._metrics.disconnects.inc()
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("%s failed", request_id)
             if not status:
                 await _answer(error, scope, receive, send_named)
         finally:
-            self._record(scope, status, time.perf_counter() - started_s)
+            self._record(scope, status or CLIENT_LEFT, time.perf_counter() - started_s)
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         route = _route_of(scope)
