@@ -68,7 +68,7 @@ class AttentionBatch:
 
     @classmethod
     def build(cls, tables: Tensor, start: Tensor, num_tokens: Tensor, page_size: int) -> AttentionBatch:
-        """Derive offsets, slots and maxima from tables [R, max_pages], start [R] and num_tokens [R], all on the host."""
+        """Derive the rest from tables [R, max_pages], start [R] and num_tokens [R], all on the host."""
         tables, start, num_tokens = (x.to(torch.int32).contiguous() for x in (tables, start, num_tokens))
         num_rows = start.numel()
         offsets = torch.zeros(num_rows + 1, dtype=torch.int32)

@@ -1,0 +1,24 @@
+"""The operations of `reference` on CPUs, compiled by numba: no compiler is needed on the user's machine.
+
+    attention.py  paged_attention: which kernel computes which row
+    decode.py     rows of few new tokens: pages read in place; tile.py is its inner loop
+    prefill.py    rows of many new tokens: pages gathered, then torch's matrix multiplications
+    pages.py      the page store: layout, copies
+    vectors.py    registers of float32 for numba
+    launch.py     compile once per machine, run on torch's threads
+
+Activations may be float32, bfloat16 or float16, and so may pages, independently. Shapes that fit no register (a head
+size that 8 does not divide) are computed by the torch paths. Kernels compile at their first call (seconds, once per
+machine); later processes load them in tens of milliseconds.
+"""
+
+from .attention import paged_attention
+from .pages import allocate_pages, copy_pages, read_pages, write_pages
+
+__all__ = [
+    "allocate_pages",
+    "copy_pages",
+    "paged_attention",
+    "read_pages",
+    "write_pages",
+]

@@ -1,0 +1,89 @@
+"""Paged attention on a CPU: which kernel computes which row."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..types import AttentionBatch, KVPages
+from .decode import SPLIT, decode_kernel, max_queries, partial_floats, scratch_floats
+from .prefill import attend_row
+from .vectors import KINDS
+
+FEW_QUERIES = 128  # a row of up to this many queries for each key head goes to the decode kernel (measured)
+_JOB = struct.Struct("22q2f")  # decode.JOB
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend each new token to its row's keys up to and including its own (already written). Causal, GQA.
+
+    Shapes: q [T, H, D], sinks [H] -> [T, H, D]. The meaning of every option is `reference.paged_attention`.
+    Rows of few new tokens go to the decode kernel, which reads pages in place; the others are gathered and multiplied.
+    """
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    fits = register_lanes(pages.page_size, pages.head_dim) > 0
+    few = max(1, FEW_QUERIES * pages.num_kv_heads // q.shape[1]) if fits else 0
+    most_few = batch.max_new_tokens
+    if most_few > few:
+        counts, offsets = batch.num_tokens.tolist(), batch.offsets.tolist()
+        for row in (r for r, count in enumerate(counts) if count > few):
+            part = slice(offsets[row], offsets[row + 1])
+            out[part] = attend_row(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
+        most_few = max((count for count in counts if count <= few), default=0)
+    if most_few:
+        _decode(q, out, pages, layer, batch, most_few, scale, window, softcap, sinks)
+    return out
+
+
+@cache
+def register_lanes(page_size: int, head_dim: int) -> int:
+    """Return how many float32 a register should hold to fit page and head size, 0 if none fits."""
+    fitting = (n for n in (16, 8) if page_size % n == 0 and head_dim % n == 0 and 64 % page_size == 0)
+    return next(fitting, 0)
+
+
+def _decode(
+    q: Tensor,
+    out: Tensor,
+    pages: KVPages,
+    layer: int,
+    batch: AttentionBatch,
+    max_tokens: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Run the decode kernel over the rows of at most `max_tokens` new tokens."""
+    num_rows, max_pages = batch.tables.shape
+    _, num_heads, head_dim = q.shape
+    num_kv_heads, num_threads = pages.num_kv_heads, torch.get_num_threads()
+    queries = max_queries(max_tokens, num_heads, num_kv_heads)
+    scratch = num_threads * scratch_floats(queries, head_dim)
+    num_pieces = num_rows * num_kv_heads * -(-batch.max_context_tokens // SPLIT)
+    floats = torch.empty(scratch + num_pieces * partial_floats(queries, head_dim))
+    counters = torch.zeros(2 + num_rows * num_kv_heads, dtype=torch.int64)
+    sinks = sinks.float().contiguous() if sinks is not None else None
+    k, v = pages.k, pages.v
+    layer_bytes = layer * k.stride(0) * k.element_size()
+    job = _JOB.pack(
+        q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
+        batch.tables.data_ptr(), batch.start.data_ptr(), batch.num_tokens.data_ptr(), batch.offsets.data_ptr(),
+        sinks.data_ptr() if sinks is not None else 0, counters.data_ptr(), floats.data_ptr() + 4 * scratch,
+        floats.data_ptr(), num_rows, max_tokens, queries, max_pages, num_heads, num_kv_heads, head_dim,
+        pages.page_size, window or 0, scale, softcap or 0.0,
+    )  # fmt: skip
+    decode_kernel(KINDS[k.dtype], register_lanes(pages.page_size, head_dim))(job, num_threads)

@@ -1,0 +1,83 @@
+"""Compile a kernel once per machine and run it on torch's own threads.
+
+A kernel is a function of one address: that of a `job`, a record of pointers and sizes. Every thread of the team runs
+the whole function and draws pieces of work from a counter, so that no thread waits while another has plenty.
+
+Why torch's threads: a second pool beside torch's OpenMP pool (numba's own) makes both slower, since idle OpenMP threads
+spin for the next parallel region and starve the other pool. `GOMP_parallel` is the entry that compiled
+`#pragma omp parallel` code calls; torch's library hands us the very runtime that torch uses. It may be called from any
+thread. Where torch has no such entry (macOS, Windows) the kernel runs on the calling thread.
+
+Compiled code is kept in NUMBA_CACHE_DIR or the user's cache folder, under a digest of this package's source: numba
+alone would not notice a change in an imported helper. Where neither can be written, each process compiles anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import numba
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Launch = Callable[[bytes, int], None]  # launch(job, num_threads)
+
+_FASTMATH = {"contract", "nsz"}  # not "fast": masks are -inf, faults are NaN, and both must pass through
+
+
+def helper(function: Function) -> Function:
+    """Compile a function that kernels call; LLVM inlines it."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    compiled: Function = numba.njit(error_model="numpy", fastmath=_FASTMATH, **options)(function)
+    return compiled
+
+
+def compile_kernel(function: Callable[[Any], None]) -> Launch:
+    """Compile function(job_address), or load it from the cache, and return its launcher."""
+    folder = _cache_folder()
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder or "")
+    try:
+        decorate = numba.cfunc("void(voidptr)", cache=folder is not None, error_model="numpy", fastmath=_FASTMATH)
+        compiled = decorate(function)
+    finally:
+        numba.config.CACHE_DIR = before
+    parallel, entry = _parallel(), compiled.address
+
+    def launch(job: bytes, num_threads: int) -> None:
+        parallel(entry, job, num_threads, 0)
+
+    launch.compiled = compiled  # type: ignore[attr-defined]  # the code lives as long as its launcher
+    return launch
+
+
+@cache
+def _parallel() -> Callable[[int, bytes, int, int], None]:
+    """Return run(entry, job, num_threads, flags), which runs entry(job) on every thread of a team."""
+    library = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        run = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        call = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+        return lambda entry, job, num_threads, flags: call(entry)(job)
+    run.argtypes, run.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint), None
+    return run
+
+
+@cache
+def _cache_folder() -> pathlib.Path | None:
+    """Return a writable folder for compiled code, or None."""
+    here = pathlib.Path(__file__).parent
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))).hexdigest()[:16]
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = pathlib.Path(numba.config.CACHE_DIR or os.path.join(user, "chatcache", "kernels")) / digest
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
