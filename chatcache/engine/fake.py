@@ -104,7 +104,7 @@ class FakeRunner:
         cells = self.cells[pages].reshape(-1)[:num_tokens]
         return _digests(cells, 0).sum(dtype=np.uint64), (cells[-1] if num_tokens else np.uint64(0))
 
-    def _logits(self, history: np.uint64) -> F32:
+    def logits(self, history: np.uint64) -> F32:
         """Hash a history into logits between 0 and 8. Shape [V]."""
         logits = (mix(self._ids * _TOKEN + history) >> np.uint64(40)).astype(np.float32) * np.float32(8 / 2**24)
         if self._eos is not None and self._eos_every and int(mix(history)) % self._eos_every == 0:
@@ -123,7 +123,7 @@ class FakeRunner:
             if last_tokens[row] == self._faulty_token:
                 faults.append((draw, "the logits are not finite"))
                 continue
-            raw = self._logits(histories[row])
+            raw = self.logits(histories[row])
             logits = _edited(raw, edits.get(draw))
             if draws.width[draw] > 1:
                 ids, values = top_candidates(log_softmax(logits), int(draws.width[draw]))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 def worst_case_pages(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_size: int) -> int:
     """Return the most pages the request can hold at once."""
-    num_stored = num_prompt_tokens + max_tokens - 1
-    num_pages = -(-num_stored // page_size)
-    num_shared = min(num_prompt_tokens // page_size, num_pages)
+    num_pages = -(-(num_prompt_tokens + max_tokens - 1) // page_size)
+    if max_tokens == 1:
+        return num_pages  # nobody writes after the prompt
+    num_shared = num_prompt_tokens // page_size
     return num_shared + num_branches * (num_pages - num_shared)
 
 
@@ -19,6 +20,5 @@ def most_tokens(num_prompt_tokens: int, num_branches: int, page_size: int, num_p
     """Return the largest `max_tokens` whose worst case is at most `num_pages`; less than 1 if none is."""
     num_shared = num_prompt_tokens // page_size
     num_private = (num_pages - num_shared) // num_branches
-    if num_private < 0:
-        return 0
-    return (num_shared + num_private) * page_size - num_prompt_tokens + 1
+    most = (num_shared + num_private) * page_size - num_prompt_tokens + 1
+    return most if most > 1 else int(num_prompt_tokens <= num_pages * page_size)
