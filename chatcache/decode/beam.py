@@ -93,12 +93,13 @@ class BeamStrategy:
     def __init__(self, params: BeamSearchParams, rules: StopRules, *, vocab_size: int) -> None:
         self._params = params
         self._rules = rules
-        self._vocab_size = vocab_size
         self._width = params.beam_width
         num_terminal = len(rules.terminal_ids)
         self._num_ranked = max(2, 1 + num_terminal) * self._width
-        # Enough of each beam's best to hold `width` that go on; a stop string can end any of them, so then all K.
-        self._draw_width = self._num_ranked if rules.has_stop_strings else self._width + num_terminal
+        # Per beam enough to hold `width` that live on: K where a stop string may end any of them. Temperature 0: a draw
+        # of width 1 (one beam, nothing terminal) is the most likely token, not a sample.
+        width = (self._num_ranked if rules.has_stop_strings else self._width) + num_terminal
+        self._spec = DrawSpec(width=min(width, vocab_size), temperature=0.0, num_top=params.logprobs or 0)
         self._beams = {0: _Beam(branch=0)}  # by branch, best first
         self._finished: list[_Hypothesis] = []
         self._next_branch = 1
@@ -112,10 +113,7 @@ class BeamStrategy:
         return True
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        width = self._draw_width + len(self._rules.banned(self._beams[branch].trail))
-        # temperature 0: a draw of width 1 (one beam, nothing terminal) is the most likely token, not a sample
-        spec = DrawSpec(width=min(width, self._vocab_size), temperature=0.0, num_top=self._params.logprobs or 0)
-        return (spec,)
+        return (self._spec,)
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         survivors = self._select(drawn)
