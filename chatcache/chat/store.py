@@ -17,6 +17,12 @@ class StaleRevision(ChatcacheError):
     code = "stale_revision"
 
 
+class StoreUnusable(ChatcacheError):
+    """The storage cannot be opened."""
+
+    code = "store_unusable"
+
+
 class ConversationStore(Protocol):
     """Trees by id, each visible to its owner only. A call that returns has stored what it says, durably.
 

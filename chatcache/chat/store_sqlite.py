@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from chatcache.chat.sqlite_writer import SqliteWriter
-from chatcache.chat.store import StaleRevision
+from chatcache.chat.store import StaleRevision, StoreUnusable
 from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
-from chatcache.errors import ChatcacheError, NotFound
+from chatcache.errors import NotFound
 
 Row = Any  # a tuple as sqlite3 returns it
 
@@ -50,10 +50,16 @@ _TURN = "id, parent_id, model, created_at, base_item_id, prompt_ids, instruction
 
 
 class SqliteStore:
-    """`ConversationStore` on a file. Responses a crash left in progress become incomplete when it is opened."""
+    """`ConversationStore` on a file. Responses a crash left in progress become incomplete when it is opened.
+
+    Raises: StoreUnusable naming the file and the reason.
+    """
 
     def __init__(self, path: Path | str) -> None:
-        self._writer = SqliteWriter(path, lambda connection: _prepare(connection, Path(path)))
+        try:
+            self._writer = SqliteWriter(path, lambda connection: _prepare(connection, Path(path)))
+        except sqlite3.Error as error:
+            raise StoreUnusable(f"{path}: {error}") from error
 
     async def create(self, conversation: Conversation) -> None:
         await self._writer.run(lambda db: _create(db, conversation))
@@ -130,7 +136,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA foreign_keys = ON")
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
     if version > len(MIGRATIONS):
-        raise ChatcacheError(
+        raise StoreUnusable(
             f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
         )
     if 0 < version < len(MIGRATIONS):

@@ -93,6 +93,9 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         self.engine_gate.set()
         self._uvicorn.should_exit = True
         self._thread.join(30)

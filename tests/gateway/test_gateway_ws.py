@@ -37,7 +37,7 @@ def page(url: str) -> Iterator[ClientConnection]:
         yield connection
 
 
-def send(socket: ClientConnection, kind: str = "response.create", **fields: object) -> None:
+def send(socket: ClientConnection, kind: str = "response.create", **fields: Any) -> None:
     socket.send(json.dumps({"type": kind, **fields}))
 
 
@@ -56,7 +56,7 @@ def until_end(socket: ClientConnection, first: Frame | None = None) -> list[Fram
     return frames
 
 
-def ask(socket: ClientConnection, **fields: object) -> Frame:
+def ask(socket: ClientConnection, **fields: Any) -> Frame:
     """One whole response object."""
     send(socket, **{"max_output_tokens": 8, "ignore_eos": True, **fields})
     frames = until_end(socket)
@@ -79,7 +79,7 @@ def items_of(server: Server, response: Frame) -> dict[str, Frame]:
 @pytest.mark.parametrize("nested", [False, True])
 def test_event_order_and_numbers(socket: ClientConnection, n: int, nested: bool) -> None:
     fields = {"model": MODEL, "input": "Hello", "n": n, "max_output_tokens": 30, "seed": 1}
-    send(socket, **({"response": fields} if nested else fields))
+    send(socket, **({"response": fields} if nested else dict[str, Any](fields)))
     frames = until_end(socket)
     assert [frame["sequence_number"] for frame in frames] == list(range(len(frames)))
     kinds = [frame["type"] for frame in frames]
@@ -128,8 +128,8 @@ def test_turns_forks_and_regenerations_hit_their_history(server: Server, socket:
     assert cached(fresh) < used
 
     items = items_of(server, first)
-    parent = {name: items[response["output"][0]["id"]]["parent_id"] for name, response in
-              {"first": first, "second": second, "again": again, "onward": onward, "edited": edited}.items()}  # fmt: skip
+    named = {"first": first, "second": second, "again": again, "onward": onward, "edited": edited}
+    parent = {name: items[response["output"][0]["id"]]["parent_id"] for name, response in named.items()}
     assert parent["again"] == parent["first"] == first["input_item_ids"][0]
     assert items[parent["second"]]["parent_id"] == first["output"][0]["id"]
     assert items[picked["input_item_ids"][0]]["parent_id"] == first["output"][1]["id"]
@@ -202,7 +202,7 @@ def test_lanes_run_side_by_side_and_each_in_order(server: Server, socket: Client
         send(socket, **{**LONG, "max_output_tokens": 60}, stream_id="slow")
         send(socket, **{**LONG, "max_output_tokens": 5}, stream_id="quick")
         send(socket, **{**LONG, "max_output_tokens": 5}, stream_id="slow")
-        ends = []
+        ends: list[str] = []
         while len(ends) < 3:
             frame = receive(socket)
             if frame["type"] == "response.created":
@@ -309,8 +309,8 @@ def test_frames_that_are_not_strict_json_close_4400(url: str, data: str | bytes)
 
 def test_too_big_frames_close_1009(url: str) -> None:
     with connect(url) as connection:
+        connection.send("x" * (ServerConfig().max_frame_bytes + 1))
         with pytest.raises(ConnectionClosed) as caught:
-            connection.send("x" * (ServerConfig().max_frame_bytes + 1))
             connection.recv(timeout=10)
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
 
@@ -319,7 +319,7 @@ def test_lanes_and_queues_are_bounded(server: Server, socket: ClientConnection) 
     with slowed(server, 0.02):
         for number in range(40):
             send(socket, **{**LONG, "max_output_tokens": 20}, stream_id=f"lane{number}")
-        errors = []
+        errors: list[Frame] = []
         while not errors:
             frame = receive(socket)
             errors += [frame] if frame["type"] == "error" else []
