@@ -36,10 +36,12 @@ def sum_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
             return a, b
 
 
-def _difference_pair(rng: Random) -> tuple[int, int]:
+def difference_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
+    """Return two numbers, the larger one first, from the training side (or the two-digit held-out side)."""
     while True:
-        a, b = sorted((_operand(rng), _operand(rng)), reverse=True)
-        if not held_out("difference", (a, b)):
+        a, b = (rng.randint(10, 99), rng.randint(10, 99)) if held else (_operand(rng), _operand(rng))
+        a, b = max(a, b), min(a, b)
+        if held_out("difference", (a, b)) == held:
             return a, b
 
 
@@ -50,19 +52,19 @@ def sums(rng: Random) -> Turn:
         a, b = sum_pair(rng)
         return Turn(ask(rng, SUM_QUESTIONS, a=a, b=b), f"{a} + {b} = {a + b}.")
     if choice < 0.82:
-        a, b = _difference_pair(rng)
+        a, b = difference_pair(rng)
         return Turn(ask(rng, DIFFERENCE_QUESTIONS, a=a, b=b), f"{a} - {b} = {a - b}.")
     a, b = rng.randint(0, 12), rng.randint(0, 12)
     return Turn(ask(rng, PRODUCT_QUESTIONS, a=a, b=b), f"{a} * {b} = {a * b}.")
 
 
 def drill(rng: Random) -> Turn:
-    """Ask for several sums at once: dense practice for few tokens."""
-    pairs = [sum_pair(rng) for _ in range(rng.randint(2, 6))]
-    question = ask(
-        rng, "solve {t}|calculate {t}|what are {t}?|compute these: {t}", t=", ".join(f"{a} + {b}" for a, b in pairs)
-    )
-    return Turn(question, "\n".join(f"{a} + {b} = {a + b}" for a, b in pairs))
+    """Ask for several sums or differences at once: dense practice for few tokens."""
+    sign, draw = ("+", sum_pair) if rng.random() < 0.75 else ("-", difference_pair)
+    pairs = [draw(rng) for _ in range(rng.randint(3, 8))]
+    task = rng.choice((", ", ", ", "; ", "\n")).join(f"{a} {sign} {b}" for a, b in pairs)
+    question = ask(rng, "solve {t}|calculate {t}|what are {t}?|compute these: {t}", t=task)
+    return Turn(question, "\n".join(f"{a} {sign} {b} = {a + b if sign == '+' else a - b}" for a, b in pairs))
 
 
 def too_large(rng: Random) -> Turn:

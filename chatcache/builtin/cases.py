@@ -93,10 +93,12 @@ def _exact(make: Callable[[Random], Turn]) -> Callable[[Random], Case]:
     return case
 
 
-def _difference(rng: Random) -> Turn:
-    while " - " not in (turn := arithmetic.sums(rng)).answer:
-        continue
-    return turn
+def difference(rng: Random) -> Case:
+    """Ask for a difference of two unseen two-digit numbers."""
+    a, b = arithmetic.difference_pair(rng, held=True)
+    return _question(
+        [Turn(ask(rng, arithmetic.DIFFERENCE_QUESTIONS, a=a, b=b), "")], lambda text: text == f"{a} - {b} = {a - b}."
+    )
 
 
 def not_knowing(rng: Random) -> Case:
@@ -167,7 +169,7 @@ FIGURES: tuple[tuple[str, Callable[[Random], Case], float], ...] = (
     ("name recall from the system prompt", recall_system, 0.0),
     ("two-digit sums", two_digit_sum, 0.0),
     ("two-digit sums", two_digit_sum, 0.8),
-    ("differences", _exact(_difference), 0.0),
+    ("two-digit differences", difference, 0.0),
     ("ends its turn", ends, 0.0),
     ("ends its turn", ends, 0.8),
     ("spelling of unseen words", spelling, 0.0),

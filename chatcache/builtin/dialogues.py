@@ -20,7 +20,7 @@ Skill = Callable[[Random], Turn | list[Turn]]
 
 # weights are shares of turns; sums and spelling need the most practice per unit of skill
 SKILLS: tuple[tuple[Skill, float], ...] = (
-    (arithmetic.sums, 14), (arithmetic.drill, 5), (arithmetic.too_large, 1.5), (arithmetic.compare, 3),
+    (arithmetic.sums, 20), (arithmetic.drill, 16), (arithmetic.too_large, 1.5), (arithmetic.compare, 3),
     (arithmetic.count, 3), (arithmetic.puzzle, 1), (arithmetic.dice, 0.7),
     (language.spell, 8), (language.letters, 2.5), (language.repeat, 2.5), (language.calendar, 4),
     (language.opposite, 2.5), (language.rhyme, 2), (language.color_of, 2), (language.sound, 1),
@@ -31,7 +31,8 @@ SKILLS: tuple[tuple[Skill, float], ...] = (
 )  # fmt: skip
 # turns that are short enough to fill the time between telling and recalling
 LIGHT: tuple[tuple[Skill, float], ...] = (
-    (arithmetic.sums, 8), (arithmetic.compare, 2), (language.spell, 3), (language.calendar, 2), (language.opposite, 2),
+    (arithmetic.sums, 10), (arithmetic.drill, 1), (arithmetic.compare, 2),
+    (language.spell, 3), (language.calendar, 2), (language.opposite, 2),
     (language.color_of, 1), (language.capital, 2), (language.choose, 1), (stories.small_talk, 6), (knowledge.about, 2),
     (glossary.term, 2), (trivia.trivia, 1), (unknown.unknown, 2), (markup.bullets, 1), (stories.joke, 1),
 )  # fmt: skip
@@ -117,7 +118,7 @@ def compose(who: Persona, turns: list[Turn]) -> Dialogue:
 def short_dialogue(rng: Random) -> Dialogue:
     """Return a dialogue of one to about ten turns."""
     who = persona(rng, name="none" if rng.random() < 0.35 else None)
-    if rng.random() < 0.4:
+    if rng.random() < 0.3:
         return compose(who, _turns(rng, who, rng.choice((1, 2, 3, 3, 4, 5, 6, 8, 10)), remembering=0.7))
     return compose(who, _turns(rng, who, rng.choice((1, 1, 2, 3, 4)), remembering=0.08))
 

@@ -1,7 +1,7 @@
 """Generate dialogues and train the built-in model on them: `python -m chatcache.builtin.train --out DIR`.
 
 The schedule follows the clock, not a number of steps: whatever the machine, the run warms up, holds its learning
-rate and decays it to nothing within the minutes given. Long dialogues join in the second half.
+rate and decays it to nothing within the minutes given. Long dialogues join after a third.
 
 Each core runs a worker of one thread, and workers meet once a step to average their gradients: on a machine that
 does other things as well, threads that meet at every operator would spend their time waiting for each other.
@@ -46,7 +46,7 @@ class Recipe:
     weight_decay: float = 0.05
     warmup_share: float = 0.01
     decay_share: float = 0.4
-    long_from: float = 0.55
+    long_from: float = 0.3
     long_share: float = 0.04
     average: float = 0.995
     checkpoint_minutes: float = 5.0
