@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.chat.prompt import MAX_LOOKBACK, Message, Prompt, assemble
@@ -51,6 +51,7 @@ class Memory:
         self.replies[prompt.text, reply] = (*prompt.token_ids, *ids)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(APPEND_ONLY)), st.lists(texts, min_size=1, max_size=5), st.none() | texts)
 def test_canonical_replies_give_the_full_rendering(name: str, said: list[str], system: str | None) -> None:
     """Where each reply's ids are what the tokenizer would choose, assembling is rendering."""
@@ -70,6 +71,7 @@ def test_canonical_replies_give_the_full_rendering(name: str, said: list[str], s
             memory.say(prompt, said[turn + 1], tuple(tokenizer.encode(said[turn + 1])))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(4, tiny_tokenizer().vocab_size - 1), min_size=1, max_size=20))
 def test_history_is_never_tokenised_again(ids: list[int]) -> None:
     """Any ids a model may come up with stay as they are."""
@@ -141,6 +143,7 @@ def test_transcripts_forget_the_oldest_first() -> None:
     assert transcripts.recall("", "p", "huge") is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(texts, texts, texts), min_size=2, max_size=2, unique=True))
 def test_transcripts_keep_namespaces_heads_and_replies_apart(keys: list[tuple[str, str, str]]) -> None:
     transcripts = Transcripts()

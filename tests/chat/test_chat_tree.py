@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
@@ -50,6 +50,7 @@ def trees(draw: st.DrawFn) -> Grown:
     return Grown(ConversationTree(HEAD, items, turns), paths, sequences)
 
 
+@settings(deadline=None)
 @given(trees())
 def test_paths_and_sequences(grown: Grown) -> None:
     for item_id, path in grown.paths.items():
@@ -58,6 +59,7 @@ def test_paths_and_sequences(grown: Grown) -> None:
         assert grown.tree.sequence(grown.tree.items[item_id]) == sequence
 
 
+@settings(deadline=None)
 @given(trees())
 def test_children_partition_the_tree(grown: Grown) -> None:
     seen = [child.id for parent in [None, *grown.tree.items] for child in grown.tree.children(parent)]
