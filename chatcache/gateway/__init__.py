@@ -6,7 +6,7 @@
         config: ServerConfig,                     # limits, keys, hosts; config.db is opened when `store` is None
         engine: EngineClient,                     # wherever it runs; the gateway never starts or stops it
         load_tokenizer: Callable[[], Tokenizer],  # called once, in a thread, at the start; may take long or raise
-        model_name: str,                          # the served name, also /v1/models
+        model_name: str,                          # the served name; "": the engine's own
         *,
         store: ConversationStore | None = None,   # tests and `--redis` pass their own; closed at shutdown
     ) -> Starlette

@@ -41,7 +41,8 @@ def create_app(
 ) -> Starlette:
     """Build the gateway over an engine that somebody else starts and stops.
 
-    `load_tokenizer` runs once, in a thread, when the app starts. Without `store`, `config.db` is opened then.
+    `model_name` is the served name ("": the engine's own, known once it is ready). `load_tokenizer` runs once, in a
+    thread, when the app starts. Without `store`, `config.db` is opened then.
     """
     metrics = Metrics()
     gateway = Gateway(
@@ -55,15 +56,16 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        gateway.store = store if store is not None else await asyncio.to_thread(SqliteStore, config.db)
-        loading = asyncio.create_task(gateway.load(load_tokenizer))
+        opened = store if store is not None else await asyncio.to_thread(SqliteStore, config.db)
+        gateway.store = opened
+        loading = asyncio.create_task(gateway.load(load_tokenizer, opened))
         try:
             yield
         finally:
             await gateway.settle_runs()
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-            await gateway.store.close()
+            await opened.close()
 
     app = Starlette(
         routes=_routes(),

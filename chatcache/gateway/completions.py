@@ -36,8 +36,7 @@ async def completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
     if fields.echo and fields.logprobs is not None:
         raise UnsupportedParameter("echo with logprobs (of the prompt) is not supported", param="echo")
-    gateway.check_model(base.model)
-    model = await gateway.ready()
+    model = await gateway.ready(base.model)
     params = to_params(
         sampling,
         max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,

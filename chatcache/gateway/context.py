@@ -47,7 +47,7 @@ class Run(Protocol):
 
 @dataclass(slots=True)
 class Gateway:
-    """One application's state. `model` appears when the tokenizer is loaded."""
+    """One application's state. `model` appears when the tokenizer is loaded, an empty `model_name` is then filled."""
 
     config: ServerConfig
     engine: EngineClient
@@ -67,9 +67,8 @@ class Gateway:
         """OpenAI's `system_fingerprint`: changes when results may."""
         return f"chatcache-{self.version}"
 
-    async def load(self, load_tokenizer: Callable[[], Tokenizer]) -> None:
+    async def load(self, load_tokenizer: Callable[[], Tokenizer], store: ConversationStore) -> None:
         """Load the tokenizer on a thread; a failure is kept for `/readyz` to tell."""
-        assert self.store is not None
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer)
             await asyncio.to_thread(lambda: tokenizer.vocab_size)  # computes the token bytes once, off the loop
@@ -81,7 +80,7 @@ class Gateway:
             self.load_error = f"the tokenizer did not load ({type(error).__name__})"
         else:
             service = ChatService(self.engine, tokenizer)
-            self.model = Model(tokenizer, service, Conversations(self.store, tokenizer))
+            self.model = Model(tokenizer, service, Conversations(store, tokenizer))
 
     async def health(self) -> EngineHealth:
         """The engine's health; remembers what does not change once it is ready."""
@@ -89,14 +88,19 @@ class Gateway:
         if health.ready:
             self.engine_seen_ready = True
             self.max_model_len = health.max_model_len
+            self.model_name = self.model_name or health.model
         return health
 
-    async def ready(self) -> Model:
-        """The model. Raises: ModelLoading while it, or the engine, is not there."""
+    async def ready(self, name: str | None) -> Model:
+        """The model a request names (None: whatever is served).
+
+        Raises: ModelLoading while it, or the engine, is not there; NotFound for a name that is not served.
+        """
         if self.model is None:
             raise ModelLoading(self.load_error or "the model is still loading")
         if not self.engine_seen_ready and not (health := await self.health()).ready:
             raise ModelLoading(health.detail or "the model is still loading")
+        self.check_model(name)
         return self.model
 
     async def settle_runs(self) -> None:

@@ -74,13 +74,13 @@ def error_response(error: ChatcacheError) -> Response:
 
 
 async def on_chatcache_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ChatcacheError)
-    return error_response(error)
+    return error_response(error if isinstance(error, ChatcacheError) else INTERNAL)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router in the envelope."""
-    assert isinstance(error, HTTPException)
+    if not isinstance(error, HTTPException):
+        return error_response(INTERNAL)
     status, path = error.status_code, request.url.path
     wire = ChatcacheError(error.detail or HTTPStatus(status).phrase)
     if status == 404:

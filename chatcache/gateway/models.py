@@ -29,13 +29,14 @@ def _card(gateway: Gateway) -> dict[str, object]:
 async def list_models(request: Request) -> Response:
     gateway = gateway_of(request)
     await gateway.health()
-    return json_response({"object": "list", "data": [_card(gateway)]})
+    # The name of a model that is still loading may not be known yet.
+    return json_response({"object": "list", "data": [_card(gateway)] if gateway.model_name else []})
 
 
 async def get_model(request: Request) -> Response:
     gateway = gateway_of(request)
-    gateway.check_model(request.path_params["id"])
     await gateway.health()
+    gateway.check_model(request.path_params["id"])
     return json_response(_card(gateway))
 
 
@@ -48,8 +49,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request)
     fields = read(body, TokenizeFields)
     ignored = unknown_fields(body, TokenizeFields)
-    gateway.check_model(fields.model)
-    model = await gateway.ready()
+    model = await gateway.ready(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if fields.messages is not None:
@@ -69,8 +69,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request)
     fields = read(body, DetokenizeFields)
     ignored = unknown_fields(body, DetokenizeFields)
-    gateway.check_model(fields.model)
-    model = await gateway.ready()
+    model = await gateway.ready(fields.model)
     for token in fields.tokens:
         check_token(token, model.tokenizer.vocab_size, "tokens")
     text = model.tokenizer.decode(fields.tokens, skip_special_tokens=False)

@@ -31,8 +31,7 @@ async def chat_completions(request: Request) -> Response:
     base, chat, sampling = read(body, CompletionBase), read(body, ChatFields), read(body, SamplingFields)
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
-    gateway.check_model(base.model)
-    model = await gateway.ready()
+    model = await gateway.ready(base.model)
     params = to_params(
         sampling,
         max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else base.max_tokens,

@@ -39,9 +39,8 @@ async def start_response(gateway: Gateway, owner: str, body: Mapping[str, Any]) 
     """
     fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
-    gateway.check_model(fields.model)
+    model = await gateway.ready(fields.model)
     request = turn_request(fields, owner, gateway.model_name)
-    model = await gateway.ready()
     params = to_params(
         sampling, max_tokens=fields.max_output_tokens, logprobs=_logprobs(fields), vocab_size=model.tokenizer.vocab_size
     )

@@ -114,6 +114,8 @@ class Server:
             ws_max_size=self.config.max_frame_bytes,
             timeout_graceful_shutdown=2,
             access_log=False,
+            ws="websockets-sansio",
+            ws_per_message_deflate=False,
         )
         self._uvicorn = uvicorn.Server(settings)
         serving = asyncio.create_task(self._uvicorn.serve([self._listener]))
