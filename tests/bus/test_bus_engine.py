@@ -15,7 +15,7 @@ from chatcache.types import BeamSearchParams, EngineEvent, Finished, GenerateReq
 from tests.bus.bus_engines import FAST, build_fake
 
 Client = ThreadedEngine | EngineProcess
-CONFIG = EngineConfig(max_num_waiting=200)
+CONFIG = EngineConfig(max_num_waiting=200, max_num_seqs=32)
 PARAMS: list[Params] = [
     SamplingParams(max_tokens=12, temperature=0),
     SamplingParams(max_tokens=9, n=3, seed=5, logprobs=2),
@@ -110,14 +110,20 @@ async def test_refusals_keep_kind_and_field(
     assert (await client.health()).ready
 
 
-async def test_a_full_queue_refuses_and_the_rest_finish(client: Client) -> None:
-    async def one(number: int) -> bool:
-        request = long(number, max_tokens=20)
-        try:
-            await client.submit(request)
-        except Overloaded:
-            return False
-        return isinstance([event async for event in client.events(request.request_id)][-1], Finished)
+async def test_a_full_queue_refuses_and_what_was_accepted_ends(client: Client) -> None:
+    accepted: list[str] = []
 
-    served = await asyncio.gather(*(one(number) for number in range(400)))
-    assert CONFIG.max_num_waiting <= sum(served) < 400
+    async def submit_all() -> None:
+        for number in range(2000):
+            await client.submit(long(number, max_tokens=4000))
+            accepted.append(f"r{number}")
+
+    with pytest.raises(Overloaded, match="waiting"):
+        await submit_all()
+    assert len(accepted) >= CONFIG.max_num_waiting
+    for request_id in accepted:
+        await client.abort(request_id)
+    for request_id in accepted:
+        assert isinstance([event async for event in client.events(request_id)][-1], Finished)
+    await client.submit(long(0, max_tokens=3))
+    assert len(tokens_of([event async for event in client.events("r0")])[0]) == 3
