@@ -65,6 +65,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
         attention=backend,
     )
     runner = Runner(network, kernels, pages, capacity, facts)
+    say(0.97, "warming up")
+    runner.warm_up()
     say(1.0, "ready")
     return runner
 

@@ -51,11 +51,22 @@ class Runner:
             logits = self._forward(plan.rows, rows)
             return self._sampler.sample(logits, index, plan.draws) if len(index) else _nothing()
 
+    def warm_up(self) -> None:
+        """Run one prompt and one decode step on page 1, so that kernels compile before anyone waits for them."""
+        num_tokens = min(self._capacity.page_size, self._capacity.max_model_len)
+        placed = self._tables.rows[0, 0]
+        self._tables.rows[0, 0] = 1
+        for start, count in ((0, num_tokens), (num_tokens - 1, 1)):
+            slot, first, counts = (np.array([value], np.int32) for value in (0, start, count))
+            with torch.inference_mode():
+                self._forward(Rows(slot, first, counts, np.zeros(count, np.int32)), np.zeros(1, np.int64))
+        self._tables.rows[0, 0] = placed
+
     def close(self) -> None:
         """Let go of weights and pages."""
         del self._network, self._pages, self._sampler
 
-    def _forward(self, rows: Rows, drawn: NDArray[np.int32]) -> torch.Tensor:
+    def _forward(self, rows: Rows, drawn: NDArray[np.int64]) -> torch.Tensor:
         """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
         place = self._tables.place(rows, self._device)
         step = AttentionStep(self._kernels, self._pages, place.batch)

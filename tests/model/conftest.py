@@ -1,0 +1,46 @@
+"""Models made once a session; one torch thread, since everything here is tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from chatcache.config import EngineConfig
+from chatcache.model.load import load_model
+from chatcache.model.runner import Runner
+from tests.model.families import Sample, make_sample
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def sample_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sample]:
+    """Return the sample of a family, made at first use."""
+    made: dict[str, Sample] = {}
+
+    def get(name: str) -> Sample:
+        if name not in made:
+            made[name] = make_sample(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[..., Runner]:
+    """Return a loader of float32 runners with small KV stores."""
+
+    def load(folder: Any, **options: Any) -> Runner:
+        settings = {"dtype": "float32", "kv_memory_bytes": 4 << 20, "attention": "reference", "page_size": 8}
+        return load_model(EngineConfig(model=str(folder), **{**settings, **options}))
+
+    return load
