@@ -3,22 +3,30 @@
     attention.py  paged_attention: which kernel computes which row
     decode.py     rows of few new tokens: pages read in place; tile.py is its inner loop
     prefill.py    rows of many new tokens: pages gathered, then torch's matrix multiplications
-    pages.py      the page store: layout, copies
+    pages.py      the page store: layout, reads, copies
+    rope.py       rotation and page write in one pass
+    fused.py      norms and the activation in one pass each
     vectors.py    registers of float32 for numba
     launch.py     compile once per machine, run on torch's threads
 
 Activations may be float32, bfloat16 or float16, and so may pages, independently. Shapes that fit no register (a head
-size that 8 does not divide) are computed by the torch paths. Kernels compile at their first call (seconds, once per
-machine); later processes load them in tens of milliseconds.
+size that 8 does not divide) are computed by torch. Kernels compile at their first call (seconds, once per machine);
+later processes load them in tens of milliseconds.
 """
 
 from .attention import paged_attention
-from .pages import allocate_pages, copy_pages, read_pages, write_pages
+from .fused import add_rms_norm, rms_norm, silu_mul
+from .pages import allocate_pages, copy_pages, read_pages
+from .rope import rope_write, write_pages
 
 __all__ = [
+    "add_rms_norm",
     "allocate_pages",
     "copy_pages",
     "paged_attention",
     "read_pages",
+    "rms_norm",
+    "rope_write",
+    "silu_mul",
     "write_pages",
 ]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
-from .decode import SPLIT, decode_kernel, max_queries, partial_floats, scratch_floats
+from .decode import PACK, SPLIT, decode_kernel, max_queries, partial_floats, scratch_floats
 from .prefill import attend_row
 from .vectors import KINDS
 
 FEW_QUERIES = 128  # a row of up to this many queries for each key head goes to the decode kernel (measured)
-_JOB = struct.Struct("22q2f")  # decode.JOB
 
 
 def paged_attention(
@@ -72,17 +70,18 @@ def _decode(
     _, num_heads, head_dim = q.shape
     num_kv_heads, num_threads = pages.num_kv_heads, torch.get_num_threads()
     queries = max_queries(max_tokens, num_heads, num_kv_heads)
-    scratch = num_threads * scratch_floats(queries, head_dim)
-    num_pieces = num_rows * num_kv_heads * -(-batch.max_context_tokens // SPLIT)
-    floats = torch.empty(scratch + num_pieces * partial_floats(queries, head_dim))
-    counters = torch.zeros(2 + num_rows * num_kv_heads, dtype=torch.int64)
+    scratch, done = num_threads * scratch_floats(queries, head_dim), num_rows * num_kv_heads
+    num_splits = -(-batch.max_context_tokens // SPLIT)
+    partial = done * num_splits * partial_floats(queries, head_dim) if num_splits > 1 else 0
+    floats = torch.empty(scratch + partial)
+    splits_done = torch.zeros(done if num_splits > 1 else 0, dtype=torch.int64)
     sinks = sinks.float().contiguous() if sinks is not None else None
     k, v = pages.k, pages.v
     layer_bytes = layer * k.stride(0) * k.element_size()
-    job = _JOB.pack(
-        q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
+    job = PACK.pack(
+        0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), batch.start.data_ptr(), batch.num_tokens.data_ptr(), batch.offsets.data_ptr(),
-        sinks.data_ptr() if sinks is not None else 0, counters.data_ptr(), floats.data_ptr() + 4 * scratch,
+        sinks.data_ptr() if sinks is not None else 0, splits_done.data_ptr(), floats.data_ptr() + 4 * scratch,
         floats.data_ptr(), num_rows, max_tokens, queries, max_pages, num_heads, num_kv_heads, head_dim,
         pages.page_size, window or 0, scale, softcap or 0.0,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from .launch import Launch, compile_kernel, helper
+from .launch import Launch, compile_kernel, helper, record
 from .tile import LOG2E, TILE, accumulate, score, weigh
 from .vectors import (
     FLOAT32,
@@ -40,20 +40,14 @@ from .vectors import (
 
 SPLIT = 512  # keys of one piece of work; a multiple of TILE
 
-JOB = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "q", "out", "kind", "k", "v", "tables", "start", "num_tokens", "offsets", "sinks", "counters", "partial",
-            "scratch", "num_rows", "max_tokens", "max_queries", "max_pages", "num_heads", "num_kv_heads", "head_dim",
-            "page_size", "window",
-        )
-    ]
-    + [("scale", np.float32), ("softcap", np.float32)]
-)  # fmt: skip
+JOB, PACK = record(
+    "q out kind k v tables start num_tokens offsets sinks splits_done partial scratch num_rows max_tokens max_queries"
+    " max_pages num_heads num_kv_heads head_dim page_size window",
+    "scale softcap",
+)
 """Addresses of contiguous arrays, sizes, and options (0 = none). `kind`: of q and out. `max_queries`: the largest M.
-`counters` [2 + R * Hkv] int64, zeroed: the next piece, the next thread, the splits done of each (row, key head).
-`scratch`: scratch_floats(...) for each thread; `partial`: partial_floats(...) for each piece."""
+`splits_done` [R, Hkv] int64, zeroed. `scratch`: scratch_floats(...) for each thread; `partial`: partial_floats(...) for
+each piece. The last two are needed where a row has more than one split."""
 
 
 @cache
@@ -62,7 +56,7 @@ def decode_kernel(kind: int, lanes: int) -> Launch:
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, JOB)[0]
-        _work(job, zeros(lanes), pointer(kind, job.k), pointer(kind, job.v))
+        _work(address, job, zeros(lanes), pointer(kind, job.k), pointer(kind, job.v))
 
     return compile_kernel(kernel)
 
@@ -98,11 +92,10 @@ def _scratch(job: Any, thread: int) -> Any:
 
 
 @helper
-def _work(job: Any, zero: Any, k: Any, v: Any) -> None:
+def _work(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
     """Draw pieces of work until none is left."""
     num_tokens, start = pointer(INT32, job.num_tokens), pointer(INT32, job.start)
-    counters = pointer(INT64, job.counters)
-    thread, item = fetch_add(counters, 1, 1), fetch_add(counters, 0, 1)
+    item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
     base = 0  # the first item of the row
     for row in range(job.num_rows):
         tokens, num_splits, first_split = num_tokens[row], 0, 0
@@ -115,7 +108,7 @@ def _work(job: Any, zero: Any, k: Any, v: Any) -> None:
             _attend(job, zero, k, v, thread, row, head, first_split + split)
             if num_splits == 1 or _merge(job, zero, thread, row, head, base, split, num_splits):
                 _finish(job, zero, thread, row, head)
-            item = fetch_add(counters, 0, 1)
+            item = fetch_add(address, 0, 1)
         base += num_splits * job.num_kv_heads
 
 
@@ -143,7 +136,7 @@ def _attend(job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, head: in
         for m in range(tokens * group):
             limit = start + m // group + 1 - tile  # columns from here on are in this query's future
             first = limit - job.window if job.window > 0 else 0
-            decay = weigh(zero, m, first, limit, count, job.softcap, scores, peak, mass)
+            decay = weigh(zero, m, first, limit, count, np.float32(job.softcap), scores, peak, mass)
             for d in range(0, dim, lanes):
                 store(acc, m * dim + d, mul(load(zero, acc, m * dim + d), decay))
         for part in range(0, count, size):
@@ -167,7 +160,7 @@ def _pack(job: Any, zero: Any, row: int, head: int, num: int, q: Any, spare: Any
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
     source = (pointer(INT32, job.offsets)[row] * job.num_heads + head * group) * dim
     num_queries = pointer(INT32, job.num_tokens)[row] * group
-    scale = splat(zero, job.scale if job.softcap > 0 else np.float32(job.scale * np.float32(LOG2E)))
+    scale = splat(zero, np.float32(job.scale if job.softcap > 0 else job.scale * LOG2E))
     for m in range(num):
         token, member = divmod(m, group)
         for d in range(0, dim, num_lanes(zero)):
@@ -192,7 +185,7 @@ def _merge(job: Any, zero: Any, thread: int, row: int, head: int, base: int, spl
         store(mine, i, load(zero, acc, i))
     for m in range(num_queries):
         mine[most * dim + m], mine[most * (dim + 1) + m] = peak[m], mass[m]
-    if fetch_add(pointer(INT64, job.counters), 2 + row * job.num_kv_heads + head, 1) < num_splits - 1:
+    if fetch_add(pointer(INT64, job.splits_done), row * job.num_kv_heads + head, 1) < num_splits - 1:
         return False
     for m in range(num_queries):
         peak[m], mass[m] = -np.inf, 0.0

@@ -1,7 +1,8 @@
 """Compile a kernel once per machine and run it on torch's own threads.
 
-A kernel is a function of one address: that of a `job`, a record of pointers and sizes. Every thread of the team runs
-the whole function and draws pieces of work from a counter, so that no thread waits while another has plenty.
+A kernel is a function of one address: that of a job, a record of pointers and sizes whose first two fields are counters
+that start at 0. Every thread of the team runs the whole function and draws its pieces of work from a counter, so that
+no thread waits while another has plenty.
 
 Why torch's threads: a second pool beside torch's OpenMP pool (numba's own) makes both slower, since idle OpenMP threads
 spin for the next parallel region and starve the other pool. `GOMP_parallel` is the entry that compiled
@@ -18,15 +19,19 @@ import ctypes
 import hashlib
 import os
 import pathlib
+import struct
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Launch = Callable[[bytes, int], None]  # launch(job, num_threads)
+
+_ELEMENTS_EACH = 16384  # elements of simple work that make one more thread worth waking
 
 _FASTMATH = {"contract", "nsz"}  # not "fast": masks are -inf, faults are NaN, and both must pass through
 
@@ -50,22 +55,34 @@ def compile_kernel(function: Callable[[Any], None]) -> Launch:
     parallel, entry = _parallel(), compiled.address
 
     def launch(job: bytes, num_threads: int) -> None:
-        parallel(entry, job, num_threads, 0)
+        parallel(entry, ctypes.create_string_buffer(job, len(job)), num_threads, 0)
 
     launch.compiled = compiled  # type: ignore[attr-defined]  # the code lives as long as its launcher
     return launch
 
 
+def record(integers: str, floats: str = "") -> tuple[np.dtype[np.void], struct.Struct]:
+    """Return a job's layout, as numba reads it and as Python packs it, from its field names."""
+    names, reals = ["next_piece", "next_thread", *integers.split()], floats.split()
+    fields = [(name, np.int64) for name in names] + [(name, np.float64) for name in reals]
+    return np.dtype(fields), struct.Struct(f"{len(names)}q{len(reals)}d")
+
+
+def threads_for(num_elements: int) -> int:
+    """Return how many threads simple work over so many elements deserves."""
+    return min(torch.get_num_threads(), 1 + num_elements // _ELEMENTS_EACH)
+
+
 @cache
-def _parallel() -> Callable[[int, bytes, int, int], None]:
+def _parallel() -> Callable[[int, Any, int, int], None]:
     """Return run(entry, job, num_threads, flags), which runs entry(job) on every thread of a team."""
     library = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         run = ctypes.CDLL(str(library)).GOMP_parallel
     except (OSError, AttributeError):
-        call = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-        return lambda entry, job, num_threads, flags: call(entry)(job)
-    run.argtypes, run.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint), None
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        return lambda entry, job, num_threads, flags: call(entry)(ctypes.addressof(job))
+    run.argtypes, run.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     return run
 
 

@@ -67,9 +67,7 @@ def score(
 
 
 @helper
-def weigh(
-    zero: Any, m: int, first: int, end: int, count: int, softcap: float, scores: Any, peak: Any, mass: Any
-) -> Any:
+def weigh(zero: Any, m: int, first: int, end: int, count: int, softcap: Any, scores: Any, peak: Any, mass: Any) -> Any:
     """Turn query m's scores in one tile into weights relative to its running maximum, which may grow.
 
     Columns first .. end - 1 are visible, of `count` that hold tokens. Returns what earlier weights must be scaled by.
@@ -98,7 +96,7 @@ def weigh(
 
 
 @helper
-def _soften(zero: Any, x: Any, softcap: float) -> Any:
+def _soften(zero: Any, x: Any, softcap: Any) -> Any:
     """Return softcap * tanh(x / softcap), in units of log2."""
     one, cap = splat(zero, np.float32(1.0)), splat(zero, np.float32(softcap * np.float32(LOG2E)))
     e = exp2(minimum(mul(x, splat(zero, np.float32(2.0 * LOG2E) / softcap)), splat(zero, np.float32(126.0))))

@@ -135,23 +135,41 @@ def load(typing: Any, like: Any, source: Any, index: Any) -> Any:
 @_instruction
 def store(typing: Any, target: Any, index: Any, value: Any) -> Any:
     """store(pointer, i, x): write the lanes to elements i .. i + lanes - 1, rounded to nearest even."""
-    lanes, element = value.lanes, target.dtype
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x = args[2]
-        if element == types.float32:
-            at = _element_pointer(builder, args[0], args[1], _F32)
-        else:
-            at = _element_pointer(builder, args[0], args[1], ir.IntType(16))
-            x = (
-                _round_bfloat16(builder, x, lanes)
-                if element == types.uint16
-                else builder.fptrunc(x, _wide(lanes, ir.HalfType()))
-            )
-        builder.store(x, builder.bitcast(at, x.type.as_pointer()), align=4 if element == types.float32 else 2)
+        narrow = _narrow(builder, args[2], value.lanes, target.dtype)
+        at = _element_pointer(builder, args[0], args[1], narrow.type.element)
+        builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=target.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(target, types.int64, value), generate
+
+
+@_instruction
+def scatter(typing: Any, target: Any, index: Any, stride: Any, value: Any) -> Any:
+    """scatter(pointer, i, stride, x): write the lanes to elements i, i + stride, i + 2 * stride ..., rounded."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        narrow = _narrow(builder, args[3], value.lanes, target.dtype)
+        at = args[1]
+        for lane in range(value.lanes):
+            element = builder.extract_element(narrow, ir.Constant(_I32, lane))
+            builder.store(element, _element_pointer(builder, args[0], at, element.type))
+            at = builder.add(at, args[2])
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, types.int64, value), generate
+
+
+def _narrow(builder: Any, x: Any, lanes: int, element: Any) -> Any:
+    """Round a register to a memory kind, given as its numba type."""
+    if element == types.float32:
+        return x
+    return (
+        _round_bfloat16(builder, x, lanes)
+        if element == types.uint16
+        else builder.fptrunc(x, _wide(lanes, ir.HalfType()))
+    )
 
 
 def _round_bfloat16(builder: Any, x: Any, lanes: int) -> Any:
@@ -268,7 +286,7 @@ def prefetch(typing: Any, source: Any, index: Any) -> Any:
 
 @_instruction
 def fetch_add(typing: Any, source: Any, index: Any, amount: Any) -> Any:
-    """fetch_add(pointer, i, n): add n to 64-bit element i atomically; return what it held before."""
+    """fetch_add(pointer, i, n): add n to 64-bit element i of any pointer atomically; return what it held."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _element_pointer(builder, args[0], args[1], _I64), args[2], "seq_cst")

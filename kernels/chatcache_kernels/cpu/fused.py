@@ -1,0 +1,119 @@
+"""Norms and the activation in one pass each.
+
+In a decode step these are a handful of tiny torch calls per layer, and calling costs more than computing. A width that
+no register divides, or mixed dtypes, takes the plain torch path of `reference`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from .. import reference
+from .launch import Launch, compile_kernel, record, threads_for
+from .tile import LOG2E
+from .vectors import KINDS, add, div, exp2, fetch_add, fma, load, minimum, mul, pointer, splat, store, total, zeros
+
+_LANES = 16
+
+NORM_JOB, _PACK_NORM = record("x residual weight out total num_rows width", "eps")
+SILU_JOB, _PACK_SILU = record("gate_up out num_rows width")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row to unit root mean square, then by `weight`. Shapes: x [..., C], weight [C]."""
+    if not _fits(x, weight):
+        return reference.rms_norm(x, weight, eps)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _norm(x, 0, weight, out, 0, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(x + residual), x + residual). Shapes: x, residual [T, C], weight [C]."""
+    if not _fits(x, weight) or residual.dtype != x.dtype:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    x, residual = x.contiguous(), residual.contiguous()
+    out, summed = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, residual.data_ptr(), weight, out, summed.data_ptr(), eps)
+    return out, summed
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], gate first -> [T, I]."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if width % _LANES or gate_up.dtype not in KINDS:
+        return reference.silu_mul(gate_up)
+    gate_up = gate_up.contiguous()
+    out = torch.empty(num_rows, width, dtype=gate_up.dtype)
+    job = _PACK_SILU.pack(0, 0, gate_up.data_ptr(), out.data_ptr(), num_rows, width)
+    _silu_kernel(KINDS[gate_up.dtype])(job, threads_for(gate_up.numel()))
+    return out
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    return x.shape[-1] % _LANES == 0 and x.dtype in KINDS and weight.dtype == x.dtype and weight.is_contiguous()
+
+
+def _norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: int, eps: float) -> None:
+    width = x.shape[-1]
+    job = _PACK_NORM.pack(
+        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, x.numel() // width, width, eps
+    )
+    _norm_kernel(KINDS[x.dtype])(job, threads_for(x.numel()))
+
+
+@cache
+def _norm_kernel(kind: int) -> Launch:
+    """Return the launcher of the norms. Takes a NORM_JOB; without a residual, `residual` and `total` are 0."""
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, NORM_JOB)[0]
+        zero, width = zeros(_LANES), job.width
+        x, weight, out = pointer(kind, job.x), pointer(kind, job.weight), pointer(kind, job.out)
+        residual, summed = pointer(kind, job.residual), pointer(kind, job.total)
+        row = fetch_add(address, 0, 1)
+        while row < job.num_rows:
+            squares = zero
+            for i in range(row * width, (row + 1) * width, _LANES):
+                value = load(zero, x, i)
+                if job.residual != 0:
+                    store(summed, i, add(value, load(zero, residual, i)))
+                    value = load(zero, summed, i)  # rounded, as the next layer sees it
+                squares = fma(value, value, squares)
+            scale = splat(zero, np.float32(1.0 / np.sqrt(total(squares) / width + job.eps)))
+            source = x if job.residual == 0 else summed
+            for i in range(0, width, _LANES):
+                value = mul(load(zero, source, row * width + i), scale)
+                store(out, row * width + i, mul(value, load(zero, weight, i)))
+            row = fetch_add(address, 0, 1)
+
+    return compile_kernel(kernel)
+
+
+@cache
+def _silu_kernel(kind: int) -> Launch:
+    """Return the launcher of the activation. Takes a SILU_JOB."""
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, SILU_JOB)[0]
+        zero, width = zeros(_LANES), job.width
+        gate_up, out = pointer(kind, job.gate_up), pointer(kind, job.out)
+        one, minus_log2e = splat(zero, np.float32(1.0)), splat(zero, np.float32(-LOG2E))
+        most = splat(zero, np.float32(126.0))
+        row = fetch_add(address, 0, 1)
+        while row < job.num_rows:
+            for i in range(0, width, _LANES):
+                gate = load(zero, gate_up, 2 * row * width + i)
+                up = load(zero, gate_up, (2 * row + 1) * width + i)
+                slope = add(one, exp2(minimum(mul(gate, minus_log2e), most)))
+                store(out, row * width + i, mul(div(gate, slope), up))
+            row = fetch_add(address, 0, 1)
+
+    return compile_kernel(kernel)

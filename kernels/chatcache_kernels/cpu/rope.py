@@ -1,0 +1,127 @@
+"""Rotate queries and keys and write keys and values to their pages, in one pass.
+
+q, k and v may be slices of one fused projection: only their rows need be apart by the same stride. Heads that no
+register divides, or mixed dtypes, take the plain torch path. Symbols: see types.py; C = rotated dimensions / 2.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from .. import reference
+from ..types import KVPages
+from .launch import Launch, compile_kernel, helper, record, threads_for
+from .pages import write_slots
+from .vectors import FLOAT32, INT64, KINDS, fetch_add, fma, load, mul, num_lanes, pointer, scatter, splat, store, zeros
+
+JOB, _PACK = record(
+    "q k v out cos sin k_pages v_pages slots num_tokens q_stride k_stride v_stride num_heads num_kv_heads head_dim half"
+    " page_size"
+)
+"""Addresses, sizes, and strides between tokens in elements. cos, sin [T, C] float32; half = C, 0 = do not rotate."""
+
+
+def rope_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pages: KVPages, layer: int, slots: Tensor
+) -> Tensor:
+    """Rotate q and k, store k and v, return q. Shapes: q [T, H, D], k, v [T, Hkv, D], cos, sin [T, C], slots [T]."""
+    half = cos.shape[-1]
+    lanes = _lanes(pages.head_dim, half)
+    if not lanes or not (q.dtype == k.dtype == v.dtype == pages.k.dtype):
+        write_slots(pages, layer, reference.rope(k, cos, sin), v, slots)
+        return reference.rope(q, cos, sin)
+    q, k, v = (_dense_heads(x) for x in (q, k, v))
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    _run(q, k, v, out, cos.data_ptr(), sin.data_ptr(), half, lanes, pages, layer, slots)
+    return out
+
+
+def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Store keys and values of new tokens. Shapes: k, v [T, Hkv, D]; slots [T]."""
+    lanes = _lanes(pages.head_dim, 0)
+    if not lanes:
+        write_slots(pages, layer, k, v, slots)
+        return
+    k, v = (_dense_heads(x.to(pages.k.dtype)) for x in (k, v))
+    _run(k[:, :0], k, v, k, 0, 0, 0, lanes, pages, layer, slots)
+
+
+@cache
+def _lanes(head_dim: int, half: int) -> int:
+    """Return the register width that divides the rotated halves and the rest of a head, 0 if none does."""
+    return next((n for n in (16, 8) if half % n == 0 and (head_dim - 2 * half) % n == 0), 0)
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cos: int, sin: int, half: int, lanes: int, pages: KVPages, layer: int,
+    slots: Tensor,
+) -> None:  # fmt: skip
+    layer_bytes = layer * pages.k.stride(0) * pages.k.element_size()
+    slots = slots.to(torch.int64).contiguous()
+    num_tokens, num_heads = q.shape[:2]
+    job = _PACK.pack(
+        0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), cos, sin, pages.k.data_ptr() + layer_bytes,
+        pages.v.data_ptr() + layer_bytes, slots.data_ptr(), num_tokens, q.stride(0), k.stride(0), v.stride(0),
+        num_heads, pages.num_kv_heads, pages.head_dim, half, pages.page_size,
+    )  # fmt: skip
+    threads = threads_for(num_tokens * (num_heads + 2 * pages.num_kv_heads) * pages.head_dim)
+    _rope_kernel(KINDS[pages.k.dtype], lanes)(job, threads)
+
+
+@cache
+def _rope_kernel(kind: int, lanes: int) -> Launch:
+    """Return the launcher. Takes a JOB."""
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, JOB)[0]
+        q, k, v, out = pointer(kind, job.q), pointer(kind, job.k), pointer(kind, job.v), pointer(kind, job.out)
+        k_pages, v_pages = pointer(kind, job.k_pages), pointer(kind, job.v_pages)
+        zero, slots, size, dim = zeros(lanes), pointer(INT64, job.slots), job.page_size, job.head_dim
+        token = fetch_add(address, 0, 1)
+        while token < job.num_tokens:
+            for head in range(job.num_heads):
+                target = (token * job.num_heads + head) * dim
+                _rotate(zero, job, token, q, token * job.q_stride + head * dim, out, target, 1)
+            page, offset = divmod(slots[token], size)
+            for head in range(job.num_kv_heads):
+                base = (page * job.num_kv_heads + head) * size * dim
+                _rotate(zero, job, token, k, token * job.k_stride + head * dim, k_pages, base + offset, size)
+                for d in range(0, dim, lanes):
+                    store(v_pages, base + offset * dim + d, load(zero, v, token * job.v_stride + head * dim + d))
+            token = fetch_add(address, 0, 1)
+
+    return compile_kernel(kernel)
+
+
+@helper
+def _rotate(zero: Any, job: Any, token: int, source: Any, at: int, target: Any, to: int, step: int) -> None:
+    """Rotate one head from `source` into `target`, whose elements lie `step` apart."""
+    half, lanes = job.half, num_lanes(zero)
+    cos, sin = pointer(FLOAT32, job.cos), pointer(FLOAT32, job.sin)
+    minus = splat(zero, np.float32(-1.0))
+    for i in range(0, half, lanes):
+        c, s = load(zero, cos, token * half + i), load(zero, sin, token * half + i)
+        first, second = load(zero, source, at + i), load(zero, source, at + half + i)
+        _put(target, to + i * step, step, fma(first, c, mul(minus, mul(second, s))))
+        _put(target, to + (half + i) * step, step, fma(second, c, mul(first, s)))
+    for i in range(2 * half, job.head_dim, lanes):
+        _put(target, to + i * step, step, load(zero, source, at + i))
+
+
+@helper
+def _put(target: Any, to: int, step: int, value: Any) -> None:
+    if step == 1:
+        store(target, to, value)
+    else:
+        scatter(target, to, step, value)
