@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from chatcache.text.pieces import Lead, pieces_of
 from chatcache.text.tokenizer import Tokenizer
@@ -62,6 +62,14 @@ def test_every_byte_of_the_byte_level_map() -> None:
     assert sorted(pieces) == [bytes([byte]) for byte in range(256)]
     text = "aé中👩\x00\x7f\xad "
     assert b"".join(pieces[index] for index in backend.encode(text).ids) == text.encode()
+
+
+@pytest.mark.parametrize("token", ["<é ü>", "<|a b|>", "ü", "中", "\xad", "Ġ x", "\x7f\x00"])
+def test_added_tokens_outside_the_byte_map_stand_for_themselves(token: str) -> None:
+    backend = backend_of("bytelevel")
+    backend.add_tokens([AddedToken(token, normalized=False)])
+    (index,) = backend.encode(token, add_special_tokens=False).ids
+    assert pieces_of(backend).of[index].decode("utf-8", "replace") == backend.decode([index])
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(cleanup=False), decoders.BPEDecoder("</w>")])

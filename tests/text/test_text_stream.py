@@ -181,9 +181,10 @@ def test_eos_and_stop_tokens_are_hidden() -> None:
 
 def test_eos_completes_no_stop_string_but_flushes_what_was_held() -> None:
     tokenizer = TOKENIZERS["bytelevel"]
-    stream = TextStream(tokenizer, ["lo</s>"])
-    assert consume(stream, [*tokenizer.encode("Hello"), *tokenizer.eos_token_ids]) == "Hello"
-    assert stream.stopped is None
+    stream = TextStream(tokenizer, ["lo</s>"], True, False)
+    assert "Hello".startswith(stream.push(tokenizer.encode("Hello"))) and stream.text != "Hello"
+    stream.push(tokenizer.eos_token_ids)
+    assert stream.text == "Hello</s>" and stream.finish() == "" and stream.stopped is None
 
 
 def test_a_special_token_can_be_a_stop_string() -> None:
