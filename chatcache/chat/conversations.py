@@ -91,19 +91,15 @@ class Conversations:
         request = planned.request
         if not request.store:
             return None
-        conversation = planned.conversation
-        if conversation is None:
-            now = planned.turn.created_at
-            conversation = Conversation(new_id("conv"), request.owner, created_at=now, updated_at=now)
-            await self.store.create(conversation)
-        return await self.store.append(
-            request.owner,
-            conversation.id,
-            planned.inputs,
-            planned.turn,
-            active_leaf=planned.turn.parent_id,
-            title=_title(request.input),
-        )
+        leaf, title = planned.turn.parent_id, _title(request.input)
+        if planned.conversation is not None:
+            return await self.store.append(
+                request.owner, planned.conversation.id, planned.inputs, planned.turn, active_leaf=leaf, title=title
+            )
+        now = planned.turn.created_at
+        conversation = Conversation(new_id("conv"), request.owner, now, now, title or "", active_leaf=leaf, rev=1)
+        await self.store.create(conversation, planned.inputs, planned.turn)
+        return conversation
 
     async def settle(
         self,

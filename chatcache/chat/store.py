@@ -30,7 +30,9 @@ class ConversationStore(Protocol):
     NotFound for ids that do not exist or belong to somebody else.
     """
 
-    async def create(self, conversation: Conversation) -> None: ...
+    async def create(self, conversation: Conversation, items: Sequence[Item] = (), turn: Turn | None = None) -> None:
+        """Store a new conversation together with its first turn."""
+        ...
 
     async def get(self, owner: str, conversation_id: str) -> Conversation: ...
 

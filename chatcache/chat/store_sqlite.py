@@ -61,8 +61,12 @@ class SqliteStore:
         except sqlite3.Error as error:
             raise StoreUnusable(f"{path}: {error}") from error
 
-    async def create(self, conversation: Conversation) -> None:
-        await self._writer.run(lambda db: _create(db, conversation))
+    async def create(self, conversation: Conversation, items: Sequence[Item] = (), turn: Turn | None = None) -> None:
+        def job(db: sqlite3.Connection) -> None:
+            _create(db, conversation)
+            _add(db, conversation.id, items, turn)
+
+        await self._writer.run(job)
 
     async def get(self, owner: str, conversation_id: str) -> Conversation:
         return await self._writer.run(lambda db: _head(db, owner, conversation_id))
@@ -89,10 +93,7 @@ class SqliteStore:
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
             head = _head(db, owner, conversation_id, expect)
-            for item in items:
-                _insert_item(db, conversation_id, item)
-            if turn is not None:
-                _put_turn(db, conversation_id, turn)
+            _add(db, conversation_id, items, turn)
             return _touch(db, head, title=head.title or title, active_leaf=active_leaf)
 
         return await self._writer.run(job)
@@ -193,6 +194,13 @@ def _locate(db: sqlite3.Connection, owner: str, member_id: str) -> str:
         raise NotFound(f"no response or message {member_id!r}")
     found: str = row[0]
     return found
+
+
+def _add(db: sqlite3.Connection, conversation_id: str, items: Sequence[Item], turn: Turn | None) -> None:
+    for item in items:
+        _insert_item(db, conversation_id, item)
+    if turn is not None:
+        _put_turn(db, conversation_id, turn)
 
 
 def _insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> None:

@@ -18,7 +18,7 @@ from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.logprobs import chat_logprobs
-from chatcache.gateway.params import to_messages, to_params
+from chatcache.gateway.params import known_as, to_messages, to_params
 from chatcache.gateway.stateless import generation, respond, usage
 from chatcache.gateway.wire import ChatFields, CompletionBase, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
@@ -54,7 +54,8 @@ async def chat_completions(request: Request) -> Response:
         with_usage=bool(base.stream_options and base.stream_options.include_usage),
         prompt_token_ids=prompt.token_ids if base.return_token_ids else None,
     )
-    reply = await model.service.start(engine_request, prompt.text)
+    with known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None):
+        reply = await model.service.start(engine_request, prompt.text)
     return await respond(
         request,
         lambda: generation(reply, gateway.metrics),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from chatcache.chat.prompt import Message
@@ -85,6 +86,16 @@ def _beams(fields: SamplingFields, max_tokens: int | None, logprobs: int | None)
         skip_special_tokens=fields.skip_special_tokens is not False,
         logprobs=logprobs,
     )
+
+
+@contextlib.contextmanager
+def known_as(**names: str | None) -> Iterator[None]:
+    """Rename the engine's fields in refusals to what the client called them (None: as they are)."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = names.get(error.param or "") or error.param
+        raise
 
 
 def to_messages(fields: Sequence[MessageFields], param: str) -> tuple[Message, ...]:

@@ -20,7 +20,7 @@ from chatcache.gateway.conversations import conversation_json
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
 from chatcache.gateway.metering import metered
-from chatcache.gateway.params import to_messages, to_params
+from chatcache.gateway.params import known_as, to_messages, to_params
 from chatcache.gateway.response_frames import ResponseFrames
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.wire import ConversationRef, ResponseFields, SamplingFields
@@ -45,10 +45,11 @@ async def start_response(gateway: Gateway, owner: str, body: Mapping[str, Any]) 
         sampling, max_tokens=fields.max_output_tokens, logprobs=_logprobs(fields), vocab_size=model.tokenizer.vocab_size
     )
     planned = await model.conversations.plan(request)
-    reply = await model.service.start(
-        GenerateRequest(request_id=planned.turn.id, prompt=planned.prompt.token_ids, params=params, namespace=owner),
-        planned.prompt.text,
+    engine_request = GenerateRequest(
+        request_id=planned.turn.id, prompt=planned.prompt.token_ids, params=params, namespace=owner
     )
+    with known_as(max_tokens="max_output_tokens"):
+        reply = await model.service.start(engine_request, planned.prompt.text)
     try:
         conversation = await model.conversations.open(planned)
     except BaseException:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
 from tests.gateway.serving import MAX_MODEL_LEN, MODEL, PAGE_SIZE, Server, slowed, wait_until
 
@@ -256,7 +258,7 @@ def test_leaving_ends_and_keeps_what_was_said(server: Server, url: str) -> None:
         ({"input": "x", "n": 0}, "n", 400),
         ({"input": "x", "n": 65}, "n", 400),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", 400),
-        ({"input": "x", "max_output_tokens": MAX_MODEL_LEN}, "max_tokens", 400),
+        ({"input": "x", "max_output_tokens": MAX_MODEL_LEN}, "max_output_tokens", 400),
         ({"input": "x", "temperature": 3}, "temperature", 400),
         ({"input": "x", "top_logprobs": 21}, "top_logprobs", 400),
         ({"input": "x", "top_logprobs": 2}, "top_logprobs", 400),
@@ -329,3 +331,32 @@ def test_lanes_and_queues_are_bounded(server: Server, socket: ClientConnection) 
 def test_plain_http_on_the_socket_path_is_told_so(server: Server) -> None:
     status, _, answer = server.request("GET", "/v1/responses")
     assert status in (404, 405, 426) and answer["error"]["code"]
+
+
+def test_a_reader_that_stalls_stops_nobody(server: Server, url: str) -> None:
+    """Frames wait in the log; the engine and the other connections go on."""
+    with connect(url, max_queue=1) as stalled, connect(url) as other:
+        send(stalled, **{**LONG, "max_output_tokens": 300}, n=3)
+        assert len(ask(other, input="Hello")["output"]) == 1
+        wait_until(lambda: server.num_pages_in_use() == 0, "the stalled reader's generation to end")
+        frames = until_end(stalled)
+    assert [frame["sequence_number"] for frame in frames] == list(range(len(frames)))
+
+
+class FullDisk(SqliteStore):
+    """Refuses every write."""
+
+    async def create(self, *_: object) -> None:
+        raise OSError("disk full: /secret/path")
+
+
+def test_a_store_that_fails_ends_the_generation_too(tmp_path: Path) -> None:
+    with Server(ServerConfig(), store=FullDisk(tmp_path / "c.db")) as server:
+        server.wait_ready()
+        with connect(f"ws://127.0.0.1:{server.port}/v1/responses") as socket:
+            send(socket, **LONG)
+            frame = receive(socket)
+            assert frame["type"] == "error" and frame["status"] == 500
+            assert "secret" not in json.dumps(frame)
+            assert ask(socket, input="x", store=False)["output"]
+        server.wait_idle()
