@@ -1,0 +1,207 @@
+"""The sampler against distributions computed the long way, and against itself in other company."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from chatcache.model.noise import draw_keys, gumbel, token_base
+from chatcache.model.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, top_tokens
+from chatcache.sched.plan import LogitEdit, StepResult
+from tests.model.drive import make_draws
+
+CPU = torch.device("cpu")
+NUM_DRAWS = 20_000
+
+
+def draw(logits: torch.Tensor, specs: list[dict[str, Any]], edits: list[LogitEdit] | None = None) -> StepResult:
+    """Sample from one row of logits per spec."""
+    rows = np.array([spec.get("row", 0) for spec in specs])
+    return Sampler(logits.shape[-1], CPU).sample(logits, rows, make_draws(specs, edits or []))
+
+
+def exact(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> NDArray[np.float64]:
+    """Return the distribution to draw from, by a plain loop in float64: temperature, min_p, top_k, top_p."""
+    scaled = logits.double().numpy() / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    probs[probs < min_p * probs.max()] = 0.0
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    for token in order[top_k:] if top_k > 0 else ():
+        probs[token] = 0.0
+    probs /= probs.sum()
+    before, kept = 0.0, np.zeros_like(probs)
+    for token in order:
+        if token == order[0] or before < top_p:
+            kept[token] = probs[token]
+        before += probs[token]
+    return kept / kept.sum()
+
+
+FILTERS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.0),
+    (1.5, 5, 1.0, 0.0),
+    (1.0, 0, 0.8, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (1.3, 12, 0.9, 0.02),
+    (1.0, -1, 0.5, 0.05),
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
+@pytest.mark.parametrize("vocab_size", [30, 700])
+def test_frequencies_are_the_exact_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
+) -> None:
+    """700 tokens exceed the candidates fetched first, so that flat tails take the full sort as well."""
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(7)) * (2.0 if vocab_size < 100 else 0.7)
+    num_draws = NUM_DRAWS if vocab_size < 100 else NUM_DRAWS // 4
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    counts = np.zeros(vocab_size)
+    for start in range(0, num_draws, 1000):
+        specs = [{"seed": 3, "lane": 1, "position": start + index, **filters} for index in range(1000)]
+        tokens = draw(logits, specs).tokens[:, 0]
+        np.add.at(counts, tokens, 1)
+    expected = exact(logits[0], temperature, top_k, top_p, min_p)
+    assert not counts[expected == 0].any(), "drew a token that the filters drop"
+    deviation = np.sqrt(num_draws * expected * (1 - expected))
+    likely = expected * num_draws >= 10
+    assert (np.abs(counts - num_draws * expected)[likely] <= 4.5 * deviation[likely] + 1).all()
+    chi2 = ((counts - num_draws * expected)[likely] ** 2 / (num_draws * expected[likely])).sum()
+    freedom = likely.sum()
+    assert chi2 <= freedom + 5 * np.sqrt(2 * freedom) + 5
+
+
+def test_noise_is_its_written_definition() -> None:
+    """numpy, integer by integer as the docstring of `noise.py` has it."""
+
+    def mix64(x: int) -> int:
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+        return x ^ x >> 31
+
+    def mix32(x: int) -> int:
+        x = ((x ^ x >> 16) * 0x21F0AAAD) % 2**32
+        x = ((x ^ x >> 15) * 0x735A2D97) % 2**32
+        return x ^ x >> 15
+
+    seeds, lanes, positions = [0, 1, 2**64 - 1], [0, 63, 7], [0, 2**31 - 1, 4096]
+    low, high = draw_keys(np.array(seeds, np.uint64), np.array(lanes, np.int32), np.array(positions, np.int32))
+    got = gumbel(token_base(50, CPU), torch.from_numpy(low), torch.from_numpy(high)).numpy()
+    for draw_index, (seed, lane, position) in enumerate(zip(seeds, lanes, positions, strict=True)):
+        key = mix64(mix64((seed + 0x9E3779B97F4A7C15) % 2**64) ^ (lane << 32 | position))
+        for token in range(50):
+            bits = mix32((mix32((token + 0x9E3779B9) % 2**32) ^ key % 2**32) * (key >> 32 | 1) % 2**32) & 0x7FFFFFFF
+            uniform = min((bits + 0.5) * 2.0**-31, 1 - 2.0**-24)
+            assert got[draw_index, token] == pytest.approx(-np.log(-np.log1p(-uniform)), rel=1e-5, abs=1e-5)
+
+
+def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
+    keys = draw_keys(
+        np.arange(64, dtype=np.uint64) // 16,
+        np.arange(64, dtype=np.int32) // 4 % 4,
+        np.arange(64, dtype=np.int32) % 4,
+    )
+    noise = gumbel(token_base(4096, CPU), *(torch.from_numpy(word) for word in keys)).double()
+    assert abs(noise.mean() - 0.577216) < 4 * (np.pi**2 / 6 / noise.numel()) ** 0.5
+    uniform = (-(-noise).exp()).exp().flatten().sort().values
+    steps = torch.arange(len(uniform)) / len(uniform)
+    assert (uniform - steps).abs().max() < 1.9 / len(uniform) ** 0.5  # Kolmogorov-Smirnov, p about 1e-3
+    for axis in (noise, noise.T[:64]):  # draws against draws, tokens against tokens
+        related = torch.corrcoef(axis) - torch.eye(64)
+        assert related.abs().max() < 6.0 / axis.shape[1] ** 0.5
+
+
+def test_draws_do_not_depend_on_their_company() -> None:
+    logits = torch.randn(6, 900, generator=torch.Generator().manual_seed(1))
+    kinds = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 400, "top_p": 0.99}, {"temperature": 0.0}]
+    specs = [
+        {"row": index, "seed": 99, "lane": index, "position": 5, "temperature": 0.9, **kind}
+        for index, kind in enumerate(kinds)
+    ]
+    together = draw(logits, specs)
+    for order in ([5, 3, 1], [4], [0, 2, 4, 1], [2]):
+        some = draw(logits, [specs[index] for index in order])
+        np.testing.assert_array_equal(some.tokens[:, 0], together.tokens[order, 0])
+        np.testing.assert_allclose(some.logprobs[:, 0], together.logprobs[order, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("field", ["seed", "lane", "position"])
+def test_every_part_of_the_key_matters(field: str) -> None:
+    logits = torch.zeros(1, 1000)
+    tokens = draw(logits, [{"temperature": 1.0, field: value} for value in range(40)]).tokens[:, 0]
+    assert len(set(tokens.tolist())) >= 36
+
+
+def test_greedy_takes_the_lowest_of_equals_and_reports_raw_logprobs() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 1.0, 2.0]], dtype=torch.bfloat16)
+    result = draw(logits, [{"row": 1, "num_top": 4}, {"row": 0, "temperature": 0.0, "num_top": 2}])
+    raw = logits.float().log_softmax(-1).numpy()
+    assert result.tokens[:, 0].tolist() == [0, 1]
+    np.testing.assert_allclose(result.logprobs[:, 0], [raw[1, 0], raw[0, 1]], rtol=1e-6)
+    assert result.top_tokens.tolist() == [[0, 1, 3, 2], [1, 2, -1, -1]]
+    np.testing.assert_allclose(result.top_logprobs[0], raw[1, [0, 1, 3, 2]], rtol=1e-6)
+    assert np.isneginf(result.top_logprobs[1, 2:]).all()
+
+
+def test_wide_draws_are_the_top_of_the_edited_log_softmax() -> None:
+    logits = torch.tensor([[0.5, 2.0, 2.0, -1.0, 2.0]])
+    edit = LogitEdit(1, *(np.array(x, t) for x, t in (([1, 3], "i4"), ([2.0, 2.0], "f4"), ([-np.inf, 5.0], "f4"))))
+    result = draw(logits, [{"width": 2}, {"width": 4, "temperature": 9.0}, {"width": 9}], [edit])
+    edited = torch.tensor([0.5, -torch.inf, 2.0, 3.0, 2.0]).log_softmax(-1).numpy()
+    assert result.tokens.tolist() == [[1, 2, -1, -1, -1], [3, 2, 4, 0, -1], [1, 2, 4, 0, 3]]
+    np.testing.assert_allclose(result.logprobs[1, :4], edited[[3, 2, 4, 0]], rtol=1e-6)
+    assert np.isneginf(result.logprobs[0, 2:]).all()
+    assert not result.faults
+
+
+def test_edits_move_the_draw_and_not_the_reported_logprob() -> None:
+    logits = torch.tensor([[1.0, 0.0, -2.0]])
+    scale, add = np.array([4.0, 4.0], np.float32), np.array([0.0, 9.5], np.float32)
+    edit = LogitEdit(0, np.array([0, 2], np.int32), scale, add)
+    result = draw(logits, [{}, {}], [edit])  # draw 0: [0.25, 0, -8 + 9.5]
+    assert result.tokens[:, 0].tolist() == [2, 0]
+    np.testing.assert_allclose(result.logprobs[:, 0], logits.log_softmax(-1)[0, [2, 0]].numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("spec", [{}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0}, {"width": 3}])
+def test_broken_logits_fault_their_own_draws_only(bad: float, spec: dict[str, Any]) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    healthy = draw(logits, [{"row": row, **spec} for row in range(3)])
+    logits[1, 7] = bad
+    result = draw(logits, [{"row": row, **spec} for row in (0, 1, 2, 1)])
+    assert result.faults == ((1, NOT_FINITE), (3, NOT_FINITE))
+    np.testing.assert_array_equal(result.tokens[[0, 2]], healthy.tokens[[0, 2]])
+    assert (result.tokens[[1, 3]] == -1).all()
+
+
+@pytest.mark.parametrize("spec", [{}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0}, {"width": 2}])
+def test_banning_every_token_faults_the_draw(spec: dict[str, Any]) -> None:
+    ban = LogitEdit(1, np.arange(20, dtype=np.int32), np.ones(20, np.float32), np.full(20, -np.inf, np.float32))
+    result = draw(torch.randn(1, 20), [spec, spec], [ban])
+    assert result.faults == ((1, NOTHING_LEFT),)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([[80.0, 90.0, 89.9]])
+    specs: list[dict[str, Any]] = [{"temperature": temperature, "position": index} for index in range(50)]
+    assert set(draw(logits, specs).tokens[:, 0].tolist()) == {1}
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 40])
+def test_top_tokens_orders_equals_by_id(size: int) -> None:
+    """Values from a handful of levels, so that every cut runs through equals; -0.0 equals 0.0."""
+    values = torch.randint(-2, 3, (30, 40), generator=torch.Generator().manual_seed(size)).float()
+    values[values == 0] *= torch.where(torch.arange(int((values == 0).sum())) % 2 == 0, 1.0, -1.0)
+    found, ids = top_tokens(values, size)
+    for row in range(len(values)):
+        want = sorted(range(40), key=lambda token: (-values[row, token].item(), token))[:size]
+        assert ids[row].tolist() == want
+        assert found[row].tolist() == values[row, want].tolist()
