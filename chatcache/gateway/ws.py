@@ -60,6 +60,7 @@ class Connection:
     async def serve(self) -> None:
         """Read frames until the client leaves. Raises: WebSocketDisconnect."""
         if self._extended:
+            await self._gateway.health()  # so that the limits are known as soon as they can be
             await self._send(self._session())
         while True:
             message = await self._socket.receive()
