@@ -48,12 +48,18 @@ def chat(
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Same seed, same answers.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    attention: options.Attention = "auto",
     kv_memory: options.KVMemory = None,
     max_model_len: options.MaxModelLen = None,
 ) -> None:
     """Chat in the terminal, with a model of this machine or a running server."""
     config = EngineConfig(
-        model=model, device=device, dtype=dtype, kv_memory_bytes=kv_memory, max_model_len=max_model_len
+        model=model,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        kv_memory_bytes=kv_memory,
+        max_model_len=max_model_len,
     )
     params = SamplingParams(n=n, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     console = Console(highlight=False)

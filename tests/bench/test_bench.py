@@ -1,0 +1,143 @@
+"""The bench: its counting against an exact runner, its arithmetic by hand, its models against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from chatcache import compose
+from chatcache.bench import limits as limits_module
+from chatcache.bench.driver import Driver
+from chatcache.bench.limits import Limits, measure_limits
+from chatcache.bench.measures import MEASURES
+from chatcache.bench.report import Report, compared, print_report, rate, to_json
+from chatcache.bench.run import matmul_params, run_bench
+from chatcache.bench.shapes import SHAPES, write_model
+from chatcache.cli import app
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.engine.fake import FakeRunner, fake_facts
+from chatcache.types import BeamSearchParams, SamplingParams
+
+QUICK = EngineConfig(dtype="float32", attention="reference", kv_memory_bytes=2**24)
+
+
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_module, "MEASURE_S", 0.01)
+    monkeypatch.setattr(limits_module, "MATMUL_SIZE", {"cpu": 64})
+
+
+def fake_driver(caching: bool = True) -> Driver:
+    facts = fake_facts()
+    return Driver(Engine(FakeRunner(eos_every=0), facts, EngineConfig(enable_prefix_caching=caching)), facts)
+
+
+def greedy(num_tokens: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(temperature=1.0, n=n, max_tokens=num_tokens, ignore_eos=True)
+
+
+def test_the_driver_counts_what_was_computed() -> None:
+    driver = fake_driver()
+    run = driver.run([driver.prompt(40), driver.prompt(30)], greedy(6, n=3))
+    assert run.num_output_tokens == 2 * 3 * 6
+    assert len(run.decode_s) == 5, "the first of six tokens comes with the prompt"
+    assert run.num_decoded == 2 * 3 * 5
+    assert run.num_cached == [0, 0] and len(run.first_token_s) == 2
+    assert 0 < run.prefill_s <= run.total_s
+    assert run.decode_tokens_per_s == pytest.approx(run.num_decoded / sum(run.decode_s))
+
+
+def test_the_driver_sees_cache_hits_and_pages() -> None:
+    driver = fake_driver()
+    prompt = driver.prompt(64)
+    assert driver.run([prompt], greedy(2)).num_cached == [0]
+    run = driver.run([prompt + driver.prompt(4)], greedy(2, n=4))
+    assert run.num_cached[0] >= 64 - 16
+    assert 5 <= run.peak_pages <= 5 + 4
+    plain = fake_driver(caching=False)
+    plain.run([prompt], greedy(2))
+    assert plain.run([prompt], greedy(2)).num_cached == [0]
+
+
+def test_beams_are_timed_too() -> None:
+    driver = fake_driver()
+    params = BeamSearchParams(beam_width=4, max_tokens=8, early_stopping="never", ignore_eos=True)
+    run = driver.run([driver.prompt(20)], params)
+    assert len(run.decode_s) == 7
+    assert run.num_output_tokens == 4 * 8
+
+
+def test_the_roofline_is_the_larger_of_both_times() -> None:
+    limits = Limits(read_bytes_per_s=10.0, matmul_flops_per_s=100.0, buffer_bytes=1)
+    assert limits.step_s(num_bytes=50, num_flops=100) == 5.0
+    assert limits.step_s(num_bytes=50, num_flops=1000) == 10.0
+
+
+def test_limits_are_measured_over_a_buffer_of_the_weights_size() -> None:
+    limits = measure_limits(3 * 2**20, "float32", "cpu")
+    assert limits.buffer_bytes == 3 * 2**20
+    assert measure_limits(1, "bfloat16", "cpu").buffer_bytes == limits_module.MIN_BUFFER_BYTES
+    assert limits.read_bytes_per_s > 0 and limits.matmul_flops_per_s > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_a_written_model_is_whole_to_transformers(tmp_path: Path, tied: bool, qk_norm: bool) -> None:
+    shape = dataclasses.replace(SHAPES["tiny"], tied=tied, qk_norm=qk_norm)
+    write_model(shape, tmp_path, seed=3)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    weight = model.model.layers[1].mlp.up_proj.weight.float()
+    assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    engine = compose.build_engine(msgspec.structs.replace(QUICK, model=str(tmp_path)), need_tokenizer=False)
+    body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name and "lm_head" not in name)
+    assert matmul_params(tmp_path, engine.facts) == body
+
+
+@pytest.mark.parametrize("name", sorted(MEASURES))
+def test_every_bench_reports_figures_beside_their_limits(name: str) -> None:
+    report = run_bench(
+        name, QUICK, shape="tiny", prompt_tokens=32, output_tokens=8, batches=(1, 2), repeats=1, say=lambda _: None
+    )
+    assert (report.bench, report.model, report.dtype, report.attention) == (name, "tiny", "float32", "reference")
+    ratios = [figure for figure in report.figures if figure.ratio is not None]
+    assert len(ratios) >= 2
+    for figure in report.figures:
+        assert figure.value > 0 and (figure.limit is None or figure.ratio == pytest.approx(figure.value / figure.limit))
+    assert msgspec.json.decode(to_json(report), type=Report) == report
+    console = Console(width=160, record=True, file=io.StringIO())
+    print_report(report, console)
+    text = console.export_text()
+    assert all(figure.name in text for figure in report.figures) and "GB/s" in text
+
+
+def test_the_prefix_bench_finds_its_history_cached() -> None:
+    report = run_bench(
+        "prefix", QUICK, shape="tiny", prompt_tokens=64, output_tokens=8, batches=(1,), repeats=1, say=lambda _: None
+    )
+    cached = next(figure for figure in report.figures if figure.name == "tokens from cache")
+    assert 48 <= cached.value <= 64
+
+
+def test_figures() -> None:
+    assert rate("x", 5.0, 10.0, "y").ratio == 0.5
+    assert compared("x", 3.0, "ms", 2.0, "y").ratio == 1.5
+
+
+def test_the_command_prints_json(tmp_path: Path) -> None:
+    options = ["--shape", "tiny", "--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--json"]
+    more = ["--attention", "reference", "--dtype", "float32", "--out", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, ["bench", "latency", *options, *more])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((tmp_path / "out.json").read_text())
+    assert torch.get_num_threads() == json.loads(result.stdout)["num_threads"]
