@@ -1,21 +1,17 @@
 // The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
 import { computed, signal } from "@preact/signals";
 import type { CreateFrame, ServerFrame, Session } from "../wire/frames";
-import * as rest from "../wire/rest";
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
 import { FrameBatcher } from "./frame";
+import { Keeper } from "./keeper";
 import { requestFields } from "./request";
 import { type Sampling, sampling, systemPrompt } from "./settings";
 import { Thread } from "./thread";
 import { toast } from "./toast";
 import type { Message } from "./tree";
 import { Turn } from "./turn";
-
-const POLL_MS = 1000;
-const POLLS = 20;
-const SYSTEM_CHARS = 512; // the longest value that conversation metadata takes
 
 export class Chat {
   readonly conversations = new Conversations();
@@ -26,12 +22,13 @@ export class Chat {
   private readonly threads = new Map<string, Thread>();
   private readonly lanes = new Map<string, { thread: Thread; turn: Turn; user: Message }>();
   private readonly batcher = new FrameBatcher();
+  private readonly keeper = new Keeper(this.conversations);
   private count = 0;
 
   constructor(url = socketUrl()) {
     this.socket = new Socket(url, (frame) => this.receive(frame));
     this.socket.opened.subscribe((times) => times > 1 && void this.recover());
-    systemPrompt.subscribe(() => void this.keepSystemPrompt());
+    systemPrompt.subscribe((text) => void this.keeper.keepSystemPrompt(this.thread.peek(), text));
   }
 
   // -- verbs ------------------------------------------------------------------------------------------------------
@@ -90,7 +87,7 @@ export class Chat {
   choose(message: Message): void {
     const thread = this.thread.value;
     thread.tree.value.choose(message);
-    this.keepLeaf(thread);
+    this.keeper.keepLeaf(thread);
   }
 
   newConversation(): void {
@@ -104,7 +101,8 @@ export class Chat {
     this.threads.set(id, thread);
     this.thread.value = thread;
     if (known && (known.live.value || known.state.value === "ready")) return;
-    await this.load(thread, id);
+    const system = await this.keeper.load(thread, id);
+    if (system !== null && this.thread.value === thread) systemPrompt.value = system;
   }
 
   remove(id: string): void {
@@ -114,7 +112,7 @@ export class Chat {
   }
 
   isLive(id: string): boolean {
-    return [...this.lanes.values()].some((lane) => lane.thread.id.value === id);
+    return (this.threads.get(id)?.live.value ?? null) !== null;
   }
 
   // -- the server ---------------------------------------------------------------------------------------------------
@@ -165,7 +163,8 @@ export class Chat {
     if (frame.type === "conversation.updated") this.conversations.upsert(frame.conversation);
     const lane = frame.stream_id === undefined ? undefined : this.lanes.get(frame.stream_id);
     if (!lane) {
-      if (frame.type === "error") toast(frame.error.message);
+      // a stop that came a moment after the end names a response that no longer runs: nothing to tell
+      if (frame.type === "error" && frame.error.param !== "response_id") toast(frame.error.message);
       return;
     }
     lane.turn.apply(frame, this.batcher);
@@ -175,7 +174,7 @@ export class Chat {
       if (lane.thread.id.value === null && conversation !== null) {
         lane.thread.id.value = conversation;
         this.threads.set(conversation, lane.thread);
-        if (lane.thread === this.thread.value) void this.keepSystemPrompt();
+        if (lane.thread === this.thread.value) void this.keeper.keepSystemPrompt(lane.thread, systemPrompt.value);
       }
       if (lane.turn.stopWanted) this.stop();
     }
@@ -189,7 +188,7 @@ export class Chat {
     if (failure !== null) lane.turn.fail(failure, this.batcher);
     this.lanes.delete(key);
     lane.thread.live.value = null;
-    if (lane.turn.candidates.indexOf(lane.thread.tree.value.leaf.value!) > 0) this.keepLeaf(lane.thread);
+    if (lane.turn.candidates.indexOf(lane.thread.tree.value.leaf.value!) > 0) this.keeper.keepLeaf(lane.thread);
     const [first] = lane.turn.candidates;
     const words = first?.text.value.split(/\s+/).filter(Boolean).length ?? 0;
     if (first?.status.value === "error") announce(`The answer failed. ${first.error.value}`);
@@ -197,63 +196,17 @@ export class Chat {
     else announce(first?.status.value === "stopped" ? "Stopped." : `Answer complete, ${words} words.`);
   }
 
-  /** Tell the server which branch is shown, so that a reload shows it again. */
-  private keepLeaf(thread: Thread): void {
-    const leaf = thread.tree.value.leaf.value?.id.value;
-    const id = thread.id.value;
-    if (!leaf || id === null || thread.live.value) return;
-    rest.updateConversation(id, { active_leaf: leaf }).catch((error: Error) => toast(error.message));
-  }
-
-  private async load(thread: Thread, id: string): Promise<void> {
-    thread.state.value = "loading";
-    try {
-      const [conversation, items] = await Promise.all([rest.getConversation(id), rest.listItems(id)]);
-      thread.load(items, conversation.active_leaf);
-      thread.state.value = "ready";
-      this.conversations.upsert(conversation);
-      if (this.thread.value === thread) systemPrompt.value = conversation.metadata?.["system"] ?? "";
-    } catch (error) {
-      thread.state.value = error instanceof rest.RequestFailed && error.status === 404 ? "missing" : "ready";
-      if (thread.state.value === "ready") toast(`Not loaded. ${(error as Error).message}`);
-    }
-  }
-
   /** The connection is back. What was running went on without us or was stopped: show what the server kept. */
   private async recover(): Promise<void> {
     void this.conversations.refresh();
     for (const [key, lane] of [...this.lanes]) {
       const id = lane.thread.id.value;
-      if (id === null || lane.user.id.value === null) this.settle(key, "The connection was lost before this was sent.");
-      else await this.catchUp(key, lane.thread, id, lane.user.id.value);
-    }
-  }
-
-  private async catchUp(key: string, thread: Thread, id: string, user: string): Promise<void> {
-    for (let poll = 0; poll < POLLS; poll++) {
-      const [conversation, items] = await Promise.all([rest.getConversation(id), rest.listItems(id)]);
-      const answers = items.filter((item) => item.parent_id === user && item.response_id !== null);
-      if (answers.length > 0 && answers.every((item) => item.status !== "in_progress")) {
-        this.settle(key, "Interrupted.");
-        thread.load(items, conversation.active_leaf);
-        return;
+      const response = lane.turn.responseId.value;
+      if (id === null || response === null) this.settle(key, "The connection was lost before this was sent.");
+      else {
+        const found = await this.keeper.catchUp(lane.thread, id, response);
+        this.settle(key, found ? "Interrupted." : "The connection was lost and the server kept no answer.");
       }
-      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
-    }
-    this.settle(key, "The connection was lost and the server kept no answer.");
-  }
-
-  /** A conversation remembers its system prompt. */
-  private async keepSystemPrompt(): Promise<void> {
-    const id = this.thread.peek().id.peek();
-    const text = systemPrompt.peek();
-    if (id === null || text.length > SYSTEM_CHARS || this.thread.peek().state.peek() !== "ready") return;
-    const known = this.conversations.find(id)?.metadata?.["system"] ?? "";
-    if (known === text) return;
-    try {
-      this.conversations.upsert(await rest.updateConversation(id, { metadata: text ? { system: text } : {} }));
-    } catch {
-      // the next turn sends it anyway; only the memory of it is lost
     }
   }
 

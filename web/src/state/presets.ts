@@ -8,9 +8,11 @@ export interface Preset {
 
 export const PRESETS: readonly Preset[] = [
   { name: "Plain", text: "" },
-  { name: "Pirate", text: "You are a pirate. Answer like a pirate." },
   { name: "Brief", text: "Be brief." },
-  { name: "Shout", text: "Answer in capital letters." },
+  { name: "Pirate", text: "Talk like a pirate." },
+  { name: "Shout", text: "Always answer in capital letters." },
+  { name: "Whisper", text: "Use only lowercase letters." },
+  { name: "Butler", text: "You are a polite butler." },
 ];
 
 export interface Starter {
@@ -39,7 +41,7 @@ export const STARTERS: readonly Starter[] = [
   { title: "A little arithmetic", ask: "What is 27 + 48?", why: "Then press regenerate: the prompt is already there, only the answer is new.", sampling: { n: 1 } },
   {
     title: "A tiny program",
-    ask: "Write a tiny Python program",
+    ask: "Write Python code that prints hello",
     why: "Code arrives with colours and a copy button.",
     sampling: { n: 1 },
   },

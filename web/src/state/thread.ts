@@ -9,6 +9,7 @@ export type ThreadState = "ready" | "loading" | "missing";
 export class Thread {
   readonly id = signal<string | null>(null);
   readonly state = signal<ThreadState>("ready");
+  readonly settling = signal(false); // an answer may still turn up on the server
   readonly tree = signal(new Tree());
   readonly live = signal<Turn | null>(null);
   readonly next = signal<readonly string[]>([]); // what a starter suggests to ask after this answer

@@ -48,6 +48,10 @@ export class Tree {
 
   readonly leaf = computed<Message | null>(() => this.path.value.at(-1) ?? null);
 
+  get size(): number {
+    return this.messages.size;
+  }
+
   get(key: string): Message | undefined {
     return this.messages.get(key);
   }

@@ -36,7 +36,8 @@ export function App({ chat }: { chat: Chat }) {
 function TopBar() {
   const chat = useChat();
   const id = chat.thread.value.id.value;
-  const title = id === null ? "" : (chat.conversations.find(id)?.title ?? "");
+  const title = id === null ? null : chat.conversations.find(id)?.title;
+  const empty = chat.thread.value.tree.value.path.value.length === 0;
   return (
     <header class="top">
       <button
@@ -49,7 +50,7 @@ function TopBar() {
       >
         <Menu />
       </button>
-      <span class="top-title">{title}</span>
+      {empty ? <span class="grow" /> : <h1 class="top-title">{title ?? "New chat"}</h1>}
       <button type="button" class="tool top-new" aria-label="New chat" onClick={() => chat.newConversation()}>
         <Plus />
       </button>

@@ -87,8 +87,9 @@ function Card({ message, turn, index, current }: CardProps) {
           <Markdown message={message} />
           <Ending message={message} />
         </div>
-        <button type="button" class="button card-pick" onClick={() => chat.pick(message)} aria-label={`Pick answer ${index + 1}`}>
-          Pick <kbd>Alt {index + 1}</kbd>
+        <button type="button" class="button card-pick" aria-keyshortcuts={`Alt+${index + 1}`} onClick={() => chat.pick(message)}>
+          <span>Pick<span class="sr-only"> answer {index + 1}</span></span>
+          <kbd aria-hidden="true">Alt {index + 1}</kbd>
         </button>
       </article>
     </div>

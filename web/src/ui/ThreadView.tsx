@@ -75,7 +75,7 @@ function Row({ message }: { message: Message }) {
   const chat = useChat();
   const thread = chat.thread.value;
   if (message.role === "user") {
-    const unanswered = thread.tree.value.leaf.value === message && thread.live.value === null;
+    const unanswered = thread.tree.value.leaf.value === message && thread.live.value === null && !thread.settling.value;
     return (
       <>
         <UserMessage message={message} />

@@ -1,0 +1,154 @@
+"""The real server with the built-in model, and Debian's Chromium on its page."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.watched import Watched, pass_endless
+
+ROOT = Path(__file__).parents[2]
+BUILT_PAGE = ROOT / "chatcache" / "gateway" / "static" / "index.html"
+START_TIMEOUT_S = 120.0
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+]
+
+
+def _need(there: bool, what: str, how: str) -> None:
+    """Skip with the line that helps; where everything must be there (CI), fail."""
+    if there:
+        return
+    message = f"{what} is missing: {how}"
+    if os.environ.get("CI") == "true":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        try:
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.2)
+    pytest.fail(f"the server was not ready after {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server of our own: free port, empty database, built-in model, its own process.
+
+    CHATCACHE_E2E_URL names a running one instead, to try the suite on a deployment.
+    """
+    if running := os.environ.get("CHATCACHE_E2E_URL"):
+        yield running.rstrip("/")
+        return
+    _need(BUILT_PAGE.is_file(), "the built page", "make web")
+    folder = tmp_path_factory.mktemp("server")
+    url = f"http://127.0.0.1:{(port := _free_port())}"
+    log = folder / "server.log"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHATCACHE_")}
+    environment["OMP_NUM_THREADS"] = "1"  # the browser needs a core too; spinning threads would take both
+    command = [sys.executable, "-m", "chatcache", "serve", "--port", str(port), "--db", str(folder / "chat.db")]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait_ready(url, process, log)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One Chromium per module; closed before other tests need the event loop that Playwright holds."""
+    executable = shutil.which("chromium") or shutil.which("chromium-browser")
+    _need(executable is not None, "Chromium", "apt-get install chromium")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        _need(False, "playwright", "pip install 'chatcache[test]'")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=CHROMIUM_FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(server: str, browser: Any) -> Iterator[Any]:
+    """Opens watched pages; at the end none of them may have logged an error or asked a stranger for anything."""
+    opened: list[Watched] = []
+
+    def open_page(path: str = "/", **options: Any) -> Watched:
+        options = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"} | options
+        watched = Watched(browser.new_context(**options), server)
+        opened.append(watched)
+        watched.page.goto(server + path)
+        watched.page.wait_for_selector("#composer")
+        return watched
+
+    yield open_page
+    complaints = [complaint for watched in opened for complaint in watched.complaints()]
+    for watched in opened:
+        watched.context.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def chat(open_page: Any) -> Watched:
+    """A fresh page of a fresh visitor."""
+    page: Watched = open_page()
+    return page
+
+
+@pytest.fixture
+def endless(chat: Watched) -> None:
+    """Make the next pages of `chat` ask for answers that do not end by themselves."""
+    chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Any:
+    """Where a screenshot goes: web/screenshots when CHATCACHE_SCREENSHOTS is set, else a folder of the test."""
+    folder = ROOT / "web" / "screenshots" if os.environ.get("CHATCACHE_SCREENSHOTS") else tmp_path
+
+    def picture(page: Any, name: str) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.png"
+        page.screenshot(path=path, animations="disabled")
+        return path
+
+    return picture

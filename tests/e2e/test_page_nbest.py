@@ -1,0 +1,61 @@
+"""Several answers from one prompt, side by side: they stream together, one is picked, the talk goes on from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.e2e.watched import Watched
+
+
+def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, picture: Any) -> None:
+    for _ in range(3):
+        chat.page.click("[aria-label='More answers']")
+    chat.say("Tell me a story about a dragon")
+    everyone = "[...document.querySelectorAll('.card .prose')]"
+    chat.until(f"{everyone}.length === 4 && {everyone}.every(card => card.textContent.length > 60)")
+    picture(chat.page, "nbest")
+    chat.wait_end(0)
+    deltas = [frame["output_index"] for frame in chat.received if frame["type"] == "response.output_text.delta"]
+    assert set(deltas) == {0, 1, 2, 3}
+    assert deltas.index(3) < len(deltas) - 1 - deltas[::-1].index(0), "candidate 3 began only after candidate 0 ended"
+    texts = chat.page.locator(".card .prose").all_inner_texts()
+    assert all(texts) and len(set(texts)) > 1
+
+    chat.page.keyboard.press("Alt+3")
+    assert chat.answers() == [texts[2]]
+    assert chat.page.locator(".answer .switcher-place").inner_text() == "3/4"
+    for _ in range(3):
+        chat.page.click("[aria-label='Fewer answers']")
+    chat.ask("Thank you")
+    picked = next(frame["item"]["id"] for frame in chat.received if _is_item(frame, 2))
+    items = chat.page.evaluate("fetch(`v1/conversations/${location.hash.slice(1)}/items`).then(reply => reply.json())")
+    thanks = next(item for item in items["data"] if item["content"][0]["text"] == "Thank you")
+    assert thanks["parent_id"] == picked
+
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer >> nth=1")
+    assert chat.answers()[0] == texts[2]
+
+
+def test_a_click_picks_and_compare_brings_the_others_back(chat: Watched) -> None:
+    chat.page.click(".starter >> text=Four stories")
+    chat.wait_end(0)
+    texts = chat.page.locator(".card .prose").all_inner_texts()
+    chat.page.click(".card-pick >> nth=1")
+    assert chat.answers() == [texts[1]]
+    chat.page.click("text=Compare 4")
+    assert chat.page.locator(".card .prose").all_inner_texts() == texts
+    assert "card-current" in (chat.page.locator(".card >> nth=1").get_attribute("class") or "")
+
+
+def test_beam_search_shows_its_best_beams(chat: Watched) -> None:
+    chat.page.click("[aria-label=Settings]")
+    chat.page.click("button:text('Beam search')")
+    chat.ask("What is the capital of France?")
+    assert chat.page.locator(".card").count() == 2
+    assert "2 beams" in chat.page.locator(".fan-title").inner_text()
+    assert all(chat.page.locator(".card .prose").all_inner_texts())
+
+
+def _is_item(frame: dict[str, Any], index: int) -> bool:
+    return bool(frame["type"] == "response.output_item.added" and frame["output_index"] == index)

@@ -1,0 +1,142 @@
+"""Turns of a conversation in the browser: stream, remember, stop, ask again, edit, come back."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from tests.e2e.watched import Watched, endless_create
+
+PAGE_TOKENS = 16
+
+
+def test_second_turn_reads_the_first_from_the_cache_and_a_reload_keeps_both(chat: Watched) -> None:
+    first = chat.ask("My name is Ada.")["usage"]
+    second = chat.ask("What is my name?")["usage"]
+    history = first["input_tokens"] + first["output_tokens"]
+    assert second["input_tokens_details"]["cached_tokens"] > history - PAGE_TOKENS
+    assert chat.figure("cached") == second["input_tokens_details"]["cached_tokens"]
+    assert chat.figure("cached") + chat.figure("computed") == second["input_tokens"]
+    said, answers = chat.said(), chat.answers()
+    assert said == ["My name is Ada.", "What is my name?"]
+    assert len(answers) == 2 and all(answers)
+    assert chat.page.locator(".side-row-current .side-title").inner_text() != ""
+
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer >> nth=1")
+    assert (chat.said(), chat.answers()) == (said, answers)
+    assert chat.figure("cached") == second["input_tokens_details"]["cached_tokens"]
+
+
+def test_text_arrives_in_pieces_and_the_page_shows_exactly_them(chat: Watched) -> None:
+    chat.ask("Tell me a story about a dragon")
+    deltas = [frame["delta"] for frame in chat.received if frame["type"] == "response.output_text.delta"]
+    done = next(frame["text"] for frame in chat.received if frame["type"] == "response.output_text.done")
+    assert len(deltas) > 1
+    assert "".join(deltas) == done
+    assert _squeeze(chat.answers()[0]) == _squeeze(done)
+
+
+def test_escape_stops_and_the_text_so_far_stays(chat: Watched, endless: None) -> None:
+    chat.page.goto(chat.server)
+    chat.say("Tell me a story about a dragon")
+    chat.until("document.querySelector('.answer .prose')?.textContent.length > 20")
+    chat.page.keyboard.press("Escape")
+    ended = chat.wait_end(0)
+    assert ended["status"] == "cancelled"
+    assert chat.page.locator(".answer[data-status=stopped]").count() == 1
+    text = chat.answers()[0]
+    assert len(text) > 20
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer[data-status=stopped]")
+    assert chat.answers()[0] == text
+
+
+def test_regenerate_makes_a_sibling_and_the_shown_one_survives_a_reload(chat: Watched) -> None:
+    chat.ask("Tell me a story about a cat")
+    first = chat.answers()[0]
+    chat.page.click(".tool-again")
+    chat.wait_end(1)
+    place = chat.page.locator(".answer .switcher-place")
+    assert place.inner_text() == "2/2"
+    with chat.page.expect_response(re.compile("/v1/conversations/conv_")):
+        chat.page.click("[aria-label='Previous version']")
+    assert place.inner_text() == "1/2"
+    assert chat.answers() == [first]
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer .switcher-place")
+    assert place.inner_text() == "1/2"
+    assert chat.answers() == [first]
+
+
+def test_an_edit_is_a_branch_and_both_branches_stay(chat: Watched) -> None:
+    chat.ask("What is 2 + 3?")
+    before = chat.answers()
+    chat.page.focus("#composer")
+    chat.page.keyboard.press("ArrowUp")
+    editor = chat.page.locator("[aria-label='Edit message']")
+    assert editor.input_value() == "What is 2 + 3?"
+    editor.fill("What is 4 + 4?")
+    chat.page.keyboard.press("Enter")
+    chat.wait_end(1)
+    assert chat.said() == ["What is 4 + 4?"]
+    assert chat.page.locator(".said .switcher-place").inner_text() == "2/2"
+    chat.page.click(".said [aria-label='Previous version']")
+    assert (chat.said(), chat.answers()) == (["What is 2 + 3?"], before)
+
+
+def test_conversations_are_listed_renamed_found_and_deleted_with_undo(chat: Watched) -> None:
+    chat.ask("Hello")
+    row = chat.page.locator(".side-row-current")
+    row.hover()
+    row.locator("[aria-label^=Rename]").click()
+    name = f"Greetings {secrets.token_hex(4)}"
+    chat.page.fill("[aria-label='New title']", name)
+    with chat.page.expect_response(re.compile("/v1/conversations/conv_")):
+        chat.page.keyboard.press("Enter")
+    chat.page.reload()
+    title = chat.page.locator(f".side-row >> text={name}")
+    title.wait_for()
+    chat.page.fill("#find", "nothing of that name")
+    assert title.count() == 0
+    chat.page.fill("#find", name.upper())
+    row = chat.page.locator(".side-row", has=chat.page.get_by_text(name))
+    row.hover()
+    row.locator("[aria-label^=Delete]").click()
+    assert title.count() == 0
+    chat.page.click("text=Undo")
+    title.wait_for()
+
+
+def test_a_lost_connection_is_told_mended_and_nothing_is_lost(browser: Any, server: str) -> None:
+    """The socket runs through the test, which cuts it in the middle of an answer."""
+    chat = Watched(browser.new_context(), server)
+    links: list[Any] = []
+
+    def through(link: Any) -> None:
+        upstream = link.connect_to_server()
+        link.on_message(lambda text: upstream.send(endless_create(text)))
+        links.append((link, upstream))
+
+    chat.page.route_web_socket(re.compile("/v1/responses"), through)
+    chat.page.goto(server)
+    chat.page.wait_for_selector(".dot-on")
+    chat.say("Tell me a story about a dragon")
+    chat.until("document.querySelector('.answer .prose')?.textContent.length > 20")
+    link, upstream = links[0]
+    upstream.close()
+    link.close(code=1012)
+    chat.page.wait_for_selector(".banner")
+    chat.page.wait_for_selector(".banner", state="detached")
+    chat.page.wait_for_selector(".answer[data-status=stopped]")
+    assert len(chat.answers()[0]) > 20
+    chat.page.wait_for_selector("button[aria-label=Send]")
+    assert len(links) == 2
+    assert chat.complaints() == []
+    chat.context.close()
+
+
+def _squeeze(text: str) -> str:
+    """Letters and digits only: what markdown and line breaks cannot change."""
+    return "".join(re.findall(r"\w", text))
