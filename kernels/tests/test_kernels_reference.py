@@ -7,11 +7,21 @@ import math
 import pytest
 import torch
 from chatcache_kernels import reference
-from chatcache_kernels.types import AttentionBatch
+from chatcache_kernels.types import AttentionBatch, KVPages
+from torch import Tensor
 from torch.nn import functional as F
 
 
-def naive_attention(q, k, v, position, scale, window, softcap, sink):  # type: ignore[no-untyped-def]
+def naive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sink: float | None,
+) -> list[float]:
     """One query [D] against keys [S, D] at positions 0..S-1, in Python floats."""
     scores = []
     for j in range(k.shape[0]):
@@ -25,7 +35,9 @@ def naive_attention(q, k, v, position, scale, window, softcap, sink):  # type: i
     return [sum(e * float(v[j, d]) for j, e in enumerate(exponentials)) / total for d in range(v.shape[1])]
 
 
-def build_row(context: int, new: int, page_size: int, heads: int, kv_heads: int, head_dim: int):  # type: ignore[no-untyped-def]
+def build_row(
+    context: int, new: int, page_size: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[KVPages, AttentionBatch, Tensor, Tensor, Tensor]:
     """Return a store holding one row of `context` tokens in shuffled pages, its batch, q and the plain k, v."""
     num_pages = -(-context // page_size) + 3
     pages = reference.allocate_pages(2, num_pages, page_size, kv_heads, head_dim, torch.float32)

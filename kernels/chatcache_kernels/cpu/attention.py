@@ -66,7 +66,7 @@ def _decode(
     sinks: Tensor | None,
 ) -> None:
     """Run the decode kernel over the rows of at most `max_tokens` new tokens."""
-    num_rows, max_pages = batch.tables.shape
+    num_rows, table_stride = batch.tables.shape[0], batch.tables.stride(0)
     _, num_heads, head_dim = q.shape
     num_kv_heads, num_threads = pages.num_kv_heads, torch.get_num_threads()
     queries = max_queries(max_tokens, num_heads, num_kv_heads)
@@ -82,7 +82,7 @@ def _decode(
         0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), batch.start.data_ptr(), batch.num_tokens.data_ptr(), batch.offsets.data_ptr(),
         sinks.data_ptr() if sinks is not None else 0, splits_done.data_ptr(), floats.data_ptr() + 4 * scratch,
-        floats.data_ptr(), num_rows, max_tokens, queries, max_pages, num_heads, num_kv_heads, head_dim,
+        floats.data_ptr(), num_rows, max_tokens, queries, table_stride, num_heads, num_kv_heads, head_dim,
         pages.page_size, window or 0, scale, softcap or 0.0,
     )  # fmt: skip
     decode_kernel(KINDS[k.dtype], register_lanes(pages.page_size, head_dim))(job, num_threads)

@@ -42,12 +42,13 @@ SPLIT = 512  # keys of one piece of work; a multiple of TILE
 
 JOB, PACK = record(
     "q out kind k v tables start num_tokens offsets sinks splits_done partial scratch num_rows max_tokens max_queries"
-    " max_pages num_heads num_kv_heads head_dim page_size window",
+    " table_stride num_heads num_kv_heads head_dim page_size window",
     "scale softcap",
 )
 """Addresses of contiguous arrays, sizes, and options (0 = none). `kind`: of q and out. `max_queries`: the largest M.
-`splits_done` [R, Hkv] int64, zeroed. `scratch`: scratch_floats(...) for each thread; `partial`: partial_floats(...) for
-each piece. The last two are needed where a row has more than one split."""
+`table_stride`: int32 from one row of `tables` to the next. `splits_done` [R, Hkv] int64, zeroed. `scratch`:
+scratch_floats(...) for each thread; `partial`: partial_floats(...) for each piece. `splits_done` and `partial` are used
+where a row has more than one split."""
 
 
 @cache
@@ -117,7 +118,7 @@ def _attend(job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, head: in
     """Attend the row's queries of one key head to one split. Leaves acc, peak and mass in scratch."""
     dim, size, group, lanes = job.head_dim, job.page_size, job.num_heads // job.num_kv_heads, num_lanes(zero)
     start, tokens = pointer(INT32, job.start)[row], pointer(INT32, job.num_tokens)[row]
-    table = pointer(INT32, job.tables + 4 * row * job.max_pages)
+    table = pointer(INT32, job.tables + 4 * row * job.table_stride)
     acc, q, scores, peak, mass = _scratch(job, thread)
     num = (tokens * group + 3) // 4 * 4
     _pack(job, zero, row, head, num, q, acc)

@@ -20,6 +20,7 @@ import hashlib
 import os
 import pathlib
 import struct
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 Launch = Callable[[bytes, int], None]  # launch(job, num_threads)
 
+_COMPILING = threading.Lock()  # numba's cache folder is one setting for the process
 _ELEMENTS_EACH = 16384  # elements of simple work that make one more thread worth waking
 
 _FASTMATH = {"contract", "nsz"}  # not "fast": masks are -inf, faults are NaN, and both must pass through
@@ -46,12 +48,13 @@ def helper(function: Function) -> Function:
 def compile_kernel(function: Callable[[Any], None]) -> Launch:
     """Compile function(job_address), or load it from the cache, and return its launcher."""
     folder = _cache_folder()
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder or "")
-    try:
-        decorate = numba.cfunc("void(voidptr)", cache=folder is not None, error_model="numpy", fastmath=_FASTMATH)
-        compiled = decorate(function)
-    finally:
-        numba.config.CACHE_DIR = before
+    decorate = numba.cfunc("void(voidptr)", cache=folder is not None, error_model="numpy", fastmath=_FASTMATH)
+    with _COMPILING:
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder or "")
+        try:
+            compiled = decorate(function)
+        finally:
+            numba.config.CACHE_DIR = before
     parallel, entry = _parallel(), compiled.address
 
     def launch(job: bytes, num_threads: int) -> None:
