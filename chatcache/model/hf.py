@@ -97,24 +97,26 @@ def load_transformers(
     where = folder / "config.json"
     _refuse_alibi(where, raw)
     AttentionInterface.register(NAME, paged_attention)
+    safe = {"trust_remote_code": False, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        if not getattr(
-            AutoModelForCausalLM._model_mapping.get(type(config), None), "_supports_attention_backend", False
-        ):
-            raise ModelFolderError(f"{where}: {raw['model_type']} has attention that cannot run on KV pages")
+        config = AutoConfig.from_pretrained(folder, **safe)
+    except Exception as error:  # transformers raises many kinds, some of its own making; all mean the same here
+        raise ModelFolderError(_explain(where, raw, error)) from error
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise ModelFolderError(f"{where}: {raw['model_type']} has no attention that can run on KV pages")
+    try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
             attn_implementation=NAME,
-            trust_remote_code=False,
-            local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **safe,
         )
-    except (ValueError, OSError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFolderError(_explain(where, raw, error)) from error
+    except Exception as error:
+        raise ModelFolderError(_explain(folder, raw, error)) from error
     if info["missing_keys"]:
         raise ModelFolderError(f"{folder}: tensor {sorted(info['missing_keys'])[0]} is missing")
     return _wrap(model.to(device).eval(), where, dtype, device)
@@ -179,4 +181,4 @@ def _explain(where: Path, raw: dict[str, Any], error: Exception) -> str:
         code = "; code from the folder is never run" if raw.get("auto_map") else ""
         return f"{where}: model_type {kind!r} is not known{code}"
     reason = str(error).strip().splitlines()
-    return f"{where.parent}: transformers cannot load this {kind}: {reason[0] if reason else type(error).__name__}"
+    return f"{where}: transformers cannot load this {kind}: {reason[0] if reason else type(error).__name__}"

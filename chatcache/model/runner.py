@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from chatcache_kernels.types import KVPages
@@ -66,7 +68,7 @@ class Runner:
         """Let go of weights and pages."""
         del self._network, self._pages, self._sampler
 
-    def _forward(self, rows: Rows, drawn: NDArray[np.int64]) -> torch.Tensor:
+    def _forward(self, rows: Rows, drawn: NDArray[np.integer[Any]]) -> torch.Tensor:
         """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
         place = self._tables.place(rows, self._device)
         step = AttentionStep(self._kernels, self._pages, place.batch)

@@ -129,12 +129,14 @@ class Weights:
 def _entry(path: Path, name: str, fields: Any, data: memoryview) -> Entry:
     try:
         dtype, shape, (begin, end) = DTYPES[fields["dtype"]], tuple(fields["shape"]), fields["data_offsets"]
-        num_bytes = math.prod(shape) * dtype.itemsize
+        if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+            raise ValueError
     except KeyError as error:
         raise ModelFolderError(f"{path}: tensor {name}: unknown or missing {error}") from error
     except (TypeError, ValueError) as error:
         raise ModelFolderError(f"{path}: tensor {name}: malformed header entry") from error
-    if not 0 <= begin <= end <= len(data):
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not begin <= end <= len(data):
         raise ModelFolderError(f"{path}: truncated: tensor {name} ends at byte {end} of {len(data)}")
     if end - begin != num_bytes:
         raise ModelFolderError(f"{path}: tensor {name}: {end - begin} bytes for shape {list(shape)} of {dtype}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ Load = Callable[..., Runner]
 
 
 @pytest.fixture(params=FAMILIES)
-def sample(request: pytest.FixtureRequest, sample_of: Get, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sample]:
+def sample(request: pytest.FixtureRequest, sample_of: Get, monkeypatch: pytest.MonkeyPatch) -> Sample:
     """A family's model, loaded by the path the family is meant to test."""
     native = FAMILIES[request.param].native
     if not native:

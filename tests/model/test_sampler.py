@@ -39,7 +39,8 @@ def exact(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, mi
         if token == order[0] or before < top_p:
             kept[token] = probs[token]
         before += probs[token]
-    return kept / kept.sum()
+    kept /= kept.sum()
+    return kept
 
 
 FILTERS = [
@@ -119,7 +120,14 @@ def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
 
 def test_draws_do_not_depend_on_their_company() -> None:
     logits = torch.randn(6, 900, generator=torch.Generator().manual_seed(1))
-    kinds = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 400, "top_p": 0.99}, {"temperature": 0.0}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_k": 7},
+        {"top_p": 0.9},
+        {"min_p": 0.2},
+        {"top_k": 400, "top_p": 0.99},
+        {"temperature": 0.0},
+    ]
     specs = [
         {"row": index, "seed": 99, "lane": index, "position": 5, "temperature": 0.9, **kind}
         for index, kind in enumerate(kinds)

@@ -1,0 +1,221 @@
+"""A wrong folder is one sentence that names the file and the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chatcache.config import EngineConfig
+from chatcache.errors import ModelFolderError
+from chatcache.model.folder import resolve_model_path
+from chatcache.model.load import load_model
+from chatcache.model.runner import Runner
+from tests.model.families import Sample
+
+Get = Callable[[str], Sample]
+Load = Callable[..., Runner]
+
+
+@pytest.fixture
+def folder(sample_of: Get, tmp_path: Path) -> Path:
+    """A good folder to spoil."""
+    return Path(shutil.copytree(sample_of("qwen3").folder, tmp_path / "model"))
+
+
+def set_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.update(fields)
+    config = {name: value for name, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def set_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def truncate(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def index(folder: Path, shard: str) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1-of-2.safetensors")
+    shards = {"model.norm.weight": "model-1-of-2.safetensors", "lm_head.weight": shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def header(folder: Path, raw: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+
+
+NORM = "model.layers.1.self_attn.q_norm.weight"
+SPOILERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "no-config": (lambda f: (f / "config.json").unlink(), ["config.json", "missing"]),
+    "config-not-json": (lambda f: (f / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+    "config-not-object": (lambda f: (f / "config.json").write_text("[]"), ["config.json", "not a JSON object"]),
+    "no-type": (lambda f: set_config(f, model_type=...), ["config.json", "model_type is missing"]),
+    "unknown-type": (lambda f: set_config(f, model_type="wonder"), ["config.json", "'wonder' is not known"]),
+    "remote-code": (
+        lambda f: set_config(f, model_type="wonder", auto_map={"AutoConfig": "x.Y"}),
+        ["config.json", "code from the folder is never run"],
+    ),
+    "alibi": (lambda f: set_config(f, model_type="bloom"), ["config.json", "bloom", "ALiBi"]),
+    "state-space": (
+        lambda f: (f / "config.json").write_text('{"model_type": "mamba"}'),
+        ["config.json", "mamba has no attention that can run on KV pages"],
+    ),
+    "odd-config": (lambda f: set_config(f, model_type="mamba"), ["config.json", "cannot load this mamba"]),
+    "field-missing": (lambda f: set_config(f, hidden_size=...), ["config.json", "hidden_size is missing"]),
+    "field-wrong": (lambda f: set_config(f, num_hidden_layers="3"), ["config.json", "num_hidden_layers", "'3'"]),
+    "heads": (lambda f: set_config(f, num_key_value_heads=3), ["config.json", "num_key_value_heads 3"]),
+    "fewer-layers": (lambda f: set_config(f, num_hidden_layers=2), ["config.json", "num_hidden_layers is 2"]),
+    "more-layers": (lambda f: set_config(f, num_hidden_layers=4), ["model.safetensors", "model.layers.3", "missing"]),
+    "shape": (lambda f: set_config(f, intermediate_size=80), ["gate_proj.weight", "[96, 64]", "[80, 64]"]),
+    "yarn": (
+        lambda f: set_config(f, rope_parameters={"rope_type": "yarn"}),
+        ["config.json", "'yarn' needs a positive factor"],
+    ),
+    "no-weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors", "missing"]),
+    "pickle-only": (pickled, ["pytorch_model.bin", "pickled weights are refused"]),
+    "tensor-missing": (lambda f: set_weights(f, lambda t: t.pop(NORM)), ["model.safetensors", NORM, "missing"]),
+    "tensor-quantised": (
+        lambda f: set_weights(f, lambda t: t.update({NORM: t[NORM].to(torch.int8)})),
+        ["model.safetensors", NORM, "quantised"],
+    ),
+    "empty-file": (lambda f: truncate(f, 0), ["model.safetensors", "truncated"]),
+    "short-header": (lambda f: truncate(f, 100), ["model.safetensors", "truncated"]),
+    "short-data": (lambda f: truncate(f, 200_000), ["model.safetensors", "truncated"]),
+    "not-safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"PK" * 500), ["not safetensors"]),
+    "header-not-json": (lambda f: header(f, b"{" * 20), ["model.safetensors", "header is no JSON"]),
+    "header-nonsense": (
+        lambda f: header(f, b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": "ab"}}'),
+        ["model.safetensors", "tensor x"],
+    ),
+    "header-negative": (
+        lambda f: header(f, b'{"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}}'),
+        ["model.safetensors", "tensor x"],
+    ),
+    "shard-missing": (lambda f: index(f, "model-2-of-2.safetensors"), ["model-2-of-2.safetensors", "missing"]),
+    "shard-outside": (lambda f: index(f, "../other.safetensors"), ["index.json", "outside the folder"]),
+    "shard-absolute": (lambda f: index(f, "/other.safetensors"), ["index.json", "outside the folder"]),
+    "eos": (
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": ["x"]}'),
+        ["generation_config.json", "eos_token_id"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILERS)
+def test_spoilt_folder_is_refused(name: str, folder: Path, load: Load) -> None:
+    spoil, words = SPOILERS[name]
+    spoil(folder)
+    with pytest.raises(ModelFolderError) as caught:
+        load(folder)
+    assert str(folder) in caught.value.message
+    assert "\n" not in caught.value.message
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_transformers_path_refuses_missing_tensors(sample_of: Get, tmp_path: Path, load: Load) -> None:
+    """transformers would fill them with noise."""
+    folder = Path(shutil.copytree(sample_of("gpt2").folder, tmp_path / "model"))
+    set_weights(folder, lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"))
+    with pytest.raises(ModelFolderError, match=r"tensor transformer\.h\.1\.mlp\.c_fc\.weight is missing"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 257}, "max_model_len 257 is out of bounds: this model allows 1 to 256"),
+        ({"kv_memory_bytes": 100}, "kv_memory_bytes 100 is too small"),
+        ({"attention": "magic"}, "attention backend 'magic'"),
+        ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"device": "tpu"}, "device 'tpu'"),
+    ],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any], words: str, sample_of: Get, load: Load) -> None:
+    with pytest.raises(ModelFolderError, match=words):
+        load(sample_of("llama").folder, **options)
+
+
+def test_no_such_model() -> None:
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        resolve_model_path("./nowhere")
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        load_model(EngineConfig(model="nowhere"))
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(ModelFolderError, match="not a model folder"):
+        resolve_model_path(str(folder / "config.json"))
+
+
+def test_shards_are_read(folder: Path, sample_of: Get, load: Load) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {name: f"part-{position % 2}.safetensors" for position, name in enumerate(names)}
+    for shard in set(shards.values()):
+        save_file({name: tensors[name] for name in names if shards[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    facts = load(folder).facts
+    assert facts.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_four_x_config_means_the_same(folder: Path, load: Load, sample_of: Get) -> None:
+    """`rope_theta` and `torch_dtype` at the top, as transformers 4 wrote them."""
+    from tests.model.drive import greedy
+
+    sample = sample_of("qwen3")
+    set_config(folder, rope_parameters=..., dtype=..., rope_theta=10000.0, torch_dtype="float32", rope_scaling=None)
+    assert greedy(load(folder), sample.prompts[:1], 8) == [list(sample.answers[0][:8])]
+
+
+def test_digest_follows_config_weights_and_dtype(folder: Path, load: Load) -> None:
+    digests = [load(folder).facts.digest, load(folder).facts.digest]
+    assert digests[0] == digests[1]
+    digests.append(load(folder, dtype="bfloat16").facts.digest)
+    set_weights(folder, lambda tensors: tensors[NORM][3:4].add_(1e-3))
+    digests.append(load(folder).facts.digest)
+    set_config(folder, rms_norm_eps=1e-5)
+    digests.append(load(folder).facts.digest)
+    assert len(set(digests)) == 4
+
+
+def test_facts_and_capacity(folder: Path, load: Load) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    said: list[tuple[float, str]] = []
+    config = EngineConfig(
+        model=str(folder),
+        dtype="float32",
+        attention="reference",
+        max_num_seqs=3,
+        max_model_len=100,
+        served_model_name="me",
+    )
+    runner = load_model(config, lambda fraction, what: said.append((fraction, what)))
+    facts, capacity = runner.facts, runner.capacity()
+    assert (facts.name, facts.vocab_size, facts.eos_token_ids, facts.max_model_len) == ("me", 199, (5, 7), 100)
+    assert (capacity.page_size, capacity.num_slots, capacity.max_model_len) == (16, 3, 100)
+    assert capacity.num_pages == 1 + 3 * 7  # what three whole contexts can use
+    assert capacity.kv_bytes == capacity.num_pages * 16 * 2 * 3 * 2 * 32 * 4
+    fractions = [fraction for fraction, _ in said]
+    assert fractions == sorted(fractions)
+    assert fractions[0] == 0.0
+    assert fractions[-1] == 1.0
