@@ -27,6 +27,7 @@ REWRITES = {
         "{{ messages[0].content }} {% endif %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
+    "counts the turns first": "{{ messages | length }} " + CHATML,
     "numbers from the end": "{% for m in messages %}{{ loop.revindex }} {{ m.content }}<|im_end|>{% endfor %}",
 }
 texts = st.text(alphabet="ab \n,é你🎉<|>", max_size=12)

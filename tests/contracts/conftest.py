@@ -1,24 +1,5 @@
-"""One server for a module's tests; each test must leave it without a page in use."""
+"""The gateway's server fixtures, for clients that are not ours."""
 
-from __future__ import annotations
+from tests.gateway.conftest import module_server, server
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
-from chatcache.config import ServerConfig
-from tests.gateway.serving import Server
-
-
-@pytest.fixture(scope="module")
-def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path: Path = tmp_path_factory.mktemp("db")
-    with Server(ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0)) as server:
-        yield server.wait_ready()
-
-
-@pytest.fixture
-def server(module_server: Server) -> Iterator[Server]:
-    yield module_server
-    module_server.wait_idle()
+__all__ = ["module_server", "server"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from websockets.sync.client import ClientConnection, connect
 
 from chatcache.config import ServerConfig
 from tests.gateway.serving import Server
@@ -22,3 +24,22 @@ def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def server(module_server: Server) -> Iterator[Server]:
     yield module_server
     module_server.wait_idle()
+
+
+@pytest.fixture
+def url(server: Server) -> str:
+    return f"ws://127.0.0.1:{server.port}/v1/responses"
+
+
+@pytest.fixture
+def socket(url: str) -> Iterator[ClientConnection]:
+    with connect(url, max_size=None) as connection:
+        yield connection
+
+
+@pytest.fixture
+def page(url: str) -> Iterator[ClientConnection]:
+    """As the browser connects."""
+    with connect(url, subprotocols=["chatcache.v1"]) as connection:  # type: ignore[list-item]
+        assert json.loads(connection.recv())["type"] == "session.created"
+        yield connection

@@ -70,14 +70,14 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.text(), values, max_size=5))
 def test_what_json_says_is_what_we_read(value: dict[str, object]) -> None:
     assert decode_object(json.dumps(value)) == value
     assert decode_object(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.text(), values, max_size=5))
 def test_what_we_write_is_one_ascii_line_of_the_same_value(value: dict[str, object]) -> None:
     data = encode(value)

@@ -1,0 +1,130 @@
+"""The Responses WebSocket under bad requests, bad frames, stalled readers and a failing store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from chatcache.chat.store_sqlite import SqliteStore
+from chatcache.config import ServerConfig
+from tests.gateway.frames import LONG, Frame, ask, receive, send, until_end
+from tests.gateway.serving import MAX_MODEL_LEN, Server, slowed, wait_until
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "status"),
+    [
+        ({}, "input", 400),
+        ({"input": ""}, None, 200),
+        ({"input": 5}, "input", 400),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", 400),
+        ({"input": [{"type": "function_call_output", "role": "user"}]}, "input[0].type", 400),
+        ({"input": "x", "n": 0}, "n", 400),
+        ({"input": "x", "n": 65}, "n", 400),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", 400),
+        ({"input": "x", "max_output_tokens": MAX_MODEL_LEN}, "max_output_tokens", 400),
+        ({"input": "x", "temperature": 3}, "temperature", 400),
+        ({"input": "x", "top_logprobs": 21}, "top_logprobs", 400),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs", 400),
+        ({"input": "x", "model": "nope"}, "model", 404),
+        ({"input": "x", "previous_response_id": "resp_x"}, "previous_response_id", 404),
+        ({"input": "x", "previous_item_id": "msg_x"}, "previous_item_id", 404),
+        ({"input": "x", "previous_item_id": "root"}, "previous_item_id", 400),
+        ({"input": "x", "conversation": "conv_x"}, "conversation", 404),
+        ({"input": "x", "conversation": {"id": ""}}, "conversation.id", 400),
+        ({"input": "x", "background": True}, "background", 400),
+        ({"input": "x", "generate": False}, "generate", 400),
+        ({"input": "x", "tools": [{}]}, "tools", 400),
+        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text", 400),
+        ({"input": "x", "stream_id": 5}, "stream_id", 400),
+        ({"input": "x", "metadata": {str(n): "x" for n in range(17)}}, "metadata", 400),
+        ({"type": "response.steer"}, "type", 400),
+        ({"type": "response.cancel"}, "response_id", 400),
+        ({"type": "response.cancel", "response_id": "resp_x"}, "response_id", 404),
+        ({"type": None}, "type", 400),
+        ({"response": 5}, "response", 400),
+    ],
+)
+def test_bad_requests_are_one_error_and_the_socket_lives(
+    server: Server, socket: ClientConnection, fields: Frame, param: str | None, status: int
+) -> None:
+    stored = len(server.request("GET", "/v1/conversations?limit=100")[2]["data"])
+    socket.send(json.dumps({"type": "response.create", "max_output_tokens": 2, **fields}))
+    if status != 200:
+        frame = receive(socket)
+        assert frame["type"] == "error" and frame["status"] == status
+        assert set(frame["error"]) == {"message", "type", "param", "code"}
+        assert param is None or frame["error"]["param"] == param
+        assert len(server.request("GET", "/v1/conversations?limit=100")[2]["data"]) == stored
+    else:
+        until_end(socket)
+    assert ask(socket, input="still here")["output"]
+
+
+@pytest.mark.parametrize(
+    "data", ["", "{", "[]", '{"type":"a","type":"b"}', '{"a":NaN}', '{"a":"\\ud800"}', b"\x00\x01", b"{}"]
+)
+def test_frames_that_are_not_strict_json_close_4400(url: str, data: str | bytes) -> None:
+    with connect(url) as connection:
+        connection.send(data)
+        assert receive(connection)["error"]["code"] == "invalid_json"
+        with pytest.raises(ConnectionClosed) as caught:
+            connection.recv(timeout=10)
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 4400
+
+
+def test_too_big_frames_close_1009(url: str) -> None:
+    with connect(url) as connection:
+        connection.send("x" * (ServerConfig().max_frame_bytes + 1))
+        with pytest.raises(ConnectionClosed) as caught:
+            connection.recv(timeout=10)
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
+
+
+def test_lanes_and_queues_are_bounded(server: Server, socket: ClientConnection) -> None:
+    with slowed(server, 0.02):
+        for number in range(40):
+            send(socket, **{**LONG, "max_output_tokens": 20}, stream_id=f"lane{number}")
+        errors: list[Frame] = []
+        while not errors:
+            frame = receive(socket)
+            errors += [frame] if frame["type"] == "error" else []
+        assert errors[0]["status"] == 503 and errors[0]["error"]["param"] == "stream_id"
+
+
+def test_plain_http_on_the_socket_path_is_told_so(server: Server) -> None:
+    status, _, answer = server.request("GET", "/v1/responses")
+    assert status in (404, 405, 426) and answer["error"]["code"]
+
+
+def test_a_reader_that_stalls_stops_nobody(server: Server, url: str) -> None:
+    """Frames wait in the log; the engine and the other connections go on."""
+    with connect(url, max_queue=1) as stalled, connect(url) as other:
+        send(stalled, **{**LONG, "max_output_tokens": 300}, n=3)
+        assert len(ask(other, input="Hello")["output"]) == 1
+        wait_until(lambda: server.num_pages_in_use() == 0, "the stalled reader's generation to end")
+        frames = until_end(stalled)
+    assert [frame["sequence_number"] for frame in frames] == list(range(len(frames)))
+
+
+class FullDisk(SqliteStore):
+    """Refuses every write."""
+
+    async def create(self, *_: object) -> None:
+        raise OSError("disk full: /secret/path")
+
+
+def test_a_store_that_fails_ends_the_generation_too(tmp_path: Path) -> None:
+    with Server(ServerConfig(), store=FullDisk(tmp_path / "c.db")) as server:
+        server.wait_ready()
+        with connect(f"ws://127.0.0.1:{server.port}/v1/responses") as socket:
+            send(socket, **LONG)
+            frame = receive(socket)
+            assert frame["type"] == "error" and frame["status"] == 500
+            assert "secret" not in json.dumps(frame)
+            assert ask(socket, input="x", store=False)["output"]
+        server.wait_idle()
