@@ -20,19 +20,19 @@ Skill = Callable[[Random], Turn | list[Turn]]
 
 # weights are shares of turns; sums and spelling need the most practice per unit of skill
 SKILLS: tuple[tuple[Skill, float], ...] = (
-    (arithmetic.sums, 20), (arithmetic.drill, 16), (arithmetic.too_large, 1.5), (arithmetic.compare, 3),
-    (arithmetic.count, 3), (arithmetic.puzzle, 1), (arithmetic.dice, 0.7),
-    (language.spell, 8), (language.letters, 2.5), (language.repeat, 2.5), (language.calendar, 4),
+    (arithmetic.sums, 20), (arithmetic.drill, 12), (arithmetic.too_large, 1.5), (arithmetic.compare, 3),
+    (arithmetic.count, 9), (arithmetic.puzzle, 1), (arithmetic.dice, 0.7),
+    (language.spell, 14), (language.letters, 6), (language.repeat, 6), (language.calendar, 4),
     (language.opposite, 2.5), (language.rhyme, 2), (language.color_of, 2), (language.sound, 1),
     (language.capital, 2), (language.choose, 2),
-    (stories.story, 5), (stories.poem, 2), (stories.joke, 1.5), (stories.small_talk, 8),
-    (markup.bullets, 4), (markup.table, 2), (markup.program, 3),
-    (knowledge.about, 6), (glossary.term, 7), (trivia.trivia, 3), (unknown.unknown, 6),
+    (stories.story, 4), (stories.poem, 2), (stories.joke, 1.5), (stories.small_talk, 6),
+    (markup.bullets, 4), (markup.table, 2), (markup.program, 4),
+    (knowledge.about, 5), (glossary.term, 5), (trivia.trivia, 3), (unknown.unknown, 6),
 )  # fmt: skip
 # turns that are short enough to fill the time between telling and recalling
 LIGHT: tuple[tuple[Skill, float], ...] = (
     (arithmetic.sums, 10), (arithmetic.drill, 1), (arithmetic.compare, 2),
-    (language.spell, 3), (language.calendar, 2), (language.opposite, 2),
+    (language.spell, 3), (arithmetic.count, 1), (language.repeat, 1), (language.calendar, 2), (language.opposite, 2),
     (language.color_of, 1), (language.capital, 2), (language.choose, 1), (stories.small_talk, 6), (knowledge.about, 2),
     (glossary.term, 2), (trivia.trivia, 1), (unknown.unknown, 2), (markup.bullets, 1), (stories.joke, 1),
 )  # fmt: skip

@@ -47,21 +47,23 @@ def spell(rng: Random) -> Turn:
     word = _case(rng, word_to_spell(rng))
     choice = rng.random()
     if choice < 0.75:
-        return Turn(ask(rng, SPELL_QUESTIONS, w=word), f"{word} is spelled {spelled(word)}.", f"{spelled(word)}.")
+        return Turn(
+            ask(rng, SPELL_QUESTIONS, w=word), f"The word {word} is spelled {spelled(word)}.", f"{spelled(word)}."
+        )
     if choice < 0.85:
         question = ask(
             rng, "how many letters are in {w}?|how many letters does {w} have?|count the letters in {w}", w=word
         )
-        return Turn(question, f"{word} is spelled {spelled(word)}: {len(word)} letters.")
+        return Turn(question, f"The word {word} is spelled {spelled(word)}: {len(word)} letters.")
     if choice < 0.93:
         question = ask(
             rng,
             "what letter does {w} start with?|what is the first letter of {w}?|{w} starts with which letter?",
             w=word,
         )
-        return Turn(question, f"{word} starts with {word[0].upper()}.")
+        return Turn(question, f"The word {word} starts with {word[0].upper()}.")
     question = ask(rng, "what letter does {w} end with?|what is the last letter of {w}?", w=word)
-    return Turn(question, f"{word} is spelled {spelled(word)}. It ends with {word[-1].upper()}.")
+    return Turn(question, f"The word {word} is spelled {spelled(word)}. It ends with {word[-1].upper()}.")
 
 
 def letters(rng: Random) -> Turn:
