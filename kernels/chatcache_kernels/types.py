@@ -6,7 +6,7 @@ G = H / Hkv, D head size, R rows of a step, T new tokens of a step, slot = page 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,11 @@ class AttentionBatch:
     slots: Tensor
     max_new_tokens: int
     max_context_tokens: int
+
+    def to(self, device: torch.device | str) -> AttentionBatch:
+        """Return the batch on another device."""
+        names = ("tables", "start", "num_tokens", "offsets", "slots")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @classmethod
     def build(cls, tables: Tensor, start: Tensor, num_tokens: Tensor, page_size: int) -> AttentionBatch:
