@@ -254,6 +254,9 @@ def _request_of_draw(step: Step, draw: int) -> LiveRequest:
 
 def _candidates(result: StepResult, widths: list[int]) -> list[Candidates]:
     """Turn the result's arrays into one `Candidates` per draw, without its unused cells (id -1)."""
+    if result.tokens.shape[1] == 1 and result.top_tokens.shape[1] == 0:
+        pairs = zip(result.tokens[:, 0].tolist(), result.logprobs[:, 0].tolist(), strict=True)
+        return [Candidates((token,), (logprob,)) for token, logprob in pairs]
     tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
     if result.top_tokens.shape[1]:

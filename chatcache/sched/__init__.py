@@ -6,8 +6,11 @@ that decodes one token are all the same case.
 
     plan.py       what crosses to the runner: one step as frozen data, and its result
     request.py    a request while it lives, and its branches
+    branches.py   fork, extend, retire, part, rejoin: pages and slots follow
+    slots.py      the page-table rows of the runner
     limits.py     what can ever fit: the worst case in pages
     batch.py      collects the granted rows of one step and turns them into a plan
+    draws.py      what to draw, as arrays
     queue.py      admission: who may start, who waits for a twin
     scheduler.py  the loop's two halves: plan() before the runner, commit() and apply() after it
 """

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from chatcache.decode.actions import DrawSpec
 from chatcache.kv.cache import PageCopy
-from chatcache.sched.plan import Draws, LogitEdit, Rows, StepPlan
+from chatcache.sched.draws import DrawArrays
+from chatcache.sched.plan import Rows, StepPlan
 from chatcache.sched.request import Branch, LiveRequest
 
-_MASK_64 = 2**64 - 1
 
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """`branch` is drawn in draws first_draw .. first_draw + num_draws - 1 of the plan."""
 
     branch: Branch
@@ -75,7 +74,7 @@ class Batch:
             first, pages = table.take_changes()
             self._updates += [(slot, first + i, page) for i, page in enumerate(pages)]
 
-    def finish(self, step: int, forks: list[tuple[int, int, int]]) -> Step:
+    def finish(self, step: int, forks: list[tuple[int, int, int]], arrays: DrawArrays) -> Step:
         """Freeze the batch. Asks each drawn branch's strategy what to draw."""
         drawn: list[Drawn] = []
         specs: list[DrawSpec] = []
@@ -91,9 +90,10 @@ class Batch:
                 faults.append((branch.request, error))
                 continue
             drawn.append(Drawn(branch, len(specs), len(wanted)))
-            specs += wanted
-            rows += [row] * len(wanted)
-            positions += [branch.num_tokens] * len(wanted)
+            for spec in wanted:
+                specs.append(spec)
+                rows.append(row)
+                positions.append(branch.num_tokens)
         plan = StepPlan(
             step=step,
             forks=_table(forks),
@@ -103,27 +103,11 @@ class Batch:
                 slot=np.array(self._slot, np.int32),
                 start=np.array(self._start, np.int32),
                 num_tokens=np.array(self._num_tokens, np.int32),
-                tokens=np.frombuffer(b"".join(tokens for _, tokens in self.granted), dtype="<i4"),
+                tokens=np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4").astype(np.int32),
             ),
-            draws=draws_of(specs, rows, positions),
+            draws=arrays.of(specs, rows, positions),
         )
         return Step(plan, self.granted, drawn, faults)
-
-
-def draws_of(specs: list[DrawSpec], rows: list[int], positions: list[int]) -> Draws:
-    return Draws(
-        row=np.array(rows, np.int32),
-        width=np.array([spec.width for spec in specs], np.int32),
-        seed=np.array([spec.seed & _MASK_64 for spec in specs], np.uint64),
-        lane=np.array([spec.lane for spec in specs], np.int32),
-        position=np.array(positions, np.int32),
-        temperature=np.array([spec.temperature for spec in specs], np.float32),
-        top_k=np.array([spec.top_k for spec in specs], np.int32),
-        top_p=np.array([spec.top_p for spec in specs], np.float32),
-        min_p=np.array([spec.min_p for spec in specs], np.float32),
-        num_top=np.array([spec.num_top for spec in specs], np.int32),
-        edits=tuple(LogitEdit(draw, *spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
-    )
 
 
 def _table(rows: Sequence[Sequence[int]], columns: int = 3) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:

@@ -17,6 +17,7 @@ from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
 from chatcache.sched.batch import Batch, Step
 from chatcache.sched.branches import Branches
+from chatcache.sched.draws import DrawArrays
 from chatcache.sched.queue import WaitingQueue
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.slots import Slots
@@ -35,6 +36,7 @@ class Scheduler:
         self.waiting = WaitingQueue(kv)
         self._slots = Slots(num_slots)
         self._branches = Branches(kv, self._slots)
+        self._draw_arrays = DrawArrays()
         self._num_branches = 0  # live branches of the running requests
 
     def add(self, request: LiveRequest) -> None:
@@ -53,7 +55,7 @@ class Scheduler:
         if not batch.granted:
             return None
         self.num_steps += 1
-        return batch.finish(self.num_steps, self._slots.take_forks())
+        return batch.finish(self.num_steps, self._slots.take_forks(), self._draw_arrays)
 
     def _serve_running(self, batch: Batch) -> bool:
         """Grant to the running requests, oldest first; return whether one had to be preempted."""
@@ -77,8 +79,8 @@ class Scheduler:
     def _grant(self, request: LiveRequest, batch: Batch, num_later: int = 0) -> bool:
         """Grant the request its next tokens, all its branches or none; False if pages are lacking."""
         wants = self._wants(request, batch.budget, num_later)
-        goals = [(table, table.num_tokens + n) for b, n in wants if (table := b.table) is not None]
-        if any(goal > table.num_reserved for table, goal in goals):
+        goals = [(t, t.num_tokens + n) for b, n in wants if (t := b.table) and t.num_tokens + n > t.num_reserved]
+        if goals:
             copies = self.kv.reserve(goals)
             if copies is None:
                 return False
@@ -95,6 +97,8 @@ class Scheduler:
         request are computed in one step or not at all, so that its branches are drawn together.
         """
         gaps = [(b, b.num_tokens - b.table.num_tokens) for b in request.branches.values() if b.table is not None]
+        if len(gaps) == 1 and gaps[0][1] == 1 and budget > 0 and not request.num_waiting_branches:
+            return gaps
         if request.lockstep:
             num_wanted = sum(gap for _, gap in gaps)
             longest = budget if num_wanted == len(gaps) else budget - num_later

@@ -10,7 +10,7 @@ import pytest
 from chatcache.decode.actions import DrawSpec
 from chatcache.engine.fake import FakeRunner, fake_capacity, history_of
 from chatcache.engine.fake_sampling import log_softmax
-from chatcache.sched.batch import draws_of
+from chatcache.sched.draws import draws_of
 from chatcache.sched.plan import Rows, StepPlan
 
 EMPTY = np.zeros((0, 3), np.int32)

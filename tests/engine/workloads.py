@@ -28,7 +28,7 @@ from chatcache.engine.admission import num_branches
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import POISON, FakeRunner, fake_capacity, fake_facts, history_of
 from chatcache.errors import ContextTooLong
-from chatcache.sched.batch import draws_of
+from chatcache.sched.draws import draws_of
 from chatcache.sched.limits import worst_case_pages
 from chatcache.types import (
     BeamSearchParams,
