@@ -99,16 +99,18 @@ class Sampler:
         temperature = self._put(draws.temperature)[:, None]
         scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
         low, high = (self._put(word) for word in draw_keys(draws.seed, draws.lane, draws.position))
-        unlimited = (draws.top_k <= 0) | (draws.top_k >= self.vocab_size)
-        plain = np.flatnonzero(unlimited & (draws.top_p >= 1) & (draws.min_p <= 0))
-        if plain.size == len(scaled):
-            return (gumbel(self._base, low, high) + scaled).argmax(-1)
+        limited = (draws.top_k > 0) & (draws.top_k < self.vocab_size)
+        filtered = limited | (draws.top_p < 1) | (draws.min_p > 0)
         chosen = torch.empty(len(scaled), dtype=torch.int64, device=self.device)
-        if plain.size:
-            at = self._put(plain)
-            chosen[at] = (gumbel(self._base, low[at], high[at]) + scaled[at]).argmax(-1)
-        left, size = np.flatnonzero(~(unlimited & (draws.top_p >= 1) & (draws.min_p <= 0))), MIN_CANDIDATES
-        size = max(size, int(np.where(unlimited, 0, draws.top_k)[left].max()))
+        free = np.flatnonzero(~limited)
+        if free.size:
+            at = self._put(free)
+            best = (gumbel(self._base, low[at], high[at]) + scaled[at]).argmax(-1)
+            chosen[at] = best
+            if filtered[free].any():
+                filtered[free] &= ~self._passes(scaled[at], best, _take(draws, free))
+        left = np.flatnonzero(filtered)
+        size = max(MIN_CANDIDATES, int(np.where(limited, draws.top_k, 0).max()))
         while left.size:
             at, size = self._put(left), min(size, self.vocab_size)
             values, ids, covered = self._filter(scaled[at], _take(draws, left), size)
@@ -117,15 +119,32 @@ class Sampler:
             left, size = left[~covered], self.vocab_size
         return chosen
 
+    def _passes(self, scaled: Tensor, chosen: Tensor, draws: Draws) -> Flags:
+        """Tell whether the best of all tokens survives min_p and top_p: then it is the best of the survivors too, and
+        nothing need be sorted. Shapes: scaled [S, V], chosen [S]."""
+        at = chosen[:, None]
+        value, ids = scaled.gather(-1, at), torch.arange(self.vocab_size, device=self.device)
+        floor = self._floor(draws)
+        ahead = (scaled > value) | ((scaled == value) & (ids < at))
+        weight = scaled.exp().masked_fill_(scaled < floor, 0.0)
+        before = (weight * ahead).sum(-1) / weight.sum(-1)
+        top_p = self._put(draws.top_p)
+        kept = (value >= floor).squeeze(-1) & ((before < top_p) | (top_p >= 1))
+        passed: Flags = kept.cpu().numpy()
+        return passed
+
+    def _floor(self, draws: Draws) -> Tensor:
+        """Return the least scaled logit that min_p lets pass, [S, 1]; the best token sits at 0."""
+        with np.errstate(divide="ignore"):
+            return self._put(np.log(np.maximum(draws.min_p, 0.0)).astype(np.float32))[:, None]
+
     def _filter(self, scaled: Tensor, draws: Draws, size: int) -> tuple[Tensor, Tensor, Flags]:
         """Apply min_p, top_k and top_p among the `size` most likely tokens.
 
         Return (values, ids) [S, size], dropped cells at -inf, and covered [S]: whether `size` was enough to be exact.
         """
         if (draws.min_p > 0).any():
-            floor = self._put(np.log(np.maximum(draws.min_p, 1e-45)).astype(np.float32))[:, None]
-            floor = floor.masked_fill(self._put(draws.min_p <= 0)[:, None], -torch.inf)
-            scaled = scaled.masked_fill(scaled < floor, -torch.inf)  # the best token sits at 0
+            scaled = scaled.masked_fill(scaled < self._floor(draws), -torch.inf)
         limited = (draws.top_k > 0) & (draws.top_k < self.vocab_size)
         values, ids = top_tokens(scaled, size)
         rank = torch.arange(size, device=self.device)

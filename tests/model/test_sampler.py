@@ -34,7 +34,8 @@ def exact(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, mi
     for token in order[top_k:] if top_k > 0 else ():
         probs[token] = 0.0
     probs /= probs.sum()
-    before, kept = 0.0, np.zeros_like(probs)
+    before = 0.0
+    kept: NDArray[np.float64] = np.zeros_like(probs)
     for token in order:
         if token == order[0] or before < top_p:
             kept[token] = probs[token]
