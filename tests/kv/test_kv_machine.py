@@ -30,7 +30,6 @@ class Cache(RuleBasedStateMachine):
         self.tokens: dict[PageTable, list[int]] = {}
         self.cells: dict[tuple[int, int], tuple[str, History]] = {}
         self.names: dict[PageTable, str] = {}
-        self.forgotten: set[PageTable] = set()  # pages of these may have left the index while they were held
 
     def cell(self, table: PageTable, position: int) -> tuple[int, int]:
         return table.page_at(position // self.page_size), position % self.page_size
@@ -75,8 +74,6 @@ class Cache(RuleBasedStateMachine):
         child = self.kv.fork(parent)
         assert self.kv.pool.num_in_use == in_use
         self.tokens[child], self.names[child] = list(self.tokens[parent]), self.names[parent]
-        if parent in self.forgotten:
-            self.forgotten.add(child)
         return child
 
     @rule(table=tables, share=st.floats(0, 1))
@@ -92,10 +89,10 @@ class Cache(RuleBasedStateMachine):
             return
         tokens, name = self.tokens.pop(table), self.names.pop(table)
         tail_shared = bool(table.tail) and self.kv.pool.refs[table.pages()[-1]] > 1
+        num_full = len(tokens) // self.page_size
+        in_index = all(self.kv.pool.is_published(page) for page in table.pages()[:num_full])
         self.kv.close(table, forget=forget)
-        if forget:
-            self.forgotten |= set(self.tokens)
-        elif self.matching and table not in self.forgotten:
+        if self.matching and not forget and in_index:
             found = self.kv.match([*tokens, 1], name).num_tokens
             assert found >= len(tokens) - (len(tokens) % self.page_size if tail_shared else 0)
         if not self.tokens:
@@ -104,7 +101,6 @@ class Cache(RuleBasedStateMachine):
     @rule()
     def forget_everything(self) -> None:
         self.kv.pool.forget_all()
-        self.forgotten |= set(self.tokens)
         assert self.kv.pool.num_idle == 0
 
     @invariant()
