@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.watched import Watched, pass_endless
+from tests.e2e.watched import PICTURES, Watched, pass_endless
 
 ROOT = Path(__file__).parents[2]
 BUILT_PAGE = ROOT / "chatcache" / "gateway" / "static" / "index.html"
@@ -143,7 +143,7 @@ def endless(chat: Watched) -> None:
 @pytest.fixture
 def picture(tmp_path: Path) -> Any:
     """Where a screenshot goes: web/screenshots when CHATCACHE_SCREENSHOTS is set, else a folder of the test."""
-    folder = ROOT / "web" / "screenshots" if os.environ.get("CHATCACHE_SCREENSHOTS") else tmp_path
+    folder = ROOT / "web" / "screenshots" if PICTURES else tmp_path
 
     def picture(page: Any, name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.watched import Watched
+from tests.e2e.watched import PICTURES, Watched
+
+ENOUGH = 180 if PICTURES else 60  # characters in every card
 
 
 def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, picture: Any) -> None:
@@ -12,7 +14,7 @@ def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, pi
         chat.page.click("[aria-label='More answers']")
     chat.say("Tell me a story about a dragon")
     everyone = "[...document.querySelectorAll('.card .prose')]"
-    chat.until(f"{everyone}.length === 4 && {everyone}.every(card => card.textContent.length > 60)")
+    chat.until(f"{everyone}.length === 4 && {everyone}.every(card => card.textContent.length > {ENOUGH})")
     picture(chat.page, "nbest")
     chat.wait_end(0)
     deltas = [frame["output_index"] for frame in chat.received if frame["type"] == "response.output_text.delta"]

@@ -30,7 +30,7 @@ def test_second_turn_reads_the_first_from_the_cache_and_a_reload_keeps_both(chat
 
 
 def test_text_arrives_in_pieces_and_the_page_shows_exactly_them(chat: Watched) -> None:
-    chat.ask("Tell me a story about a dragon")
+    chat.ask("Tell me a story about a fox")
     deltas = [frame["delta"] for frame in chat.received if frame["type"] == "response.output_text.delta"]
     done = next(frame["text"] for frame in chat.received if frame["type"] == "response.output_text.done")
     assert len(deltas) > 1
@@ -40,7 +40,7 @@ def test_text_arrives_in_pieces_and_the_page_shows_exactly_them(chat: Watched) -
 
 def test_escape_stops_and_the_text_so_far_stays(chat: Watched, endless: None) -> None:
     chat.page.goto(chat.server)
-    chat.say("Tell me a story about a dragon")
+    chat.say("Tell me a story about a wizard")
     chat.until("document.querySelector('.answer .prose')?.textContent.length > 20")
     chat.page.keyboard.press("Escape")
     ended = chat.wait_end(0)

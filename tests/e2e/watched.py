@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 ANSWER_TIMEOUT_MS = 60_000
-ANSWER_TOKENS = 48  # enough to stream, short enough for a slow machine
+PICTURES = bool(os.environ.get("CHATCACHE_SCREENSHOTS"))
+ANSWER_TOKENS = 400 if PICTURES else 48  # 48: enough to stream, short enough for a slow machine
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 

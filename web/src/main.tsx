@@ -31,5 +31,4 @@ effect(() => {
 });
 listenForKeys(chat);
 render(<App chat={chat} />, document.getElementById("app")!);
-chat.socket.connect();
-void chat.conversations.refresh();
+void chat.start();

@@ -1,5 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { Chat } from "../src/state/chat";
+import { setApiKey } from "../src/wire/key";
 import { DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
 
 /** A socket whose other end is the test. */
@@ -37,8 +38,10 @@ interface Call {
   method: string;
   path: string;
   body: unknown;
+  headers: unknown;
 }
 let calls: Call[];
+let statuses: Record<string, number>;
 let replies: Record<string, unknown>;
 let chat: Chat;
 
@@ -46,16 +49,19 @@ beforeEach(() => {
   vi.useFakeTimers();
   calls = [];
   replies = {};
+  statuses = {};
   vi.stubGlobal("WebSocket", FakeSocket);
   vi.stubGlobal("requestAnimationFrame", (run: () => void) => setTimeout(run, 16));
   vi.stubGlobal("fetch", (url: URL, init: RequestInit) => {
     const path = url.pathname;
-    calls.push({ method: init.method!, path, body: init.body ? JSON.parse(init.body as string) : null });
+    calls.push({ method: init.method!, path, body: init.body ? JSON.parse(init.body as string) : null, headers: init.headers });
     const reply = replies[path] ?? {};
-    return Promise.resolve({ ok: true, status: 200, json: () => Promise.resolve(reply) });
+    const status = statuses[path] ?? 200;
+    return Promise.resolve({ ok: status === 200, status, json: () => Promise.resolve(reply) });
   });
   sampling.value = DEFAULT_SAMPLING;
   systemPrompt.value = "";
+  setApiKey("");
   chat = new Chat("ws://test/v1/responses");
   chat.socket.connect();
   FakeSocket.last.open();
@@ -218,6 +224,33 @@ describe("Chat", () => {
     await vi.advanceTimersByTimeAsync(10);
     expect(texts()).toEqual(["One", "whole"]);
     expect(chat.live.value).toBeNull();
+  });
+
+  it("waits at a locked door for a key, and then offers it on both wires", async () => {
+    statuses["/v1/conversations"] = 401;
+    await chat.start();
+    expect(chat.conversations.state.value).toBe("locked");
+    expect(chat.socket.state.value).toBe("refused");
+    delete statuses["/v1/conversations"];
+    replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
+    await chat.unlock("sk-1");
+    expect(calls.at(-1)!.headers).toMatchObject({ authorization: "Bearer sk-1" });
+    expect(FakeSocket.last.protocols).toEqual(["chatcache.v1", "openai-insecure-api-key.sk-1"]);
+    expect(Object.keys(localStorage).filter((name) => localStorage.getItem(name)?.includes("sk-1"))).toEqual([]);
+  });
+
+  it("tells how far the model is loaded, until it is", async () => {
+    statuses["/readyz"] = 503;
+    replies["/readyz"] = { status: "loading", progress: 0.4, detail: "weights" };
+    chat.readiness.now.value = { phase: "unknown" };
+    void chat.readiness.watch();
+    await vi.advanceTimersByTimeAsync(800);
+    expect(chat.readiness.now.value).toEqual({ phase: "loading", progress: 0.4, detail: "weights" });
+    delete statuses["/readyz"];
+    replies["/readyz"] = { status: "ready", max_model_len: 2048 };
+    await vi.advanceTimersByTimeAsync(800);
+    expect(chat.readiness.now.value.phase).toBe("ready");
+    expect(chat.readiness.contextTokens.value).toBe(2048);
   });
 
   it("does not knock again where it was refused", async () => {

@@ -1,11 +1,13 @@
 // The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
 import { computed, signal } from "@preact/signals";
 import type { CreateFrame, ServerFrame, Session } from "../wire/frames";
+import { setApiKey } from "../wire/key";
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
 import { FrameBatcher } from "./frame";
 import { Keeper } from "./keeper";
+import { ReadinessWatch } from "./readiness";
 import { requestFields } from "./request";
 import { type Sampling, sampling, systemPrompt } from "./settings";
 import { Thread } from "./thread";
@@ -15,10 +17,15 @@ import { Turn } from "./turn";
 
 export class Chat {
   readonly conversations = new Conversations();
+  readonly readiness = new ReadinessWatch();
   readonly session = signal<Session | null>(null);
   readonly thread = signal(new Thread());
   readonly socket: Socket;
   readonly live = computed(() => this.thread.value.live.value);
+  readonly ready = computed(() => {
+    const blocked = ["loading", "unavailable"].includes(this.readiness.now.value.phase);
+    return this.socket.state.value === "open" && !blocked;
+  });
   private readonly threads = new Map<string, Thread>();
   private readonly lanes = new Map<string, { thread: Thread; turn: Turn; user: Message }>();
   private readonly batcher = new FrameBatcher();
@@ -27,8 +34,30 @@ export class Chat {
 
   constructor(url = socketUrl()) {
     this.socket = new Socket(url, (frame) => this.receive(frame));
-    this.socket.opened.subscribe((times) => times > 1 && void this.recover());
+    this.socket.opened.subscribe((times) => {
+      if (times > 0) void this.readiness.watch();
+      if (times > 1) void this.recover();
+    });
     systemPrompt.subscribe((text) => void this.keeper.keepSystemPrompt(this.thread.peek(), text));
+  }
+
+  /** Connect and fill the list; or stop at a locked door until a key is given. */
+  async start(): Promise<void> {
+    this.socket.connect();
+    await this.conversations.refresh();
+    if (this.conversations.state.value === "locked") this.socket.refuse();
+  }
+
+  async unlock(key: string): Promise<void> {
+    setApiKey(key);
+    await this.conversations.refresh();
+    if (this.conversations.state.value === "locked") {
+      toast("The server does not know this key.");
+      return;
+    }
+    this.socket.admit();
+    const id = this.thread.value.id.value;
+    if (id !== null) await this.keeper.load(this.thread.value, id);
   }
 
   // -- verbs ------------------------------------------------------------------------------------------------------
@@ -167,6 +196,7 @@ export class Chat {
       if (frame.type === "error" && frame.error.param !== "response_id") toast(frame.error.message);
       return;
     }
+    if (frame.type === "error" && frame.status === 503) void this.readiness.watch();
     lane.turn.apply(frame, this.batcher);
     if (frame.type === "response.created") {
       const conversation = frame.response.conversation?.id ?? null;

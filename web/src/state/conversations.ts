@@ -8,7 +8,7 @@ const UNDO_MS = 6000;
 
 export class Conversations {
   readonly filter = signal("");
-  readonly state = signal<"loading" | "ready" | "failed">("loading");
+  readonly state = signal<"loading" | "ready" | "failed" | "locked">("loading");
   readonly more = signal(false);
   private readonly all = signal<readonly WireConversation[]>([]);
   private readonly leaving = signal<ReadonlySet<string>>(new Set());
@@ -38,8 +38,8 @@ export class Conversations {
       this.lastId = page.last_id;
       this.more.value = page.has_more;
       this.state.value = "ready";
-    } catch {
-      this.state.value = "failed";
+    } catch (error) {
+      this.state.value = error instanceof rest.RequestFailed && error.status === 401 ? "locked" : "failed";
     }
   }
 

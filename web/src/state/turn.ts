@@ -8,6 +8,8 @@ export type Phase = "queued" | "prefill" | "decode" | "ended";
 
 const STATUS_OF_REASON: Readonly<Record<string, Status>> = { stop: "done", length: "length", cancelled: "stopped" };
 
+const MIN_MS = 200; // deltas come in bunches: over less than this a speed would be made up
+
 export class Turn {
   readonly responseId = signal<string | null>(null);
   readonly phase = signal<Phase>("queued");
@@ -22,7 +24,7 @@ export class Turn {
   readonly tokensPerSecond = computed<number | null>(() => {
     const tokens = (this.usage.value?.outputTokens ?? 0) - this.candidates.length; // the first ones belong to the prefill
     const ms = this.decodeMs.value;
-    return ms !== null && ms > 0 && tokens > 0 ? (tokens / ms) * 1000 : null;
+    return ms !== null && ms > MIN_MS && tokens > 0 ? (tokens / ms) * 1000 : null;
   });
 
   constructor(

@@ -1,22 +1,62 @@
-// What stands between the reader and the server, when something does.
+// What stands between the reader and an answer, when something does: a key, the network, a model still loading.
 import { useChat } from "./context";
 
 export function Banner() {
   const chat = useChat();
-  const state = chat.socket.state.value;
-  if (state === "refused") {
+  const link = chat.socket.state.value;
+  if (chat.conversations.state.value === "locked") return <KeyForm />;
+  if (link === "refused") {
     return (
       <div class="banner" role="alert">
-        The server refused this page. It may want an API key or another address.
+        The server refused this page.
         <button type="button" class="button" onClick={() => location.reload()}>Reload</button>
       </div>
     );
   }
-  if (state !== "lost") return null;
+  if (link === "lost") {
+    return (
+      <div class="banner" role="alert">
+        The connection is lost. Your conversation is stored; the page reconnects by itself.
+        <button type="button" class="button" onClick={() => chat.socket.retryNow()}>Try now</button>
+      </div>
+    );
+  }
+  return <Loading />;
+}
+
+function Loading() {
+  const state = useChat().readiness.now.value;
+  if (state.phase === "loading") {
+    return (
+      <div class="banner banner-calm" role="status">
+        <label>
+          Loading the model <progress value={state.progress} max={1} />
+        </label>
+        <span class="hint">{state.detail}</span>
+      </div>
+    );
+  }
+  if (state.phase === "unavailable") {
+    return <div class="banner" role="alert">The model is not running. {state.detail}</div>;
+  }
+  return null;
+}
+
+function KeyForm() {
+  const chat = useChat();
   return (
-    <div class="banner" role="alert">
-      The connection is lost. Your conversation is stored; the page reconnects by itself.
-      <button type="button" class="button" onClick={() => chat.socket.retryNow()}>Try now</button>
-    </div>
+    <form
+      class="banner banner-calm"
+      onSubmit={(event) => {
+        event.preventDefault();
+        const key = new FormData(event.currentTarget).get("key");
+        if (typeof key === "string" && key.trim()) void chat.unlock(key.trim());
+      }}
+    >
+      <label>
+        This server wants an API key <input class="find" name="key" type="password" autocomplete="off" />
+      </label>
+      <button type="submit" class="button button-main">Unlock</button>
+    </form>
   );
 }

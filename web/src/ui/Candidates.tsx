@@ -20,7 +20,7 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
         <span class="fan-title">{count} {kind} from one prompt</span>
         <span class="fan-prompt">
           {usage && <PageStrip usage={usage} />}
-          {usage && <span class="hint">{usage.inputTokens} prompt tokens, held once</span>}
+          {usage && <span class="hint">{usage.inputTokens} prompt tokens, held once for all {count}</span>}
         </span>
       </header>
       <div class="fan-scroll" tabIndex={0} role="group" aria-label="Candidates">

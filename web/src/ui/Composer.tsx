@@ -16,7 +16,7 @@ export function Composer() {
   const area = useRef<HTMLTextAreaElement>(null);
   const text = useSignal("");
   const live = chat.live.value;
-  const ready = chat.socket.state.value === "open";
+  const ready = chat.ready.value;
 
   const fit = () => {
     const box = area.current;

@@ -5,7 +5,7 @@ const NEARLY_FULL = 0.85;
 
 export function ContextMeter() {
   const chat = useChat();
-  const limit = chat.session.value?.max_model_len ?? 0;
+  const limit = chat.session.value?.max_model_len ?? chat.readiness.contextTokens.value;
   const used = chat.thread.value.contextTokens.value;
   if (limit === 0 || used === 0) return null;
   const share = Math.min(1, used / limit);

@@ -21,7 +21,7 @@ export function Empty() {
       <ul class="starters">
         {STARTERS.map((starter) => (
           <li key={starter.title}>
-            <button type="button" class="starter" onClick={() => begin(starter)}>
+            <button type="button" class="starter" disabled={!chat.ready.value} onClick={() => begin(starter)}>
               <span class="starter-head">
                 <span class="starter-title">{starter.title}</span>
                 {(starter.sampling?.n ?? 1) > 1 && <span class="badge">{starter.sampling?.n} answers</span>}

@@ -55,7 +55,7 @@ export interface StoredItem {
 
 export interface Session {
   readonly model: string;
-  readonly max_model_len: number;
+  readonly max_model_len: number | null; // null while the model loads
   readonly limits: { readonly max_frame_bytes: number; readonly max_n: number; readonly max_beam_width: number };
 }
 

@@ -1,4 +1,5 @@
 // The conversations, over REST.
+import { apiKey } from "./key";
 import type { StoredItem, WireConversation } from "./frames";
 
 interface Page<T> {
@@ -50,10 +51,13 @@ function path(id: string): string {
 
 async function call<T>(method: string, route: string, body?: unknown): Promise<T> {
   const init: RequestInit = { method, credentials: "same-origin" };
+  const headers: Record<string, string> = {};
+  if (apiKey.value) headers["authorization"] = `Bearer ${apiKey.value}`;
   if (body !== undefined) {
     init.body = JSON.stringify(body);
-    init.headers = { "content-type": "application/json" };
+    headers["content-type"] = "application/json";
   }
+  init.headers = headers;
   const response = await fetch(new URL(route, document.baseURI), init);
   if (response.ok) return (await response.json()) as T;
   let message = `The server answered ${response.status}.`;

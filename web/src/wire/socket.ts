@@ -2,6 +2,7 @@
 // after a refusal that a retry cannot cure.
 import { signal } from "@preact/signals";
 import type { ClientFrame, ServerFrame } from "./frames";
+import { protocols } from "./key";
 
 export type LinkState = "connecting" | "open" | "lost" | "refused";
 
@@ -27,7 +28,7 @@ export class Socket {
   }
 
   connect(): void {
-    const socket = new WebSocket(this.url, ["chatcache.v1"]);
+    const socket = new WebSocket(this.url, protocols());
     this.socket = socket;
     socket.onopen = () => {
       this.attempts = 0;
@@ -40,7 +41,7 @@ export class Socket {
     socket.onclose = (event) => {
       if (this.socket !== socket) return;
       this.socket = null;
-      if (REFUSALS.has(event.code)) this.state.value = "refused";
+      if (REFUSALS.has(event.code) || this.state.value === "refused") this.state.value = "refused";
       else this.retryLater();
     };
   }
@@ -56,6 +57,19 @@ export class Socket {
     if (this.socket || this.state.value === "refused") return;
     clearTimeout(this.timer);
     this.connect();
+  }
+
+  /** Stop knocking: a retry cannot cure this. */
+  refuse(): void {
+    clearTimeout(this.timer);
+    this.state.value = "refused";
+    this.socket?.close();
+  }
+
+  /** Knock again after a refusal, with whatever was missing. */
+  admit(): void {
+    this.state.value = "connecting";
+    this.retryNow();
   }
 
   private retryLater(): void {
