@@ -39,6 +39,7 @@ class Assets:
     """Serves one folder of built files with the page's headers; hashed names may be cached for ever."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._files: ASGIApp = StaticFiles(directory=folder, check_dir=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,6 +51,8 @@ class Assets:
                     headers["cache-control"] = "public, max-age=31536000, immutable"
             await send(message)
 
+        if not self._folder.is_dir():
+            raise HTTPException(404)
         await self._files(scope, receive, send_with_headers)
 
 

@@ -12,7 +12,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from chatcache.config import ServerConfig
-from tests.gateway.serving import Server, parse_head, post_bytes, read_all, split_response
+from tests.gateway.frames import LONG, receive, send, until_end
+from tests.gateway.serving import Server, post_bytes, read_all, slowed, split_response
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -139,6 +140,21 @@ def test_tenants_do_not_see_each_other(locked: Server) -> None:
     assert cached[0] == 0 and cached[1] > 0
 
 
+def test_tenants_cannot_stop_each_other(locked: Server) -> None:
+    url = f"ws://127.0.0.1:{locked.port}/v1/responses"
+    mine, theirs = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    with (
+        slowed(locked, 0.005),
+        connect(url, additional_headers=mine) as owner,
+        connect(url, additional_headers=theirs) as stranger,
+    ):
+        send(owner, **{**LONG, "max_output_tokens": 100})
+        response_id = receive(owner)["response"]["id"]
+        send(stranger, "response.cancel", response_id=response_id)
+        assert receive(stranger)["error"]["code"] == "not_found"
+        assert until_end(owner)[-1]["response"]["status"] == "incomplete"
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -185,16 +201,6 @@ def test_bodies_are_counted_while_read(locked: Server) -> None:
         connection.sendall(head.encode() + b"400\r\n" + b" " * 1024 + b"\r\n" + b"400\r\n" + b" " * 1024 + b"\r\n")
         status, _, answer = split_response(read_all(connection))
     assert status == 413 and is_envelope(answer)
-
-
-def test_the_page_has_its_policy_even_unbuilt(server: Server) -> None:
-    with server.connect() as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        status, headers = parse_head(read_all(connection).partition(b"\r\n\r\n")[0])
-    assert status == 200
-    assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
-    assert headers["x-content-type-options"] == "nosniff"
-    assert headers["cache-control"] == "no-cache"
 
 
 def test_pipelined_requests_are_answered_in_order(server: Server) -> None:

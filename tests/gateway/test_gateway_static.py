@@ -1,0 +1,65 @@
+"""The page's files: built or not, under the same policy; nothing else of the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chatcache.config import ServerConfig
+from chatcache.gateway import static
+from tests.gateway.serving import Server
+
+FILES = {
+    "static/index.html": "<!doctype html><title>page</title>",
+    "static/theme.js": "1;",
+    "static/assets/main-abc.js": "2;",
+    "static/secret.py": "no",
+    "static/.hidden.js": "no",
+    "outside.js": "no",
+}
+
+
+@pytest.fixture(params=["built", "unbuilt"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(static, "STATIC", tmp_path / "static")
+    for name, text in FILES.items() if request.param == "built" else ():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    with Server(ServerConfig(db=str(folder / "chat.db"), api_keys=("sk",))) as server:
+        yield server
+
+
+def test_the_page_or_how_to_build_it(server: Server, folder: Path) -> None:
+    status, headers, text = server.request("GET", "/")
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    assert ("<title>page</title>" in text) if (folder / "static").exists() else ("make web" in text)
+    assert headers["cache-control"] == "no-cache"
+
+
+def test_every_file_has_the_policy_and_needs_no_key(server: Server, folder: Path) -> None:
+    built = (folder / "static").exists()
+    for path, cache in (("/theme.js", "no-cache"), ("/assets/main-abc.js", "public, max-age=31536000, immutable")):
+        status, headers, _ = server.request("GET", path)
+        assert status == (200 if built else 404)
+        assert not built or headers["cache-control"] == cache
+    for path in ("/", "/theme.js", "/assets/main-abc.js") if built else ("/",):
+        headers = server.request("GET", path)[1]
+        assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+        assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/secret.py", "/.hidden.js", "/../outside.js", "/assets/../../outside.js", "/assets/%2e%2e/%2e%2e/outside.js",
+     "/..%2foutside.js", "/assets/nope.js", "/assets/", "/nope.js"],
+)  # fmt: skip
+def test_nothing_else_of_the_disk(server: Server, path: str) -> None:
+    status, _, answer = server.request("GET", path, headers={"authorization": "Bearer sk"})
+    assert status == 404 and answer["error"]["code"] == "not_found"
