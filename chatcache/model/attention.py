@@ -41,6 +41,16 @@ class AttentionBackend(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor: ...
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rope_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pages: KVPages, layer: int, slots: Tensor
+    ) -> Tensor: ...
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:

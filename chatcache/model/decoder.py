@@ -17,7 +17,6 @@ from chatcache.errors import ModelFolderError
 from chatcache.model.arch import Architecture
 from chatcache.model.attention import AttentionStep, Geometry
 from chatcache.model.linear import Linear
-from chatcache.model.ops import rms_norm, rotary, rotate, silu_mul
 from chatcache.model.rope import rope_tables
 from chatcache.model.weights import Weights
 
@@ -26,13 +25,12 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block's weights. `qkv` gives H query, Hkv key and Hkv value heads side by side; `gate_up` gate first.
-
-    Shapes: qk_norm [H + Hkv, D], one row per head."""
+    """One block's weights. `qkv` gives H query, Hkv key and Hkv value heads side by side; `gate_up` gate first."""
 
     attention_norm: Tensor
     qkv: Linear
-    qk_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     out: Linear
     mlp_norm: Tensor
     gate_up: Linear
@@ -53,38 +51,38 @@ class Decoder:
         self._norm = norm
         self._head = head
         self._scale = arch.head_dim**-0.5
-        self._cos = self._sin = torch.empty(0, 1, arch.rope.dim)
+        self._cos = self._sin = torch.empty(0, arch.rope.dim // 2)
 
     def extend_positions(self, length: int) -> None:
         """Make the rotary tables for contexts of up to `length` tokens."""
-        cos, sin = rotary(*rope_tables(self.arch.rope, length, self.arch.max_position), self.geometry.dtype)
+        cos, sin = rope_tables(self.arch.rope, length, self.arch.max_position)
         self._cos, self._sin = cos.to(self.geometry.device), sin.to(self.geometry.device)
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
         """Return logits [U, V] of the tokens at `drawn`. Shapes: tokens, positions [T]; drawn [U]."""
-        eps = self.arch.rms_norm_eps
+        ops, eps = step.kernels, self.arch.rms_norm_eps
         cos, sin = self._cos[positions], self._sin[positions]
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
         x = self._embedding[tokens]
-        h = rms_norm(x, self._layers[0].attention_norm, eps)
+        h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
         for index, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
             mixed = self._attend(layer, index, h, cos, sin, step)
             if index == len(norms) - 1:  # nothing later looks at the tokens that are not drawn
                 mixed, x = mixed[drawn], x[drawn]
-            x = x + layer.out(mixed)
-            x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, eps))))
-            h = rms_norm(x, norm, eps)
+            h, x = ops.add_rms_norm(layer.out(mixed), x, layer.mlp_norm, eps)
+            h, x = ops.add_rms_norm(layer.down(ops.silu_mul(layer.gate_up(h))), x, norm, eps)
         return self._head(h)
 
     def _attend(self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
         """Return the heads' outputs side by side. Shapes: h [T, hidden] -> [T, H * D]."""
-        arch = self.arch
+        arch, ops = self.arch, step.kernels
         heads = layer.qkv(h).view(len(h), -1, arch.head_dim)
-        qk, v = torch.split(heads, [arch.num_heads + arch.num_kv_heads, arch.num_kv_heads], dim=1)
-        if layer.qk_norm is not None:
-            qk = rms_norm(qk, layer.qk_norm, arch.rms_norm_eps)
-        q, k = torch.split(rotate(qk, cos, sin), [arch.num_heads, arch.num_kv_heads], dim=1)
-        return step.attend(q, k, v, index, self._scale, layer.window).reshape(len(h), -1)
+        q, k, v = torch.split(heads, [arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = ops.rms_norm(q, layer.q_norm, arch.rms_norm_eps), ops.rms_norm(k, layer.k_norm, arch.rms_norm_eps)
+        q = ops.rope_write(q, k, v, cos, sin, step.pages, index, step.batch.slots)
+        out = ops.paged_attention(q, step.pages, index, step.batch, self._scale, layer.window)
+        return out.view(len(h), -1)
 
 
 def load_decoder(
@@ -119,19 +117,14 @@ def _load_layer(a: Architecture, index: int, take: _Taker) -> Layer:
     return Layer(
         attention_norm=take(f"{base}.input_layernorm.weight", a.hidden_size),
         qkv=take.linear(f"{base}.self_attn", widths, a.hidden_size, a.qkv_bias),
-        qk_norm=_qk_norm(a, base, take) if a.qk_norm else None,
+        q_norm=take(f"{base}.self_attn.q_norm.weight", a.head_dim) if a.qk_norm else None,
+        k_norm=take(f"{base}.self_attn.k_norm.weight", a.head_dim) if a.qk_norm else None,
         out=take.linear(f"{base}.self_attn", {"o_proj": a.hidden_size}, a.num_heads * a.head_dim, a.out_bias),
         mlp_norm=take(f"{base}.post_attention_layernorm.weight", a.hidden_size),
         gate_up=take.linear(f"{base}.mlp", gates, a.hidden_size, a.mlp_bias),
         down=take.linear(f"{base}.mlp", {"down_proj": a.hidden_size}, a.intermediate_size, a.mlp_bias),
         window=a.windows[index],
     )
-
-
-def _qk_norm(a: Architecture, base: str, take: _Taker) -> Tensor:
-    parts = {"q": a.num_heads, "k": a.num_kv_heads}
-    rows = [take(f"{base}.self_attn.{name}_norm.weight", a.head_dim).expand(n, -1) for name, n in parts.items()]
-    return torch.cat(rows)
 
 
 class _Taker:
