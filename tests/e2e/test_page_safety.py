@@ -65,6 +65,28 @@ def test_first_load_is_small() -> None:
     assert total <= 120_000
 
 
+def test_axe_finds_nothing_in_either_theme(open_page: Any, picture: Any) -> None:
+    if not AXE.is_file():
+        pytest.skip("axe-core is missing: cd web && npm ci")
+    chat: Watched = open_page(bypass_csp=True, reduced_motion="reduce")
+    chat.page.add_script_tag(path=AXE)
+    _no_violations(chat, "empty")
+    chat.ask("What is a KV page?")
+    chat.ask("Make a table of animals and their sounds")
+    chat.ask("Write Python code that prints hello")
+    _no_violations(chat, "thread", picture)
+    chat.page.click("[aria-label=Settings]")
+    _no_violations(chat, "settings")
+    chat.page.keyboard.press("Escape")
+    chat.page.keyboard.press("Control+/")
+    chat.page.wait_for_selector("dialog[open]")
+    _no_violations(chat, "shortcuts")
+    chat.page.keyboard.press("Escape")
+    chat.page.click("[aria-label='More answers']")
+    chat.ask("Tell me a story about a robot")
+    _no_violations(chat, "candidates")
+
+
 def test_hostile_words_of_the_reader_stay_words(chat: Watched) -> None:
     chat.ask(HOSTILE)
     assert chat.page.evaluate("window.__xss") is None
@@ -90,28 +112,6 @@ def test_hostile_words_of_the_model_stay_words(browser: Any, server: str) -> Non
     assert {(rel, target) for _, rel, target in links} == {("noopener noreferrer nofollow", "_blank")}
     assert chat.complaints() == []
     chat.context.close()
-
-
-def test_axe_finds_nothing_in_either_theme(open_page: Any, picture: Any) -> None:
-    if not AXE.is_file():
-        pytest.skip("axe-core is missing: cd web && npm ci")
-    chat: Watched = open_page(bypass_csp=True, reduced_motion="reduce")
-    chat.page.add_script_tag(path=AXE)
-    _no_violations(chat, "empty")
-    chat.ask("What is a KV page?")
-    chat.ask("Make a table of animals and their sounds")
-    chat.ask("Write Python code that prints hello")
-    _no_violations(chat, "thread", picture)
-    chat.page.click("[aria-label=Settings]")
-    _no_violations(chat, "settings")
-    chat.page.keyboard.press("Escape")
-    chat.page.keyboard.press("Control+/")
-    chat.page.wait_for_selector("dialog[open]")
-    _no_violations(chat, "shortcuts")
-    chat.page.keyboard.press("Escape")
-    chat.page.click("[aria-label='More answers']")
-    chat.ask("Tell me a story about a robot")
-    _no_violations(chat, "candidates")
 
 
 def test_everything_by_keyboard(chat: Watched) -> None:

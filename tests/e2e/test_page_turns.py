@@ -18,6 +18,8 @@ def test_second_turn_reads_the_first_from_the_cache_and_a_reload_keeps_both(chat
     assert second["input_tokens_details"]["cached_tokens"] > history - PAGE_TOKENS
     assert chat.figure("cached") == second["input_tokens_details"]["cached_tokens"]
     assert chat.figure("cached") + chat.figure("computed") == second["input_tokens"]
+    meter = chat.page.locator(".meter-text").inner_text()
+    assert meter.split(" / ")[0] == str(second["input_tokens"] + second["output_tokens"])
     said, answers = chat.said(), chat.answers()
     assert said == ["My name is Ada.", "What is my name?"]
     assert len(answers) == 2 and all(answers)

@@ -226,6 +226,19 @@ describe("Chat", () => {
     expect(chat.live.value).toBeNull();
   });
 
+  it("does not talk into a conversation that did not load", async () => {
+    statuses["/v1/conversations/conv_7"] = 500;
+    await chat.open("conv_7");
+    expect(chat.thread.value.state.value).toBe("failed");
+    chat.send("Hello");
+    expect(FakeSocket.last.sent).toEqual([]);
+    delete statuses["/v1/conversations/conv_7"];
+    replies["/v1/conversations/conv_7"] = { id: "conv_7", active_leaf: null, updated_at: 1 };
+    replies["/v1/conversations/conv_7/items"] = { data: [] };
+    await chat.open("conv_7");
+    expect(chat.thread.value.state.value).toBe("ready");
+  });
+
   it("waits at a locked door for a key, and then offers it on both wires", async () => {
     statuses["/v1/conversations"] = 401;
     await chat.start();

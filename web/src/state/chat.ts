@@ -24,7 +24,7 @@ export class Chat {
   readonly live = computed(() => this.thread.value.live.value);
   readonly ready = computed(() => {
     const blocked = ["loading", "unavailable"].includes(this.readiness.now.value.phase);
-    return this.socket.state.value === "open" && !blocked;
+    return this.socket.state.value === "open" && this.thread.value.state.value === "ready" && !blocked;
   });
   private readonly threads = new Map<string, Thread>();
   private readonly lanes = new Map<string, { thread: Thread; turn: Turn; user: Message }>();
@@ -65,7 +65,7 @@ export class Chat {
   /** Say something after the shown leaf. `only` changes the sampling of this one turn. */
   send(text: string, only: Partial<Sampling> = {}): void {
     const thread = this.thread.value;
-    if (thread.live.value) return;
+    if (thread.live.value || thread.state.value !== "ready") return;
     const tree = thread.tree.value;
     const leaf = tree.leaf.value;
     const turn = leaf ? thread.turnOf(leaf) : undefined;

@@ -29,8 +29,7 @@ export class Keeper {
       if (thread.tree.value.leaf.value?.role === "user") void this.lookAgain(thread, id);
       return conversation.metadata?.["system"] ?? "";
     } catch (error) {
-      thread.state.value = error instanceof rest.RequestFailed && error.status === 404 ? "missing" : "ready";
-      if (thread.state.value === "ready") toast(`Not loaded. ${(error as Error).message}`);
+      thread.state.value = error instanceof rest.RequestFailed && error.status === 404 ? "missing" : "failed";
       return null;
     }
   }

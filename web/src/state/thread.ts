@@ -4,7 +4,7 @@ import type { StoredItem } from "../wire/frames";
 import { type Message, type Status, Tree } from "./tree";
 import { Turn, usageOf } from "./turn";
 
-export type ThreadState = "ready" | "loading" | "missing";
+export type ThreadState = "ready" | "loading" | "failed" | "missing";
 
 export class Thread {
   readonly id = signal<string | null>(null);
@@ -17,6 +17,7 @@ export class Thread {
 
   /** Tokens that the next turn starts from, as far as the last one told. */
   readonly contextTokens = computed<number>(() => {
+    void this.live.value; // turns come and end without the path changing
     const path = this.tree.value.path.value;
     for (let index = path.length - 1; index >= 0; index--) {
       const turn = this.turnOf(path[index]!);

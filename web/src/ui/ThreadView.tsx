@@ -44,7 +44,7 @@ export function ThreadView() {
     <div class="thread-area">
       <div class="thread-scroll" ref={scroller} onScroll={onScroll} tabIndex={-1}>
         <div class="thread" ref={inner}>
-          {thread.state.value === "missing" ? <Missing /> : path.length === 0 ? <Start /> : path.map((message) => <Row key={message.key} message={message} />)}
+          {path.length === 0 ? <Start /> : path.map((message) => <Row key={message.key} message={message} />)}
         </div>
       </div>
       {!pinned.value && (
@@ -58,15 +58,18 @@ export function ThreadView() {
 
 function Start() {
   const chat = useChat();
-  return chat.thread.value.state.value === "loading" ? <p class="waiting">Loading</p> : <Empty />;
-}
-
-function Missing() {
-  const chat = useChat();
+  const { state, id } = chat.thread.value;
+  if (state.value === "ready") return <Empty />;
+  if (state.value === "loading") return <p class="waiting">Loading</p>;
+  const missing = state.value === "missing";
   return (
     <div class="missing">
-      <p>This conversation does not exist on this server.</p>
-      <button type="button" class="button" onClick={() => chat.newConversation()}>Start a new one</button>
+      <p>{missing ? "This conversation does not exist on this server." : "The conversation did not load."}</p>
+      {missing ? (
+        <button type="button" class="button" onClick={() => chat.newConversation()}>Start a new one</button>
+      ) : (
+        <button type="button" class="button" onClick={() => void chat.open(id.value ?? "")}>Try again</button>
+      )}
     </div>
   );
 }

@@ -50,7 +50,8 @@ function path(id: string): string {
 }
 
 async function call<T>(method: string, route: string, body?: unknown): Promise<T> {
-  const init: RequestInit = { method, credentials: "same-origin" };
+  // keepalive: a deletion may be the last thing that a closing page does
+  const init: RequestInit = { method, credentials: "same-origin", keepalive: method === "DELETE" };
   const headers: Record<string, string> = {};
   if (apiKey.value) headers["authorization"] = `Bearer ${apiKey.value}`;
   if (body !== undefined) {
