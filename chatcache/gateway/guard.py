@@ -68,7 +68,7 @@ class Guard:
             # Every key is compared, whichever matches: the time taken tells nothing.
             if any([hmac.compare_digest(digest, key) for key in self._keys]):  # noqa: C419
                 return digest.hex()[:32]
-        if scope["type"] == "http" and _is_open(scope["path"]):
+        if scope["type"] == "http" and _is_open(scope["path"].removeprefix(scope.get("root_path", ""))):
             return ""
         raise Unauthorized("a valid API key is required: Authorization: Bearer KEY")
 

@@ -114,6 +114,7 @@ class Server:
             ws_max_size=self.config.max_frame_bytes,
             timeout_graceful_shutdown=2,
             access_log=False,
+            root_path=self.config.root_path,
             ws="websockets-sansio",
             ws_per_message_deflate=False,
         )

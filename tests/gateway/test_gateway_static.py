@@ -63,3 +63,12 @@ def test_every_file_has_the_policy_and_needs_no_key(server: Server, folder: Path
 def test_nothing_else_of_the_disk(server: Server, path: str) -> None:
     status, _, answer = server.request("GET", path, headers={"authorization": "Bearer sk"})
     assert status == 404 and answer["error"]["code"] == "not_found"
+
+
+def test_behind_a_proxy_with_a_prefix(folder: Path) -> None:
+    """The proxy strips the prefix; open routes stay open, closed ones closed."""
+    with Server(ServerConfig(db=str(folder / "chat.db"), api_keys=("sk",), root_path="/chat")) as server:
+        assert server.request("GET", "/")[0] == server.request("GET", "/livez")[0] == 200
+        assert server.request("GET", "/theme.js")[0] == (200 if (folder / "static").exists() else 404)
+        assert server.request("GET", "/v1/models")[0] == 401
+        assert server.request("GET", "/v1/models", headers={"authorization": "Bearer sk"})[0] == 200
