@@ -12,7 +12,7 @@ from .decode import PACK, SPLIT, decode_kernel, max_queries, partial_floats, scr
 from .prefill import attend_row
 from .vectors import KINDS
 
-FEW_QUERIES = 128  # a row of up to this many queries for each key head goes to the decode kernel (measured)
+FEW_QUERIES = 64  # a row of up to this many queries for each key head goes to the decode kernel (measured)
 
 
 def paged_attention(

@@ -39,7 +39,7 @@ def attend_row(
     k, v = _gather(pages, layer, batch.tables[row, first // pages.page_size : -(-end // pages.page_size)], end - first)
     k, v = k.to(q.dtype), v.to(q.dtype)
     start -= first  # from here on, positions count from the first gathered key
-    grouped = q.view(num_tokens, pages.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    grouped = q.view(num_tokens, pages.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).contiguous()
     if softcap is not None:
         out, lse = _blocks(grouped, k, v, start, scale, window, softcap)
     elif window is not None and window < end - first:
@@ -47,7 +47,7 @@ def attend_row(
     else:
         out, lse = _flash(grouped, k[:, start:], v[:, start:], scale, causal=True)
         if start:
-            out, lse = _merge(out, lse, *_flash(grouped, k[:, :start], v[:, :start], scale))
+            out, lse = _merge(out, lse, *_prefix(grouped, k[:, :start], v[:, :start], scale))
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.float().view(*lse.shape[:2], 1))[..., None]
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(q.dtype)
@@ -59,6 +59,12 @@ def _gather(pages: KVPages, layer: int, table: Tensor, num_tokens: int) -> tuple
     k = pages.k[layer][table].permute(1, 0, 3, 2).reshape(shape)
     v = pages.v[layer][table].transpose(0, 1).reshape(shape)
     return k[:, :num_tokens], v[:, :num_tokens]
+
+
+def _prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to keys that every query sees. The G heads become queries of one head, which reads keys once (faster)."""
+    out, lse = _flash(q.flatten(1, 2)[:, None], k, v, scale)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def _flash(
