@@ -73,7 +73,7 @@ def latency(bench: Bench) -> list[Figure]:
             bench.prefill_limit(load.prompt_tokens),
             "matmul rate",
         ),
-        rate(f"decode, batch 1, {load.output_tokens} tokens", 1 / step_s, limit, "read bandwidth"),
+        rate("decode, batch 1", 1 / step_s, limit, "read bandwidth"),
         Figure(name="time to first token", value=first_s * 1e3, unit="ms"),
         Figure(name="inter-token latency", value=step_s * 1e3, unit="ms"),
     ]

@@ -11,6 +11,8 @@ from rich.console import Console
 from chatcache.cli import options
 from chatcache.config import EngineConfig
 
+TABLE_WIDTH = 120
+
 Which = Annotated[
     Literal["latency", "throughput", "beam", "prefix"], typer.Argument(help="What to measure.", show_default=False)
 ]
@@ -76,4 +78,6 @@ def bench(
     if as_json:
         typer.echo(to_json(report))
     else:
-        print_report(report, Console(highlight=False))
+        console = Console(highlight=False)
+        console.width = max(console.width, TABLE_WIDTH)
+        print_report(report, console)

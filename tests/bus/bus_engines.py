@@ -72,7 +72,13 @@ class CountingEngine:
         return events
 
     def health(self) -> EngineHealth:
-        return EngineHealth(ready=True, model="counting", num_running=len(self._running), num_steps=self._num_steps)
+        return EngineHealth(
+            ready=True,
+            load_fraction=1.0,
+            model="counting",
+            num_running=len(self._running),
+            num_steps=self._num_steps,
+        )
 
     def stats(self) -> dict[str, int]:
         return {"num_steps": self._num_steps}

@@ -62,6 +62,15 @@ async def test_a_log_is_dropped_when_its_end_was_read() -> None:
         await collect(logs)
 
 
+async def test_a_reader_that_leaves_at_the_end_counts_as_having_read_it() -> None:
+    logs = EventLogs()
+    logs.open("r")
+    logs.append(finished(1))
+    reader = logs.read("r")
+    await anext(reader)
+    assert len(logs) == 0
+
+
 async def test_a_log_nobody_reads_is_dropped_after_its_retention() -> None:
     logs = EventLogs(retention_s=0.01)
     logs.open("r")
