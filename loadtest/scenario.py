@@ -42,7 +42,7 @@ class Scenario:
     def system_prompt(self) -> str:
         """The text every chat begins with, the same for all users of a run and different between seeds."""
         rng = random.Random(self.seed)
-        words: list[str] = [f"Run {self.seed}."]
+        words = f"Run {self.seed}.".split()
         while len(words) < self.system_words:
             words += rng.choice(_RULES).split()
         return " ".join(words[: self.system_words])
