@@ -50,7 +50,7 @@ def _imports(path: Path) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level < 2, f"{path}:{node.lineno}: a relative import out of the room"
+            assert node.level < 2 or "kernels" in path.parts, f"{path}:{node.lineno}: relative import out of the room"
             if node.level:
                 continue
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
