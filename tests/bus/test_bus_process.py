@@ -21,11 +21,15 @@ from chatcache.types import Failed, Finished, Started, Tokens
 from tests.bus.bus_engines import FAST, expected_tokens, process, request
 
 
-def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
+def state(pid: int) -> str:
+    """R running or waiting to, S asleep, Z a zombie, X gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return "X"
+
+
+def alive(pid: int) -> bool:
+    return state(pid) not in "ZX"
 
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
@@ -186,7 +190,7 @@ async def test_an_idle_child_sleeps() -> None:
         await asyncio.sleep(0.1)
         states = set()
         for _ in range(20):
-            states.add(Path(f"/proc/{engine.pid}/stat").read_text().rsplit(")", 1)[1].split()[0])
+            states.add(state(engine.pid or 0))
             await asyncio.sleep(0.01)
         assert states == {"S"}, "a busy loop would be running, or waiting to run"
 
