@@ -268,6 +268,8 @@ def test_each_command_gets_what_it_has_a_flag_for() -> None:
 
 
 def test_an_empty_variable_is_one_that_is_not_set(seen: Seen) -> None:
-    result = serve(env={"CHATCACHE_MODEL": "", "CHATCACHE_API_KEY": "", "CHATCACHE_PORT": "", "CHATCACHE_KV_MEMORY": ""})
+    result = serve(
+        env={"CHATCACHE_MODEL": "", "CHATCACHE_API_KEY": "", "CHATCACHE_PORT": "", "CHATCACHE_KV_MEMORY": ""}
+    )
     assert result.exit_code == 0, result.output
     assert seen == [(EngineConfig(served_model_name="chatcache-builtin"), ServerConfig())]
