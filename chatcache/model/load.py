@@ -53,7 +53,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
     say(0.95, f"allocating {capacity.num_pages} KV pages")
     pages = allocate(kernels, geometry, capacity.num_pages, capacity.page_size)
     facts = ModelFacts(
-        name=config.served_model_name or (config.model if "/" not in config.model else "") or folder.name,
+        name=config.served_model_name or model_name(config.model, folder),
         digest=_digest(raw, weights, dtype, max_model_len),
         vocab_size=geometry.vocab_size,
         max_model_len=max_model_len,
@@ -69,6 +69,13 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
     runner.warm_up()
     say(1.0, "ready")
     return runner
+
+
+def model_name(model: str, folder: Path) -> str:
+    """Return what to call a model that was given no name: its Hugging Face id, or its folder's name."""
+    if not model:
+        return "chatcache-builtin"
+    return folder.resolve().name if Path(model).expanduser().is_dir() else model
 
 
 def _load_network(
@@ -154,7 +161,16 @@ def free_kv_bytes(device: torch.device) -> int:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(int(free * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
+    return min(int(min(free, _container_free_bytes()) * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
+
+
+def _container_free_bytes() -> int:
+    """Return what the control group still allows; without a limit, more than any machine has."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control groups, or "max"
+        return 1 << 62
 
 
 def choose_device(name: str) -> torch.device:

@@ -117,7 +117,9 @@ def make_sample(name: str, folder: Path) -> Sample:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(sum(map(ord, name)))
-    oracle = transformers.AutoModelForCausalLM.from_config(FAMILIES[name].config()).eval()
+    config = FAMILIES[name].config()
+    # eager: sdpa knows no soft-cap, and older releases of transformers leave it out without a word
+    oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter_name, weight in oracle.named_parameters():
             is_norm = weight.ndim == 1 and parameter_name.endswith("weight")
