@@ -1,7 +1,8 @@
 """One `chatcache serve`: a listening socket, an engine process, uvicorn between them, and how it all ends.
 
 The socket listens first, the model loads behind it (503 `model_loading` until then). The first SIGINT or SIGTERM
-drains, the second kills. Exit codes: 0 drained, 1 the engine is beyond hope or the port taken, 78 a bad model folder.
+drains, the second kills. Exit codes: 0 drained, 1 the engine is beyond hope or the port taken,
+78 a bad model folder or an unusable database.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 import uvicorn
 
 from chatcache.bus.pipe import EngineProcess
+from chatcache.chat.store import ConversationStore, StoreUnusable
+from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
 from chatcache.compose import BUILD_ENGINE, load_tokenizer
@@ -47,8 +50,14 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         where = f"{server_config.host}:{server_config.port}"
         print(f"chatcache: cannot listen on {where}: {error.strerror}", file=sys.stderr)
         return exits.ERROR
+    try:
+        store = SqliteStore(server_config.db)
+    except StoreUnusable as error:
+        sock.close()
+        print(f"chatcache: --db {error.message}", file=sys.stderr)
+        return exits.CONFIG
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine_config, server_config, sock))
+        return runner.run(_serve(engine_config, server_config, sock, store))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -69,13 +78,14 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig, sock: socket.socket) -> int:
+async def _serve(
+    engine_config: EngineConfig, server_config: ServerConfig, sock: socket.socket, store: ConversationStore
+) -> int:
     banner = Banner(engine_config, server_config, sock.getsockname())
     engine = EngineProcess(engine_config, BUILD_ENGINE, log_level=server_config.log_level)
     async with engine:
-        app = create_app(
-            server_config, engine, lambda: load_tokenizer(engine_config), engine_config.served_model_name or ""
-        )
+        name = engine_config.served_model_name or ""
+        app = create_app(server_config, engine, lambda: load_tokenizer(engine_config), name, store=store)
         server = _Server(_uvicorn_config(app, server_config))
         _handle_signals(server, engine.kill, banner)
         watcher = asyncio.create_task(_watch(engine, server, banner))

@@ -138,6 +138,16 @@ def test_a_port_in_use_is_told(folder: Path, tmp_path: Path) -> None:
     assert done.stderr == f"chatcache: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
+def test_an_unusable_database_is_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.db").write_text("certainly not a database, but somebody's notes\n" * 100)
+    for name, reason in (("notes.db", "not a database"), ("nowhere/chats.db", "unable to open")):
+        command = [sys.executable, "-m", "chatcache", "serve", str(folder), "--port", "0", "--db", name]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=60)
+        assert done.returncode == 78
+        assert done.stderr.startswith(f"chatcache: --db {name}: ") and reason in done.stderr, done.stderr
+    assert (tmp_path / "notes.db").read_text().startswith("certainly")
+
+
 def no_config(folder: Path) -> str:
     (folder / "config.json").unlink()
     return "config.json: missing"
