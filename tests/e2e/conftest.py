@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.needs import need
 from tests.e2e.watched import PICTURES, Watched, pass_endless
 
 ROOT = Path(__file__).parents[2]
@@ -31,16 +32,6 @@ CHROMIUM_FLAGS = [
     "--no-first-run",
     "--disable-dev-shm-usage",
 ]
-
-
-def _need(there: bool, what: str, how: str) -> None:
-    """Skip with the line that helps; where everything must be there (CI), fail."""
-    if there:
-        return
-    message = f"{what} is missing: {how}"
-    if os.environ.get("CI") == "true":
-        pytest.fail(message)
-    pytest.skip(message)
 
 
 def _free_port() -> int:
@@ -71,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if running := os.environ.get("CHATCACHE_E2E_URL"):
         yield running.rstrip("/")
         return
-    _need(BUILT_PAGE.is_file(), "the built page", "make web")
+    need(BUILT_PAGE.is_file(), "the built page", "make web")
     folder = tmp_path_factory.mktemp("server")
     url = f"http://127.0.0.1:{(port := _free_port())}"
     log = folder / "server.log"
@@ -96,11 +87,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def browser() -> Iterator[Any]:
     """One Chromium per module; closed before other tests need the event loop that Playwright holds."""
     executable = shutil.which("chromium") or shutil.which("chromium-browser")
-    _need(executable is not None, "Chromium", "apt-get install chromium")
+    need(executable is not None, "Chromium", "apt-get install chromium")
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        _need(False, "playwright", "pip install 'chatcache[test]'")
+        need(False, "playwright", "pip install 'chatcache[test]'")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=CHROMIUM_FLAGS)
         yield browser

@@ -8,8 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.e2e.needs import need
 from tests.e2e.watched import Watched
 
 WEB = Path(__file__).parents[2] / "web"
@@ -66,8 +65,7 @@ def test_first_load_is_small() -> None:
 
 
 def test_axe_finds_nothing_in_either_theme(open_page: Any, picture: Any) -> None:
-    if not AXE.is_file():
-        pytest.skip("axe-core is missing: cd web && npm ci")
+    need(AXE.is_file(), "axe-core", "cd web && npm ci")
     chat: Watched = open_page(bypass_csp=True, reduced_motion="reduce")
     chat.page.add_script_tag(path=AXE)
     _no_violations(chat, "empty")

@@ -1,6 +1,6 @@
 // A message's text as markdown, kept current outside Preact's diff: only the open block is drawn again.
 import { effect } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { makeParser } from "../markdown/parser";
 import { MarkdownStream } from "../markdown/stream";
 import type { Message } from "../state/tree";
@@ -9,7 +9,8 @@ const parser = makeParser();
 
 export function Markdown({ message }: { message: Message }) {
   const root = useRef<HTMLDivElement>(null);
-  useEffect(() => {
+  // before the paint: a picked answer must not blink
+  useLayoutEffect(() => {
     if (!root.current) return;
     root.current.replaceChildren();
     const stream = new MarkdownStream(root.current, parser);
