@@ -87,6 +87,7 @@ def random_rows(draw: random.Random) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("pages_dtype", [torch.float32, torch.bfloat16])
 def test_random_batches_equal_the_reference(page_size: int, pages_dtype: torch.dtype) -> None:
     for trial in range(3):
+        torch.set_num_threads(1 + trial)
         seed = SEED + trial
         draw = random.Random(seed)
         kv_heads, group = draw.choice([1, 2, 3, 5]), draw.choice([1, 2, 3, 4, 7])
@@ -174,16 +175,18 @@ def test_a_nan_key_reaches_its_own_row_only() -> None:
     assert got[1].isfinite().all()
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+def test_a_row_does_not_depend_on_its_batch_or_on_threads() -> None:
     case = build_case([(700, 1), (90, 1), (1300, 1), (5, 1)], pages_dtype=torch.bfloat16)
     together = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
     for row in range(4):
         tables, start, new = (x[row : row + 1] for x in (case.batch.tables, case.batch.start, case.batch.num_tokens))
         alone = AttentionBatch.build(tables, start, new, 16)
+        torch.set_num_threads(1 + row)
         assert torch.equal(cpu.paged_attention(case.q[row : row + 1], case.paged, 1, alone, 0.2)[0], together[row])
 
 
 def test_several_threads_may_attend_at_once() -> None:
+    torch.set_num_threads(2)
     case = build_case([(700, 1), (90, 3)])
     expected = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
     equal: list[bool] = []

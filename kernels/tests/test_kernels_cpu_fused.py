@@ -29,6 +29,12 @@ def test_norms(dtype: torch.dtype, rows: int, width: int) -> None:
     assert torch.equal(summed, expected_sum)
 
 
+def test_rows_are_shared_among_threads() -> None:
+    torch.set_num_threads(3)
+    x = torch.randn(700, 128)
+    assert torch.equal(cpu.silu_mul(x), torch.cat([cpu.silu_mul(row[None]) for row in x]))
+
+
 def test_norm_of_heads_that_are_slices() -> None:
     qkv = torch.randn(5, 12, 64)
     weight = torch.randn(64)
