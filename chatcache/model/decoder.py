@@ -100,7 +100,7 @@ def load_decoder(
         progress(index / a.num_layers, f"layer {index + 1} of {a.num_layers}")
         layers.append(_load_layer(a, index, take))
     norm = take("model.norm.weight", a.hidden_size)
-    head = Linear(embedding if a.tied else take("lm_head.weight", a.vocab_size, a.hidden_size), keep=a.tied)
+    head = Linear(embedding if a.tied else take("lm_head.weight", a.vocab_size, a.hidden_size))
     geometry = Geometry(a.num_layers, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device)
     return Decoder(a, geometry, embedding, layers, norm, head)
 

@@ -18,20 +18,18 @@ class Linear:
     where that operator is missing or disagrees with `F.linear`, the plain weight is kept.
     """
 
-    __slots__ = ("_packed", "bias", "weight")
+    __slots__ = ("_packed", "_weight", "bias")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, keep: bool = False) -> None:
-        """`keep`: the caller uses `weight` elsewhere (tied embeddings), so packing may not replace it."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
         self._packed = _pack(weight, bias)
-        self.weight: Tensor | None = weight if keep or self._packed is None else None
+        self._weight = weight if self._packed is None else weight.new_empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed is not None:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
             return out
-        assert self.weight is not None
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x, self._weight, self.bias)
 
 
 def _pack(weight: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -41,9 +41,8 @@ def _frequencies(rope: Rope, length: int, max_position: int) -> tuple[Tensor, fl
 
 
 def _original(rope: Rope) -> float:
-    value = rope.option("original_max_position_embeddings")
-    assert value is not None  # the config reader always sets it
-    return value
+    """Return the context before the stretch; the config reader always sets it."""
+    return dict(rope.options)["original_max_position_embeddings"]
 
 
 def _llama3(rope: Rope, plain: Tensor, factor: float) -> Tensor:
