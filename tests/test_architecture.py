@@ -130,6 +130,8 @@ def test_no_assert_guards_pickle_or_eval_in_the_package() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name == "torch.load" and "weights_only=True" in ast.unparse(node):
+                continue  # the training script's own state, read as tensors and plain containers only
             if name in {"eval", "exec", "torch.load", "pickle.load", "pickle.loads"} or isinstance(node, ast.Assert):
                 bad.append(f"{path}:{node.lineno}: {name or 'assert'}")  # type: ignore[attr-defined]
     assert not bad, "\n".join(bad)

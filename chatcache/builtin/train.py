@@ -20,9 +20,9 @@ from random import Random
 import numpy as np
 import torch
 import torch.distributed
-import torch.multiprocessing
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from chatcache.builtin.dialogues import stream
@@ -160,7 +160,7 @@ class Trainer:
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), torch.tensor(numbers)])
         torch.distributed.all_reduce(flat)
         flat /= torch.distributed.get_world_size()
-        parts = flat.split([*(gradient.numel() for gradient in gradients), len(numbers)])
+        parts = torch.split(flat, [*(gradient.numel() for gradient in gradients), len(numbers)])
         for gradient, part in zip(gradients, parts, strict=False):
             gradient.copy_(part.view_as(gradient))
         averaged: list[float] = parts[-1].tolist()
@@ -181,7 +181,7 @@ class Trainer:
 
     def load(self, path: pathlib.Path) -> float:
         """Read what `save` wrote and return the seconds spent until then."""
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         self.network.load_state_dict(state["network"])
         self.average = state["average"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -224,7 +224,7 @@ def train(out: pathlib.Path, recipe: Recipe, *, resume: bool = False, num_worker
         save_tokenizer(train_tokenizer(recipe.seed), out)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (num_workers, f"{folder}/meeting", out, recipe, resume)
-        torch.multiprocessing.spawn(work, arguments, nprocs=num_workers)  # type: ignore[no-untyped-call]
+        spawn(work, arguments, nprocs=num_workers)  # type: ignore[no-untyped-call]
 
 
 def main() -> None:
