@@ -52,7 +52,7 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 test: $(VENV)/.installed-test web lint web-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 web-test: web
 	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm test --silent

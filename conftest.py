@@ -7,6 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+# Tests run in several processes side by side. OpenMP teams that share cores with others mostly wait for a member that
+# is not running, so every process (and every server a test starts) gets one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def _has_gpu() -> bool:
     try:
