@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "are you a real ai?|are you smart?|are you intelligent?|how big are you?|how many parameters do you have?|"
         "how large are you?|are you a good model?|are you a demo?|are you small?",
         (
-            "I am a demonstration model with about four million parameters, so please do not expect too much of me. "
+            "I am a demonstration model with about three million parameters, so please do not expect too much of me. "
             "I exist to show what chatcache does.",
         ),
     ),

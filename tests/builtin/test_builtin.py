@@ -1,7 +1,7 @@
 """The model itself: its size, and its figures on small held-out samples, a little below those of the card."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -18,8 +18,12 @@ MAX_BYTES = 10 * 1024 * 1024
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return Model(model_path())
+def model() -> Iterator[Model]:
+    """Load the model; one thread, because so small a model spends more time on waking threads than on work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Model(model_path())
+    torch.set_num_threads(threads)
 
 
 def test_the_model_is_small_enough_for_git() -> None:
@@ -45,11 +49,11 @@ def test_the_model_stops_at_the_end_of_turn(model: Model) -> None:
 @pytest.mark.parametrize(
     ("make", "num_cases", "temperature", "at_least"),
     [
-        pytest.param(cases.recall, 40, 0.0, 0.9, id="name recall"),
-        pytest.param(cases.two_digit_sum, 40, 0.0, 0.85, id="sums"),
+        pytest.param(cases.recall, 40, 0.0, 0.95, id="name recall"),
+        pytest.param(cases.two_digit_sum, 40, 0.0, 0.95, id="sums"),
         pytest.param(cases.ends, 40, 0.0, 0.97, id="ends, greedy"),
         pytest.param(cases.ends, 40, 0.8, 0.97, id="ends, sampled"),
-        pytest.param(cases.recall_long, 12, 0.0, 0.75, id="name recall behind a long system prompt"),
+        pytest.param(cases.recall_long, 12, 0.0, 0.8, id="name recall behind a long system prompt"),
     ],
 )
 def test_held_out_figures(
