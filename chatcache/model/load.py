@@ -19,6 +19,7 @@ from chatcache.model.attention import Geometry, Network, allocate, choose_backen
 from chatcache.model.decoder import check_unused, load_decoder
 from chatcache.model.folder import eos_token_ids, read_config, resolve_model_path, weight_files
 from chatcache.model.runner import Runner
+from chatcache.model.threads import limit_threads
 from chatcache.model.weights import Weights
 from chatcache.sched.plan import KVCapacity
 from chatcache.types import ModelFacts
@@ -64,6 +65,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
         device=str(device),
         attention=backend,
     )
+    if device.type == "cpu":
+        limit_threads(facts.weight_bytes)
     runner = Runner(network, kernels, pages, capacity, facts)
     say(0.97, "warming up")
     runner.warm_up()

@@ -1,0 +1,45 @@
+"""Thread counts: what the container allows, and one thread for tiny models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatcache.model.threads import SINGLE_THREAD_BYTES, allowed_cpus, limit_threads
+
+CPUS = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("max 100000", CPUS), ("100000 100000", 1), ("150000 100000", min(2, CPUS)), ("5000 100000", 1), ("", CPUS)],
+)
+def test_the_quota_of_the_container_counts(tmp_path: Path, quota: str, expected: int) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    assert allowed_cpus(tmp_path / "cpu.max") == expected
+
+
+def test_without_control_groups_the_affinity_counts(tmp_path: Path) -> None:
+    assert allowed_cpus(tmp_path / "missing") == CPUS
+
+
+def test_tiny_models_get_one_thread_and_nobody_gets_more() -> None:
+    torch.set_num_threads(2)
+    limit_threads(SINGLE_THREAD_BYTES)
+    assert torch.get_num_threads() == 1
+    limit_threads(SINGLE_THREAD_BYTES + 1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(64)
+    limit_threads(SINGLE_THREAD_BYTES + 1)
+    assert torch.get_num_threads() == allowed_cpus()
