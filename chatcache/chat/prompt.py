@@ -8,6 +8,9 @@ The cut is right behind a known reply. It exists only where the template is appe
 conversation must begin with what that reply was generated from, followed by the reply's text. Templates that rewrite
 history (drop reasoning, move the system text) have no such cut; the whole rendering is then tokenised, and
 `Prompt.append_only` says so.
+
+Control tokens typed by people are seamed in a rendering (`text.quoting`), so that nobody's text can pass for a turn,
+neither to the model nor to whoever looks a rendering up.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ class Renderer(Protocol):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str: ...
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
+    def encode_rendered(self, rendering: str) -> list[int]: ...
+
+    def quote_reply(self, text: str) -> str: ...
 
     def encode_after(self, before: str, text: str) -> list[int]: ...
 
@@ -62,7 +67,7 @@ def assemble(tokenizer: Renderer, messages: Sequence[Message], known: KnownReply
     for index in reversed(replies[-MAX_LOOKBACK:]):
         head = tokenizer.render(messages[:index], add_generation_prompt=True)
         reply = messages[index]["content"]
-        cut = _end_of_reply(text, head, reply)
+        cut = _end_of_reply(text, head, tokenizer.quote_reply(reply))
         if cut is None:
             append_only = False
             continue
@@ -70,7 +75,7 @@ def assemble(tokenizer: Renderer, messages: Sequence[Message], known: KnownReply
         if ids is not None:
             suffix = tokenizer.encode_after(text[:cut], text[cut:])
             return Prompt(text, (*ids, *suffix), num_reused=len(ids), base=index, append_only=append_only)
-    return Prompt(text, tuple(tokenizer.encode(text)), append_only=append_only)
+    return Prompt(text, tuple(tokenizer.encode_rendered(text)), append_only=append_only)
 
 
 def _end_of_reply(text: str, head: str, reply: str) -> int | None:

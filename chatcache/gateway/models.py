@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -55,9 +57,10 @@ async def tokenize(request: Request) -> Response:
     if fields.messages is not None:
         generation = fields.add_generation_prompt is not False
         text = model.tokenizer.render(to_messages(fields.messages, "messages"), add_generation_prompt=generation)
-        ids = await model.service.encode(text, add_special_tokens=bool(fields.add_special_tokens))
+        ids = await asyncio.to_thread(model.tokenizer.encode_rendered, text, bool(fields.add_special_tokens))
     else:
-        ids = await model.service.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)
+        special = fields.add_special_tokens is not False
+        ids = list(await model.service.encode(fields.prompt or "", add_special_tokens=special))
     answer: dict[str, object] = {"count": len(ids), "max_model_len": gateway.max_model_len, "tokens": ids}
     if fields.return_token_strs:
         answer["token_strs"] = [model.tokenizer.token_bytes[token].decode("utf-8", "replace") for token in ids]

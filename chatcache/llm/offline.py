@@ -13,6 +13,7 @@ from chatcache.engine.engine import Engine
 from chatcache.errors import InvalidRequest, Overloaded
 from chatcache.llm.outputs import Collector, RequestOutput
 from chatcache.settings import parse_size
+from chatcache.text.quoting import unquote
 from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams
 
 
@@ -114,7 +115,10 @@ class LLM:
         """Answer one conversation, or each of several, through the model's chat template."""
         several: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
-        prompts = [(tokenizer.render(chat), tuple(tokenizer.render_ids(chat))) for chat in several]
+        renderings = [tokenizer.render(chat) for chat in several]
+        prompts: list[tuple[str | None, tuple[int, ...]]] = [
+            (unquote(text), tuple(tokenizer.encode_rendered(text))) for text in renderings
+        ]
         return self._run(prompts, sampling_params or SamplingParams(), use_tqdm)
 
     def stats(self) -> Any:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from chatcache.errors import InvalidRequest, ModelFolderError
 from chatcache.text.pieces import Lead, Pieces, pieces_of
+from chatcache.text.quoting import SEAM, Quoter
 from chatcache.text.template import ChatTemplate, Message
 
 _ANCHOR = "\ue000"  # private use: no token of any vocabulary joins it to what follows
@@ -32,6 +33,11 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._added = tuple(sorted((token.content for token in added.values()), key=len, reverse=True))
+        special = {token.content for token in added.values() if token.special}
+        source = template.source if template is not None else ""
+        # Some models' turn marks are not special; what a template itself writes is as good as control.
+        marks = {token for token in self._added if token.strip() and token in source}
+        self._in_replies, self._in_messages = Quoter(special), Quoter(special | marks)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -105,12 +111,13 @@ class Tokenizer:
     ) -> str:
         """Render a chat through the model's template; `variables` (tools, enable_thinking, ...) reach the template.
 
+        Control tokens typed inside a message come out seamed (`quoting`): `encode_after` encodes them as text.
         Raises: InvalidRequest (param "messages") without a template, or when the template refuses the messages.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template: use completions instead", param="messages")
         return self._template.render(
-            messages,
+            [self._quoter(message.get("role")).quote(dict(message)) for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **variables,
@@ -120,7 +127,25 @@ class Tokenizer:
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """Return the ids of the rendered chat (the template writes the special tokens itself)."""
-        return self.encode(self.render(messages, add_generation_prompt, **variables))
+        return self.encode_rendered(self.render(messages, add_generation_prompt, **variables))
+
+    def encode_rendered(self, rendering: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a whole rendering, on request with what the tokenizer puts around any text."""
+        ids = self.encode_after("", rendering)
+        if not add_special_tokens:
+            return ids
+        bare, framed = self.encode(_ANCHOR), self.encode(_ANCHOR, add_special_tokens=True)
+        at = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        return [*framed[:at], *ids, *framed[at + len(bare) :]]
+
+    def quote_reply(self, text: str) -> str:
+        """Return an assistant message's text as `render` writes it."""
+        quoted: str = self._in_replies.quote(text)
+        return quoted
+
+    def _quoter(self, role: object) -> Quoter:
+        """Replies keep what a model makes and its template looks for (`</think>`), unless it is special."""
+        return self._in_replies if role == "assistant" else self._in_messages
 
     def suffix_ids(self, rendered_before: str, rendered_after: str) -> list[int] | None:
         """Return the ids of what `rendered_after` adds to `rendered_before`, for ids that are already stored.
@@ -133,11 +158,18 @@ class Tokenizer:
         return self.encode_after(rendered_before, rendered_after[len(rendered_before) :])
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """Encode `text` as it is encoded behind `before`, without looking at more of `before` than its end.
+        """Encode a rendering, or the rest of one, as it is encoded behind `before`, looking only at that one's end.
 
-        What differs from encoding it alone: some tokenizers put a space before the first word of a text, or of every
-        text behind a control token, and some control tokens swallow white space behind them.
+        No token spans a seam. What else differs from encoding it alone: some tokenizers put a space before the first
+        word of a text, or of every text behind a control token, and some control tokens swallow white space behind.
         """
+        ids: list[int] = []
+        for part in text.split(SEAM):
+            ids += self._encode_part(before, part)
+            before = part or before
+        return ids
+
+    def _encode_part(self, before: str, text: str) -> list[int]:
         control = next((token for token in self._added if before.endswith(token)), None)
         anchors = (control,) if control is not None else (_ANCHOR, "\n") if before and self._prefixes_text else ()
         for anchor in anchors:
