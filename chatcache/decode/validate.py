@@ -10,6 +10,7 @@ from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, BeamSearc
 
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY = 1e-3  # dividing by less overflows a logit
 MAX_REPETITION_PENALTY = 10.0
 MAX_LENGTH_PENALTY = 10.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
@@ -38,7 +39,7 @@ def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
     _number("top_p", params.top_p, 0.0, 1.0, open_low=True)
     _integer("top_k", params.top_k, -1, vocab_size)
     _number("min_p", params.min_p, 0.0, 1.0)
-    _number("repetition_penalty", params.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, open_low=True)
+    _number("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     _number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
     if params.seed is not None:

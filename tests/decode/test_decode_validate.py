@@ -51,7 +51,7 @@ SAMPLING_BAD: dict[str, list[Any]] = {
     "top_p": [0, 1.01, -0.5, NAN],
     "top_k": [-2, 101, 1.0],
     "min_p": [-0.01, 1.01, NAN],
-    "repetition_penalty": [0, -1, 10.1, NAN, INF],
+    "repetition_penalty": [0, 1e-300, 9.9e-4, -1, 10.1, NAN, INF],
     "presence_penalty": [-2.1, 2.1, NAN],
     "frequency_penalty": [-2.1, 2.1, INF],
     "logit_bias": [{-1: 0}, {100: 0}, {1: 100.1}, {1: -101}, {1: NAN}, {"1": 0}, [1], dict.fromkeys(range(1025), 0)],

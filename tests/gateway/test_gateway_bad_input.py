@@ -21,7 +21,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("top_p", [0.001, 1], [0, 1.01, -1, "x"]),
     ("top_k", [-1, 0, VOCAB], [-2, BIG, 1.5]),
     ("min_p", [0, 1], [-0.1, 1.1, "x"]),
-    ("repetition_penalty", [0.01, 10], [0, 10.1, -1]),
+    ("repetition_penalty", [0.001, 10], [0, 1e-300, 10.1, -1]),
     ("presence_penalty", [-2, 2], [-2.1, 2.1]),
     ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
     ("seed", [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.5, "s"]),
