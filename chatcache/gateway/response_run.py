@@ -14,7 +14,7 @@ from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyFinished, ReplySta
 from chatcache.chat.prompt import Message
 from chatcache.chat.service import Reply, num_candidates
 from chatcache.chat.tree import FAILED, Conversation, Usage
-from chatcache.errors import ChatcacheError, InvalidRequest
+from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.conversations import conversation_json
 from chatcache.gateway.errors import INTERNAL
@@ -117,7 +117,7 @@ class ResponseRun:
             if not isinstance(error, ChatcacheError):
                 log.exception("%s failed", self.id)
             self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL)
-            await self._store(FAILED, None)
+            await self._store_failure()
         finally:
             self.log.close()
             self._gateway.runs.pop(self.id, None)
@@ -128,6 +128,15 @@ class ResponseRun:
         usage = Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
         await self._store(self._frames.status(event), usage)
         self._frames.finished(event, self._receipt(event) if event.cancelled else None)
+
+    async def _store_failure(self) -> None:
+        """Store that it failed, if anything can be stored: the store itself may be what failed."""
+        try:
+            await self._store(FAILED, None)
+        except NotFound:
+            log.info("%s: its conversation was deleted under it", self.id)
+        except Exception:
+            log.exception("%s: that it failed could not be stored", self.id)
 
     async def _store(self, status: str, usage: Usage | None) -> None:
         if self._conversation is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -109,6 +110,25 @@ def test_a_reader_that_stalls_stops_nobody(server: Server, url: str) -> None:
         wait_until(lambda: server.num_pages_in_use() == 0, "the stalled reader's generation to end")
         frames = until_end(stalled)
     assert [frame["sequence_number"] for frame in frames] == list(range(len(frames)))
+
+
+def test_a_conversation_deleted_under_its_response(
+    server: Server, socket: ClientConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One end, told once; nothing is left behind for the log to complain about."""
+    with slowed(server, 0.01):
+        send(socket, **{**LONG, "max_output_tokens": 40})
+        frames = [receive(socket)]
+        while frames[-1]["type"] != "response.output_text.delta":
+            frames.append(receive(socket))
+        path = f"/v1/conversations/{frames[0]['response']['conversation']['id']}"
+        assert server.request("DELETE", path)[0] == 200
+        last = until_end(socket)[-1]
+    assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "not_found"
+    assert server.request("GET", path)[0] == 404
+    assert ask(socket, input="still here")["output"]
+    gc.collect()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 class FullDisk(SqliteStore):
