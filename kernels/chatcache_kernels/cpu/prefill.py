@@ -10,8 +10,6 @@ Shapes inside: q [Hkv, G, n, D], keys and values [Hkv, S, D], log-sum-exps [Hkv,
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -55,9 +53,8 @@ def attend_row(
 
 def _gather(pages: KVPages, layer: int, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of consecutive pages, [Hkv, S, D] each."""
-    shape = (pages.num_kv_heads, -1, pages.head_dim)
-    k = pages.k[layer][table].permute(1, 0, 3, 2).reshape(shape)
-    v = pages.v[layer][table].transpose(0, 1).reshape(shape)
+    k = pages.k[layer][table].permute(1, 0, 3, 2).contiguous().flatten(1, 2)  # flash attention needs D innermost
+    v = pages.v[layer][table].transpose(0, 1).contiguous().flatten(1, 2)
     return k[:, :num_tokens], v[:, :num_tokens]
 
 
@@ -94,10 +91,11 @@ def _blocks(
         first = 0 if window is None else max(0, low + 1 - window)
         i, j = torch.arange(low, high)[:, None], torch.arange(first, high)
         hidden = j > i if window is None else (j > i) | (j <= i - window)
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+        # not -inf: torch's kernel takes keys in blocks, and a block that hides every key of a query would become NaN
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, torch.finfo(q.dtype).min / 2)
         keys, values = k[:, first:high], v[:, first:high]
         if softcap is None:
-            parts.append(_flash(queries, keys, values, scale, mask=mask.to(q.dtype)))
+            parts.append(_flash(queries, keys, values, scale, mask=mask))
         else:
             parts.append(_softcapped(queries, keys, values, mask, scale, softcap))
     outs, lses = zip(*parts, strict=True)
