@@ -10,6 +10,8 @@ Shapes inside: q [Hkv, G, n, D], keys and values [Hkv, S, D], log-sum-exps [Hkv,
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -91,8 +93,7 @@ def _blocks(
         first = 0 if window is None else max(0, low + 1 - window)
         i, j = torch.arange(low, high)[:, None], torch.arange(first, high)
         hidden = j > i if window is None else (j > i) | (j <= i - window)
-        # not -inf: torch's kernel takes keys in blocks, and a block that hides every key of a query would become NaN
-        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, torch.finfo(q.dtype).min / 2)
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf)
         keys, values = k[:, first:high], v[:, first:high]
         if softcap is None:
             parts.append(_flash(queries, keys, values, scale, mask=mask))
