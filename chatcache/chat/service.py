@@ -19,6 +19,7 @@ from chatcache.types import CandidateDone, Failed, Finished, GenerateRequest, Pa
 
 # Rendering and tokenising this much text takes about a millisecond; longer prompts leave the event loop alone.
 _INLINE_CHARS = 4_000
+_CHARS_PER_MESSAGE = 40  # what a template takes for an empty one, in characters' worth
 _ABORT_TIMEOUT_S = 5.0
 
 
@@ -52,7 +53,7 @@ class ChatService:
         def known(index: int, head: str, reply: str) -> tuple[int, ...] | None:
             return self.transcripts.recall(namespace, head, reply)
 
-        if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
+        if sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages) <= _INLINE_CHARS:
             return assemble(self.tokenizer, messages, known)
         return await asyncio.to_thread(assemble, self.tokenizer, messages, known)
 

@@ -14,6 +14,7 @@ from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.params import check_token, to_messages
 from chatcache.gateway.wire import DetokenizeFields, TokenizeFields
+from chatcache.text.tokenizer import Tokenizer
 
 
 def _card(gateway: Gateway) -> dict[str, object]:
@@ -54,17 +55,21 @@ async def tokenize(request: Request) -> Response:
     model = await gateway.ready(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
+    answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer)
+    return json_response({**answer, "max_model_len": gateway.max_model_len}, headers=ignored_header(ignored))
+
+
+def _tokenized(fields: TokenizeFields, tokenizer: Tokenizer) -> dict[str, object]:
     if fields.messages is not None:
         generation = fields.add_generation_prompt is not False
-        text = model.tokenizer.render(to_messages(fields.messages, "messages"), add_generation_prompt=generation)
-        ids = await asyncio.to_thread(model.tokenizer.encode_rendered, text, bool(fields.add_special_tokens))
+        text = tokenizer.render(to_messages(fields.messages, "messages"), add_generation_prompt=generation)
+        ids = tokenizer.encode_rendered(text, add_special_tokens=bool(fields.add_special_tokens))
     else:
-        special = fields.add_special_tokens is not False
-        ids = list(await model.service.encode(fields.prompt or "", add_special_tokens=special))
-    answer: dict[str, object] = {"count": len(ids), "max_model_len": gateway.max_model_len, "tokens": ids}
+        ids = tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)
+    answer: dict[str, object] = {"count": len(ids), "tokens": ids}
     if fields.return_token_strs:
-        answer["token_strs"] = [model.tokenizer.token_bytes[token].decode("utf-8", "replace") for token in ids]
-    return json_response(answer, headers=ignored_header(ignored))
+        answer["token_strs"] = [tokenizer.token_bytes[token].decode("utf-8", "replace") for token in ids]
+    return answer
 
 
 async def detokenize(request: Request) -> Response:
@@ -75,5 +80,5 @@ async def detokenize(request: Request) -> Response:
     model = await gateway.ready(fields.model)
     for token in fields.tokens:
         check_token(token, model.tokenizer.vocab_size, "tokens")
-    text = model.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(model.tokenizer.decode, fields.tokens, skip_special_tokens=False)
     return json_response({"prompt": text}, headers=ignored_header(ignored))

@@ -10,10 +10,11 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from chatcache.errors import ChatcacheError, InvalidRequest, NotFound, Overloaded
+from chatcache.gateway.body import parse_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.errors import INTERNAL, error_body
 from chatcache.gateway.fields import read
-from chatcache.gateway.jsonio import decode_object, encode
+from chatcache.gateway.jsonio import encode
 from chatcache.gateway.response_log import Frame
 from chatcache.gateway.response_run import ResponseRun, start_response
 from chatcache.gateway.wire import CancelFields, CreateFields
@@ -70,7 +71,7 @@ class Connection:
                 text = message.get("text")
                 if text is None:
                     raise InvalidRequest("send text frames", code="invalid_json")
-                body = decode_object(text)
+                body = await parse_json(text)
             except InvalidRequest as error:
                 await self._refuse(error, None)
                 await self._socket.close(BAD_MESSAGE, "bad message")

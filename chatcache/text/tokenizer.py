@@ -16,6 +16,7 @@ from chatcache.text.quoting import SEAM, Quoter
 from chatcache.text.template import ChatTemplate, Message
 
 _ANCHOR = "\ue000"  # private use: no token of any vocabulary joins it to what follows
+_LONG_CHARS = 4_000
 _OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "sentencepiece.bpe.model")
 
 
@@ -83,9 +84,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text. Raises: InvalidRequest for text that is not valid Unicode."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= _LONG_CHARS:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # of these two only the batch lets other threads run meanwhile
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("text must be valid Unicode (a lone surrogate was found)", param="messages") from None
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -170,3 +170,19 @@ async def test_refusals_and_failures_are_raised(rig: Rig) -> None:
     with pytest.raises(ReplyFailed) as caught:
         await rig.ask(SamplingParams(max_tokens=5))
     assert caught.value.status == 500 and "zero" not in caught.value.message
+
+
+async def test_many_short_messages_are_assembled_beside_the_event_loop(rig: Rig) -> None:
+    """A template takes time for each message, whatever is in it."""
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    turning = asyncio.create_task(turn())
+    prompt = await rig.service.prompt([Message(role="user", content="")] * 2_000, "")
+    turning.cancel()
+    assert len(prompt.token_ids) > 2_000 and turns > 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import string
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.errors import InvalidRequest
+from chatcache.gateway.body import parse_json
 from chatcache.gateway.jsonio import MAX_DEPTH, decode_object, encode
 from tests.gateway.serving import Server
 
@@ -90,3 +92,20 @@ def test_over_the_wire(server: Server, name: str) -> None:
     headers = {"content-type": "application/json"}
     status, _, answer = server.request("POST", "/v1/chat/completions", raw=REFUSED[name], headers=headers)
     assert status == 400 and answer["error"]["code"] == "invalid_json"
+
+
+async def test_a_large_body_is_checked_beside_the_event_loop() -> None:
+    """However long the checks take, everybody else's tokens keep coming."""
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    turning = asyncio.create_task(turn())
+    body = {"a": [{"b": [[number]]} for number in range(20_000)]}
+    assert await parse_json(json.dumps(body)) == body
+    turning.cancel()
+    assert turns > 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,36 @@ def test_a_control_token_that_swallows_white_space() -> None:
     suffix = tokenizer.suffix_ids("Hello<|end|>", "Hello<|end|> \n how")
     assert suffix is not None
     assert tokenizer.encode("Hello<|end|>") + suffix == tokenizer.encode("Hello<|end|> \n how")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_texts_have_the_ids_of_their_parts(kind: str) -> None:
+    """They take another way through the library."""
+    tokenizer = Tokenizer(backend_of(kind))
+    line = "How much wood? 中文 <|im_end|>"
+    assert tokenizer.encode(line * 400, add_special_tokens=True) == [
+        *tokenizer.encode("", add_special_tokens=True),
+        *(tokenizer.encode(line) * 400),
+    ]
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode("x" * 5_000 + "\ud800")
+
+
+def test_a_long_text_lets_other_threads_run() -> None:
+    """An event loop among them: one client's megabyte must not hold up everybody's tokens."""
+    tokenizer = Tokenizer(backend_of("bytelevel"))
+    beats, done = [0], threading.Event()
+
+    def beat() -> None:
+        while not done.is_set():
+            time.sleep(0.0001)
+            beats[0] += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        tokenizer.encode("How much wood? " * 40_000)
+    finally:
+        done.set()
+        thread.join()
+    assert beats[0] > 20  # without: before, after, and one list being made
