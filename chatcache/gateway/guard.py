@@ -55,7 +55,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or origin.lower().rstrip("/") in self._origins:
             return
-        if urlsplit(origin).netloc.lower() == headers.get("host", "").lower() and origin != "null":
+        if _netloc(origin) == headers.get("host", "").lower():
             return
         raise Forbidden("this Origin is not allowed; allow it with --cors-origin", code="origin_not_allowed")
 
@@ -87,6 +87,14 @@ def _offered_key(scope: Scope, headers: Headers) -> str | None:
             if protocol.startswith(KEY_PROTOCOL):
                 return protocol.removeprefix(KEY_PROTOCOL)
     return None
+
+
+def _netloc(origin: str) -> str | None:
+    """Host and port of an Origin header, lower case; None for one that names no host."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:  # brackets that do not close
+        return None
 
 
 def _host_name(host: str) -> str:

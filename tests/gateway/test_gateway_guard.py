@@ -91,7 +91,8 @@ def test_loopback_hosts_pass(server: Server, host: str) -> None:
 def test_foreign_origins_are_refused(server: Server) -> None:
     own = f"http://127.0.0.1:{server.port}"
     assert server.request("POST", CHAT, BODY, {"origin": own})[0] == 200
-    for origin in ("https://evil.example", "null", f"http://127.0.0.1:{server.port + 1}", "http://localhost", ""):
+    others = (f"http://127.0.0.1:{server.port + 1}", "http://localhost", "http://[", f"http://[::1:{server.port}")
+    for origin in ("https://evil.example", "null", "", *others):
         status, _, answer = server.request("POST", CHAT, BODY, {"origin": origin})
         assert status == 403 and answer["error"]["code"] == "origin_not_allowed", origin
 
