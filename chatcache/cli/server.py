@@ -23,6 +23,7 @@ from chatcache.chat.store import ConversationStore, StoreUnusable
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
+from chatcache.cli.http import BoundedHead
 from chatcache.compose import BUILD_ENGINE, load_tokenizer
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.errors import ChatcacheError, ModelFolderError
@@ -158,6 +159,7 @@ def _uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        http=BoundedHead,
         ws="websockets-sansio",
         ws_max_size=config.max_frame_bytes,
         ws_per_message_deflate=False,

@@ -1,0 +1,98 @@
+"""Request heads that are too long or never end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from chatcache.cli import http
+from chatcache.cli.http import MAX_HEAD_BYTES, BoundedHead
+
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
+
+
+async def echo_length(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the length of the body."""
+    num_bytes, more = 0, True
+    pause_s = 0.6 if scope["path"] == "/slow" else 0.0
+    while more:
+        message = await receive()
+        num_bytes, more = num_bytes + len(message["body"]), message["more_body"]
+    await asyncio.sleep(pause_s)
+    body = str(num_bytes).encode()
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    config = uvicorn.Config(echo_length, http=BoundedHead, lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(lambda: BoundedHead(config, state, {}), "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+    return int(head.split()[1]), await reader.readexactly(int(length.split()[1]))
+
+
+async def test_heads_up_to_the_limit_and_bodies_beyond_it(port: int) -> None:
+    """On one connection, so that what a body sends is never counted as a head."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for filling, length in ((10, 0), (MAX_HEAD_BYTES - 100, 3), (10, 4 * MAX_HEAD_BYTES), (MAX_HEAD_BYTES - 100, 3)):
+        writer.write(HEAD % length + b"X: " + b"x" * filling + b"\r\n\r\n" + b"b" * length)
+        assert await answer(reader) == (200, b"%d" % length)
+    writer.close()
+
+
+async def test_a_head_without_end_is_refused(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEAD % 0 + b"\r\n")
+    assert await answer(reader) == (200, b"0")
+    writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * MAX_HEAD_BYTES)
+    status, body = await answer(reader)
+    assert status == 431 and b"request_head_too_large" in body
+    assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HT", HEAD % 0 + b"\r\nGET / HT"], ids=["silent", "first", "second"])
+async def test_a_head_that_stops_is_hung_up_on(port: int, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(begun)
+    async with asyncio.timeout(10):
+        rest = await reader.read()
+    assert rest.count(b"200 OK") == begun.count(b"Host")
+    writer.close()
+
+
+async def test_a_slow_answer_outlives_the_deadline_for_heads(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEAD % 2 + b"\r\na")
+    await asyncio.sleep(0.4)
+    writer.write(b"b")
+    assert await answer(reader) == (200, b"2")
+    writer.close()
+
+
+async def test_stray_bytes_do_not_end_a_slow_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clients send an empty line behind a body."""
+    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nab")
+    await asyncio.sleep(0.1)
+    writer.write(b"\r\n")
+    assert await answer(reader) == (200, b"2")
+    writer.close()
