@@ -6,12 +6,8 @@ unchanged. Names and defaults are vLLM's where it has them, OpenAI's where the w
 
 from __future__ import annotations
 
-from typing import NewType
-
 import msgspec
 from msgspec.structs import force_setattr
-
-PageId = NewType("PageId", int)
 
 FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
