@@ -1,26 +1,90 @@
-"""uvicorn's HTTP protocol with an end to request heads: it would gather one for ever, ever more slowly."""
+"""uvicorn's protocols with an end to what clients may draw out: request heads, and answers that nobody reads.
+
+uvicorn gathers a head for ever, ever more slowly, and keeps what a stalled reader does not take for as long as its
+connection lasts; even closing waits for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
+STALL_TIMEOUT_S = 30.0
 
 
-class BoundedHead(HttpToolsProtocol):
-    """Answers 431 to a head that is still open after `MAX_HEAD_BYTES`, and hangs up on one that never ends."""
+class _Reader:
+    """Cuts off a reader that takes nothing at all for `STALL_TIMEOUT_S`; any other may be as slow as it likes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Look again in a while: more is waiting than the transport likes to hold."""
+        self.release()
+        num_waiting_bytes = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(STALL_TIMEOUT_S, self._look, num_waiting_bytes)
+
+    def release(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, num_waiting_bytes: int) -> None:
+        if self._transport.get_write_buffer_size() < num_waiting_bytes:
+            self.watch()
+            return
+        log.info("a client took nothing for %g s: disconnected", STALL_TIMEOUT_S)
+        self._transport.abort()
+
+
+class _Watched(asyncio.Protocol):
+    """Watches the reader while the transport asks the writer to wait."""
+
+    _reader: _Reader | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._reader = _Reader(asyncio.get_running_loop(), cast(asyncio.Transport, transport))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reader is not None:
+            self._reader.watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader is not None:
+            self._reader.release()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._reader is not None:
+            self._reader.release()
+        super().connection_lost(exc)
+
+
+class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
+    """A WebSocket that ends when its reader stalls."""
+
+
+class BoundedHttp(_Watched, HttpToolsProtocol):
+    """Answers 431 to a head that is still open after `MAX_HEAD_BYTES`, hangs up on one that never ends, and on a reader
+    that stalls."""
 
     _in_head = True
     _num_head_bytes = 0
     _deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._await_head()
 

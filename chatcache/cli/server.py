@@ -23,7 +23,7 @@ from chatcache.chat.store import ConversationStore, StoreUnusable
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
-from chatcache.cli.http import BoundedHead
+from chatcache.cli.http import BoundedHttp, BoundedSocket
 from chatcache.compose import BUILD_ENGINE, load_tokenizer
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.errors import ChatcacheError, ModelFolderError
@@ -159,8 +159,8 @@ def _uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        http=BoundedHead,
-        ws="websockets-sansio",
+        http=BoundedHttp,
+        ws=BoundedSocket,
         ws_max_size=config.max_frame_bytes,
         ws_per_message_deflate=False,
         timeout_keep_alive=KEEP_ALIVE_S,

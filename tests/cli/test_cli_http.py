@@ -1,17 +1,19 @@
-"""Request heads that are too long or never end."""
+"""Request heads that are too long or never end, answers that nobody takes."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
+from websockets.asyncio.client import connect
 
 from chatcache.cli import http
-from chatcache.cli.http import MAX_HEAD_BYTES, BoundedHead
+from chatcache.cli.http import MAX_HEAD_BYTES, BoundedHttp, BoundedSocket
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
 
@@ -32,10 +34,10 @@ async def echo_length(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    config = uvicorn.Config(echo_length, http=BoundedHead, lifespan="off", log_config=None)
+    config = uvicorn.Config(echo_length, http=BoundedHttp, lifespan="off", log_config=None)
     config.load()
     state = ServerState()
-    server = await asyncio.get_running_loop().create_server(lambda: BoundedHead(config, state, {}), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: BoundedHttp(config, state, {}), "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
 
@@ -96,3 +98,73 @@ async def test_stray_bytes_do_not_end_a_slow_answer(port: int, monkeypatch: pyte
     writer.write(b"\r\n")
     assert await answer(reader) == (200, b"2")
     writer.close()
+
+
+BIG = b"x" * (16 << 20)  # more than two kernels hold for a connection
+
+
+class Flood:
+    """Answers with more than a connection holds; a WebSocket's end sets `left`."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.state = ServerState()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.accept"})
+            await send({"type": "websocket.send", "bytes": BIG})
+        else:
+            length = (b"content-length", str(len(BIG)).encode())
+            await send({"type": "http.response.start", "status": 200, "headers": [length]})
+            await send({"type": "http.response.body", "body": BIG})
+        while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
+            pass
+        self.left.set()
+
+
+@pytest.fixture
+async def flood(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Flood, int]]:
+    monkeypatch.setattr(http, "STALL_TIMEOUT_S", 0.5)
+    app = Flood()
+    config = uvicorn.Config(app, http=BoundedHttp, ws=BoundedSocket, lifespan="off", log_config=None)
+    config.load()
+    server = await asyncio.get_running_loop().create_server(lambda: BoundedHttp(config, app.state, {}), "127.0.0.1", 0)
+    async with server:
+        yield app, server.sockets[0].getsockname()[1]
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off(flood: tuple[Flood, int]) -> None:
+    app, port = flood
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        async with asyncio.timeout(10):
+            await app.left.wait()
+            while app.state.connections:  # noqa: ASYNC110 - uvicorn has no event for it
+                await asyncio.sleep(0.05)
+
+
+async def test_a_websocket_that_takes_nothing_is_cut_off(flood: tuple[Flood, int]) -> None:
+    app, port = flood
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(
+            b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        async with asyncio.timeout(10):
+            await app.left.wait()
+
+
+async def test_a_slow_reader_gets_it_all(flood: tuple[Flood, int]) -> None:
+    """For longer than a stalled one would have lived."""
+    _, port = flood
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    for _ in range(16):
+        await asyncio.sleep(0.1)
+        assert len(await reader.readexactly(1 << 20)) == 1 << 20
+    writer.close()
+    async with connect(f"ws://127.0.0.1:{port}", max_size=None) as client:
+        assert await client.recv() == BIG
