@@ -39,7 +39,7 @@ $(STATIC): $(VENV)/pyvenv.cfg $(WEB_SOURCES)
 	@touch $@
 
 serve: install
-	@$(MAKE) --no-print-directory web || echo "The chat page could not be built (Node or the npm registry is missing); the API works without it."
+	@$(MAKE) -s web || echo "The chat page could not be built (Node or the npm registry is missing); the API works without it."
 	@exec $(BIN)/python -m chatcache serve $(ARGS)
 
 lint: $(VENV)/.installed-test

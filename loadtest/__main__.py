@@ -41,7 +41,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--system-words", type=_bounded(1, 100_000), default=120)
     parser.add_argument("--seed", type=int, default=None, help="default: the time, so that no run warms the next")
     parser.add_argument("--api-key", default=None)
-    parser.add_argument("--out", type=Path, default=Path("loadtest/results"), help="folder for the JSON and the PNG")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the JSON and the PNG")
     return parser.parse_args(argv)
 
 

@@ -92,6 +92,7 @@ class Session:
         self._params = params
         self._system = system
         self._read_line = read_line
+        self._next_line = ""
         self.messages: list[Message] = []
         self._reset()
 
@@ -102,9 +103,10 @@ class Session:
         """Converse until the input ends or /quit. Lines are read outside the loop, so Ctrl-C there leaves at once."""
         while True:
             try:
-                line = self._read_line("> ").strip()
+                line = self._next_line or self._read_line("> ").strip()
             except (EOFError, KeyboardInterrupt):
                 return
+            self._next_line = ""
             if line in ("/quit", "/exit"):
                 return
             if line.startswith("/"):
@@ -163,10 +165,12 @@ class Session:
             )
 
     def _choose(self, answers: list[str]) -> int:
-        """Ask which candidate to go on with; the first if the answer is no number of one."""
+        """Ask which candidate to go on with. A line that is no number is the next message, to the first of them."""
         try:
-            line = self._read_line(f"go on with 1-{len(answers)} [1]: ")
+            line = self._read_line(f"go on with 1-{len(answers)} [1], or just write on: ").strip()
         except EOFError:
             return 0
-        number = int(line) if line.strip().isdecimal() else 1
-        return number - 1 if 1 <= number <= len(answers) else 0
+        if line.isdecimal():
+            return int(line) - 1 if 1 <= int(line) <= len(answers) else 0
+        self._next_line = line
+        return 0

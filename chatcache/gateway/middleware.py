@@ -65,8 +65,9 @@ class RequestContext:
         route = _route_of(scope)
         self._metrics.requests.labels(route=route, status=str(status)).inc()
         self._metrics.duration.labels(route=route).observe(duration_s)
-        level = logging.DEBUG if route in ("/livez", "/readyz", "/health", "/metrics") else logging.INFO
         method = scope.get("method", "WS")
+        quiet = method in ("GET", "HEAD") and not route.startswith("/v1/")  # probes and the page's files
+        level = logging.DEBUG if quiet else logging.INFO
         log.log(level, "%s %s %s %d %.1f ms", scope[REQUEST_ID], method, route, status, duration_s * 1000)
 
 

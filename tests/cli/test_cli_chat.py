@@ -82,7 +82,14 @@ def test_several_candidates_are_shown_and_one_goes_on() -> None:
     assert "1  0:one\n2  1:one\n3  2:one\n" in out
 
 
-@pytest.mark.parametrize("choice", ["", "0", "4", "x"])
+def test_a_line_that_is_no_choice_is_the_next_message() -> None:
+    backend, _, out = converse("/n 3", "one", "two", "/help", "", "/n 1", "three")
+    assert backend.asked[1] == [said("user", "one"), said("assistant", "0:one"), said("user", "two")]
+    assert backend.asked[2][-1] == said("user", "three")
+    assert "/reset" in out
+
+
+@pytest.mark.parametrize("choice", ["", "0", "4"])
 def test_no_valid_choice_is_the_first(choice: str) -> None:
     backend, _, _ = converse("one", choice, "two", "", n=3)
     assert backend.asked[1][1] == said("assistant", "0:one")

@@ -145,6 +145,8 @@ def test_phone(open_page: Any, picture: Any) -> None:
     phone = {"width": 390, "height": 844}
     chat: Watched = open_page(viewport=phone, device_scale_factor=2, is_mobile=True, has_touch=True)
     assert chat.page.locator(".side").is_hidden()
+    chat.page.wait_for_timeout(200)  # what follows the end of a thread would have moved by now
+    assert chat.page.evaluate("document.querySelector('.thread-scroll').scrollTop") == 0
     chat.page.tap(".starter >> text=Four stories")
     chat.wait_end(0)
     picture(chat.page, "phone")

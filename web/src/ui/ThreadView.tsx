@@ -19,11 +19,14 @@ export function ThreadView() {
   const pinned = useSignal(true);
   const path = thread.tree.value.path.value;
 
-  // Grown content moves a pinned reader; it never moves one who scrolled up.
+  // Grown content moves a pinned reader; it never moves one who scrolled up. The start page is read from its top.
   useEffect(() => {
     const box = scroller.current;
     if (!box || !inner.current) return;
-    const observer = new ResizeObserver(() => pinned.value && box.scrollTo({ top: box.scrollHeight }));
+    const observer = new ResizeObserver(() => {
+      const empty = chat.thread.value.tree.value.path.value.length === 0;
+      if (pinned.value) box.scrollTo({ top: empty ? 0 : box.scrollHeight });
+    });
     observer.observe(inner.current);
     observer.observe(box);
     return () => observer.disconnect();
@@ -33,7 +36,8 @@ export function ThreadView() {
   });
   const onScroll = () => {
     const box = scroller.current;
-    if (box) pinned.value = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_PX;
+    const empty = chat.thread.value.tree.value.path.value.length === 0;
+    if (box) pinned.value = empty || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_PX;
   };
   const toEnd = () => {
     pinned.value = true;
