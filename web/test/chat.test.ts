@@ -203,6 +203,20 @@ describe("Chat", () => {
     expect(calls.find((call) => call.method === "POST")?.body).toEqual({ metadata: { system: "Be brief." } });
   });
 
+  it("starts a new conversation without a system prompt and finds the old one's again", async () => {
+    replies["/v1/conversations/conv_1"] = { id: "conv_1", updated_at: 1, metadata: { system: "Be brief." } };
+    systemPrompt.value = "Be brief.";
+    chat.send("One");
+    reply(["first"]);
+    await vi.advanceTimersByTimeAsync(0);
+    chat.newConversation();
+    expect(systemPrompt.value).toBe("");
+    chat.send("Two");
+    expect(sent()).not.toHaveProperty("instructions");
+    await chat.open("conv_1");
+    expect(systemPrompt.value).toBe("Be brief.");
+  });
+
   it("comes back after a lost connection and shows what the server kept", async () => {
     chat.send("One");
     const stream_id = lane();

@@ -119,8 +119,10 @@ export class Chat {
     this.keeper.keepLeaf(thread);
   }
 
+  /** A system prompt belongs to its conversation; a new one starts without. */
   newConversation(): void {
     this.thread.value = new Thread();
+    systemPrompt.value = "";
   }
 
   async open(id: string): Promise<void> {
@@ -129,7 +131,10 @@ export class Chat {
     thread.id.value = id;
     this.threads.set(id, thread);
     this.thread.value = thread;
-    if (known && (known.live.value || known.state.value === "ready")) return;
+    if (known && (known.live.value || known.state.value === "ready")) {
+      systemPrompt.value = this.conversations.find(id)?.metadata?.["system"] ?? "";
+      return;
+    }
     const system = await this.keeper.load(thread, id);
     if (system !== null && this.thread.value === thread) systemPrompt.value = system;
   }
