@@ -73,7 +73,7 @@ class Gateway:
             tokenizer = await asyncio.to_thread(load_tokenizer)
             await asyncio.to_thread(lambda: tokenizer.vocab_size)  # computes the token bytes once, off the loop
         except ChatcacheError as error:
-            log.error("the tokenizer did not load: %s", error.message)
+            log.debug("the tokenizer did not load: %s", error.message)  # the engine tells the same of the folder
             self.load_error = error.message
         except Exception as error:
             log.exception("the tokenizer did not load")
