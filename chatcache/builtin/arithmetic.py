@@ -24,24 +24,33 @@ PRODUCT_QUESTIONS = (
 )
 
 
-def _operand(rng: Random) -> int:
-    return rng.randint(0, 9) if rng.random() < 0.15 else rng.randint(10, 99)
+def _operands(rng: Random, held: bool) -> tuple[int, int]:
+    """Return two numbers: of two digits each if `held`, else often small ones, since they are what people try first."""
+    kind = 1.0 if held else rng.random()
+    one = rng.randint(0, 9) if kind < 0.40 else rng.randint(10, 99)
+    other = rng.randint(0, 9) if kind < 0.35 or 0.40 < kind < 0.45 else rng.randint(10, 99)
+    return one, other
+
+
+def _is_held_out(kind: str, a: int, b: int) -> bool:
+    """Only pairs of two-digit numbers are held out: of one-digit sums there are too few to spare any."""
+    return min(a, b) >= 10 and held_out(kind, (a, b))
 
 
 def sum_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
     """Return two addends from the training side (or the two-digit held-out side); order does not matter."""
     while True:
-        a, b = (rng.randint(10, 99), rng.randint(10, 99)) if held else (_operand(rng), _operand(rng))
-        if held_out("sum", (min(a, b), max(a, b))) == held:
+        a, b = _operands(rng, held)
+        if _is_held_out("sum", min(a, b), max(a, b)) == held:
             return a, b
 
 
 def difference_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
     """Return two numbers, the larger one first, from the training side (or the two-digit held-out side)."""
     while True:
-        a, b = (rng.randint(10, 99), rng.randint(10, 99)) if held else (_operand(rng), _operand(rng))
-        a, b = max(a, b), min(a, b)
-        if held_out("difference", (a, b)) == held:
+        one, other = _operands(rng, held)
+        a, b = max(one, other), min(one, other)
+        if _is_held_out("difference", a, b) == held:
             return a, b
 
 

@@ -77,6 +77,14 @@ def two_digit_sum(rng: Random) -> Case:
     )
 
 
+def one_digit_sum(rng: Random) -> Case:
+    """Ask for a sum that everybody tries first. Not held out: there are only a hundred."""
+    a, b = rng.randint(0, 9), rng.randint(0, 9)
+    return _question(
+        [Turn(ask(rng, arithmetic.SUM_QUESTIONS, a=a, b=b), "")], lambda text: text == f"{a} + {b} = {a + b}."
+    )
+
+
 def spelling(rng: Random) -> Case:
     """Ask for the letters of an unseen word."""
     word = language.word_to_spell(rng, held=True).lower()
@@ -169,6 +177,7 @@ FIGURES: tuple[tuple[str, Callable[[Random], Case], float], ...] = (
     ("name recall from the system prompt", recall_system, 0.0),
     ("two-digit sums", two_digit_sum, 0.0),
     ("two-digit sums", two_digit_sum, 0.8),
+    ("one-digit sums (not held out)", one_digit_sum, 0.0),
     ("two-digit differences", difference, 0.0),
     ("ends its turn", ends, 0.0),
     ("ends its turn", ends, 0.8),

@@ -51,6 +51,7 @@ def test_the_model_stops_at_the_end_of_turn(model: Model) -> None:
     [
         pytest.param(cases.recall, 40, 0.0, 0.95, id="name recall"),
         pytest.param(cases.two_digit_sum, 40, 0.0, 0.95, id="sums"),
+        pytest.param(cases.one_digit_sum, 60, 0.0, 0.97, id="one-digit sums"),
         pytest.param(cases.ends, 40, 0.0, 0.97, id="ends, greedy"),
         pytest.param(cases.ends, 40, 0.8, 0.97, id="ends, sampled"),
         pytest.param(cases.recall_long, 12, 0.0, 0.8, id="name recall behind a long system prompt"),
