@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from chatcache.text.tokenizer import Tokenizer
 
 BUILD_ENGINE = "chatcache.compose:build_engine"
-BUILTIN_NAME = "chatcache-builtin"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 Progress = Callable[[float, str], None]
@@ -86,9 +85,6 @@ def check_model_folder(config: EngineConfig) -> None:
 
 def served_name(config: EngineConfig) -> str:
     """The name clients call the model by: as configured, else the id or the folder's name."""
-    if config.served_model_name:
-        return config.served_model_name
-    if not config.model:
-        return BUILTIN_NAME
-    folder = Path(config.model).expanduser()
-    return folder.resolve().name if folder.is_dir() else config.model
+    from chatcache.model.folder import model_name
+
+    return config.served_model_name or model_name(config.model)

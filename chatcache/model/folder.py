@@ -13,6 +13,14 @@ INDEX = "model.safetensors.index.json"
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
+def model_name(model: str) -> str:
+    """Return what to call a model that was given no name: its Hugging Face id, or its folder's name."""
+    if not model:
+        return "chatcache-builtin"
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
 def resolve_model_path(model: str) -> Path:
     """Return the folder of `model`: "" is the built-in model, else a folder, else a Hugging Face id.
 

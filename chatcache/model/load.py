@@ -17,7 +17,7 @@ from chatcache.errors import ModelFolderError
 from chatcache.model.arch import Architecture, is_native, read_architecture
 from chatcache.model.attention import Geometry, Network, allocate, choose_backend
 from chatcache.model.decoder import check_unused, load_decoder
-from chatcache.model.folder import eos_token_ids, read_config, resolve_model_path, weight_files
+from chatcache.model.folder import eos_token_ids, model_name, read_config, resolve_model_path, weight_files
 from chatcache.model.runner import Runner
 from chatcache.model.threads import limit_threads
 from chatcache.model.weights import Weights
@@ -54,7 +54,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
     say(0.95, f"allocating {capacity.num_pages} KV pages")
     pages = allocate(kernels, geometry, capacity.num_pages, capacity.page_size)
     facts = ModelFacts(
-        name=config.served_model_name or model_name(config.model, folder),
+        name=config.served_model_name or model_name(config.model),
         digest=_digest(raw, weights, dtype, max_model_len),
         vocab_size=geometry.vocab_size,
         max_model_len=max_model_len,
@@ -72,13 +72,6 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
     runner.warm_up()
     say(1.0, "ready")
     return runner
-
-
-def model_name(model: str, folder: Path) -> str:
-    """Return what to call a model that was given no name: its Hugging Face id, or its folder's name."""
-    if not model:
-        return "chatcache-builtin"
-    return folder.resolve().name if Path(model).expanduser().is_dir() else model
 
 
 def _load_network(
