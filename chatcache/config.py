@@ -11,6 +11,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory_bytes=None` picks a share of free
     memory. `max_model_len=None` takes the model's own. `attention`: auto | reference | cpu | triton.
+
+    `scheduling_policy`: fcfs | priority (smaller first, then fcfs) | fair (between namespaces, by virtual token
+    counter). `preemption`: auto (by measured cost) | swap | recompute. `swap_memory_bytes`: host memory for swapped pages; None
+    picks a share of free memory, 0 turns swapping off. `deterministic`: logits do not depend, to the bit, on batch,
+    chunking, cache or preemption; slower. `strict`: a broken invariant found by the idle self-check raises instead of
+    being counted.
     """
 
     model: str = ""
@@ -25,6 +31,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     max_num_waiting: int = 1024
+    scheduling_policy: str = "fcfs"
+    preemption: str = "auto"
+    swap_memory_bytes: int | None = None
+    deterministic: bool = False
+    strict: bool = False
     seed: int = 0
 
 

@@ -27,15 +27,36 @@ def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
             force_setattr(params, field, () if value is None else (value,) if one else tuple(value))
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the output must match; exactly one field is set. Names as in vLLM.
+
+    `json`: a JSON schema as text. `json_object`: any JSON object. `regex`: the whole output. `choice`: one of these
+    texts. `grammar`: a context-free grammar in Lark's notation.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
     """How to draw `n` candidates for one prompt.
 
     `temperature == 0` is greedy. `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 each turn that filter off.
     `max_tokens=None` means as many as context and KV pool allow. Draws depend on (seed, candidate index, position)
     only; `seed=None` lets the engine pick one.
+
+    `best_of` candidates are drawn (default `n`) and the `n` with the best mean token log-probability returned, best
+    first, at the end. `distinct` draws without replacement: no two candidates are equal, each score is the exact
+    log-probability of its candidate (stochastic beam search, Kool et al. 2019). `prompt_logprobs`: how many top
+    alternatives to report for every prompt token but the first.
     """
 
     n: int = 1
+    best_of: int | None = None
+    distinct: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -53,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _as_tuples(self, "stop", "stop_token_ids")
@@ -63,6 +86,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
 
     `early_stopping`: True stops at `beam_width` finished hypotheses, False when no live beam looks able to win at its
     present length, "never" when none can at any length. `n=None` returns all `beam_width`.
+
+    `num_beam_groups` groups of beam_width / num_beam_groups beams search one after another in each step; a later group
+    loses `diversity_penalty` for every time an earlier one chose a token in that step (Vijayakumar et al. 2018).
+    `stream_beams` reports the live beams after every step (`Beams` events).
     """
 
     beam_width: int = 4
@@ -71,12 +98,17 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
     min_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    stream_beams: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _as_tuples(self, "stop", "stop_token_ids")
@@ -85,13 +117,30 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
 Params = SamplingParams | BeamSearchParams
 
 
+class ForkPoint(msgspec.Struct, frozen=True):
+    """Candidate `index` of a request that may still be running."""
+
+    request_id: str
+    index: int = 0
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue. `namespace` comes from the authenticated tenant on the server, never from a client."""
+    """One prompt to continue. `namespace` comes from the authenticated tenant on the server, never from a client.
+
+    `num_public_tokens`: leading tokens (an operator-declared system prompt) whose full pages every namespace shares.
+    `conversation_id` groups requests for accounting only. `priority`: smaller is served sooner (under
+    `scheduling_policy="priority"`). `fork_of`: a hint that the prompt begins like that candidate, of the same
+    namespace; while it runs its pages are forked as they are, else the hint changes nothing.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     params: Params
     namespace: str = ""
+    num_public_tokens: int = 0
+    conversation_id: str = ""
+    priority: int = 0
+    fork_of: ForkPoint | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -117,12 +166,16 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The prompt's last token was computed. `num_cached_tokens` of the prompt came from existing pages."""
+    """The prompt's last token was computed. `num_cached_tokens` of the prompt came from existing pages.
+
+    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first (nothing predicts it).
+    """
 
     request_id: str
     seq: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -133,6 +186,23 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class LiveBeam(msgspec.Struct, frozen=True):
+    """A live beam's newest token: node `node` below `parent` (0 is the prompt). `score`: summed log-probability."""
+
+    node: int
+    parent: int
+    token_id: int
+    score: float
+
+
+class Beams(msgspec.Struct, frozen=True, tag="beams"):
+    """The live beams after one step, best first, if `stream_beams` was asked for. A client grows its tree by them."""
+
+    request_id: str
+    seq: int
+    beams: tuple[LiveBeam, ...]
 
 
 class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
@@ -179,8 +249,48 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     status: int = 500
 
 
-EngineEvent = Started | Tokens | CandidateDone | Finished | Failed
+EngineEvent = Started | Tokens | Beams | CandidateDone | Finished | Failed
 TERMINAL = (Finished, Failed)
+
+
+class PageHit(msgspec.Struct, frozen=True):
+    """One page of an explained prompt. `state`: held (by a running branch) | idle | host | partial | missing."""
+
+    index: int
+    num_tokens: int
+    state: str
+    public: bool = False
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a prompt is already computed, and why not more.
+
+    `reason`, one of: "" (everything but the last token hits) | never_computed | evicted | other_namespace | diverged.
+    `at_token`: the first token that misses. `detail`: a sentence for people. `diverged_tokens`: what the nearest cached
+    continuation holds instead, from `at_token` on (of the caller's own namespace only).
+    """
+
+    num_tokens: int
+    num_cached_tokens: int
+    page_size: int
+    pages: tuple[PageHit, ...]
+    reason: str = ""
+    at_token: int = -1
+    detail: str = ""
+    diverged_tokens: tuple[int, ...] = ()
+
+
+class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages held now, a page that k requests share charged 1/k to each; all sums equal `num_pages_in_use`.
+
+    `conversations` and `namespaces` add up their requests ("" for requests that name none).
+    """
+
+    num_pages_in_use: int
+    page_bytes: int
+    requests: dict[str, float]
+    conversations: dict[str, float]
+    namespaces: dict[str, float]
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,11 +305,20 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_pages_in_use: int = 0
     num_pages_idle: int = 0
     kv_bytes: int = 0
+    num_pages_shared: int = 0
+    waste_fraction: float = 0.0
+    num_host_pages: int = 0
+    num_host_pages_in_use: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_pages_swapped_out: int = 0
+    num_pages_swapped_in: int = 0
     num_page_copies: int = 0
+    num_self_checks: int = 0
+    num_broken_invariants: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0

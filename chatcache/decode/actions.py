@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from chatcache.sched.plan import F32, I32
-from chatcache.types import TokenLogprob
+from chatcache.sched.plan import F32, I32, U32
+from chatcache.types import LiveBeam, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class DrawSpec:
     """One draw from a branch's next-token logits; fields as in `sched.plan.Draws`.
 
-    `edit` is (ids, scale, add) of `sched.plan.LogitEdit`, or None.
+    `edit` is (ids, scale, add) of `sched.plan.LogitEdit`, `mask` the words of a `LogitMask`, or None.
     """
 
     width: int = 1
@@ -33,15 +33,20 @@ class DrawSpec:
     min_p: float = 0.0
     num_top: int = 0
     edit: tuple[I32, F32, F32] | None = None
+    mask: U32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What one draw came back with: `width` tokens, best first, and the top raw alternatives if asked for."""
+    """What one draw came back with: `width` tokens, best first, and the top raw alternatives if asked for.
+
+    `perturbed`: log-probability + noise of each token, where they were drawn without replacement.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     top: tuple[tuple[int, float], ...] = ()
+    perturbed: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,14 @@ class Done:
     score: float = 0.0
 
 
-Output = Emit | Done
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """The live beams after this step, best first, where the caller asked to watch them."""
+
+    beams: tuple[LiveBeam, ...]
+
+
+Output = Emit | Done | Grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,12 @@ class Strategy(Protocol):
     @property
     def lockstep(self) -> bool:
         """True when all live branches must be drawn in the same step (beams)."""
+        ...
+
+    @property
+    def steady(self) -> bool:
+        """True once `draws` will answer for a branch what it answered last time, step after step, until the branch is
+        gone: the scheduler then need not ask again."""
         ...
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:

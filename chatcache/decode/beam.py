@@ -112,6 +112,10 @@ class BeamStrategy:
     def lockstep(self) -> bool:
         return True
 
+    @property
+    def steady(self) -> bool:
+        return True
+
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return (self._spec,)
 

@@ -44,6 +44,11 @@ class LogitEdits:
         self._add: F32 = np.array([bias.get(token, 0.0) for token in ids], dtype=np.float32)
         self._count: dict[int, int] = {}
 
+    @property
+    def empty(self) -> bool:
+        """True when `edit` will always answer None."""
+        return not self._counting and self._size == 0
+
     def fork(self) -> LogitEdits:
         """Return a table that goes its own way from here. O(rows), or free when nothing is counted."""
         if not self._counting:

@@ -66,6 +66,10 @@ class SamplingStrategy:
     def lockstep(self) -> bool:
         return False
 
+    @property
+    def steady(self) -> bool:
+        return self._started and self._root_edits.empty
+
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         if self._started:
             lane = self._lanes[branch]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from chatcache.decode.actions import Done, Emit, Output
+from chatcache.decode.actions import Done, Emit, Grown, Output
 from chatcache.errors import ChatcacheError, EngineFault
 from chatcache.sched.request import LiveRequest
-from chatcache.types import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 
 
 class Outbox:
@@ -40,6 +40,9 @@ class Outbox:
                         request.request_id, self._next(request), index, finish_reason, stop_reason, float(score)
                     )
                 )
+
+            case Grown(beams):
+                self._events.append(Beams(request.request_id, self._next(request), beams))
 
     def finished(self, request: LiveRequest, *, cancelled: bool = False, num_pages_freed: int = 0) -> None:
         self._events.append(

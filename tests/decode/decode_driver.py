@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from chatcache.decode.actions import Candidates, Done, DrawSpec, Emit, Extend, Fork, Retire, Strategy
+from chatcache.decode.actions import Candidates, Done, DrawSpec, Emit, Extend, Fork, Grown, Retire, Strategy
 from chatcache.sched.plan import F32
 from chatcache.types import TokenLogprob
 
@@ -105,6 +105,8 @@ def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: r
         advance = strategy.advance(drawn)
         most_alive = max(most_alive, _apply(branches, set(picked), advance.actions, strategy.max_branches))
         for output in advance.outputs:
+            if isinstance(output, Grown):
+                continue
             outcome = outcomes.setdefault(output.index, Outcome())
             assert outcome.done is None
             if isinstance(output, Emit):

@@ -24,7 +24,9 @@ def plan(
               for name in ("forks", "updates", "copies")}  # fmt: skip
     return StepPlan(
         step=1,
-        **tables,
+        forks=tables["forks"],
+        updates=tables["updates"],
+        copies=tables["copies"],
         rows=Rows(
             slot=np.array([row[0] for row in rows], np.int32),
             start=np.array([row[1] for row in rows], np.int32),

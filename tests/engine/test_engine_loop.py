@@ -292,6 +292,7 @@ class Odd:
 
     max_branches = 1
     lockstep = False
+    steady = False
 
     def __init__(self, oddity: str) -> None:
         self.oddity = oddity

@@ -55,6 +55,7 @@ class Wander:
 
     max_branches = 7
     lockstep = False
+    steady = True
 
     def __init__(self, seed: int, max_tokens: int) -> None:
         self._seed = seed
@@ -112,7 +113,7 @@ class Answer:
         if isinstance(output, Emit | Tokens):
             self.tokens.setdefault(output.index, []).extend(output.token_ids)
             self.logprobs.setdefault(output.index, []).extend(output.logprobs)
-        else:
+        elif isinstance(output, Done | CandidateDone):
             self.done[output.index] = (output.finish_reason, output.stop_reason, output.score)
 
     def begins_with(self, other: Answer) -> bool:

@@ -23,6 +23,7 @@ class Plain:
     def __init__(self, max_branches: int = 1, lockstep: bool = False) -> None:
         self.max_branches = max_branches
         self.lockstep = lockstep
+        self.steady = True
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return (DrawSpec(),)
