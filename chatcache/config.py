@@ -13,10 +13,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory. `max_model_len=None` takes the model's own. `attention`: auto | reference | cpu | triton.
 
     `scheduling_policy`: fcfs | priority (smaller first, then fcfs) | fair (between namespaces, by virtual token
-    counter). `preemption`: auto (by measured cost) | swap | recompute. `swap_memory_bytes`: host memory for swapped pages; None
-    picks a share of free memory, 0 turns swapping off. `deterministic`: logits do not depend, to the bit, on batch,
-    chunking, cache or preemption; slower. `strict`: a broken invariant found by the idle self-check raises instead of
-    being counted.
+    counter). `preemption`: auto (by measured cost) | swap | recompute. `swap_memory_bytes`: host memory for swapped
+    pages; None picks a share of free memory, 0 turns swapping off. `deterministic`: logits do not depend, to the bit,
+    on batch, chunking, cache or preemption; slower. `strict`: a broken invariant found by the idle self-check raises
+    instead of being counted.
     """
 
     model: str = ""
