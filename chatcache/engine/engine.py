@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from math import inf
 
 from chatcache.config import EngineConfig
 from chatcache.decode.actions import Advance, Candidates, Strategy
@@ -262,8 +263,11 @@ def _candidates(result: StepResult, widths: list[int]) -> list[Candidates]:
     if result.top_tokens.shape[1]:
         top_pairs = zip(result.top_tokens.tolist(), result.top_logprobs.tolist(), strict=True)
         tops = [tuple(pair for pair in zip(*top, strict=True) if pair[0] >= 0) for top in top_pairs]
+    noisy: list[list[float]] = [[]] * len(tokens)
+    if result.perturbed is not None and result.perturbed.shape[1]:
+        noisy = [row if row[0] > -inf else [] for row in result.perturbed.tolist()]
     candidates: list[Candidates] = []
-    for ids, values, width, top in zip(tokens, logprobs, widths, tops, strict=True):
+    for ids, values, width, top, noise in zip(tokens, logprobs, widths, tops, noisy, strict=True):
         used = min(width, ids.index(-1) if ids[-1] == -1 else len(ids))
-        candidates.append(Candidates(tuple(ids[:used]), tuple(values[:used]), top))
+        candidates.append(Candidates(tuple(ids[:used]), tuple(values[:used]), top, tuple(noise[:used])))
     return candidates

@@ -13,11 +13,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from chatcache.engine.fake_sampling import draw_greedily_or_not, log_softmax, mix, top_candidates
-from chatcache.sched.plan import F32, I32, U64, Draws, KVCapacity, LogitEdit, StepPlan, StepResult
+from chatcache.engine.fake_sampling import (
+    allowed_logits,
+    draw_greedily_or_not,
+    draw_without_replacement,
+    log_softmax,
+    mix,
+    top_candidates,
+)
+from chatcache.sched.plan import F32, I32, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
 from chatcache.types import ModelFacts
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
@@ -26,9 +34,15 @@ _TOKEN = np.uint64(0xC2B2_AE3D_27D4_EB4F)
 
 
 def fake_capacity(
-    num_pages: int = 512, page_size: int = 16, num_slots: int = 256, max_model_len: int = 4096
+    num_pages: int = 512,
+    page_size: int = 16,
+    num_slots: int = 256,
+    max_model_len: int = 4096,
+    num_host_pages: int = 0,
+    swap_page_s: float = 1e-6,
 ) -> KVCapacity:
-    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes=num_pages * page_size * 8)
+    kv_bytes = num_pages * page_size * 8
+    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s)
 
 
 def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelFacts:
@@ -62,6 +76,7 @@ class FakeRunner:
         self._faulty_token = faulty_token
         num_entries = -(-self._capacity.max_model_len // self._capacity.page_size)
         self.cells: U64 = np.full((self._capacity.num_pages, self._capacity.page_size), POISON, np.uint64)
+        self.host_cells: U64 = np.full((self._capacity.num_host_pages, self._capacity.page_size), POISON, np.uint64)
         self._tables: I32 = np.zeros((self._capacity.num_slots, num_entries), np.int32)
         self._ids: U64 = np.arange(vocab_size, dtype=np.uint64)
 
@@ -75,17 +90,27 @@ class FakeRunner:
             self._tables[dst, :num_pages] = self._tables[src, :num_pages]
         for slot, index, page in plan.updates.tolist():
             self._tables[slot, index] = page
+        for page, host_page in plan.swaps_out.tolist():
+            self.host_cells[host_page] = self.cells[page]
+        for host_page, page in plan.swaps_in.tolist():
+            self.cells[page] = self.host_cells[host_page]
         for src, dst in plan.copies.tolist():
             self.cells[dst] = self.cells[src]
-        histories, last_tokens = self._compute(plan)
-        return self.draw(plan.draws, histories, last_tokens)
+        histories = self._compute(plan)
+        last_tokens = plan.rows.tokens[np.cumsum(plan.rows.num_tokens) - 1].tolist()
+        result = self.draw(plan.draws, [history[-1] for history in histories], last_tokens)
+        if plan.scores is None:
+            return result
+        scores, score_tokens, score_logprobs = self._score(plan.scores, histories)
+        return replace(result, scores=scores, score_tokens=score_tokens, score_logprobs=score_logprobs)
 
-    def _compute(self, plan: StepPlan) -> tuple[list[np.uint64], list[int]]:
-        """Write the new cells; return each row's history hash and last token. Everybody reads before anybody writes."""
+    def _compute(self, plan: StepPlan) -> list[U64]:
+        """Write the new cells; return each row's history hash after each new token. Everybody reads before anybody
+        writes."""
         rows = plan.rows
         spans = list(zip(rows.slot.tolist(), rows.start.tolist(), rows.num_tokens.tolist(), strict=True))
         before = [self._read(slot, start) for slot, start, _ in spans]
-        histories: list[np.uint64] = []
+        histories: list[U64] = []
         offset = 0
         for (slot, start, count), (history, last_cell) in zip(spans, before, strict=True):
             positions = np.arange(start, start + count)
@@ -94,9 +119,8 @@ class FakeRunner:
             cells = _cells(tokens, start) + last_cell
             pages = self._tables[slot, positions // self._capacity.page_size]
             self.cells[pages, positions % self._capacity.page_size] = cells
-            histories.append(np.append(_digests(cells, start), history).sum(dtype=np.uint64))
-        last_tokens = rows.tokens[np.cumsum(rows.num_tokens) - 1].tolist()
-        return histories, last_tokens
+            histories.append(np.cumsum(_digests(cells, start), dtype=np.uint64) + history)
+        return histories
 
     def _read(self, slot: int, num_tokens: int) -> tuple[np.uint64, np.uint64]:
         """Read a branch's first cells through its page table: (a hash of all of them, the last one)."""
@@ -117,15 +141,23 @@ class FakeRunner:
         width, num_top = int(draws.width.max(initial=1)), int(draws.num_top.max(initial=0))
         tokens, logprobs = _blank(num_draws, width)
         top_tokens, top_logprobs = _blank(num_draws, num_top)
+        distinct = (draws.width > 1) & (draws.temperature > 0)
+        _, perturbed = _blank(num_draws, width if distinct.any() else 0)
         faults: list[tuple[int, str]] = []
         edits = {edit.draw: edit for edit in draws.edits}
+        masks = {mask.draw: mask for mask in draws.masks}
         for draw, row in enumerate(draws.row.tolist()):
             if last_tokens[row] == self._faulty_token:
                 faults.append((draw, "the logits are not finite"))
                 continue
             raw = self.logits(histories[row])
-            logits = _edited(raw, edits.get(draw))
-            if draws.width[draw] > 1:
+            logits = allowed_logits(raw, edits.get(draw), masks.get(draw))
+            if logits.max() == -np.inf:
+                faults.append((draw, "no token is allowed"))
+            elif distinct[draw]:
+                ids, values, noisy = draw_without_replacement(logits, draws, draw, int(draws.width[draw]))
+                tokens[draw, : len(ids)], logprobs[draw, : len(ids)], perturbed[draw, : len(ids)] = ids, values, noisy
+            elif draws.width[draw] > 1:
                 ids, values = top_candidates(log_softmax(logits), int(draws.width[draw]))
                 tokens[draw, : len(ids)], logprobs[draw, : len(ids)] = ids, values
             else:
@@ -134,7 +166,23 @@ class FakeRunner:
             if draws.num_top[draw]:
                 ids, values = top_candidates(log_softmax(raw), int(draws.num_top[draw]))
                 top_tokens[draw, : len(ids)], top_logprobs[draw, : len(ids)] = ids, values
-        return StepResult(tokens, logprobs, top_tokens, top_logprobs, tuple(faults))
+        return StepResult(tokens, logprobs, top_tokens, top_logprobs, tuple(faults), perturbed)
+
+    def _score(self, scores: Scores, histories: Sequence[U64]) -> tuple[F32, I32, F32]:
+        """Say how likely each token's successor was, and the top alternatives: the result's fields about scores."""
+        every = [(history, int(num_top)) for row, num_top in zip(scores.row, scores.num_top, strict=True)
+                 for history in histories[row]]  # fmt: skip
+        values = np.full(len(every), np.nan, np.float32)
+        top_tokens, top_logprobs = _blank(len(every), int(scores.num_top.max(initial=0)))
+        for i, ((history, num_top), target) in enumerate(zip(every, scores.targets.tolist(), strict=True)):
+            if target < 0:
+                continue
+            logprobs = log_softmax(self.logits(history))
+            values[i] = logprobs[target]
+            if num_top:
+                ids, tops = top_candidates(logprobs, num_top)
+                top_tokens[i, : len(ids)], top_logprobs[i, : len(ids)] = ids, tops
+        return values, top_tokens, top_logprobs
 
 
 def history_of(tokens: Sequence[int]) -> np.uint64:
@@ -156,12 +204,3 @@ def _digests(cells: U64, start: int) -> U64:
 
 def _blank(num_draws: int, width: int) -> tuple[I32, F32]:
     return np.full((num_draws, width), -1, np.int32), np.full((num_draws, width), -np.inf, np.float32)
-
-
-def _edited(logits: F32, edit: LogitEdit | None) -> F32:
-    if edit is None:
-        return logits
-    edited = logits.copy()
-    chosen = edited[edit.ids]
-    edited[edit.ids] = np.where(chosen > 0, chosen / edit.scale, chosen * edit.scale) + edit.add
-    return edited

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from chatcache.sched.plan import F32, I32, U64, Draws
+from chatcache.sched.plan import F32, I32, U64, Draws, LogitEdit, LogitMask
 
 _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 
@@ -21,7 +21,7 @@ def mix(values: U64 | np.uint64) -> U64:
 
 def log_softmax(logits: F32) -> F32:
     """Return log-probabilities [V], summed in float64."""
-    shifted = logits.astype(np.float64) - logits.max()
+    shifted = logits.astype(np.float64) - float(logits.max())
     result: F32 = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
     return result
 
@@ -32,18 +32,48 @@ def top_candidates(logprobs: F32, width: int) -> tuple[I32, F32]:
     return order.astype(np.int32), logprobs[order]
 
 
+def allowed_logits(raw: F32, edit: LogitEdit | None, mask: LogitMask | None) -> F32:
+    """Return the logits [V] that a draw is made from: edited, and -inf where the mask has no bit."""
+    logits = raw.copy()
+    if edit is not None:
+        chosen = logits[edit.ids]
+        logits[edit.ids] = np.where(chosen > 0, chosen / edit.scale, chosen * edit.scale) + edit.add
+    if mask is not None:
+        bits = np.unpackbits(mask.words.astype("<u4").view(np.uint8), bitorder="little")[: len(logits)].astype(bool)
+        logits[: len(bits)][~bits] = -np.inf
+        logits[len(bits) :] = -np.inf
+    return logits
+
+
 def draw_greedily_or_not(logits: F32, draws: Draws, draw: int) -> int:
     """Sample one id: temperature, then top-k, top-p and min-p, then Gumbel noise keyed by (seed, lane, position)."""
-    temperature = float(draws.temperature[draw])
-    if temperature == 0.0:
+    if draws.temperature[draw] == 0.0:
         return int(np.argmax(logits))
-    logprobs = log_softmax((logits / np.float32(temperature)).astype(np.float32)).astype(np.float64)
+    ids, _, _ = draw_without_replacement(logits, draws, draw, 1)
+    return int(ids[0])
+
+
+def draw_without_replacement(logits: F32, draws: Draws, draw: int, width: int) -> tuple[I32, F32, F32]:
+    """Draw up to `width` ids, no id twice: (ids, log-probabilities, both plus noise), by the last, descending.
+
+    Log-probabilities are those of the distribution drawn from: after temperature and filters, summing to one. Fewer
+    come back where fewer are possible. Source: the Gumbel top-k trick, Kool et al. 2019.
+    """
+    logprobs = log_softmax((logits / draws.temperature[draw]).astype(np.float32)).astype(np.float64)
     allowed = _filtered(logprobs, int(draws.top_k[draw]), float(draws.top_p[draw]), float(draws.min_p[draw]))
+    logprobs = np.where(allowed, logprobs, -np.inf)
+    logprobs -= np.log(np.exp(logprobs).sum())
+    perturbed = logprobs + _gumbel(draws, draw, len(logits))
+    order = np.argsort(-perturbed, kind="stable")[:width]
+    order = order[logprobs[order] > -np.inf]
+    return order.astype(np.int32), logprobs[order].astype(np.float32), perturbed[order].astype(np.float32)
+
+
+def _gumbel(draws: Draws, draw: int, vocab_size: int) -> NDArray[np.float64]:
     with np.errstate(over="ignore"):  # hashing wraps around; numpy warns of it for scalars only
         key = mix(draws.seed[draw] + mix(np.uint64(draws.lane[draw]) + mix(np.uint64(draws.position[draw]))))
-    bits = mix(np.arange(len(logits), dtype=np.uint64) + key) >> np.uint64(11)
-    uniform = (bits.astype(np.float64) + 0.5) / 2**53
-    return int(np.argmax(np.where(allowed, logprobs - np.log(-np.log(uniform)), -np.inf)))
+    bits = mix(np.arange(vocab_size, dtype=np.uint64) + key) >> np.uint64(11)
+    return -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**53))
 
 
 def _filtered(logprobs: NDArray[np.float64], top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:

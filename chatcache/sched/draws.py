@@ -9,7 +9,7 @@ from operator import is_
 import numpy as np
 
 from chatcache.decode.actions import DrawSpec
-from chatcache.sched.plan import Draws, LogitEdit
+from chatcache.sched.plan import Draws, LogitEdit, LogitMask
 
 _MASK_64 = 2**64 - 1
 
@@ -28,6 +28,7 @@ def draws_of(specs: list[DrawSpec], rows: list[int], positions: list[int]) -> Dr
         min_p=np.array([spec.min_p for spec in specs], np.float32),
         num_top=np.array([spec.num_top for spec in specs], np.int32),
         edits=tuple(LogitEdit(draw, *spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
+        masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
     )
 
 

@@ -81,7 +81,7 @@ def test_draws_follow_the_contract() -> None:
         result = fake.draw(draws_of(list(specs), [0] * len(specs), [9] * len(specs)), [history], [5])
         return result.tokens.tolist(), result.logprobs.tolist()
 
-    ((*best,), _), (values, _) = draw(DrawSpec(width=3), DrawSpec(temperature=0.0))
+    ((*best,), _), (values, _) = draw(DrawSpec(width=3, temperature=0.0), DrawSpec(temperature=0.0))
     assert values == sorted(values, reverse=True)
     filters = (DrawSpec(seed=4, top_k=1), DrawSpec(seed=4, top_p=1e-6), DrawSpec(seed=4, min_p=1.0))
     tokens, logprobs = draw(DrawSpec(temperature=0.0), DrawSpec(seed=3), DrawSpec(seed=3), DrawSpec(seed=5), *filters)

@@ -30,6 +30,7 @@ from chatcache.engine.fake import POISON, FakeRunner, fake_capacity, fake_facts,
 from chatcache.errors import ContextTooLong
 from chatcache.sched.draws import draws_of
 from chatcache.sched.limits import worst_case_pages
+from chatcache.sched.plan import StepResult
 from chatcache.types import (
     BeamSearchParams,
     CandidateDone,
@@ -135,15 +136,7 @@ def alone(request: GenerateRequest, *, seed: int = 0) -> Answer:
             specs = list(strategy.draws(branch))
             draws = draws_of(specs, [0] * len(specs), [len(tokens)] * len(specs))
             result = runner.draw(draws, [history_of(tokens)], tokens[-1:])
-            rows = zip(result.tokens.tolist(), result.logprobs.tolist(), result.top_tokens.tolist(),
-                       result.top_logprobs.tolist(), specs, strict=True)  # fmt: skip
-            drawn[branch] = tuple(
-                Candidates(
-                    tuple(t for t in ids if t >= 0), tuple(values[: sum(t >= 0 for t in ids)]),
-                    tuple(zip(top, top_values, strict=True))[: spec.num_top],
-                )
-                for ids, values, top, top_values, spec in rows
-            )  # fmt: skip
+            drawn[branch] = tuple(_candidates(result, draw, spec) for draw, spec in enumerate(specs))
         advance = strategy.advance(drawn)
         finished = advance.finished
         for action in advance.actions:
@@ -156,6 +149,16 @@ def alone(request: GenerateRequest, *, seed: int = 0) -> Answer:
         for output in advance.outputs:
             answer.take(output)
     return answer
+
+
+def _candidates(result: StepResult, draw: int, spec: DrawSpec) -> Candidates:
+    """Read one draw's cells out of a result."""
+    ids = [token for token in result.tokens[draw].tolist()[: spec.width] if token >= 0]
+    top = zip(result.top_tokens[draw].tolist(), result.top_logprobs[draw].tolist(), strict=True)
+    distinct = spec.width > 1 and spec.temperature > 0
+    noisy = result.perturbed[draw].tolist() if distinct and result.perturbed is not None else []
+    logprobs = result.logprobs[draw].tolist()[: len(ids)]
+    return Candidates(tuple(ids), tuple(logprobs), tuple(top)[: spec.num_top], tuple(noisy[: len(ids)]))
 
 
 @dataclass(frozen=True)
