@@ -14,9 +14,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `scheduling_policy`: fcfs | priority (smaller first, then fcfs) | fair (between namespaces, by virtual token
     counter). `preemption`: auto (by measured cost) | swap | recompute. `swap_memory_bytes`: host memory for swapped
-    pages; None picks a share of free memory, 0 turns swapping off. `deterministic`: logits do not depend, to the bit,
-    on batch, chunking, cache or preemption; slower. `strict`: a broken invariant found by the idle self-check raises
-    instead of being counted.
+    pages; None makes room for half the KV pages, 1 GiB at most, 0 turns swapping off. `deterministic`: logits do not
+    depend, to the bit, on batch, chunking, cache or preemption; slower. `strict`: a broken invariant found by the idle
+    self-check raises instead of being counted.
     """
 
     model: str = ""

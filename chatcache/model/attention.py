@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
-from chatcache_kernels.types import AttentionBatch, KVPages
+from chatcache_kernels.types import AttentionBatch, HostPages, KVPages
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
@@ -28,6 +28,10 @@ class AttentionBackend(Protocol):
     def write_pages(self, pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
 
     def copy_pages(self, pages: KVPages, copies: Tensor) -> None: ...
+
+    def swap_out(self, pages: KVPages, host: HostPages, swaps: Tensor) -> None: ...
+
+    def swap_in(self, pages: KVPages, host: HostPages, swaps: Tensor) -> None: ...
 
     def paged_attention(
         self,

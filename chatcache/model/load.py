@@ -31,6 +31,7 @@ Progress = Callable[[float, str], None]
 CPU_KV_SHARE = 0.25
 CPU_KV_MAX_BYTES = 4 * 1024**3
 CUDA_KV_SHARE = 0.85
+SWAP_MAX_BYTES = 1024**3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -145,7 +146,25 @@ def plan_capacity(config: EngineConfig, geometry: Geometry, max_model_len: int) 
         num_pages = max(1 + context_pages, free_kv_bytes(geometry.device) // page_bytes)
     num_pages = min(num_pages, 1 + context_pages * config.max_num_seqs)
     log.info("KV store: %d pages of %d tokens, %.1f MiB", num_pages, config.page_size, num_pages * page_bytes / 2**20)
-    return KVCapacity(num_pages, config.page_size, config.max_num_seqs, max_model_len, num_pages * page_bytes)
+    num_host_pages = _num_host_pages(config, page_bytes, num_pages)
+    num_slots, kv_bytes = config.max_num_seqs, num_pages * page_bytes
+    return KVCapacity(num_pages, config.page_size, num_slots, max_model_len, kv_bytes, num_host_pages)
+
+
+def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> int:
+    """Size the room for swapped pages: the bytes asked for, else half as many pages as there are, 1 GiB at most.
+
+    Raises: ModelFolderError when `swap_memory_bytes` is negative or does not hold one page.
+    """
+    asked = config.swap_memory_bytes
+    if asked is None:
+        return min(num_pages // 2, SWAP_MAX_BYTES // page_bytes)
+    if asked < 0 or 0 < asked < page_bytes:
+        raise ModelFolderError(
+            f"swap_memory_bytes {asked} is out of bounds: 0 turns swapping off, and a page of "
+            f"{config.page_size} tokens takes {page_bytes} bytes"
+        )
+    return asked // page_bytes
 
 
 def free_kv_bytes(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.sampler import Sampler
+from chatcache.model.swaps import Swaps
 from chatcache.model.tables import PageTables
 from chatcache.model.transfer import to_device
 from chatcache.sched.plan import KVCapacity, Rows, StepPlan, StepResult
@@ -32,6 +34,7 @@ class Runner:
         max_pages = -(-capacity.max_model_len // capacity.page_size)
         self._tables = PageTables(capacity.num_slots, max_pages, capacity.page_size)
         self._sampler = Sampler(network.geometry.vocab_size, self._device)
+        self._swaps = Swaps(kernels, pages, capacity.num_host_pages)
 
     def capacity(self) -> KVCapacity:
         """Return what the scheduler may plan with."""
@@ -45,6 +48,7 @@ class Runner:
         """
         self._tables.apply(plan.forks, plan.updates)
         with torch.inference_mode():
+            self._swaps.apply(plan.swaps_out, plan.swaps_in)
             if len(plan.copies):
                 self._kernels.copy_pages(self._pages, to_device(plan.copies, self._device))
             if not len(plan.rows.slot):
@@ -54,7 +58,8 @@ class Runner:
             return self._sampler.sample(logits, index, plan.draws) if len(index) else _nothing()
 
     def warm_up(self) -> None:
-        """Run one prompt and one decode step on page 1, so that kernels compile before anyone waits for them."""
+        """Run one prompt and one decode step on page 1, so that kernels compile before anyone waits for them, and
+        measure how long a swapped page takes."""
         num_tokens = min(self._capacity.page_size, self._capacity.max_model_len)
         placed = self._tables.rows[0, 0]
         self._tables.rows[0, 0] = 1
@@ -63,10 +68,11 @@ class Runner:
             with torch.inference_mode():
                 self._forward(Rows(slot, first, counts, np.zeros(count, np.int32)), np.zeros(1, np.int64))
         self._tables.rows[0, 0] = placed
+        self._capacity = replace(self._capacity, swap_page_s=self._swaps.measure_page_s())
 
     def close(self) -> None:
         """Let go of weights and pages."""
-        del self._network, self._pages, self._sampler
+        del self._network, self._pages, self._sampler, self._swaps
 
     def _forward(self, rows: Rows, drawn: NDArray[np.integer[Any]]) -> torch.Tensor:
         """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""

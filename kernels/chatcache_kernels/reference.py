@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .types import AttentionBatch, KVPages
+from .types import AttentionBatch, HostPages, KVPages
 
 
 def allocate_pages(
@@ -38,6 +38,20 @@ def copy_pages(pages: KVPages, copies: Tensor) -> None:
     source, target = copies.long().unbind(1)
     pages.k[:, target] = pages.k[:, source]
     pages.v[:, target] = pages.v[:, source]
+
+
+def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+    """Copy whole pages to the host, all layers. Shapes: swaps [S, 2] (page, host page); no host page twice."""
+    source, target = swaps.long().unbind(1)
+    for store, kept in ((pages.k, host.k), (pages.v, host.v)):
+        kept[target.cpu()] = store[:, source].transpose(0, 1).cpu()
+
+
+def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+    """Copy whole pages back, all layers. Shapes: swaps [S, 2] (host page, page); no page twice."""
+    source, target = swaps.long().unbind(1)
+    for store, kept in ((pages.k, host.k), (pages.v, host.v)):
+        store[:, target] = kept[source.cpu()].transpose(0, 1).to(store.device)
 
 
 def paged_attention(

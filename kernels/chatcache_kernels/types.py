@@ -1,13 +1,14 @@
 """Data shared by all backends: the page store, and what one step's attention needs to know.
 
 Symbols (drawn in kernels/README.md): L layers, N pages, P page size in tokens, H query heads, Hkv key/value heads,
-G = H / Hkv, D head size, R rows of a step, T new tokens of a step, slot = page * P + offset.
+G = H / Hkv, D head size, R rows of a step, T new tokens of a step, M host pages, slot = page * P + offset.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,30 @@ class KVPages:
     def num_bytes(self) -> int:
         """Return the bytes of the whole store."""
         return self.num_pages * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """Room for M swapped pages in host memory, one page's layers side by side, so that a page is one transfer.
+
+    Opaque like `KVPages`, whose order inside a page it shares. Shapes: k, v are [M, L, ...].
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def allocate(cls, pages: KVPages, num_pages: int) -> HostPages:
+        """Reserve the room; memory that is never written takes none. There is no null page: 0 .. num_pages - 1."""
+        # numpy leaves large buffers untouched and, unlike torch, asks for huge pages
+        layout, kind = (num_pages, pages.num_layers), f"i{pages.k.element_size()}"
+        k, v = (torch.from_numpy(np.empty((*layout, *store.shape[2:]), kind)) for store in (pages.k, pages.v))
+        return cls(k.view(pages.k.dtype), v.view(pages.v.dtype))
+
+    @property
+    def num_pages(self) -> int:
+        """Return M."""
+        return self.k.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
-from chatcache_kernels import reference
-from chatcache_kernels.types import AttentionBatch, KVPages
+from chatcache_kernels import cpu, reference
+from chatcache_kernels.types import AttentionBatch, HostPages, KVPages
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -98,6 +99,27 @@ def test_copied_pages_hold_the_same_tokens_in_every_layer() -> None:
     reference.copy_pages(pages, torch.tensor([[1, 4], [2, 5], [1, 3]], dtype=torch.int32))
     for old, new in zip(before, (pages.k, pages.v), strict=True):
         assert torch.equal(new, old[:, [0, 1, 2, 1, 1, 2]])
+
+
+@pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("shape", [(16, 2, 64), (8, 3, 24), (4, 1, 6)], ids=["wide", "narrow", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swapped_pages_come_back_to_the_bit_wherever_they_go(
+    backend: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Every bit pattern survives, NaNs too, and nothing but the named pages changes."""
+    pages = backend.allocate_pages(3, 9, *shape, dtype)
+    for store in (pages.k, pages.v):
+        store.view(torch.int32).random_(-(2**31), 2**31 - 1)
+    before = pages.k.view(torch.int32).clone(), pages.v.view(torch.int32).clone()
+    host = HostPages.allocate(pages, 5)
+    for store in (host.k, host.v):
+        store.view(torch.int32).fill_(77)
+    backend.swap_out(pages, host, torch.tensor([[3, 4], [8, 0], [1, 2]], dtype=torch.int32))
+    assert (host.k.view(torch.int32)[[1, 3]] == 77).all() and (host.v.view(torch.int32)[[1, 3]] == 77).all()
+    backend.swap_in(pages, host, torch.tensor([[4, 1], [0, 8], [2, 7], [2, 5]], dtype=torch.int32))
+    for old, store in zip(before, (pages.k, pages.v), strict=True):
+        assert torch.equal(store.view(torch.int32), old[:, [0, 3, 2, 3, 4, 1, 6, 1, 8]])
 
 
 def test_store_counts_its_bytes() -> None:

@@ -3,7 +3,7 @@
     attention.py  paged_attention: which kernel computes which row
     decode.py     rows of few new tokens: pages read in place; tile.py is its inner loop
     prefill.py    rows of many new tokens: pages gathered, then torch's matrix multiplications
-    pages.py      the page store: layout, reads, copies
+    pages.py      the page store: layout, reads, copies, swaps
     rope.py       rotation and page write in one pass
     fused.py      norms and the activation in one pass each
     vectors.py    registers of float32 for numba
@@ -16,7 +16,7 @@ later processes load them in tens of milliseconds.
 
 from .attention import paged_attention
 from .fused import add_rms_norm, rms_norm, silu_mul
-from .pages import allocate_pages, copy_pages, read_pages
+from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
 from .rope import rope_write, write_pages
 
 __all__ = [
@@ -28,5 +28,7 @@ __all__ = [
     "rms_norm",
     "rope_write",
     "silu_mul",
+    "swap_in",
+    "swap_out",
     "write_pages",
 ]

@@ -1,4 +1,4 @@
-"""The CPU's page store: layout, reads and copies; `rope.py` writes.
+"""The CPU's page store: layout, reads, copies and swaps; `rope.py` writes.
 
 K pages are [Hkv, D, P] so that the scores of many tokens fill a register; V pages are [Hkv, P, D] so that the
 dimensions of one token do. Memory comes from numpy, which asks the kernel for huge pages, and is not touched before it
@@ -15,13 +15,16 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ..types import KVPages
+from ..types import HostPages, KVPages
 from .launch import Launch, compile_kernel, record, threads_for
 from .vectors import FLOAT32, INT64, fetch_add, load, pointer, store, zeros
 
 _LANES = 16
 
-COPY_JOB, _PACK = record("store copies num_copies num_layers layer_floats page_floats")
+COPY_JOB, _PACK = record(
+    "source target copies num_copies num_layers num_floats source_layer source_page target_layer target_page"
+)
+"""Addresses, counts (`num_floats`: one page of one layer, seen as float32) and strides in float32."""
 
 
 def allocate_pages(
@@ -53,19 +56,37 @@ def read_pages(pages: KVPages, layer: int, slots: Tensor) -> tuple[Tensor, Tenso
 
 def copy_pages(pages: KVPages, copies: Tensor) -> None:
     """Copy whole pages, all layers. Shapes: copies [C, 2] (src, dst); no dst is a src."""
-    copies = copies.to(torch.int64).contiguous()
-    page_floats = pages.page_bytes // (8 * pages.num_layers)  # of one layer's keys, seen as float32
-    if page_floats % _LANES or pages.page_bytes % (8 * pages.num_layers):
-        source, target = copies.unbind(1)
-        pages.k[:, target] = pages.k[:, source]
-        pages.v[:, target] = pages.v[:, source]
-        return
     for memory in (pages.k, pages.v):
-        job = _PACK.pack(
-            0, 0, memory.data_ptr(), copies.data_ptr(), copies.shape[0], pages.num_layers,
-            pages.num_pages * page_floats, page_floats,
-        )  # fmt: skip
-        _copy_kernel()(job, threads_for(copies.shape[0] * pages.num_layers * page_floats))
+        _copy(memory, memory, copies)
+
+
+def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+    """Copy whole pages to the host, all layers. Shapes: swaps [S, 2] (page, host page); no host page twice."""
+    for memory, kept in ((pages.k, host.k), (pages.v, host.v)):
+        _copy(memory, kept.transpose(0, 1), swaps)
+
+
+def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+    """Copy whole pages back, all layers. Shapes: swaps [S, 2] (host page, page); no page twice."""
+    for memory, kept in ((pages.k, host.k), (pages.v, host.v)):
+        _copy(kept.transpose(0, 1), memory, swaps)
+
+
+def _copy(source: Tensor, target: Tensor, copies: Tensor) -> None:
+    """Copy pages of one store of keys or values to another. Shapes: source, target [L, N, ...]; copies [C, 2]."""
+    layer_bytes = source[0, 0].numel() * source.element_size()  # of one page and layer
+    if layer_bytes % (4 * _LANES):
+        start, end = copies.long().unbind(1)
+        target[:, end] = source[:, start]
+        return
+    copies, each = copies.to(torch.int64).contiguous(), source.element_size()
+    source_layer, source_page = (stride * each // 4 for stride in source.stride()[:2])
+    target_layer, target_page = (stride * each // 4 for stride in target.stride()[:2])
+    job = _PACK.pack(
+        0, 0, source.data_ptr(), target.data_ptr(), copies.data_ptr(), copies.shape[0], source.shape[0],
+        layer_bytes // 4, source_layer, source_page, target_layer, target_page,
+    )  # fmt: skip
+    _copy_kernel()(job, threads_for(copies.shape[0] * source.shape[0] * layer_bytes // 4))
 
 
 @cache
@@ -74,14 +95,15 @@ def _copy_kernel() -> Launch:
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, COPY_JOB)[0]
-        zero, memory, copies = zeros(_LANES), pointer(FLOAT32, job.store), pointer(INT64, job.copies)
+        zero, copies = zeros(_LANES), pointer(INT64, job.copies)
+        source, target = pointer(FLOAT32, job.source), pointer(FLOAT32, job.target)
         piece = fetch_add(address, 0, 1)
         while piece < job.num_copies * job.num_layers:
-            layer, copy = divmod(piece, job.num_copies)
-            source = layer * job.layer_floats + copies[2 * copy] * job.page_floats
-            target = layer * job.layer_floats + copies[2 * copy + 1] * job.page_floats
-            for i in range(0, job.page_floats, _LANES):
-                store(memory, target + i, load(zero, memory, source + i))
+            copy, layer = divmod(piece, job.num_layers)
+            start = layer * job.source_layer + copies[2 * copy] * job.source_page
+            end = layer * job.target_layer + copies[2 * copy + 1] * job.target_page
+            for i in range(0, job.num_floats, _LANES):
+                store(target, end + i, load(zero, source, start + i))
             piece = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
