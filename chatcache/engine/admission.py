@@ -33,6 +33,12 @@ def check_prompt(request: GenerateRequest, vocab_size: int, max_model_len: int) 
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
         worst = next(token for token in request.prompt if not 0 <= token < vocab_size)
         raise InvalidRequest(f"prompt token ids must be between 0 and {vocab_size - 1}, got {worst}", param="prompt")
+    if not 0 <= request.num_public_tokens <= len(request.prompt):
+        raise InvalidRequest(
+            f"num_public_tokens must be between 0 and the prompt's {len(request.prompt)} tokens, "
+            f"got {request.num_public_tokens}",
+            param="num_public_tokens",
+        )
 
 
 def check_branches(params: Params, most: int) -> None:

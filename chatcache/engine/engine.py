@@ -84,7 +84,15 @@ class Engine:
         strategy = self._make_strategy(
             request, self._facts, seed=self._seed(request), max_tokens=max_tokens, token_bytes=self._token_bytes
         )
-        live = LiveRequest(request.request_id, request.prompt, request.namespace, strategy, self._num_accepted)
+        live = LiveRequest(
+            request.request_id,
+            request.prompt,
+            request.namespace,
+            strategy,
+            self._num_accepted,
+            num_public_tokens=request.num_public_tokens,
+            conversation_id=request.conversation_id,
+        )
         self._num_accepted += 1
         self._requests[request.request_id] = live
         self._outbox.open(request.request_id)

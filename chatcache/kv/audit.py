@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from chatcache.kv.cache import KVCache
+from chatcache.kv.keys import private_key
 from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable, Segment
 
@@ -96,5 +97,7 @@ def _check_table(kv: KVCache, table: PageTable) -> None:
         if table.num_reserved > table.num_tokens and not private:
             raise BrokenInvariant(f"page {page} is reserved for writing but shared or published")
     full = pages[: table.num_tokens // kv.page_size]
-    if full and (content := kv.pool.content(full[-1])) is not None and content.key != table.key:
-        raise BrokenInvariant(f"a table of {table.num_tokens} tokens names its full pages wrongly")
+    if full and (content := kv.pool.content(full[-1])) is not None:
+        at_border = len(full) == table.num_public_pages
+        if table.key != (private_key(content.key, table.namespace) if at_border else content.key):
+            raise BrokenInvariant(f"a table of {table.num_tokens} tokens names its full pages wrongly")

@@ -12,16 +12,20 @@ names, gets a fresh page and a `PageCopy`; the last holder of an unpublished pag
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, root_key, token_bytes
+from chatcache.kv.chain import Chain, Scope, name_pages
+from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, private_key, root_key, token_bytes
+from chatcache.kv.matching import PrefixMatch, longest_match, no_match
 from chatcache.kv.pool import BrokenInvariant, PagePool
 from chatcache.kv.table import PageTable, Segment
 
 Tokens = Sequence[int] | NDArray[np.int32]
+PRIVATE = Scope()
 
 
 class PageCopy(NamedTuple):
@@ -31,19 +35,6 @@ class PageCopy(NamedTuple):
     dst: int
 
 
-class PrefixMatch(NamedTuple):
-    """Pages that already hold the first `num_tokens` tokens; the last of them perhaps only in part.
-
-    `num_idle` of them are held by nobody now, so opening the match makes as many fewer free pages.
-    """
-
-    pages: list[int]
-    num_tokens: int
-    key: bytes
-    tail: bytes
-    num_idle: int
-
-
 class KVCache:
     """Page tables over one pool. Set `enable_matching=False` to never reuse what a finished branch computed."""
 
@@ -51,7 +42,7 @@ class KVCache:
         self.pool = PagePool(num_pages)
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._model_digest = model_digest
+        self._root = root_key(model_digest, page_size)
         self._enable_matching = enable_matching
         self._copy_sources: set[int] = set()
 
@@ -60,41 +51,22 @@ class KVCache:
 
     # -- finding what is already there ----------------------------------------------------------------------------
 
-    def chain(self, tokens: Tokens, namespace: str = "") -> list[PageContent]:
-        """Name the full pages of `tokens`. O(tokens): keep the answer while a request waits."""
-        data, size = token_bytes(tokens), self._page_bytes
-        key = root_key(self._model_digest, self.page_size, namespace)
-        chain: list[PageContent] = []
-        for start in range(0, len(data) - size + 1, size):
-            chain.append(page_content(key, data[start : start + size]))
-            key = chain[-1].key
-        return chain
+    def chain(self, tokens: Tokens | bytes, scope: Scope = PRIVATE) -> Chain:
+        """Name the full pages of `tokens` (none, if there is no matching). O(tokens): keep it while a request waits."""
+        data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
+        if self._enable_matching:
+            return name_pages(self._root, data, self._page_bytes, scope)
+        return replace(name_pages(self._root, b"", self._page_bytes, scope), data=data)
 
-    def match(self, tokens: Tokens, namespace: str = "", chain: list[PageContent] | None = None) -> PrefixMatch:
-        """Find the longest computed prefix of `tokens`, never the last token (its logits are needed). A query."""
-        chain = self.chain(tokens, namespace) if chain is None else chain
-        key = chain[0].parent if chain else root_key(self._model_digest, self.page_size, namespace)
-        if not self._enable_matching:
-            return PrefixMatch([], 0, key, b"", 0)
-        longest = len(tokens) - 1
-        pages = self.pool.lookup(chain[: longest // self.page_size])
-        if pages:
-            key = chain[len(pages) - 1].key
-        num_tokens = len(pages) * self.page_size
-        rest = token_bytes(tokens[num_tokens : min(longest, num_tokens + self.page_size)])
-        partial = self.pool.lookup_partial(key, rest)
-        tail = b""
-        if partial is not None:
-            pages.append(partial[0])
-            num_tokens += partial[1]
-            tail = rest[: partial[1] * TOKEN_BYTES]
-        num_idle = sum(1 for page in pages if not self.pool.refs[page])
-        return PrefixMatch(pages, num_tokens, key, tail, num_idle)
+    def match(self, chain: Chain) -> PrefixMatch:
+        """Find the longest computed prefix, never the last token (its logits are needed). A query."""
+        return longest_match(self.pool, chain) if self._enable_matching else no_match(chain)
 
     def open(self, match: PrefixMatch) -> PageTable:
         """Start a table on a match that was made since the last change of the cache."""
         self.pool.retain(match.pages)
-        table = PageTable(match.key)
+        num_public_pages = match.scope.num_public_tokens // self.page_size
+        table = PageTable(match.key, match.scope.namespace, num_public_pages)
         table.own = list(match.pages)
         table.num_tokens = match.num_tokens
         table.num_reserved = match.num_tokens
@@ -187,12 +159,12 @@ class KVCache:
         if len(tail) < size:
             table.tail = tail
             return
-        index = (table.num_tokens - len(tail) // TOKEN_BYTES) // self.page_size - table.num_base_pages
+        index = (table.num_tokens - len(tail) // TOKEN_BYTES) // self.page_size
         for start in range(0, len(tail) - size + 1, size):
             content = page_content(table.key, tail[start : start + size])
-            self._publish(table.own[index], content)
-            table.key = content.key
+            self._publish(table.own[index - table.num_base_pages], content)
             index += 1
+            table.key = private_key(content.key, table.namespace) if index == table.num_public_pages else content.key
         table.tail = tail[len(tail) // size * size :]
 
     def _publish(self, page: int, content: PageContent) -> None:
@@ -212,7 +184,7 @@ class KVCache:
             del pages[num_full:]
             table.base = Segment(table.base, table.num_base_pages, pages)
             table.num_base_pages += num_full
-        child = PageTable(table.key)
+        child = PageTable(table.key, table.namespace, table.num_public_pages)
         child.base, child.num_base_pages = table.base, table.num_base_pages
         if child.base is not None:
             child.base.refs += 1
@@ -225,7 +197,10 @@ class KVCache:
         return child
 
     def truncate(self, table: PageTable, num_tokens: int) -> None:
-        """Forget everything after the first `num_tokens` tokens of the table."""
+        """Forget everything after the first `num_tokens` tokens of the table.
+
+        What is then written is private, even where public tokens have been cut: it may be something else.
+        """
         if not 0 <= num_tokens <= table.num_tokens:
             raise BrokenInvariant(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
         if num_tokens < table.num_tokens:
@@ -246,6 +221,9 @@ class KVCache:
             if content is None:
                 raise BrokenInvariant(f"table entry {index} is full but nothing is known of its contents")
             tokens, table.key = content.tokens, content.parent
+        if index < table.num_public_pages:
+            table.num_public_pages = index
+            table.key = private_key(table.key, table.namespace)
         table.tail = tokens[: num_left * TOKEN_BYTES]
 
     def _unfold(self, table: PageTable) -> None:

@@ -1,21 +1,31 @@
-"""A page's name: a SHA-256 chain, so that equal keys mean equal tokens *and* equal history.
+"""A page's name: a hash chain, so that equal keys mean equal tokens, equal history *and* the same right to see them.
 
-    root(digest, page size, namespace) --tokens 0..15--> key 0 --tokens 16..31--> key 1 --> ...
+    root --public page 0--> key 0 --public page 1--> key 1 --namespace--> entry --page 2--> key 2 --page 3--> ...
 
-Stable across processes and machines. Tokens are hashed as little-endian int32, never as text or Python objects; the
-tokens are kept beside the key and compared on a hit, so even a collision cannot hand out the wrong page.
+The chain starts at the model's root and runs through the public pages (an operator's system prompt), the same for
+everybody. Where they end, at once if there are none, the tenant's namespace is mixed in: from there on every name is
+that tenant's own, whatever the tokens.
+
+Keys are BLAKE2b-256, stable across processes and machines. Tokens are hashed as little-endian int32, never as text or
+Python objects; they are kept beside the key and compared on a hit, so even a collision cannot hand out the wrong page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import sha256
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 TOKEN_BYTES = 4
+KEY_BYTES = 32
+
+# Hashers that have read nothing yet: copying one is twice as fast as making one. `person` keeps their outputs apart.
+_MODEL = blake2b(digest_size=KEY_BYTES, person=b"chatcache model")
+_TENANT = blake2b(digest_size=KEY_BYTES, person=b"chatcache tenant")
+_PAGE = blake2b(digest_size=KEY_BYTES, person=b"chatcache page")
 
 
 class PageContent(NamedTuple):
@@ -29,15 +39,39 @@ class PageContent(NamedTuple):
     tokens: bytes
 
 
-def root_key(model_digest: str, page_size: int, namespace: str) -> bytes:
-    """Name the empty history of one model and one namespace. Lengths are hashed too: no two inputs run together."""
-    parts = (b"chatcache page v1", model_digest.encode(), str(page_size).encode(), namespace.encode("utf-8", "replace"))
-    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+def root_key(model_digest: str, page_size: int) -> bytes:
+    """Name the empty history of one model. Lengths are hashed too: no two inputs run together."""
+    hasher = _MODEL.copy()
+    for part in (model_digest.encode(), str(page_size).encode()):
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    return hasher.digest()
+
+
+def private_key(key: bytes, namespace: str) -> bytes:
+    """Name what `key` names, as seen from within a namespace: nobody else's names follow from it."""
+    hasher = _TENANT.copy()
+    hasher.update(key + namespace.encode("utf-8", "surrogatepass"))
+    return hasher.digest()
 
 
 def page_content(parent: bytes, tokens: bytes) -> PageContent:
-    """Name the page that holds `tokens` after `parent`. Parents are 32 bytes, so the split is unambiguous."""
-    return PageContent(sha256(parent + tokens).digest(), parent, tokens)
+    """Name the page that holds `tokens` after `parent`. Parents are KEY_BYTES long, so the split is unambiguous."""
+    hasher = _PAGE.copy()
+    hasher.update(parent)
+    hasher.update(tokens)
+    return PageContent(hasher.digest(), parent, tokens)
+
+
+def page_keys(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
+    """Name a run of pages of which the first follows `parent`: the keys that `page_content` gives them one by one."""
+    blank, keys = _PAGE.copy, list[bytes]()
+    for page in pages:
+        hasher = blank()
+        hasher.update(parent)
+        hasher.update(page)
+        parent = hasher.digest()
+        keys.append(parent)
+    return keys
 
 
 def token_bytes(tokens: Sequence[int] | NDArray[np.int32]) -> bytes:

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from chatcache.kv.chain import Chain
 from chatcache.kv.keys import TOKEN_BYTES, PageContent
 
 NULL_PAGE = 0
@@ -134,12 +135,15 @@ class PagePool:
             del self._idle[page]
             self._blank.append(page)
 
-    def lookup(self, contents: Iterable[PageContent]) -> list[int]:
-        """Find the longest run of published pages with these contents, in order."""
+    def lookup(self, chain: Chain, num_pages: int) -> list[int]:
+        """Find the longest run of published pages among the chain's first `num_pages`, in order."""
         found: list[int] = []
-        for content in contents:
-            page = self._index.get(content.key)
-            if page is None or self._content[page] != content:
+        for index, key in enumerate(chain.keys[:num_pages]):
+            page = self._index.get(key)
+            if page is None:
+                break
+            content = self._content_of(page)
+            if content.tokens != chain.page(index) or content.parent != chain.parents[index]:
                 break
             found.append(page)
         return found

@@ -32,19 +32,33 @@ class PageTable:
     """Pages of one branch and what is known of their contents. Only `KVCache` changes it.
 
     `num_tokens` tokens are computed and stored; cells up to `num_reserved` are this table's alone and may be written.
-    `key` names the full pages so far, `tail` holds the tokens after them (little-endian int32). Entries from
-    `changed_from` on are news to the runner.
+    The next page follows `key`, which names the full pages so far, and `tail` holds the tokens after them
+    (little-endian int32). The first `num_public_pages` are named for everybody, the rest for `namespace` alone.
+    Entries from `changed_from` on are news to the runner.
     """
 
-    __slots__ = ("base", "changed_from", "key", "num_base_pages", "num_reserved", "num_tokens", "own", "tail")
+    __slots__ = (
+        "base",
+        "changed_from",
+        "key",
+        "namespace",
+        "num_base_pages",
+        "num_public_pages",
+        "num_reserved",
+        "num_tokens",
+        "own",
+        "tail",
+    )
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, namespace: str = "", num_public_pages: int = 0) -> None:
         self.base: Segment | None = None
         self.num_base_pages = 0
         self.own: list[int] = []
         self.num_tokens = 0
         self.num_reserved = 0
         self.key = key
+        self.namespace = namespace
+        self.num_public_pages = num_public_pages
         self.tail = b""
         self.changed_from = 0
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 from chatcache.decode.actions import BranchAction, Extend, Fork
 from chatcache.errors import EngineFault
-from chatcache.kv.cache import KVCache, PrefixMatch
+from chatcache.kv.cache import KVCache
+from chatcache.kv.matching import PrefixMatch
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.slots import Slots
 
@@ -50,7 +51,7 @@ class Branches:
                 continue
             partner = branch.partner
             if partner is None:  # the branch it would have forked from is gone, and so are all others
-                self.start(branch, self._kv.match(branch.tokens(), request.namespace))
+                self.start(branch, self._kv.match(self._kv.chain(branch.tokens(), request.scope)))
             elif partner.table is not None and partner.table.num_tokens >= branch.num_common:
                 branch.table = self._kv.fork(partner.table)
                 self._kv.truncate(branch.table, branch.num_common)

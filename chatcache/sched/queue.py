@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Sequence
 
-from chatcache.kv.cache import KVCache, PrefixMatch
+from chatcache.kv.cache import KVCache
+from chatcache.kv.matching import PrefixMatch
 from chatcache.sched.request import LiveRequest
 
 MAX_EXAMINED = 32
@@ -47,16 +48,15 @@ class WaitingQueue:
         return None
 
     def _match(self, request: LiveRequest) -> PrefixMatch:
-        tokens = request.leader.tokens()
         if request.chain is None:
-            request.chain = self._kv.chain(tokens, request.namespace)
-        return self._kv.match(tokens, request.namespace, request.chain)
+            request.chain = self._kv.chain(request.leader.tokens(), request.scope)
+        return self._kv.match(request.chain)
 
     def _is_twin(self, request: LiveRequest, match: PrefixMatch, running: Sequence[LiveRequest]) -> bool:
-        chain, num_matched = request.chain or [], match.num_tokens // self._kv.page_size
-        if num_matched >= len(chain):
+        keys, num_matched = request.chain.keys if request.chain else [], match.num_tokens // self._kv.page_size
+        if num_matched >= len(keys):
             return False
-        key = chain[num_matched].key
+        key = keys[num_matched]
         return any(key in other.in_flight for other in running if other.in_flight)
 
     def _num_pages_wanted(self, request: LiveRequest, match: PrefixMatch, running: Sequence[LiveRequest]) -> int:

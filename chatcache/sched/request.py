@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from chatcache.decode.actions import Strategy
-from chatcache.kv.keys import TOKEN_BYTES, PageContent, token_bytes
+from chatcache.kv.chain import Chain, Scope
+from chatcache.kv.keys import TOKEN_BYTES, token_bytes
 from chatcache.kv.table import PageTable
 from chatcache.sched.plan import I32
 
@@ -52,7 +53,7 @@ class Branch:
 class LiveRequest:
     """A request from acceptance to its end. `arrival` orders requests: a smaller one is older.
 
-    `chain` names the full pages of the first branch while the request waits; `in_flight` holds the keys of those pages
+    `chain` names the pages of the first branch while the request waits; `in_flight` holds the keys of those pages
     that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner.
     """
 
@@ -61,12 +62,14 @@ class LiveRequest:
     namespace: str
     strategy: Strategy
     arrival: int
+    num_public_tokens: int = 0
+    conversation_id: str = ""
     max_branches: int = field(init=False)
     lockstep: bool = field(init=False)
     prompt_bytes: bytes = field(init=False)
     num_prompt_tokens: int = field(init=False)
     branches: dict[int, Branch] = field(init=False)
-    chain: list[PageContent] | None = None
+    chain: Chain | None = None
     in_flight: frozenset[bytes] = frozenset()
     num_waiting_branches: int = 0
     started: bool = False
@@ -81,6 +84,10 @@ class LiveRequest:
         self.prompt_bytes = token_bytes(self.prompt)
         self.num_prompt_tokens = len(self.prompt)
         self.branches = {0: Branch(0, self, num_tokens=self.num_prompt_tokens)}
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.namespace, self.num_public_tokens)
 
     @property
     def leader(self) -> Branch:

@@ -11,8 +11,9 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Iterator
 
 from chatcache.decode.actions import BranchAction
-from chatcache.kv.cache import KVCache, PrefixMatch
+from chatcache.kv.cache import KVCache
 from chatcache.kv.keys import TOKEN_BYTES
+from chatcache.kv.matching import PrefixMatch
 from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
 from chatcache.sched.batch import Batch, Step
@@ -133,7 +134,7 @@ class Scheduler:
         self._branches.start(request.leader, match)
         request.num_waiting_branches = len(request.branches) - 1
         num_matched = match.num_tokens // self.kv.page_size
-        request.in_flight = frozenset(content.key for content in (request.chain or [])[num_matched:])
+        request.in_flight = frozenset(request.chain.keys[num_matched:] if request.chain else ())
         request.chain = None
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens

@@ -290,7 +290,11 @@ def requests(draw: st.DrawFn, number: int) -> GenerateRequest:
             ignore_eos=draw(st.sampled_from([True, True, False])),
         )
     namespace = WANDER if kind == WANDER else draw(st.sampled_from(["", "", "other"]))
-    return GenerateRequest(request_id=f"r{number}", prompt=draw(prompts()), params=params, namespace=namespace)
+    prompt = draw(prompts())
+    num_public = draw(st.sampled_from([0, 0, len(prompt) // 2, len(prompt)]))
+    return GenerateRequest(
+        request_id=f"r{number}", prompt=prompt, params=params, namespace=namespace, num_public_tokens=num_public
+    )
 
 
 @st.composite

@@ -6,7 +6,9 @@ import pytest
 
 from chatcache.kv.audit import check, fractional_pages, page_usage
 from chatcache.kv.cache import KVCache, PageCopy
+from chatcache.kv.chain import Scope
 from chatcache.kv.keys import token_bytes
+from chatcache.kv.matching import PrefixMatch
 from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
 
@@ -15,6 +17,10 @@ P = 4
 
 def cache(num_pages: int = 32) -> KVCache:
     return KVCache(num_pages, P, "digest")
+
+
+def find(kv: KVCache, tokens: list[int], namespace: str = "", num_public_tokens: int = 0) -> PrefixMatch:
+    return kv.match(kv.chain(tokens, Scope(namespace, num_public_tokens)))
 
 
 def write(kv: KVCache, table: PageTable, tokens: list[int]) -> tuple[PageCopy, ...]:
@@ -28,7 +34,7 @@ def write(kv: KVCache, table: PageTable, tokens: list[int]) -> tuple[PageCopy, .
 
 def opened(kv: KVCache, tokens: list[int], namespace: str = "") -> PageTable:
     """Open a table on what is known of `tokens` and compute the rest."""
-    table = kv.open(kv.match([*tokens, 0], namespace))
+    table = kv.open(find(kv, [*tokens, 0], namespace))
     if table.num_tokens < len(tokens):
         write(kv, table, tokens[table.num_tokens :])
     return table
@@ -41,41 +47,41 @@ def tokens(n: int, start: int = 1) -> list[int]:
 def test_a_closed_table_is_found_again_to_the_last_token() -> None:
     kv = cache()
     kv.close(opened(kv, tokens(11)))
-    match = kv.match([*tokens(11), 99])
+    match = find(kv, [*tokens(11), 99])
     assert match.num_tokens == 11 and len(match.pages) == 3 and match.num_idle == 3
-    assert kv.match(tokens(11)).num_tokens == 10, "never the last token: its logits are needed"
-    assert kv.match(tokens(8)).num_tokens == 7
-    assert kv.match([]).num_tokens == 0 and kv.match([1]).num_tokens == 0
+    assert find(kv, tokens(11)).num_tokens == 10, "never the last token: its logits are needed"
+    assert find(kv, tokens(8)).num_tokens == 7
+    assert find(kv, []).num_tokens == 0 and find(kv, [1]).num_tokens == 0
 
 
 def test_a_match_ends_where_the_tokens_part() -> None:
     kv = cache()
     kv.close(opened(kv, tokens(12)))
-    assert kv.match([*tokens(6), 77, 78, 79]).num_tokens == 6
-    assert kv.match([77, *tokens(6)]).num_tokens == 0
+    assert find(kv, [*tokens(6), 77, 78, 79]).num_tokens == 6
+    assert find(kv, [77, *tokens(6)]).num_tokens == 0
 
 
 def test_namespaces_never_meet() -> None:
     kv = cache()
     kv.close(opened(kv, tokens(11), "tenant:a"))
-    assert kv.match([*tokens(11), 99], "tenant:b").num_tokens == 0
-    assert kv.match([*tokens(11), 99]).num_tokens == 0
-    assert kv.match([*tokens(11), 99], "tenant:a").num_tokens == 11
+    assert find(kv, [*tokens(11), 99], "tenant:b").num_tokens == 0
+    assert find(kv, [*tokens(11), 99]).num_tokens == 0
+    assert find(kv, [*tokens(11), 99], "tenant:a").num_tokens == 11
 
 
 def test_nothing_is_found_before_it_is_computed() -> None:
     kv = cache()
-    table = kv.open(kv.match(tokens(9)))
+    table = kv.open(find(kv, tokens(9)))
     assert kv.reserve([(table, 8)]) == ()
-    assert kv.match(tokens(9)).num_tokens == 0
+    assert find(kv, tokens(9)).num_tokens == 0
     kv.commit(table, token_bytes(tokens(8)))
-    assert kv.match(tokens(9)).num_tokens == 8
+    assert find(kv, tokens(9)).num_tokens == 8
 
 
 def test_matching_switched_off() -> None:
     kv = KVCache(32, P, "digest", enable_matching=False)
     kv.close(opened(kv, tokens(11)))
-    assert kv.match(tokens(12)).num_tokens == 0 and kv.pool.num_idle == 0
+    assert find(kv, tokens(12)).num_tokens == 0 and kv.pool.num_idle == 0
     check(kv, [])
 
 
@@ -126,17 +132,17 @@ def test_a_fork_is_as_cheap_on_a_long_table_as_on_a_short_one() -> None:
 def test_a_published_tail_is_copied_on_use_and_taken_over_when_memory_is_tight() -> None:
     kv = cache(num_pages=6)
     kv.close(opened(kv, tokens(8)))
-    table = kv.open(kv.match([*tokens(6), 99, 98]))
+    table = kv.open(find(kv, [*tokens(6), 99, 98]))
     assert table.num_tokens == 6
     (copy,) = write(kv, table, [99])
-    assert kv.match([*tokens(8), 0]).num_tokens == 8, "the page that was copied is still found"
+    assert find(kv, [*tokens(8), 0]).num_tokens == 8, "the page that was copied is still found"
     kv.close(table)
 
     tight = cache(num_pages=3)
     tight.close(opened(tight, tokens(8)))
-    table = tight.open(tight.match([*tokens(6), 99, 98]))
+    table = tight.open(find(tight, [*tokens(6), 99, 98]))
     assert write(tight, table, [99]) == ()
-    assert tight.match([*tokens(8), 0]).num_tokens == 4, "the page was taken out of the index before it was written"
+    assert find(tight, [*tokens(8), 0]).num_tokens == 4, "the page was taken out of the index before it was written"
     check(tight, [table])
     assert copy.src != copy.dst
 
@@ -144,7 +150,7 @@ def test_a_published_tail_is_copied_on_use_and_taken_over_when_memory_is_tight()
 def test_a_conversation_goes_on_in_its_own_tail_without_a_copy() -> None:
     kv = cache()
     kv.close(opened(kv, tokens(6)))
-    table = kv.open(kv.match([*tokens(6), 7]))
+    table = kv.open(find(kv, [*tokens(6), 7]))
     assert write(kv, table, [7]) == ()
     kv.close(table)
     assert kv.pool.num_idle == 2
@@ -164,7 +170,7 @@ def test_reserve_is_all_or_nothing() -> None:
 def test_a_copy_source_is_kept_until_the_step_is_over() -> None:
     kv = cache(num_pages=5)
     kv.close(opened(kv, tokens(4)))
-    table = kv.open(kv.match([1, 2, 99]))
+    table = kv.open(find(kv, [1, 2, 99]))
     copies = kv.reserve([(table, 3)])
     assert copies is not None and len(copies) == 1
     assert kv.pool.refs[copies[0].src] == 1
@@ -178,7 +184,7 @@ def test_what_a_faulty_request_computed_is_forgotten() -> None:
     kv = cache()
     table = opened(kv, tokens(11))
     kv.close(table, forget=True)
-    assert kv.match(tokens(12)).num_tokens == 0 and kv.pool.num_idle == 0
+    assert find(kv, tokens(12)).num_tokens == 0 and kv.pool.num_idle == 0
     check(kv, [])
 
 
@@ -193,8 +199,8 @@ def test_truncate_and_go_on(num_kept: int) -> None:
     write(kv, child, tokens(9, 70))
     check(kv, [parent, child])
     kv.close(child)
-    assert kv.match([*tokens(num_kept), *tokens(9, 70), 0]).num_tokens == num_kept + 9
-    assert parent.pages() and kv.match(tokens(9)).num_tokens == 8
+    assert find(kv, [*tokens(num_kept), *tokens(9, 70), 0]).num_tokens == num_kept + 9
+    assert parent.pages() and find(kv, tokens(9)).num_tokens == 8
     kv.close(parent)
     check(kv, [])
     with pytest.raises(BrokenInvariant, match="truncate"):
@@ -203,7 +209,7 @@ def test_truncate_and_go_on(num_kept: int) -> None:
 
 def test_committing_more_than_was_reserved_is_misuse() -> None:
     kv = cache()
-    table = kv.open(kv.match([1]))
+    table = kv.open(find(kv, [1]))
     with pytest.raises(BrokenInvariant, match="reserved"):
         kv.commit(table, token_bytes([1]))
 

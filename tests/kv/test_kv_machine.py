@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from chatcache.kv.audit import check, page_usage
 from chatcache.kv.cache import KVCache
+from chatcache.kv.chain import Scope
 from chatcache.kv.keys import token_bytes
 from chatcache.kv.table import PageTable
 
@@ -36,7 +37,7 @@ class Cache(RuleBasedStateMachine):
 
     @rule(target=tables, prompt=texts, namespace=st.sampled_from(["", "b"]))
     def open(self, prompt: list[int], namespace: str) -> PageTable:
-        match = self.kv.match(prompt, namespace)
+        match = self.kv.match(self.kv.chain(prompt, Scope(namespace)))
         assert match.num_tokens < len(prompt)
         assert match.num_idle == sum(self.kv.pool.refs[page] == 0 for page in match.pages)
         table = self.kv.open(match)
@@ -93,7 +94,7 @@ class Cache(RuleBasedStateMachine):
         in_index = all(self.kv.pool.is_published(page) for page in table.pages()[:num_full])
         self.kv.close(table, forget=forget)
         if self.matching and not forget and in_index:
-            found = self.kv.match([*tokens, 1], name).num_tokens
+            found = self.kv.match(self.kv.chain([*tokens, 1], Scope(name))).num_tokens
             assert found >= len(tokens) - (len(tokens) % self.page_size if tail_shared else 0)
         if not self.tokens:
             assert self.kv.pool.num_in_use == 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from chatcache.kv.keys import PageContent, page_content, root_key, token_bytes
+from chatcache.kv.chain import Chain, Scope
+from chatcache.kv.keys import PageContent, page_content, page_keys, private_key, root_key, token_bytes
 from chatcache.kv.pool import NULL_PAGE, BrokenInvariant, PagePool
 
-ROOT = root_key("digest", 4, "")
+ROOT = private_key(root_key("digest", 4), "")
 
 
 def chain(*pages: tuple[int, ...], parent: bytes = ROOT) -> list[PageContent]:
@@ -16,6 +17,13 @@ def chain(*pages: tuple[int, ...], parent: bytes = ROOT) -> list[PageContent]:
         contents.append(page_content(parent, token_bytes(tokens)))
         parent = contents[-1].key
     return contents
+
+
+def lookup(pool: PagePool, contents: list[PageContent]) -> list[int]:
+    data = b"".join(content.tokens for content in contents)
+    parents = [content.parent for content in contents] + [contents[-1].key]
+    chain = Chain(data, len(contents[0].tokens), Scope(), [content.key for content in contents], parents)
+    return pool.lookup(chain, len(contents))
 
 
 def published(pool: PagePool, contents: list[PageContent]) -> list[int]:
@@ -68,9 +76,9 @@ def test_idle_pages_are_found_until_they_are_evicted() -> None:
     contents = chain((1, 2, 3, 4), (5, 6, 7, 8))
     pages = published(pool, contents)
     pool.release(pages)
-    assert pool.lookup(contents) == pages and pool.num_idle == 2
+    assert lookup(pool, contents) == pages and pool.num_idle == 2
     assert pool.allocate(2) is not None  # the blank one and the tail
-    assert pool.lookup(contents) == pages[:1]
+    assert lookup(pool, contents) == pages[:1]
     pool.check()
 
 
@@ -79,14 +87,14 @@ def test_the_longest_run_only() -> None:
     contents = chain((1,), (2,), (3,))
     pages = published(pool, contents)
     pool.withdraw(pages[1])
-    assert pool.lookup(contents) == pages[:1]
+    assert lookup(pool, contents) == pages[:1]
 
 
 def test_the_first_of_equals_wins_and_the_other_becomes_blank_when_released() -> None:
     pool = PagePool(4)
     content = chain((1, 2))
     first, second = published(pool, content), published(pool, content)
-    assert pool.lookup(content) == first
+    assert lookup(pool, content) == first
     pool.release(second)
     assert pool.num_idle == 0
     pool.release(first)
@@ -100,7 +108,7 @@ def test_equal_keys_do_not_hit_when_the_tokens_differ() -> None:
     weak = [PageContent(bytes([t % 2]), ROOT, token_bytes([t])) for t in range(40)]
     for content in weak:
         published(pool, [content])
-    hits = [content for content in weak if pool.lookup([content])]
+    hits = [content for content in weak if lookup(pool, [content])]
     assert hits == weak[:2]
 
 
@@ -117,12 +125,23 @@ def test_partial_lookup_finds_the_longest_common_beginning() -> None:
 
 @pytest.mark.parametrize("other", [("digest", 4, "tenant"), ("digest", 8, ""), ("other", 4, ""), ("digest4", 4, "")])
 def test_keys_differ_by_model_page_size_and_namespace(other: tuple[str, int, str]) -> None:
-    assert root_key(*other) != ROOT
+    digest, page_size, namespace = other
+    assert private_key(root_key(digest, page_size), namespace) != ROOT
 
 
 def test_keys_are_the_same_in_every_process() -> None:
     content = page_content(ROOT, token_bytes([1, 2, 3, 4]))
-    assert content.key.hex() == "f829cf32ec611d130e43a7bb887c1a89701eccb053ab55845b86f21591078152"
+    assert content.key.hex() == "27d3eec07908dd7ca8845f788fa49e4d4b71ed40568d7cdfd75372ea018293ba"
+
+
+def test_a_run_of_pages_is_named_as_one_by_one() -> None:
+    contents = chain((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))
+    assert page_keys(ROOT, [content.tokens for content in contents]) == [content.key for content in contents]
+
+
+def test_namespaces_that_look_alike_are_kept_apart() -> None:
+    names = ["", "?", "\ud800", "\ud801", "a", "A", "a\0", "page", "\ufffd"]
+    assert len({private_key(ROOT, name) for name in names}) == len(names)
 
 
 def test_misuse_is_named() -> None:
@@ -155,6 +174,6 @@ def test_forget_all_empties_the_index_and_leaves_holders_alone() -> None:
     pool.forget_all()
     pool.check()
     assert pool.num_idle == 0 and pool.num_in_use == 1
-    assert pool.lookup(chain((2,))) == []
+    assert lookup(pool, chain((2,))) == []
     pool.release(held)
     pool.check()

@@ -13,7 +13,7 @@ from chatcache.sched.limits import most_tokens, worst_case_pages
 def pages_used(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_size: int) -> int:
     """Run the request on a roomy cache, every branch to its end, and count."""
     kv = KVCache(2000, page_size)
-    root = kv.open(kv.match([0]))
+    root = kv.open(kv.match(kv.chain([0])))
     kv.reserve([(root, num_prompt_tokens)])
     kv.commit(root, token_bytes([1] * num_prompt_tokens))
     tables = [root, *(kv.fork(root) for _ in range(num_branches - 1))]

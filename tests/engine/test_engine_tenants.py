@@ -1,0 +1,63 @@
+"""Tenants on one engine: what they share, what they never see, what each is charged."""
+
+from __future__ import annotations
+
+import pytest
+
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
+from chatcache.errors import InvalidRequest
+from chatcache.types import EngineEvent, GenerateRequest, SamplingParams, Started
+
+VOCAB = 64
+PUBLIC = tuple(i % 60 + 1 for i in range(40))
+
+
+def engine(num_pages: int = 512) -> Engine:
+    return Engine(FakeRunner(fake_capacity(num_pages), VOCAB), fake_facts(VOCAB), EngineConfig())
+
+
+def request(request_id: str, namespace: str, own: tuple[int, ...], num_public_tokens: int = 40) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        prompt=(*PUBLIC, *own),
+        params=SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True),
+        namespace=namespace,
+        num_public_tokens=num_public_tokens,
+    )
+
+
+def drain(engine: Engine) -> list[EngineEvent]:
+    events: list[EngineEvent] = []
+    while engine.has_work():
+        events += engine.step()
+        engine.check()
+    return events
+
+
+def cached(events: list[EngineEvent]) -> dict[str, int]:
+    return {event.request_id: event.num_cached_tokens for event in events if isinstance(event, Started)}
+
+
+def test_a_declared_system_prompt_is_computed_once_for_everybody() -> None:
+    eng = engine()
+    eng.add(request("a", "tenant:a", (7,) * 30))
+    drain(eng)
+    eng.add(request("b", "tenant:b", (7,) * 30))
+    eng.add(request("a2", "tenant:a", (7,) * 30))
+    eng.add(request("c", "tenant:c", (7,) * 30, num_public_tokens=0))
+    assert cached(drain(eng)) == {"b": 32, "a2": 69, "c": 0}
+
+
+def test_tenants_that_arrive_together_compute_the_system_prompt_once() -> None:
+    eng = engine()
+    for name in "abc":
+        eng.add(request(name, f"tenant:{name}", (ord(name) - 90,) * 30))
+    assert cached(drain(eng)) == {"a": 0, "b": 32, "c": 32}
+
+
+@pytest.mark.parametrize("num_public_tokens", [-1, 44])
+def test_more_public_tokens_than_there_are_is_refused(num_public_tokens: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"between 0 and the prompt's 43 tokens, got {num_public_tokens}"):
+        engine().add(request("a", "tenant:a", (1, 2, 3), num_public_tokens))
