@@ -18,10 +18,11 @@ from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import CompletionLogprobs, joined
 from chatcache.gateway.merge import merged
 from chatcache.gateway.params import check_token, to_params
-from chatcache.gateway.stateless import generation, respond, usage
+from chatcache.gateway.stateless import Deltas, generation, respond, usage
 from chatcache.gateway.wire import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import MAX_N, GenerateRequest, Params
@@ -154,15 +155,15 @@ class CompletionShape:
             elif isinstance(event, ReplyFinished) and self.with_usage:
                 yield {**self._chunk(), "usage": usage(event)}
 
-    def whole(self, dones: Sequence[ReplyDone], deltas: Sequence[ReplyDelta], finished: ReplyFinished) -> object:
+    def whole(self, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> object:
         choices = []
         for done in dones:
             text = self.echo[done.index] + done.text
             choice = self._choice(done.index, text, done.finish_reason, done.stop_reason)
             if self.with_logprobs:
                 table = CompletionLogprobs(self.tokenizer)
-                mine = [delta for delta in deltas if delta.index == done.index]
-                choice["logprobs"] = joined([table.take(delta.token_ids, delta.logprobs) for delta in mine])
+                takes = [table.take(delta.token_ids, delta.logprobs) for delta in deltas.get(done.index, ())]
+                choice["logprobs"] = encoded(joined(takes))
             if self.with_token_ids:
                 choice["token_ids"] = done.token_ids
             choices.append(choice)

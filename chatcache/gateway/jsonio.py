@@ -1,7 +1,8 @@
 """Strict JSON in, ASCII JSON out.
 
-Accepted: UTF-8, one value, depth <= 32, no duplicate keys, no NaN or Infinity (nor 1e999), no lone surrogates. What two
-parsers could read differently is refused here, once, for HTTP bodies and WebSocket frames alike.
+Accepted: UTF-8, one value, depth <= 32, at most 100,000 objects, arrays and members, no duplicate keys, no NaN or
+Infinity (nor 1e999), no lone surrogates. What two parsers could read differently is refused here, once, for HTTP bodies
+and WebSocket frames alike.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import msgspec
 from chatcache.errors import InvalidRequest
 
 MAX_DEPTH = 32
+MAX_NODES = 100_000
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
+_NODE_OR_STRING = re.compile(rb'[\[{:]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def decode_object(data: bytes | str) -> dict[str, Any]:
     """Parse a JSON object. Raises: InvalidRequest with code "invalid_json"."""
     try:
-        value = msgspec.json.decode(data)
+        raw = data.encode() if isinstance(data, str) else data
+        _check_nodes(raw)
+        value = msgspec.json.decode(raw)
         if not isinstance(value, dict):
             raise _invalid("the body must be a JSON object")
         _check_depth(value)
-        json.loads(data, object_pairs_hook=_unique)
+        json.loads(raw, object_pairs_hook=_unique)
     except UnicodeError:
         raise _invalid("the body must be UTF-8") from None
     except RecursionError:
@@ -43,9 +48,28 @@ def encode(value: object) -> bytes:
     return data if data.isascii() else _NON_ASCII.sub(_escape, data.decode()).encode("ascii")
 
 
+def encoded(value: object) -> msgspec.Raw:
+    """A value that is encoded already: what is large goes into an answer piece by piece, and into several once."""
+    return msgspec.Raw(encode(value))
+
+
 def _escape(match: re.Match[str]) -> str:
     units = match.group().encode("utf-16-be")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def _check_nodes(raw: bytes) -> None:
+    """Bound what a parser would have to build, before one builds it: objects take far more time than their bytes.
+
+    Brackets in strings do not count; strings are only looked for where there are brackets enough to matter.
+    """
+    if raw.count(b"[") + raw.count(b"{") + raw.count(b":") <= MAX_NODES:
+        return
+    num_nodes = 0
+    for match in _NODE_OR_STRING.finditer(raw):
+        num_nodes += match.end() - match.start() == 1
+        if num_nodes > MAX_NODES:
+            raise _invalid(f"JSON may hold at most {MAX_NODES} objects, arrays and members")
 
 
 def _check_depth(value: object) -> None:

@@ -17,9 +17,10 @@ from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs
 from chatcache.gateway.params import known_as, to_messages, to_params
-from chatcache.gateway.stateless import generation, respond, usage
+from chatcache.gateway.stateless import Deltas, generation, respond, usage
 from chatcache.gateway.wire import ChatFields, CompletionBase, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import GenerateRequest
@@ -112,7 +113,7 @@ class ChatShape:
             elif isinstance(event, ReplyFinished) and self.with_usage:
                 yield {**self._chunk(), "usage": usage(event)}
 
-    def whole(self, dones: Sequence[ReplyDone], deltas: Sequence[ReplyDelta], finished: ReplyFinished) -> object:
+    def whole(self, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> object:
         """The non-streamed body."""
         choices: list[dict[str, Any]] = []
         for done in dones:
@@ -124,9 +125,9 @@ class ChatShape:
                 "stop_reason": done.stop_reason,
             }
             if self.with_logprobs:
-                mine = [delta for delta in deltas if delta.index == done.index]
+                mine = deltas.get(done.index, ())
                 content = [entry for d in mine for entry in chat_logprobs(self.tokenizer, d.token_ids, d.logprobs)]
-                choice["logprobs"] = {"content": content, "refusal": None}
+                choice["logprobs"] = encoded({"content": content, "refusal": None})
             if self.prompt_token_ids is not None:
                 choice["token_ids"] = done.token_ids
             choices.append(choice)

@@ -13,12 +13,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Raw
+
 from chatcache.chat.conversations import output_item
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
 from chatcache.chat.ids import new_id
 from chatcache.chat.tree import CANCELLED, COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Item, Turn, Usage
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.conversations import usage_json
+from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.text.tokenizer import Tokenizer
@@ -37,6 +40,7 @@ class ResponseFrames:
         self._echo = echo
         self._item_ids = tuple(new_id("msg") for _ in range(num_candidates))
         self._logprobs: list[list[object]] = [[] for _ in range(num_candidates)]
+        self._whole_logprobs: dict[int, Raw] = {}
         self._outputs: dict[int, Item] = {}
         self._begun = False
 
@@ -68,8 +72,9 @@ class ResponseFrames:
     def done(self, event: ReplyDone) -> None:
         self._begin()
         self._outputs[event.index] = output_item(self._turn, self._item_ids[event.index], event, time.time())
-        at, part = self._at(event.index), self._part(event.text, self._logprobs[event.index])
-        self._log.append("response.output_text.done", **at, text=event.text, logprobs=self._logprobs[event.index])
+        logprobs = self._whole_logprobs[event.index] = encoded(self._logprobs[event.index])
+        at, part = self._at(event.index), self._part(event.text, logprobs)
+        self._log.append("response.output_text.done", **at, text=event.text, logprobs=logprobs)
         self._log.append("response.content_part.done", **at, part=part)
         self._log.append("response.output_item.done", output_index=event.index, item=self._item(event.index))
 
@@ -121,7 +126,7 @@ class ResponseFrames:
     def _at(self, index: int) -> dict[str, object]:
         return {"item_id": self._item_ids[index], "output_index": index, "content_index": 0}
 
-    def _part(self, text: str, logprobs: list[object]) -> dict[str, object]:
+    def _part(self, text: str, logprobs: list[object] | Raw) -> dict[str, object]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _item(self, index: int) -> dict[str, object]:
@@ -132,7 +137,7 @@ class ResponseFrames:
             "role": item.role,
             "status": item.status,
             "finish_reason": item.finish_reason,
-            "content": [self._part(item.text, self._logprobs[index])],
+            "content": [self._part(item.text, self._whole_logprobs[index])],
         }
 
     def _response(self, status: str, usage: Usage | None = None, incomplete: str | None = None) -> dict[str, Any]:

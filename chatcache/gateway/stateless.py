@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -13,10 +15,16 @@ from chatcache.chat.service import Reply
 from chatcache.errors import EngineFault
 from chatcache.gateway.body import until_disconnect
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.errors import json_response
+from chatcache.gateway.jsonio import encode
 from chatcache.gateway.metering import metered
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.sse import EventStream
+
+Deltas = Mapping[int, Sequence[ReplyDelta]]
+"""What came of each candidate, in order, by index."""
+
+# Writing this many log-probabilities takes about a millisecond; longer answers leave the event loop alone.
+_INLINE_LOGPROBS = 500
 
 
 class Shape(Protocol):
@@ -24,7 +32,7 @@ class Shape(Protocol):
 
     def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]: ...
 
-    def whole(self, dones: Sequence[ReplyDone], deltas: Sequence[ReplyDelta], finished: ReplyFinished) -> object: ...
+    def whole(self, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> object: ...
 
 
 def usage(finished: ReplyFinished) -> dict[str, Any]:
@@ -67,22 +75,33 @@ async def respond(
             headers=headers,
         )
     try:
-        return json_response(await until_disconnect(request, _collect(events(), shape)), headers=headers)
+        body = await until_disconnect(request, collect(events(), shape))
+        return Response(body, 200, headers, media_type="application/json")
     finally:
         await close()
 
 
-async def _collect(events: AsyncIterator[ReplyEvent], shape: Shape) -> object:
+async def collect(events: AsyncIterator[ReplyEvent], shape: Shape) -> bytes:
+    """Read to the end; return the encoded body."""
     dones: list[ReplyDone] = []
-    deltas: list[ReplyDelta] = []
+    deltas: dict[int, list[ReplyDelta]] = defaultdict(list)
+    num_logprobs = 0
     async for event in events:
         if isinstance(event, ReplyDelta):
-            deltas.append(event)
+            deltas[event.index].append(event)
+            num_logprobs += sum(len(entry.top) + 1 for entry in event.logprobs)
         elif isinstance(event, ReplyDone):
             dones.append(event)
         elif isinstance(event, ReplyFinished):
-            return shape.whole(sorted(dones, key=lambda done: done.index), deltas, event)
+            dones.sort(key=lambda done: done.index)
+            if num_logprobs <= _INLINE_LOGPROBS:
+                return _encode(shape, dones, deltas, event)
+            return await asyncio.to_thread(_encode, shape, dones, deltas, event)
     raise EngineFault("the engine ended without a result")
+
+
+def _encode(shape: Shape, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> bytes:
+    return encode(shape.whole(dones, deltas, finished))
 
 
 async def generation(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import parse_json
-from chatcache.gateway.jsonio import MAX_DEPTH, decode_object, encode
+from chatcache.gateway.jsonio import MAX_DEPTH, MAX_NODES, decode_object, encode
 from tests.gateway.serving import Server
 
 REFUSED = {
@@ -45,6 +45,9 @@ REFUSED = {
     "leading zero": b'{"a": 01}',
     "endless digits": b'{"a": ' + b"9" * 100_000 + b"}",
     "NUL": b'{"a": 1}\x00',
+    "a million arrays": b'{"a":[' + b"[]," * 10**6 + b"[]]}",
+    "too many members": b"{" + b",".join(b'"%d":1' % n for n in range(MAX_NODES)) + b"}",
+    "too many objects, with strings": b'{"a":[' + b'{"\\"{[":"x"},' * (MAX_NODES // 2) + b"{}]}",
 }
 
 
@@ -54,6 +57,23 @@ def test_refused(name: str) -> None:
         decode_object(REFUSED[name])
     assert caught.value.code == "invalid_json"
     caught.value.message.encode("ascii")
+
+
+def test_brackets_in_text_are_text() -> None:
+    """However many: a log or a program is a legitimate message."""
+    text = '{"a": [1, "\\"]}:' * 50_000
+    body = {"messages": [{"content": text}, {"content": "\\"}], "more": [[1]] * 100}
+    assert text.count("{") + text.count("[") + text.count(":") > MAX_NODES
+    assert decode_object(json.dumps(body)) == body
+    assert decode_object(json.dumps(body).encode()) == body
+
+
+def test_most_nodes_allowed() -> None:
+    """Refused at the first too many, by the oracle of what Python's own parser would build."""
+    members: dict[str, object] = {str(number): [] for number in range((MAX_NODES - 1) // 2)}
+    assert decode_object(json.dumps(members)) == members
+    with pytest.raises(InvalidRequest, match=str(MAX_NODES)):
+        decode_object(json.dumps({**members, "x": []}))
 
 
 def test_deepest_allowed() -> None:
