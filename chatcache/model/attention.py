@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -104,6 +105,12 @@ class Network(Protocol):
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
         """Return logits of the tokens at `drawn`. Shapes: tokens, positions [T] int64, drawn [U] int64 -> [U, V]."""
+        ...
+
+    def forward_parts(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield the logits of each part of the tokens in turn; those of no two parts are in memory together."""
         ...
 
 

@@ -6,7 +6,7 @@ Symbols: T tokens, U drawn tokens, H heads, Hkv key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,18 @@ class Decoder:
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
         """Return logits [U, V] of the tokens at `drawn`. Shapes: tokens, positions [T]; drawn [U]."""
+        return self._head(self._states(tokens, positions, step, drawn))
+
+    def forward_parts(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield the logits of each part of the tokens in turn, from one pass over the layers."""
+        states = self._states(tokens, positions, step, torch.cat(list(parts)))
+        for part in torch.split(states, [len(part) for part in parts]):
+            yield self._head(part)
+
+    def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
+        """Return what the head reads, [U, hidden]."""
         ops, eps = step.kernels, self.arch.rms_norm_eps
         cos, sin = self._cos[positions], self._sin[positions]
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
@@ -71,7 +83,7 @@ class Decoder:
                 mixed, x = mixed[drawn], x[drawn]
             h, x = ops.add_rms_norm(layer.out(mixed), x, layer.mlp_norm, eps)
             h, x = ops.add_rms_norm(layer.down(ops.silu_mul(layer.gate_up(h))), x, norm, eps)
-        return self._head(h)
+        return h
 
     def _attend(self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
         """Return the heads' outputs side by side. Shapes: h [T, hidden] -> [T, H * D]."""

@@ -12,6 +12,7 @@ What cannot work is found by one probing token at load, and refused by name: att
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ class TransformersNetwork:
         keep = {"logits_to_keep": drawn} if self._keeps else {}
         logits: Tensor = _run(self._model, tokens, positions, step, keep)[0]
         return logits if self._keeps else logits[drawn]
+
+    def forward_parts(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield the logits of each part in turn. transformers gives no way to run the head alone for every model, so
+        each part is a pass of its own; it writes the same keys and values again."""
+        for part in parts:
+            yield self.forward(tokens, positions, step, part)
 
 
 def load_transformers(

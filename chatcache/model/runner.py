@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.sampler import Sampler
+from chatcache.model.scores import ScoreSheet, fill_all, part_sizes, scored_tokens
 from chatcache.model.swaps import Swaps
 from chatcache.model.tables import PageTables
 from chatcache.model.transfer import to_device
-from chatcache.sched.plan import KVCapacity, Rows, StepPlan, StepResult
+from chatcache.sched.plan import I64, KVCapacity, Rows, Scores, StepPlan, StepResult
 from chatcache.types import ModelFacts
 
 
@@ -53,6 +54,8 @@ class Runner:
                 self._kernels.copy_pages(self._pages, to_device(plan.copies, self._device))
             if not len(plan.rows.slot):
                 return _nothing()
+            if plan.scores is not None:
+                return self._execute_scored(plan, plan.scores)
             rows, index = np.unique(plan.draws.row, return_inverse=True)
             logits = self._forward(plan.rows, rows)
             return self._sampler.sample(logits, index, plan.draws) if len(index) else _nothing()
@@ -74,13 +77,34 @@ class Runner:
         """Let go of weights and pages."""
         del self._network, self._pages, self._sampler, self._swaps
 
+    def _execute_scored(self, plan: StepPlan, scores: Scores) -> StepResult:
+        """Run the rows, draw, and score the prompts that asked for it, never holding all their logits at once."""
+        rows, index = np.unique(plan.draws.row, return_inverse=True)
+        geometry = self._network.geometry
+        arrays, step, last = self._place(plan.rows)
+        wanted = np.concatenate((last[rows], scored_tokens(plan.rows, scores)))
+        sizes = part_sizes(len(rows), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
+        tokens = torch.split(to_device(wanted, self._device), sizes)
+        parts = self._network.forward_parts(*arrays, step, tokens)
+        sheet = ScoreSheet(plan.rows, scores, geometry.vocab_size)
+        logits = next(parts)
+        result = self._sampler.sample(logits[: len(rows)], index, plan.draws) if len(index) else _nothing()
+        sheet.fill(logits[len(rows) :])
+        del logits
+        fill_all(sheet, parts)
+        return replace(result, scores=sheet.values, score_tokens=sheet.top_tokens, score_logprobs=sheet.top_logprobs)
+
     def _forward(self, rows: Rows, drawn: NDArray[np.integer[Any]]) -> torch.Tensor:
         """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
+        arrays, step, last = self._place(rows)
+        return self._network.forward(*arrays, step, to_device(last[drawn], self._device))
+
+    def _place(self, rows: Rows) -> tuple[tuple[torch.Tensor, torch.Tensor], AttentionStep, I64]:
+        """Return the rows' (tokens, positions) [T], their attention, and where each row's last token is, [R]."""
         place = self._tables.place(rows, self._device)
         step = AttentionStep(self._kernels, self._pages, place.batch)
-        arrays = (rows.tokens.astype(np.int64), place.positions, place.last[drawn])
-        tokens, positions, last = (to_device(array, self._device) for array in arrays)
-        return self._network.forward(tokens, positions, step, last)
+        tokens, positions = rows.tokens.astype(np.int64), place.positions
+        return (to_device(tokens, self._device), to_device(positions, self._device)), step, place.last
 
 
 def _nothing() -> StepResult:

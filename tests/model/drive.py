@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from chatcache.model.runner import Runner
-from chatcache.sched.plan import Draws, LogitEdit, Rows, StepPlan, StepResult
+from chatcache.sched.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
 
 DEFAULTS: dict[str, tuple[Any, type]] = {
     "row": (0, np.int32),
@@ -24,12 +24,14 @@ DEFAULTS: dict[str, tuple[Any, type]] = {
 }
 
 
-def make_draws(specs: Sequence[Mapping[str, Any]], edits: Sequence[LogitEdit] = ()) -> Draws:
+def make_draws(
+    specs: Sequence[Mapping[str, Any]], edits: Sequence[LogitEdit] = (), masks: Sequence[LogitMask] = ()
+) -> Draws:
     """Build `Draws` from one mapping per draw; what is not said is greedy."""
     columns: dict[str, Any] = {
         name: np.array([spec.get(name, default) for spec in specs], kind) for name, (default, kind) in DEFAULTS.items()
     }
-    return Draws(**columns, edits=tuple(edits))
+    return Draws(**columns, edits=tuple(edits), masks=tuple(masks))
 
 
 class Driver:
@@ -58,7 +60,9 @@ class Driver:
             self.pages[target][full] = self.next_page
             self.next_page += 1
 
-    def feed(self, grants: Mapping[int, Sequence[int]], draws: Draws | None = None) -> StepResult:
+    def feed(
+        self, grants: Mapping[int, Sequence[int]], draws: Draws | None = None, scores: Scores | None = None
+    ) -> StepResult:
         """Give each slot its new tokens; draw greedily from every row unless told otherwise."""
         starts = []
         for slot, tokens in grants.items():
@@ -84,6 +88,7 @@ class Driver:
             copies=np.array(self._copies, np.int32).reshape(-1, 2),
             rows=rows,
             draws=make_draws([{"row": row} for row in range(len(grants))]) if draws is None else draws,
+            scores=scores,
         )
         self._forks, self._updates, self._copies, self.steps = [], [], [], self.steps + 1
         return self.runner.execute(plan)

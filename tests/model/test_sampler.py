@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -10,18 +13,31 @@ import torch
 from numpy.typing import NDArray
 
 from chatcache.model.noise import draw_keys, gumbel, token_base
-from chatcache.model.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, top_tokens
-from chatcache.sched.plan import LogitEdit, StepResult
+from chatcache.model.ranking import top_tokens
+from chatcache.model.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
+from chatcache.sched.plan import LogitEdit, LogitMask, StepResult
 from tests.model.drive import make_draws
 
 CPU = torch.device("cpu")
 NUM_DRAWS = 20_000
 
 
-def draw(logits: torch.Tensor, specs: list[dict[str, Any]], edits: list[LogitEdit] | None = None) -> StepResult:
+def draw(
+    logits: torch.Tensor,
+    specs: list[dict[str, Any]],
+    edits: Sequence[LogitEdit] = (),
+    masks: Sequence[LogitMask] = (),
+) -> StepResult:
     """Sample from one row of logits per spec."""
     rows = np.array([spec.get("row", 0) for spec in specs])
-    return Sampler(logits.shape[-1], CPU).sample(logits, rows, make_draws(specs, edits or []))
+    return Sampler(logits.shape[-1], CPU).sample(logits, rows, make_draws(specs, edits, masks))
+
+
+def mask_of(draw: int, allowed: Iterable[int], num_words: int) -> LogitMask:
+    words = [0] * num_words
+    for token in allowed:
+        words[token // 32] |= 1 << token % 32
+    return LogitMask(draw, np.array(words, np.uint32))
 
 
 def exact(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> NDArray[np.float64]:
@@ -161,7 +177,7 @@ def test_greedy_takes_the_lowest_of_equals_and_reports_raw_logprobs() -> None:
 def test_wide_draws_are_the_top_of_the_edited_log_softmax() -> None:
     logits = torch.tensor([[0.5, 2.0, 2.0, -1.0, 2.0]])
     edit = LogitEdit(1, *(np.array(x, t) for x, t in (([1, 3], "i4"), ([2.0, 2.0], "f4"), ([-np.inf, 5.0], "f4"))))
-    result = draw(logits, [{"width": 2}, {"width": 4, "temperature": 9.0}, {"width": 9}], [edit])
+    result = draw(logits, [{"width": 2}, {"width": 4}, {"width": 9}], [edit])
     edited = torch.tensor([0.5, -torch.inf, 2.0, 3.0, 2.0]).log_softmax(-1).numpy()
     assert result.tokens.tolist() == [[1, 2, -1, -1, -1], [3, 2, 4, 0, -1], [1, 2, 4, 0, 3]]
     np.testing.assert_allclose(result.logprobs[1, :4], edited[[3, 2, 4, 0]], rtol=1e-6)
@@ -214,3 +230,133 @@ def test_top_tokens_orders_equals_by_id(size: int) -> None:
         want = sorted(range(40), key=lambda token: (-values[row, token].item(), token))[:size]
         assert ids[row].tolist() == want
         assert found[row].tolist() == values[row, want].tolist()
+
+
+def noise_of(spec: dict[str, Any], vocab_size: int) -> NDArray[np.float64]:
+    """The keyed noise of one draw, for a whole vocabulary."""
+    kinds = {"seed": np.uint64, "lane": np.int32, "position": np.int32}
+    keys = draw_keys(*(np.array([spec.get(name, 0)], kind) for name, kind in kinds.items()))
+    noise = gumbel(token_base(vocab_size, CPU), *(torch.from_numpy(word) for word in keys))
+    return noise[0].double().numpy()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 700])
+def test_masks_leave_their_tokens_only(vocab_size: int) -> None:
+    """Against a plain loop; several masked draws of one row beside an unmasked one, with edits on top."""
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(3))
+    rng = np.random.default_rng(vocab_size)
+    bias = np.array([5.0, 3.0], np.float32)
+    ids = np.array([0, vocab_size - 1], np.int32) if vocab_size > 1 else np.zeros(1, np.int32)
+    edit = LogitEdit(1, ids, np.ones(len(ids), np.float32), bias[: len(ids)])
+    allowed = [sorted(set(rng.integers(0, vocab_size, max(vocab_size // 3, 1)).tolist())) for _ in range(4)]
+    num_words = -(-vocab_size // 32)
+    masks = [mask_of(draw_index, tokens, num_words) for draw_index, tokens in enumerate(allowed)]
+    wide: dict[str, Any] = {"width": min(vocab_size, 40)}
+    result = draw(logits, [{}, wide, {"temperature": 1.0}, {"width": 3, "temperature": 2.0}, wide], [edit], masks)
+    raw = logits[0].double().numpy()
+    edited = raw.copy()
+    edited[ids] += bias[: len(ids)]
+    assert result.tokens[0, 0] == max(allowed[0], key=lambda token: raw[token])
+    want = sorted(allowed[1], key=lambda token: -edited[token])[: wide["width"]]
+    assert result.tokens[1].tolist() == want + [-1] * (result.tokens.shape[1] - len(want))
+    left = np.exp(edited[allowed[1]]).sum()
+    np.testing.assert_allclose(result.logprobs[1, : len(want)], edited[want] - np.log(left), rtol=1e-5, atol=1e-6)
+    assert result.tokens[2, 0] in allowed[2]
+    drawn = result.tokens[3][result.tokens[3] >= 0].tolist()
+    assert len(drawn) == min(3, len(allowed[3]), vocab_size) and set(drawn) <= set(allowed[3])
+    np.testing.assert_allclose(result.logprobs[0, 0], logits.log_softmax(-1)[0, result.tokens[0, 0]], rtol=1e-5)
+    assert result.tokens[4].tolist() == np.argsort(-raw, kind="stable")[: result.tokens.shape[1]].tolist(), "unmasked"
+
+
+def test_ids_beyond_the_last_word_are_forbidden_and_words_beyond_the_last_id_ignored() -> None:
+    logits = torch.arange(80).float()[None]
+    short, long = mask_of(0, [3, 31], 1), mask_of(1, [3, 70, 127], 4)
+    assert draw(logits, [{}, {}], masks=[short, long]).tokens[:, 0].tolist() == [31, 70]
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"width": 2}, {"width": 2, "temperature": 1.0}]
+)
+def test_a_mask_without_tokens_faults_its_draw_only(spec: dict[str, Any]) -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
+    result = draw(logits, [spec] * 3, masks=[mask_of(1, [], 2), mask_of(2, [39], 2)])
+    assert result.faults == ((1, NOTHING_LEFT),)
+    assert result.tokens[2, 0] == 39 and result.tokens[0, 0] >= 0
+
+
+def test_an_edit_and_a_mask_together_may_leave_nothing() -> None:
+    ban = LogitEdit(0, np.array([7], np.int32), np.ones(1, np.float32), np.array([-np.inf], np.float32))
+    result = draw(torch.randn(1, 40), [{}, {}], [ban], [mask_of(0, [7], 2), mask_of(1, [7], 2)])
+    assert result.faults == ((0, NOTHING_LEFT),) and result.tokens[1, 0] == 7
+
+
+def test_edits_of_ids_that_the_logits_lack_change_nothing() -> None:
+    ids, add = np.array([-1, 2, 3, 999], np.int32), np.full(4, 50.0, np.float32)
+    result = draw(torch.tensor([[3.0, 2.0, 1.0]]), [{}], [LogitEdit(0, ids, np.ones(4, np.float32), add)])
+    assert result.tokens[0, 0] == 2
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
+@pytest.mark.parametrize("vocab_size", [30, 700])
+def test_distinct_draws_are_the_top_of_log_probability_plus_noise(
+    temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
+) -> None:
+    """Gumbel top-k against its formula over the exact filtered distribution, mixed with draws of other widths."""
+    logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(17)) * 1.5
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    specs: list[dict[str, Any]] = [
+        {"row": place % 2, "seed": 5, "lane": place, "position": 9, "width": width, **filters}
+        for place, width in enumerate((2, 1, 7, 40, 3))
+    ]
+    result = draw(logits, [*specs, {"width": 3}, {}])
+    assert result.perturbed is not None and not result.faults
+    for place, spec in enumerate(specs):
+        if spec["width"] == 1:
+            continue
+        probs = exact(logits[spec["row"]], temperature, top_k, top_p, min_p)
+        with np.errstate(divide="ignore"):
+            logprobs = np.log(probs)
+        sums = logprobs + noise_of(spec, vocab_size)
+        want = [token for token in np.argsort(-sums)[: spec["width"]] if probs[token] > 0]
+        assert result.tokens[place].tolist() == want + [-1] * (result.tokens.shape[1] - len(want))
+        used = slice(len(want))
+        np.testing.assert_allclose(result.logprobs[place, used], logprobs[want], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(result.perturbed[place, used], sums[want], rtol=1e-4, atol=1e-4)
+        assert np.isneginf(result.perturbed[place, len(want) :]).all()
+    assert np.isneginf(result.perturbed[1]).all() and np.isneginf(result.perturbed[-2:]).all()
+    assert result.tokens[-2].tolist()[:3] == np.argsort(-logits[0].numpy())[:3].tolist()
+
+
+def test_the_first_distinct_token_is_the_one_an_ordinary_draw_chooses() -> None:
+    """One definition of the noise, and of the sum that is compared."""
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(8)) * 0.3
+    keys = [{"seed": 11, "lane": place % 7, "position": place, "temperature": 0.7} for place in range(300)]
+    wide = draw(logits, [{**key, "width": 4} for key in keys])
+    assert wide.tokens[:, 0].tolist() == draw(logits, keys).tokens[:, 0].tolist()
+    assert all(len(set(row)) == 4 for row in wide.tokens.tolist())
+
+
+def test_distinct_draws_follow_the_distribution_without_replacement() -> None:
+    """Ordered triples out of five tokens: p(a) p(b) / (1 - p(a)) p(c) / (1 - p(a) - p(b))."""
+    logits = torch.tensor([[1.0, 0.2, -0.5, 0.9, -1.5]])
+    probs = logits.double().softmax(-1)[0].tolist()
+    specs: list[dict[str, Any]] = [{"width": 3, "temperature": 1.0, "position": place} for place in range(8000)]
+    counts = Counter(map(tuple, draw(logits, specs).tokens.tolist()))
+    chi2 = 0.0
+    for a, b, c in permutations(range(5), 3):
+        expected = 8000 * probs[a] * probs[b] / (1 - probs[a]) * probs[c] / (1 - probs[a] - probs[b])
+        chi2 += (counts[a, b, c] - expected) ** 2 / expected
+    assert chi2 < 59 + 5 * (2 * 59) ** 0.5
+
+
+def test_a_result_without_distinct_draws_has_no_sums() -> None:
+    result = draw(torch.randn(1, 9), [{"width": 3}, {"temperature": 1.0}])
+    assert result.perturbed is not None and result.perturbed.shape == (2, 0)
+
+
+def test_distinct_draws_of_broken_logits_fault() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(2))
+    logits[1, 7] = torch.nan
+    result = draw(logits, [{"row": row, "width": 3, "temperature": 1.0} for row in range(2)])
+    assert result.faults == ((1, NOT_FINITE),) and (result.tokens[1] == -1).all()
+    assert result.perturbed is not None and np.isneginf(result.perturbed[1]).all()

@@ -1,0 +1,56 @@
+"""Change single draws' logits before anything is drawn: penalties, biases, bans, and the masks of constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatcache.model.transfer import to_device
+from chatcache.sched.plan import Draws, LogitEdit, LogitMask
+
+WORD_BITS = 32
+
+
+def change_logits(logits: Tensor, draws: Draws) -> None:
+    """Apply every edit and then every mask, in place. Shapes: logits [D, V] float32, one row per draw."""
+    if draws.edits:
+        _apply_edits(logits, draws.edits)
+    if draws.masks:
+        _apply_masks(logits, draws.masks)
+
+
+def _apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
+    draw = np.concatenate([np.full(len(edit.ids), edit.draw, np.int64) for edit in edits])
+    ids = np.concatenate([edit.ids.astype(np.int64) for edit in edits])
+    scale, add = np.concatenate([edit.scale for edit in edits]), np.concatenate([edit.add for edit in edits])
+    known = (ids >= 0) & (ids < logits.shape[-1])  # an EOS id of the tokenizer may lie beyond the model's logits
+    if not known.all():
+        draw, ids, scale, add = draw[known], ids[known], scale[known], add[known]
+
+    def put(array: NDArray[Any]) -> Tensor:
+        return to_device(array, logits.device)
+
+    at = put(draw), put(ids)
+    old, by = logits[at], put(scale)
+    logits[at] = torch.where(old > 0, old / by, old * by) + put(add)
+
+
+def _apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
+    words = np.zeros((len(masks), -(-logits.shape[-1] // WORD_BITS)), np.uint32)
+    for row, mask in enumerate(masks):
+        size = min(len(mask.words), words.shape[1])
+        words[row, :size] = mask.words[:size]
+    draws = to_device(np.array([mask.draw for mask in masks], np.int64), logits.device)
+    logits[draws] = logits[draws].masked_fill_(~_bits(words, logits.shape[-1], logits.device), -torch.inf)
+
+
+def _bits(words: NDArray[np.uint32], vocab_size: int, device: torch.device) -> Tensor:
+    """Spread the words' bits over a vocabulary. Shapes: [M, W] -> bool [M, V]. Only the words travel to the device."""
+    eights = to_device(words.astype("<u4").view(np.uint8), device)[:, :, None]
+    bits = eights.bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=device))
+    return bits.view(len(words), -1)[:, :vocab_size] != 0
