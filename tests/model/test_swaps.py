@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,11 @@ class Writer:
             k = cells(tokens, layer)
             step.kernels.write_pages(step.pages, layer, k, -k, step.batch.slots)
         return torch.zeros(len(drawn), self.geometry.vocab_size)
+
+    def forward_parts(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        return (self.forward(tokens, positions, step, part) for part in parts)
 
 
 def cells(tokens: Tensor, layer: int) -> Tensor:
