@@ -65,13 +65,9 @@ class KVCache:
     def open(self, match: PrefixMatch) -> PageTable:
         """Start a table on a match that was made since the last change of the cache."""
         self.pool.retain(match.pages)
-        num_public_pages = match.scope.num_public_tokens // self.page_size
-        table = PageTable(match.key, match.scope.namespace, num_public_pages)
-        table.own = list(match.pages)
-        table.num_tokens = match.num_tokens
-        table.num_reserved = match.num_tokens
-        table.tail = match.tail
-        return table
+        namespace, num_public_tokens = match.scope.namespace, match.scope.num_public_tokens
+        num_public_pages = num_public_tokens // self.page_size
+        return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail, list(match.pages))
 
     # -- making room ----------------------------------------------------------------------------------------------
 
@@ -177,23 +173,26 @@ class KVCache:
 
     def fork(self, table: PageTable) -> PageTable:
         """Give a second branch everything the table has computed. O(1) in its length; copies nothing."""
-        num_full = table.num_tokens // self.page_size - table.num_base_pages
-        if num_full > 0:
+        num_own = table.num_tokens // self.page_size - table.num_base_pages
+        if num_own > 0:
             pages = table.own
-            table.own = pages[num_full:]
-            del pages[num_full:]
+            table.own = pages[num_own:]
+            del pages[num_own:]
             table.base = Segment(table.base, table.num_base_pages, pages)
-            table.num_base_pages += num_full
-        child = PageTable(table.key, table.namespace, table.num_public_pages)
-        child.base, child.num_base_pages = table.base, table.num_base_pages
-        if child.base is not None:
-            child.base.refs += 1
-        child.tail, child.num_tokens, child.num_reserved = table.tail, table.num_tokens, table.num_tokens
-        if table.tail:
-            child.own = table.own[:1]
-            self.pool.retain(child.own)
+            table.num_base_pages += num_own
+        base, num_base_pages, tail, own = table.base, table.num_base_pages, table.tail, []
+        if base is not None:
+            base.refs += 1
+        if tail:
+            page = table.own[0]
+            own.append(page)
+            self.pool.refs[page] += 1  # held already, so there is no idle page to revive
             table.num_reserved = table.num_tokens
-        child.changed_from = min(table.changed_from, child.num_pages)
+        child = PageTable(
+            table.key, table.namespace, table.num_public_pages, table.num_tokens, tail, own, base, num_base_pages
+        )
+        news, num_pages = table.changed_from, num_base_pages + len(own)
+        child.changed_from = news if news < num_pages else num_pages
         return child
 
     def truncate(self, table: PageTable, num_tokens: int) -> None:

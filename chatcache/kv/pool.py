@@ -63,18 +63,21 @@ class PagePool:
         """Hand out `num_pages` pages, each held once, or none at all."""
         if num_pages > self.num_free:
             return None
-        blank, refs, content = self._blank, self.refs, self._content
+        blank, refs = self._blank, self.refs
         kept = max(len(blank) - num_pages, 0)
         pages = blank[kept:]
         del blank[kept:]
         while len(pages) < num_pages:
-            page, _ = self._idle.popitem(last=False)  # out of the idle first, so that withdrawing does not blank it
-            self.withdraw(page)
-            pages.append(page)
+            pages.append(self._evict())
         for page in pages:
             refs[page] = 1
-            content[page] = None
         return pages
+
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)  # out of the idle first, so that withdrawing does not blank it
+        self.withdraw(page)
+        self._content[page] = None
+        return page
 
     def retain(self, pages: Iterable[int]) -> None:
         """Hold `pages` once more; idle ones come back to life."""
@@ -89,17 +92,21 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> None:
         """Let go of `pages`, given in table order; the tail is let go first."""
-        refs = self.refs
+        refs, contents = self.refs, self._content
         for page in reversed(pages):
             left = refs[page] - 1
-            if left < 0 or page == NULL_PAGE:
-                raise BrokenInvariant(f"page {page} was released more often than held")
-            refs[page] = left
             if not left:
-                if self.is_published(page):
+                content = contents[page]
+                if content is None:
+                    self._blank.append(page)
+                elif self._index.get(content.key) == page:
                     self._idle[page] = None
                 else:
+                    contents[page] = None
                     self._blank.append(page)
+            elif left < 0:
+                raise BrokenInvariant(f"page {page} was released more often than held")
+            refs[page] = left
 
     def is_published(self, page: int) -> bool:
         content = self._content[page]
@@ -133,6 +140,7 @@ class PagePool:
             del self._children[content.parent]
         if page in self._idle:
             del self._idle[page]
+            self._content[page] = None
             self._blank.append(page)
 
     def lookup(self, chain: Chain, num_pages: int) -> list[int]:
@@ -192,8 +200,8 @@ class PagePool:
                 yield f"page {page} has {self.refs[page]} holders"
             if (self.refs[page] == 0) != (page in blank or page in idle):
                 yield f"page {page} has {self.refs[page]} holders, blank={page in blank}, idle={page in idle}"
-            if page in blank and self.is_published(page):
-                yield f"page {page} is blank but in the index"
+            if page in blank and self._content[page] is not None:
+                yield f"page {page} is blank but its contents are noted"
             if page in idle and not self.is_published(page):
                 yield f"page {page} is idle but cannot be matched"
         for key, page in self._index.items():

@@ -50,16 +50,25 @@ class PageTable:
         "tail",
     )
 
-    def __init__(self, key: bytes, namespace: str = "", num_public_pages: int = 0) -> None:
-        self.base: Segment | None = None
-        self.num_base_pages = 0
-        self.own: list[int] = []
-        self.num_tokens = 0
-        self.num_reserved = 0
+    def __init__(
+        self,
+        key: bytes,
+        namespace: str = "",
+        num_public_pages: int = 0,
+        num_tokens: int = 0,
+        tail: bytes = b"",
+        own: list[int] | None = None,
+        base: Segment | None = None,
+        num_base_pages: int = 0,
+    ) -> None:
         self.key = key
         self.namespace = namespace
         self.num_public_pages = num_public_pages
-        self.tail = b""
+        self.num_tokens = self.num_reserved = num_tokens
+        self.tail = tail
+        self.own = own or []
+        self.base = base
+        self.num_base_pages = num_base_pages
         self.changed_from = 0
 
     @property
