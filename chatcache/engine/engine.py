@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from math import inf
 
 from chatcache.config import EngineConfig
 from chatcache.decode.actions import Advance, Candidates, Strategy
@@ -15,6 +14,7 @@ from chatcache.decode.validate import validate_params
 from chatcache.engine.admission import check_branches, check_prompt, resolve_max_tokens
 from chatcache.engine.client import ModelRunner
 from chatcache.engine.outbox import Outbox
+from chatcache.engine.results import bad_draws, candidates_of, check_shapes
 from chatcache.errors import EngineFault, InvalidRequest, Overloaded
 from chatcache.kv.audit import PageUsage, check, page_usage
 from chatcache.kv.cache import KVCache
@@ -133,13 +133,14 @@ class Engine:
     def _run(self, step: Step) -> None:
         try:
             result = self._runner.execute(step.plan)
+            check_shapes(step.plan, result)
         except Exception as error:
             log.exception("step %d failed", step.plan.step)
             for request in self._scheduler.abandon(step):
                 self._close_failed(request, error)
             return
         faults: dict[LiveRequest, Exception] = dict(step.faults)
-        for draw, message in result.faults:
+        for draw, message in (*result.faults, *bad_draws(step.plan.draws, result, self._facts.vocab_size)):
             faults.setdefault(_request_of_draw(step, draw), EngineFault(message))
         self._scheduler.commit(step, faults)
         for request, fault in faults.items():
@@ -148,7 +149,7 @@ class Engine:
 
     def _advance(self, step: Step, result: StepResult, faults: dict[LiveRequest, Exception]) -> None:
         """Give every drawn request its candidates and carry out what its strategy answers."""
-        candidates = _candidates(result, step.plan.draws.width.tolist())
+        candidates = candidates_of(step.plan.draws, result)
         drawn: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
         for row in step.drawn:
             if row.branch.request not in faults:
@@ -259,23 +260,3 @@ class Engine:
 
 def _request_of_draw(step: Step, draw: int) -> LiveRequest:
     return next(row.branch.request for row in reversed(step.drawn) if row.first_draw <= draw)
-
-
-def _candidates(result: StepResult, widths: list[int]) -> list[Candidates]:
-    """Turn the result's arrays into one `Candidates` per draw, without its unused cells (id -1)."""
-    if result.tokens.shape[1] == 1 and result.top_tokens.shape[1] == 0:
-        pairs = zip(result.tokens[:, 0].tolist(), result.logprobs[:, 0].tolist(), strict=True)
-        return [Candidates((token,), (logprob,)) for token, logprob in pairs]
-    tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
-    if result.top_tokens.shape[1]:
-        top_pairs = zip(result.top_tokens.tolist(), result.top_logprobs.tolist(), strict=True)
-        tops = [tuple(pair for pair in zip(*top, strict=True) if pair[0] >= 0) for top in top_pairs]
-    noisy: list[list[float]] = [[]] * len(tokens)
-    if result.perturbed is not None and result.perturbed.shape[1]:
-        noisy = [row if row[0] > -inf else [] for row in result.perturbed.tolist()]
-    candidates: list[Candidates] = []
-    for ids, values, width, top, noise in zip(tokens, logprobs, widths, tops, noisy, strict=True):
-        used = min(width, ids.index(-1) if ids[-1] == -1 else len(ids))
-        candidates.append(Candidates(tuple(ids[:used]), tuple(values[:used]), top, tuple(noise[:used])))
-    return candidates
