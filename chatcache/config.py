@@ -40,7 +40,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway. `api_keys` empty means open (and then only loopback is bound by default)."""
+    """The gateway. `api_keys` empty means open (and then only loopback is bound by default).
+
+    `public_prompts`: texts of system prompts whose pages all tenants share.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -50,6 +53,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     root_path: str = ""
+    public_prompts: tuple[str, ...] = ()
     log_level: str = "info"
     max_body_bytes: int = 4 * 1024 * 1024
     max_frame_bytes: int = 1024 * 1024

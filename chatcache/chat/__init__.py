@@ -6,6 +6,7 @@ last one.
 
     tree.py           items joined by `parent_id` alone, and the exact token sequence behind each reply
     prompt.py         messages -> token ids, reusing the ids of replies already known
+    public.py         how many leading tokens of a prompt are an operator-declared system prompt
     transcripts.py    a bounded memory of replies for clients that resend the whole history as text
     service.py        submit to the engine, merge candidates' text, yield reply events
     conversations.py  one stored turn: resolve where it continues, open it, settle it

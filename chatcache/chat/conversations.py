@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from chatcache.chat.events import ReplyDone
 from chatcache.chat.ids import new_id
 from chatcache.chat.prompt import Message, Prompt, assemble
+from chatcache.chat.public import PublicPrompts
 from chatcache.chat.store import ConversationStore
 from chatcache.chat.tree import COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
 from chatcache.errors import InvalidRequest, NotFound
@@ -41,7 +42,8 @@ class TurnRequest:
 class PlannedTurn:
     """A turn with its ids chosen and its prompt assembled; nothing is written yet.
 
-    `inputs` are the new items; outputs will hang under `turn.parent_id`. `conversation` is None when a new one is due.
+    `inputs` are the new items; outputs will hang under `turn.parent_id`. `conversation` is None when a new one is due,
+    which will then have the id `conversation_id`.
     """
 
     request: TurnRequest
@@ -49,6 +51,7 @@ class PlannedTurn:
     prompt: Prompt
     inputs: tuple[Item, ...]
     conversation: Conversation | None
+    conversation_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,10 @@ class _Place:
 class Conversations:
     """Turns over a store."""
 
-    def __init__(self, store: ConversationStore, tokenizer: Tokenizer) -> None:
+    def __init__(self, store: ConversationStore, tokenizer: Tokenizer, public: PublicPrompts | None = None) -> None:
         self.store = store
         self._tokenizer = tokenizer
+        self._public = public if public is not None else PublicPrompts()
 
     async def plan(self, request: TurnRequest) -> PlannedTurn:
         """Raises: NotFound for ids the owner does not have, InvalidRequest for a turn that says nothing."""
@@ -84,7 +88,10 @@ class Conversations:
             previous_response_id=request.previous_response_id,
         )
         inputs = tuple(replace(item, response_id=turn.id) for item in inputs)
-        return PlannedTurn(request, turn, prompt, inputs, place.tree.conversation if place.tree else None)
+        conversation = place.tree.conversation if place.tree else None
+        return PlannedTurn(
+            request, turn, prompt, inputs, conversation, conversation.id if conversation else new_id("conv")
+        )
 
     async def open(self, planned: PlannedTurn) -> Conversation | None:
         """Store the input and that an answer is under way. None when the turn is not to be stored."""
@@ -97,7 +104,9 @@ class Conversations:
                 request.owner, planned.conversation.id, planned.inputs, planned.turn, active_leaf=leaf, title=title
             )
         now = planned.turn.created_at
-        conversation = Conversation(new_id("conv"), request.owner, now, now, title or "", active_leaf=leaf, rev=1)
+        conversation = Conversation(
+            planned.conversation_id, request.owner, now, now, title or "", active_leaf=leaf, rev=1
+        )
         await self.store.create(conversation, planned.inputs, planned.turn)
         return conversation
 
@@ -157,7 +166,9 @@ class Conversations:
                 return None
             return place.tree.sequence(item) or None
 
-        return assemble(self._tokenizer, messages, known)
+        prompt = assemble(self._tokenizer, messages, known)
+        num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
+        return replace(prompt, num_public_tokens=num_public)
 
 
 def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:

@@ -45,13 +45,17 @@ KnownReply = Callable[[int, str, str], tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`token_ids[:num_reused]` were tokens already, up to and including message `base` (None: nothing was reused)."""
+    """`token_ids[:num_reused]` were tokens already, up to and including message `base` (None: nothing was reused).
+
+    The first `num_public_tokens` are an operator-declared system prompt (`public`).
+    """
 
     text: str
     token_ids: tuple[int, ...]
     num_reused: int = 0
     base: int | None = None
     append_only: bool = True
+    num_public_tokens: int = 0
 
 
 def nothing_known(index: int, head: str, reply: str) -> tuple[int, ...] | None:

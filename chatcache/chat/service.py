@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import anyio
@@ -11,6 +12,7 @@ import anyio
 from chatcache.chat.candidate import Candidate
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.chat.prompt import Message, Prompt, assemble
+from chatcache.chat.public import PublicPrompts
 from chatcache.chat.transcripts import Transcripts
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
@@ -42,10 +44,17 @@ def num_candidates(params: Params) -> int:
 class ChatService:
     """Prompts and replies over an engine, wherever it runs."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, transcripts: Transcripts | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        transcripts: Transcripts | None = None,
+        public: PublicPrompts | None = None,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.transcripts = transcripts if transcripts is not None else Transcripts()
+        self._public = public if public is not None else PublicPrompts()
 
     async def prompt(self, messages: Sequence[Message], namespace: str) -> Prompt:
         """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had."""
@@ -53,9 +62,14 @@ class ChatService:
         def known(index: int, head: str, reply: str) -> tuple[int, ...] | None:
             return self.transcripts.recall(namespace, head, reply)
 
+        def assembled() -> Prompt:
+            prompt = assemble(self.tokenizer, messages, known)
+            num_public = self._public.num_tokens(self.tokenizer, messages, prompt)
+            return replace(prompt, num_public_tokens=num_public) if num_public else prompt
+
         if sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages) <= _INLINE_CHARS:
-            return assemble(self.tokenizer, messages, known)
-        return await asyncio.to_thread(assemble, self.tokenizer, messages, known)
+            return assembled()
+        return await asyncio.to_thread(assembled)
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Tokenise raw text."""

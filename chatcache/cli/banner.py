@@ -66,6 +66,7 @@ class Banner:
     def _rows(self, facts: ModelFacts, health: EngineHealth) -> list[tuple[str, str]]:
         page_bytes = health.kv_bytes // (health.num_pages + 1)  # the null page takes its bytes too
         num_tokens = health.num_pages * health.page_size
+        num_public = len(self._server.public_prompts)
         return [
             ("model", f"[bold]{self._name}[/]  {facts.num_parameters / 1e6:,.1f} M parameters"),
             ("compute", f"{facts.dtype} on {facts.device}, {facts.attention} attention"),
@@ -78,6 +79,7 @@ class Banner:
                 "context",
                 f"{facts.max_model_len:,} tokens; {num_tokens / facts.max_model_len:.1f} such contexts fit at once",
             ),
+            *([("public", f"{num_public} system prompt(s) shared by all tenants")] if num_public else []),
             ("access", self._access()),
             ("ready", f"[bold green]{self._url}[/]  (chat page; API under /v1)"),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -96,4 +97,13 @@ AllowedHost = Annotated[
 ]
 CorsOrigin = Annotated[list[str], _flag("cors-origin", "Web origin whose pages may call the API.", show_default=False)]
 RootPath = Annotated[str, _flag("root-path", "Path prefix under which a proxy serves this.", show_default=False)]
+PublicPrompt = Annotated[
+    list[Path],
+    _flag(
+        "public-prompt",
+        "File with a system prompt whose pages all tenants share; may be given several times.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _flag("log-level", "How much to log, to stderr.")]

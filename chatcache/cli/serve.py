@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 import msgspec
 import typer
@@ -10,9 +11,12 @@ import typer
 from chatcache.cli import options
 from chatcache.compose import check_model_folder, served_name
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.settings import format_size
 
 ENGINE = EngineConfig()
 SERVER = ServerConfig()
+MAX_PUBLIC_PROMPTS = 64
+MAX_PUBLIC_PROMPT_BYTES = 1024 * 1024
 
 
 def serve(
@@ -37,6 +41,7 @@ def serve(
     allowed_host: options.AllowedHost = [],  # noqa: B006
     cors_origin: options.CorsOrigin = [],  # noqa: B006
     root_path: options.RootPath = SERVER.root_path,
+    public_prompt: options.PublicPrompt = [],  # noqa: B006
     log_level: options.LogLevel = "info",
 ) -> None:
     """Serve the chat page and the OpenAI-compatible API."""
@@ -64,6 +69,7 @@ def serve(
         allowed_hosts=tuple(allowed_host),
         cors_origins=tuple(cors_origin),
         root_path=_root_path(root_path),
+        public_prompts=_public_prompts(public_prompt),
         log_level=log_level,
     )
     check_model_folder(engine)
@@ -96,3 +102,29 @@ def _root_path(path: str) -> str:
     if path and not path.startswith("/"):
         raise typer.BadParameter(f"{path!r} does not begin with '/'.", param_hint="--root-path")
     return path.rstrip("/")
+
+
+def _public_prompts(files: list[Path]) -> tuple[str, ...]:
+    if len(files) > MAX_PUBLIC_PROMPTS:
+        raise typer.BadParameter(f"at most {MAX_PUBLIC_PROMPTS} files, got {len(files)}.", param_hint="--public-prompt")
+    return tuple(_public_prompt(file) for file in files)
+
+
+def _public_prompt(file: Path) -> str:
+    try:
+        if not file.is_file():
+            raise ValueError("is not a file.")
+        if file.stat().st_size > MAX_PUBLIC_PROMPT_BYTES:
+            raise ValueError(f"is larger than {format_size(MAX_PUBLIC_PROMPT_BYTES)}.")
+        text = file.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("is empty.")
+    except UnicodeDecodeError:
+        reason = "is not UTF-8 text."
+    except ValueError as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}."
+    else:
+        return text
+    raise typer.BadParameter(f"{file} {reason}", param_hint="--public-prompt")

@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from starlette.requests import HTTPConnection
 
 from chatcache.chat.conversations import Conversations
+from chatcache.chat.public import PublicPrompts
 from chatcache.chat.service import ChatService
 from chatcache.chat.store import ConversationStore
 from chatcache.config import ServerConfig
@@ -79,8 +80,9 @@ class Gateway:
             log.exception("the tokenizer did not load")
             self.load_error = f"the tokenizer did not load ({type(error).__name__})"
         else:
-            service = ChatService(self.engine, tokenizer)
-            self.model = Model(tokenizer, service, Conversations(store, tokenizer))
+            public = PublicPrompts(self.config.public_prompts)
+            service = ChatService(self.engine, tokenizer, public=public)
+            self.model = Model(tokenizer, service, Conversations(store, tokenizer, public))
 
     async def health(self) -> EngineHealth:
         """The engine's health; remembers what does not change once it is ready."""

@@ -42,7 +42,11 @@ async def chat_completions(request: Request) -> Response:
     owner = owner_of(request)
     prompt = await model.service.prompt(messages, owner)
     engine_request = GenerateRequest(
-        request_id=new_id("chatcmpl", "-"), prompt=prompt.token_ids, params=params, namespace=owner
+        request_id=new_id("chatcmpl", "-"),
+        prompt=prompt.token_ids,
+        params=params,
+        namespace=owner,
+        num_public_tokens=prompt.num_public_tokens,
     )
     shape = ChatShape(
         id=engine_request.request_id,

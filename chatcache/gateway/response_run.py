@@ -46,7 +46,12 @@ async def start_response(gateway: Gateway, owner: str, body: Mapping[str, Any]) 
     )
     planned = await model.conversations.plan(request)
     engine_request = GenerateRequest(
-        request_id=planned.turn.id, prompt=planned.prompt.token_ids, params=params, namespace=owner
+        request_id=planned.turn.id,
+        prompt=planned.prompt.token_ids,
+        params=params,
+        namespace=owner,
+        num_public_tokens=planned.prompt.num_public_tokens,
+        conversation_id=planned.conversation_id if request.store else "",
     )
     with known_as(max_tokens="max_output_tokens"):
         reply = await model.service.start(engine_request, planned.prompt.text)

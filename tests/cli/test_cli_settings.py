@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,10 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         "allowed-host": "example.org",
         "cors-origin": "https://example.org",
         "root-path": "/api/",
+        "public-prompt": "kind.txt",
         "log-level": "debug",
     }
+    Path("kind.txt").write_text("Be kind.\n")
     flags = [values["model"], "--no-prefix-caching"]
     for name, value in values.items():
         if name not in ("model", "no-prefix-caching"):
@@ -104,7 +107,7 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         serve(env={"CHATCACHE_" + name.upper().replace("-", "_"): value for name, value in values.items()}).exit_code
         == 0
     )
-    lists = ("api-key", "allowed-host", "cors-origin")
+    lists = ("api-key", "allowed-host", "cors-origin", "public-prompt")
     lines = [f'{name} = ["{value}"]' if name in lists else f'{name} = "{value}"' for name, value in values.items()]
     Path("chatcache.toml").write_text("\n".join(lines))
     result = serve()
@@ -135,9 +138,35 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
             allowed_hosts=("example.org",),
             cors_origins=("https://example.org",),
             root_path="/api",
+            public_prompts=("Be kind.\n",),
             log_level="debug",
         ),
     )
+
+
+def test_several_public_prompts_by_flag_and_by_environment(seen: Seen) -> None:
+    for name in ("a", "b"):
+        Path(name).write_text(f"You are {name}, é.", encoding="utf-8")
+    serve("--public-prompt", "a", "--public-prompt", "b")
+    serve(env={"CHATCACHE_PUBLIC_PROMPT": f"a{os.pathsep}b"})
+    assert [server.public_prompts for _, server in seen] == [("You are a, é.", "You are b, é.")] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (None, "is not a file"),
+        (b" \n", "is empty"),
+        (b"\xff", "is not UTF-8"),
+        (b"x" * (2**20 + 1), "larger than 1 MiB"),
+    ],
+)
+def test_a_public_prompt_that_is_none_is_refused(seen: Seen, data: bytes | None, reason: str) -> None:
+    if data is not None:
+        Path("p").write_bytes(data)
+    result = serve("--public-prompt", "p")
+    assert result.exit_code == 2 and not seen
+    assert "--public-prompt" in result.output and reason in " ".join(result.output.replace("│", " ").split())
 
 
 def test_several_keys_by_flag_and_by_environment(seen: Seen) -> None:

@@ -1,0 +1,75 @@
+"""Two tenants on one server: what they share is declared by the operator, the rest nobody else can find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.sync.client import connect
+
+from chatcache.config import ServerConfig
+from tests.gateway.frames import ask
+from tests.gateway.serving import PAGE_SIZE, Server, tiny_tokenizer
+
+CHAT = "/v1/chat/completions"
+DECLARED = "You are a kind helper of everybody. Answer in short words, and only in words."
+OWN = "You are the private helper of one company. Answer in long words, and only there."
+ONE, TWO = ({"authorization": f"Bearer sk-tenant-{name}"} for name in ("one", "two"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path: Path = tmp_path_factory.mktemp("tenants")
+    keys = ("sk-tenant-one", "sk-tenant-two")
+    config = ServerConfig(db=str(path / "chat.db"), api_keys=keys, public_prompts=(DECLARED + "\n",))
+    with Server(config) as server:
+        yield server.wait_ready()
+
+
+def cached(server: Server, key: dict[str, str], system: str, user: str, **more: Any) -> int:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    body = {"messages": messages, "max_tokens": 2, "ignore_eos": True, **more}
+    status, _, answer = server.request("POST", CHAT, body, key)
+    assert status == 200, answer
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def num_system_tokens(system: str) -> int:
+    return len(tiny_tokenizer().render_ids([{"role": "system", "content": system}], add_generation_prompt=False))
+
+
+def test_a_declared_system_prompt_is_shared_and_what_follows_it_is_not(shared: Server) -> None:
+    num_shared = num_system_tokens(DECLARED) // PAGE_SIZE * PAGE_SIZE
+    assert num_shared > 4 * PAGE_SIZE
+    assert cached(shared, ONE, DECLARED, "my secret is 42") == 0
+    assert cached(shared, TWO, DECLARED, "my secret is 42") == num_shared
+    assert cached(shared, TWO, DECLARED, "my secret is 42") > num_shared, "one's own are found to the last token"
+
+
+def test_an_undeclared_one_is_not(shared: Server) -> None:
+    assert cached(shared, ONE, OWN, "Hi") == 0
+    assert cached(shared, TWO, OWN, "Hi") == 0
+    assert cached(shared, ONE, OWN, "Hi") > 0
+
+
+def test_no_field_of_a_client_makes_tokens_public(shared: Server) -> None:
+    private = "Another private prompt, which its owner calls public without being asked."
+    claims = {"num_public_tokens": 30, "namespace": "", "public": True}
+    before = len("<|im_start|>system\n") // 2  # what any chat of one's own begins with
+    assert cached(shared, ONE, private, "Hi", **claims) <= before
+    assert cached(shared, TWO, private, "Hi", **claims) <= before
+    assert cached(shared, ONE, private, "Hi", **claims) > 4 * before
+
+
+def test_stored_conversations_share_it_too(shared: Server) -> None:
+    url = f"ws://127.0.0.1:{shared.port}/v1/responses"
+    figures = []
+    for key in (ONE, TWO, TWO):
+        with connect(url, additional_headers=key) as socket:
+            usage = ask(socket, input="Hello from a socket", instructions=DECLARED)["usage"]
+            figures.append(usage["input_tokens_details"]["cached_tokens"])
+    num_shared = num_system_tokens(DECLARED) // PAGE_SIZE * PAGE_SIZE
+    assert num_shared <= figures[1] < figures[2]
