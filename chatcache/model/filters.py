@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.ranking import top_tokens
+from chatcache.model.sums import row_sum
 from chatcache.model.transfer import to_device
 from chatcache.sched.plan import Draws
 
@@ -48,7 +49,7 @@ class Filters:
         floor = self._floor(draws)
         ahead = (scaled > value) | ((scaled == value) & (ids < at))
         weight = scaled.exp().masked_fill_(scaled < floor, 0.0)
-        before = (weight * ahead).sum(-1) / weight.sum(-1)
+        before = row_sum(weight * ahead) / row_sum(weight)
         top_p = self._put(draws.top_p)
         kept = (value >= floor).squeeze(-1) & ((before < top_p) | (top_p >= 1))
         passed: Flags = kept.cpu().numpy()
@@ -85,9 +86,10 @@ class Filters:
         values = values.masked_fill(rank >= limit, -torch.inf)
         covered = limited | (size == self.vocab_size) | torch.isneginf(values[:, -1]).cpu().numpy()
         if (draws.top_p < 1).any():
-            total = torch.where(self._put(limited), values.logsumexp(-1), scaled.logsumexp(-1))
-            mass = (values - total[:, None]).exp()
-            before = mass.cumsum(-1) - mass
+            weight = values.exp()
+            behind = weight.cumsum(-1)  # one after the other: `size` candidates or more, the sums are the same
+            total = torch.where(self._put(limited), behind[:, -1], row_sum(scaled.exp()))
+            before = (behind - weight) / total[:, None]
             top_p = self._put(draws.top_p.astype(np.float32))[:, None]
             dropped = (before >= top_p) & (top_p < 1) & (rank > 0)
             covered |= dropped[:, -1].cpu().numpy()

@@ -21,6 +21,7 @@ from chatcache.model.edits import change_logits
 from chatcache.model.filters import Filters, Flags, Index, draws_at
 from chatcache.model.noise import draw_keys, gumbel, token_base
 from chatcache.model.ranking import top_tokens
+from chatcache.model.sums import log_sum_exp
 from chatcache.model.transfer import to_device
 from chatcache.sched.plan import F32, I32, Draws, StepResult
 
@@ -68,7 +69,7 @@ class Sampler:
         wide, warm = draws.width > 1, draws.temperature > 0
         answer = _Answer.blank(num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any()))
         raw = logits.float()
-        lse = raw.logsumexp(-1)
+        lse = log_sum_exp(raw)
         view = _View.of(raw, index, draws)
         dead = np.zeros(num_draws, bool)
         if not wide.all():
@@ -126,7 +127,7 @@ class Sampler:
         rows = view.changed_rows(which)
         size = int(width.max())
         values, ids = top_tokens(rows, size)
-        logprobs = (values - rows.logsumexp(-1, keepdim=True)).cpu().numpy()
+        logprobs = (values - log_sum_exp(rows)[:, None]).cpu().numpy()
         used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
         answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
         answer.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
@@ -146,7 +147,7 @@ class Sampler:
         low, high = self._keys(draws)
         size = int(width.max())
         sums, ids = top_tokens(gumbel(self._base, low, high) + scaled, size)
-        lse = scaled.logsumexp(-1, keepdim=True)
+        lse = log_sum_exp(scaled)[:, None]
         logprobs = (scaled.gather(-1, ids) - lse).cpu().numpy()
         used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
         answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.ranking import top_tokens
+from chatcache.model.sums import log_sum_exp
 from chatcache.model.transfer import to_device
 from chatcache.sched.plan import F32, I32, I64, Rows, Scores
 
@@ -64,7 +65,7 @@ class ScoreSheet:
     def _fill(self, raw: Tensor) -> None:
         cells = slice(self._filled, self._filled + len(raw))
         self._filled = cells.stop
-        lse = raw.logsumexp(-1)
+        lse = log_sum_exp(raw)
         targets = self._targets[cells]
         at = to_device(np.maximum(targets, 0), raw.device)[:, None]
         values = (raw.gather(-1, at).squeeze(-1) - lse).cpu().numpy()

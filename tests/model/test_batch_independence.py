@@ -1,0 +1,110 @@
+"""A draw's answer has the same bits alone and in any company, on any number of threads: level 1 of determinism."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from chatcache.model.filters import Filters
+from chatcache.model.noise import draw_keys, gumbel, token_base
+from chatcache.model.sampler import Sampler
+from chatcache.model.sums import log_sum_exp, row_sum
+from chatcache.sched.plan import Draws
+from tests.model.drive import make_draws
+
+SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+CPU = torch.device("cpu")
+BATCHES = (1, 2, 3, 7, 32)
+
+
+@pytest.fixture(autouse=True, params=[1, 3], ids=["1-thread", "3-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("vocab_size", [199, 50003])
+def test_sums_and_noise(vocab_size: int) -> None:
+    """Both sides of where torch begins to share work among threads, and widths that no vector divides."""
+    x, base = torch.randn(33, vocab_size) * 4, token_base(vocab_size, CPU)
+    number = np.arange(33, dtype=np.int32)
+    low, high = (torch.from_numpy(word) for word in draw_keys(number.astype(np.uint64), number, number))
+    ids = torch.randperm(vocab_size)[:50].expand(33, -1)
+    functions: dict[str, Callable[[slice], torch.Tensor]] = {
+        "log_sum_exp": lambda rows: log_sum_exp(x[rows]),
+        "row_sum": lambda rows: row_sum(x[rows].exp()),
+        "gumbel": lambda rows: gumbel(base, low[rows], high[rows]),
+        "gumbel of some": lambda rows: gumbel(base[ids[rows]], low[rows], high[rows]),
+    }
+    for name, function in functions.items():
+        alone = torch.cat([function(slice(i, i + 1)) for i in range(33)])
+        for size in BATCHES:
+            for first in (0, 1):
+                rows = slice(first, first + size)
+                assert torch.equal(function(rows), alone[rows]), (name, size)
+    assert torch.equal(gumbel(base, low, high).gather(-1, ids), gumbel(base[ids], low, high))
+
+
+def random_draws(noise: np.random.Generator, number: int) -> list[dict[str, Any]]:
+    """Return draws of every kind, one a row."""
+    return [
+        {
+            "row": row,
+            "width": int(noise.choice([1, 1, 1, 5])),
+            "seed": int(noise.integers(2**63)),
+            "lane": int(noise.integers(9)),
+            "position": int(noise.integers(999)),
+            "temperature": float(noise.choice([0.0, 0.7, 1.0, 5.0])),
+            "top_k": int(noise.choice([0, 0, 3, 300, 700])),
+            "top_p": float(noise.choice([1.0, 0.9, 0.99, 0.5])),
+            "min_p": float(noise.choice([0.0, 0.0, 0.05])),
+            "num_top": int(noise.choice([0, 3])),
+        }
+        for row in range(number)
+    ]
+
+
+def bits(result: Any, draw: int) -> list[bytes]:
+    """Return a draw's answer as bytes, cut to the cells that hold something."""
+    cells: list[NDArray[Any]] = [result.tokens, result.logprobs, result.top_tokens, result.top_logprobs]
+    if result.perturbed is not None and result.perturbed.size:
+        cells.append(result.perturbed)
+    return [row[: np.count_nonzero(np.isfinite(row) & (row != -1))].tobytes() for row in (cell[draw] for cell in cells)]
+
+
+@pytest.mark.parametrize("vocab_size", [1024, 40000])
+def test_a_draw_does_not_see_its_batch(vocab_size: int) -> None:
+    noise = np.random.default_rng(SEED)
+    sampler = Sampler(vocab_size, CPU)
+    logits = torch.from_numpy(noise.normal(0, 3, (32, vocab_size)).astype(np.float32))
+    specs = random_draws(noise, 32)
+
+    def sample(rows: NDArray[np.intp]) -> Any:
+        draws = make_draws([{**specs[row], "row": place} for place, row in enumerate(rows)])
+        return sampler.sample(logits[rows], np.arange(len(rows)), draws)
+
+    alone = [[cell for cell in bits(sample(np.array([row])), 0) if cell] for row in range(32)]
+    for size in BATCHES[1:]:
+        rows = noise.permutation(32)[:size]
+        result = sample(rows)
+        for place, row in enumerate(rows):
+            assert [cell for cell in bits(result, place) if cell] == alone[row], f"seed {SEED}: {specs[row]}"
+
+
+def test_a_nucleus_does_not_see_how_many_candidates_were_fetched() -> None:
+    """Another draw's larger top_k makes all draws of the batch look at more candidates."""
+    filters = Filters(2000, CPU)
+    scaled = torch.randn(64, 2000) * 2
+    scaled -= scaled.amax(-1, keepdim=True)
+    draws: Draws = make_draws([{"top_k": 200, "top_p": 0.5 + row / 128, "temperature": 1.0} for row in range(64)])
+    few, many = (filters._cut(scaled, draws, size)[0] for size in (256, 1000))
+    assert torch.equal(few[:, :256], many[:, :256])
