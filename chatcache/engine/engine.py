@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from chatcache.config import EngineConfig
-from chatcache.decode.actions import Advance, Candidates, Strategy
+from chatcache.decode.actions import Advance, Strategy
 from chatcache.decode.factory import make_strategy
 from chatcache.decode.validate import validate_params
 from chatcache.engine.admission import check_branches, check_prompt, resolve_max_tokens
@@ -141,7 +141,7 @@ class Engine:
             return
         faults: dict[LiveRequest, Exception] = dict(step.faults)
         for draw, message in (*result.faults, *bad_draws(step.plan.draws, result, self._facts.vocab_size)):
-            faults.setdefault(_request_of_draw(step, draw), EngineFault(message))
+            faults.setdefault(step.request_of_draw(draw), EngineFault(message))
         self._scheduler.commit(step, faults)
         for request, fault in faults.items():
             self._fail(request, fault)
@@ -150,14 +150,9 @@ class Engine:
     def _advance(self, step: Step, result: StepResult, faults: dict[LiveRequest, Exception]) -> None:
         """Give every drawn request its candidates and carry out what its strategy answers."""
         candidates = candidates_of(step.plan.draws, result)
-        drawn: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
-        for row in step.drawn:
-            if row.branch.request not in faults:
-                answers = tuple(candidates[row.first_draw : row.first_draw + row.num_draws])
-                drawn.setdefault(row.branch.request, {})[row.branch.id] = answers
-        for request, answers_by_branch in drawn.items():
+        for request, answers in step.answers(candidates, faults).items():
             try:
-                advance = request.strategy.advance(answers_by_branch)
+                advance = request.strategy.advance(answers)
                 self._scheduler.apply(request, advance.actions)
                 if not advance.finished and not request.branches:
                     raise EngineFault("no branch is left, yet the request is not finished")
@@ -256,7 +251,3 @@ class Engine:
             return False
         self._kv.pool.forget_all()
         return True
-
-
-def _request_of_draw(step: Step, draw: int) -> LiveRequest:
-    return next(row.branch.request for row in reversed(step.drawn) if row.first_draw <= draw)

@@ -169,6 +169,21 @@ class KVCache:
         else:
             self.pool.describe(page, content)
 
+    def turn_pages(self, filled: Sequence[tuple[PageTable, bytes]]) -> list[int] | None:
+        """Commit to each table the tokens that fill all it has reserved, and give each one more page: all, or None.
+
+        Returns the new pages, told to nobody else: the tables count them as known to the runner.
+        """
+        pages = self.pool.allocate(len(filled))
+        if pages is None:
+            return None
+        for (table, tokens), page in zip(filled, pages, strict=True):
+            self.commit(table, tokens)
+            table.own.append(page)
+            table.num_reserved += self.page_size
+            table.changed_from += 1
+        return pages
+
     # -- forks ----------------------------------------------------------------------------------------------------
 
     def fork(self, table: PageTable) -> PageTable:

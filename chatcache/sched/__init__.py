@@ -9,6 +9,7 @@ that decodes one token are all the same case.
     branches.py   fork, extend, retire, part, rejoin: pages and slots follow
     slots.py      the page-table rows of the runner
     limits.py     what can ever fit: the worst case in pages
+    steady.py     the branches of which nothing has to be decided, as arrays; the rest is served branch by branch
     batch.py      collects the granted rows of one step and turns them into a plan
     draws.py      what to draw, as arrays
     queue.py      admission: who may start, who waits for a twin

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from chatcache.decode.actions import DrawSpec
+from chatcache.decode.actions import Candidates, DrawSpec
 from chatcache.kv.cache import PageCopy
-from chatcache.sched.draws import DrawArrays
-from chatcache.sched.plan import Rows, StepPlan
+from chatcache.sched.draws import draws_of, joined, placed
+from chatcache.sched.plan import I32, Draws, Rows, StepPlan
 from chatcache.sched.request import Branch, LiveRequest
+from chatcache.sched.steady import SteadyBranches, SteadyRows
 
 
 class Drawn(NamedTuple):
@@ -25,33 +26,76 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan and whom it serves. `granted` is parallel to the plan's rows: (branch, its new tokens as int32 bytes).
+    """A plan and whom it serves: first the branches that were granted tokens one by one, then the steady ones.
 
-    `faults`: requests whose strategy failed to say what to draw.
+    `granted` is parallel to the plan's first rows: (branch, its new tokens as int32 bytes); `drawn` says which of them
+    are drawn. The plan's last rows and draws are `steady`'s, one each. `faults`: requests whose strategy failed to say
+    what to draw.
     """
 
     plan: StepPlan
     granted: list[tuple[Branch, bytes]]
     drawn: list[Drawn]
+    steady: SteadyRows
     faults: list[tuple[LiveRequest, Exception]]
+
+    def branches(self) -> list[Branch]:
+        """List the branch of each row."""
+        return [*(branch for branch, _ in self.granted), *self.steady.branches]
 
     def requests(self) -> list[LiveRequest]:
         """List the requests with a row in this step, each once."""
-        return list(dict.fromkeys(branch.request for branch, _ in self.granted))
+        return list(dict.fromkeys(branch.request for branch in self.branches()))
+
+    def request_of_draw(self, draw: int) -> LiveRequest:
+        first = self._first_steady_draw
+        if draw >= first:
+            return self.steady.branches[draw - first].request
+        return next(row.branch.request for row in reversed(self.drawn) if row.first_draw <= draw)
+
+    def answers(
+        self, candidates: Sequence[Candidates], faulty: Collection[LiveRequest] = ()
+    ) -> dict[LiveRequest, dict[int, tuple[Candidates, ...]]]:
+        """Sort the candidates of all draws by request and branch id, those of `faulty` requests left out."""
+        answers: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
+        for branch, first, count in self.drawn:
+            answers.setdefault(branch.request, {})[branch.id] = tuple(candidates[first : first + count])
+        for branch, candidate in zip(self.steady.branches, candidates[self._first_steady_draw :], strict=True):
+            request = branch.request
+            if request in answers:
+                answers[request][branch.id] = (candidate,)
+            else:
+                answers[request] = {branch.id: (candidate,)}
+        for request in faulty:
+            answers.pop(request, None)
+        return answers
+
+    @property
+    def _first_steady_draw(self) -> int:
+        return self.drawn[-1].first_draw + self.drawn[-1].num_draws if self.drawn else 0
 
 
 class Batch:
-    """One step in the making. `budget` tokens may still be granted."""
+    """One step in the making. Every steady branch has its token; `budget` more may still be granted."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, max_num_tokens: int, steady: SteadyBranches) -> None:
         self.granted: list[tuple[Branch, bytes]] = []
+        self._num_left = max_num_tokens
+        self._steady = steady
         self._slot: list[int] = []
         self._start: list[int] = []
         self._num_tokens: list[int] = []
         self._updates: list[tuple[int, int, int]] = []
         self._copies: list[PageCopy] = []
         self._ready: list[tuple[Branch, int]] = []  # (branch, row): drawn in this step
+
+    @property
+    def budget(self) -> int:
+        return self._num_left - self._steady.num_branches
+
+    @property
+    def empty(self) -> bool:
+        return not self.granted and not self._steady.num_branches
 
     def add_copies(self, copies: Iterable[PageCopy]) -> None:
         self._copies += copies
@@ -69,18 +113,31 @@ class Batch:
         self._slot.append(slot)
         self._start.append(start)
         self._num_tokens.append(num_tokens)
-        self.budget -= num_tokens
+        self._num_left -= num_tokens
         if table.changed_from < table.num_base_pages + len(table.own):
             first, pages = table.take_changes()
             self._updates += [(slot, first + i, page) for i, page in enumerate(pages)]
 
-    def finish(self, step: int, forks: list[tuple[int, int, int]], arrays: DrawArrays) -> Step:
-        """Freeze the batch. Asks each drawn branch's strategy what to draw."""
+    def finish(self, step: int, forks: list[tuple[int, int, int]], turned: I32) -> Step:
+        """Freeze the batch; `turned` are the page table updates of the steady branches. Asks each other drawn branch's
+        strategy what to draw."""
+        steady, faults = self._steady.rows(), list[tuple[LiveRequest, Exception]]()
+        drawn, draws = self._draws(faults)
+        plan = StepPlan(
+            step=step,
+            forks=_table(forks),
+            updates=_after(self._updates, turned),
+            copies=_table(self._copies, columns=2),
+            rows=self._rows(steady.rows),
+            draws=self._with_steady(draws, steady.draws),
+        )
+        return Step(plan, self.granted, drawn, steady, faults)
+
+    def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[Drawn], Draws | None]:
         drawn: list[Drawn] = []
         specs: list[DrawSpec] = []
         rows: list[int] = []
         positions: list[int] = []
-        faults: list[tuple[LiveRequest, Exception]] = []
         for branch, row in self._ready:
             try:
                 wanted = branch.request.strategy.draws(branch.id)
@@ -94,21 +151,32 @@ class Batch:
                 specs.append(spec)
                 rows.append(row)
                 positions.append(branch.num_tokens)
-        plan = StepPlan(
-            step=step,
-            forks=_table(forks),
-            updates=_table(self._updates),
-            copies=_table(self._copies, columns=2),
-            rows=Rows(
-                slot=np.array(self._slot, np.int32),
-                start=np.array(self._start, np.int32),
-                num_tokens=np.array(self._num_tokens, np.int32),
-                tokens=np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4").astype(np.int32),
-            ),
-            draws=arrays.of(specs, rows, positions),
+        return drawn, draws_of(specs, rows, positions) if specs else None
+
+    def _rows(self, steady: Rows) -> Rows:
+        """Put the rows granted one by one before the steady ones."""
+        if not self.granted:
+            return steady
+        tokens = np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4").astype(np.int32)
+        return Rows(
+            slot=_after(self._slot, steady.slot),
+            start=_after(self._start, steady.start),
+            num_tokens=_after(self._num_tokens, steady.num_tokens),
+            tokens=_after(tokens, steady.tokens),
         )
-        return Step(plan, self.granted, drawn, faults)
+
+    def _with_steady(self, draws: Draws | None, steady: Draws) -> Draws:
+        if self.granted:
+            steady = placed(steady, steady.row + len(self.granted), steady.position)
+        return steady if draws is None else joined(draws, steady)
 
 
-def _table(rows: Sequence[Sequence[int]], columns: int = 3) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+def _table(rows: Sequence[Sequence[int]], columns: int = 3) -> I32:
     return np.array(rows, np.int32).reshape(-1, columns)
+
+
+def _after(first: Sequence[object] | I32, second: I32) -> I32:
+    """Return `first`'s cells, then `second`'s."""
+    if not len(first):
+        return second
+    return np.concatenate((np.asarray(first, np.int32), second))

@@ -8,7 +8,7 @@ it starts again       the leader computes; each other branch forks from its part
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from chatcache.decode.actions import BranchAction, Extend, Fork
 from chatcache.errors import EngineFault
@@ -16,14 +16,16 @@ from chatcache.kv.cache import KVCache
 from chatcache.kv.matching import PrefixMatch
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.slots import Slots
+from chatcache.sched.steady import SteadyBranches
 
 
 class Branches:
-    """The operations, over one KV cache and one set of slots."""
+    """The operations, over one KV cache and one set of slots. Steady branches leave before their pages are touched."""
 
-    def __init__(self, kv: KVCache, slots: Slots) -> None:
+    def __init__(self, kv: KVCache, slots: Slots, steady: SteadyBranches) -> None:
         self._kv = kv
         self._slots = slots
+        self._steady = steady
 
     def start(self, branch: Branch, match: PrefixMatch) -> None:
         """Give a branch a table on what is already computed of it, and a slot."""
@@ -32,6 +34,7 @@ class Branches:
 
     def close(self, branch: Branch, *, forget: bool = False) -> None:
         """Let go of a branch's pages and slot, if it has any."""
+        self._steady.leave(branch, forget=forget)
         if branch.table is not None:
             self._kv.close(branch.table, forget=forget)
             branch.table = None
@@ -53,6 +56,7 @@ class Branches:
             if partner is None:  # the branch it would have forked from is gone, and so are all others
                 self.start(branch, self._kv.match(self._kv.chain(branch.tokens(), request.scope)))
             elif partner.table is not None and partner.table.num_tokens >= branch.num_common:
+                self._steady.leave(partner)
                 branch.table = self._kv.fork(partner.table)
                 self._kv.truncate(branch.table, branch.num_common)
                 branch.slot = self._slots.fork(partner.slot, branch.table.changed_from)
@@ -61,7 +65,7 @@ class Branches:
             branch.partner, branch.num_common = None, 0
             request.num_waiting_branches -= 1
 
-    def apply(self, request: LiveRequest, actions: Iterable[BranchAction]) -> None:
+    def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Move the request's branches as its strategy decided.
 
         Raises: EngineFault if the actions break the contract of `decode.actions`; the request must then be finished.
@@ -70,24 +74,37 @@ class Branches:
         retired: list[Branch] = []
         try:
             for action in actions:
-                if isinstance(action, Fork):
+                if isinstance(action, Extend):
+                    self._extend(request, action)
+                elif isinstance(action, Fork):
                     families.append(self._fork(request, action))
-                elif isinstance(action, Extend):
-                    _drawn(request, action.branch).append(action.token)
                 else:
                     retired.append(self._retire(request, action.branch))
-            _check_all_moved(request)
+            self._check_all_moved(request)
             self._seat(families, retired)
         finally:
             for branch in retired:
                 self.close(branch)
 
+    def settle(self, request: LiveRequest) -> None:
+        """Let those branches be steady that can."""
+        for branch in request.branches.values():
+            if not branch.is_steady:
+                self._steady.enter(branch)
+
+    def _extend(self, request: LiveRequest, action: Extend) -> None:
+        branch = self._drawn(request, action.branch)
+        if branch.is_steady:
+            self._steady.extend(branch, action.token)
+        else:
+            branch.append(action.token)
+
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
-        parent = _drawn(request, action.parent)
+        parent = self._drawn(request, action.parent)
         if action.child in request.branches or parent.table is None:
             raise EngineFault(f"branch {action.child} exists already")
-        child = Branch(action.child, request, parent.outputs, parent.num_tokens)
-        child.append(action.token)
+        self._steady.leave(parent)
+        child = parent.fork(action.child, action.token)
         child.table = self._kv.fork(parent.table)
         request.branches[child.id] = child
         return parent, child
@@ -97,6 +114,7 @@ class Branches:
         branch = request.branches.pop(branch_id, None)
         if branch is None:
             raise EngineFault(f"branch {branch_id} was retired but does not exist")
+        self._steady.leave(branch)
         if branch.table is None:
             request.num_waiting_branches -= 1
         else:
@@ -121,17 +139,23 @@ class Branches:
             if id(child) not in heirs and child.table is not None:
                 child.slot = self._slots.fork(rows[id(parent)], child.table.changed_from)
 
+    def _drawn(self, request: LiveRequest, branch_id: int) -> Branch:
+        branch = request.branches.get(branch_id)
+        if branch is None or not self._wants_token(branch):
+            raise EngineFault(f"branch {branch_id} was acted on but had not been drawn")
+        return branch
 
-def _drawn(request: LiveRequest, branch_id: int) -> Branch:
-    branch = request.branches.get(branch_id)
-    if branch is None or branch.table is None or branch.table.num_tokens != branch.num_tokens:
-        raise EngineFault(f"branch {branch_id} was acted on but had not been drawn")
-    return branch
+    def _wants_token(self, branch: Branch) -> bool:
+        """Say whether everything the branch has is computed: it was drawn, and not extended since."""
+        if branch.is_steady:
+            return self._steady.is_drawn(branch)
+        return branch.table is not None and branch.table.num_tokens == branch.num_tokens
 
-
-def _check_all_moved(request: LiveRequest) -> None:
-    if len(request.branches) > request.max_branches:
-        raise EngineFault(f"{len(request.branches)} branches are alive, at most {request.max_branches} were announced")
-    for branch in request.branches.values():
-        if branch.table is not None and branch.table.num_tokens == branch.num_tokens:
-            raise EngineFault(f"branch {branch.id} was left without a next token")
+    def _check_all_moved(self, request: LiveRequest) -> None:
+        if len(request.branches) > request.max_branches:
+            raise EngineFault(
+                f"{len(request.branches)} branches are alive, at most {request.max_branches} were announced"
+            )
+        for branch in request.branches.values():
+            if self._wants_token(branch):
+                raise EngineFault(f"branch {branch.id} was left without a next token")

@@ -1,25 +1,25 @@
-"""What to draw, as arrays. Strategies answer with the same `DrawSpec` object step after step while nothing changes for
-a branch, so a decode step mostly reuses the arrays of the step before."""
+"""What to draw, as arrays."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from operator import is_
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chatcache.decode.actions import DrawSpec
-from chatcache.sched.plan import Draws, LogitEdit, LogitMask
+from chatcache.sched.plan import I32, Draws, LogitEdit, LogitMask
 
-_MASK_64 = 2**64 - 1
+MASK_64 = 2**64 - 1
+_ARRAYS = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
 
 
-def draws_of(specs: list[DrawSpec], rows: list[int], positions: list[int]) -> Draws:
+def draws_of(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
     """Lay out `specs`, drawn from `rows` at `positions`, as arrays. All have length D."""
     return Draws(
         row=np.array(rows, np.int32),
         width=np.array([spec.width for spec in specs], np.int32),
-        seed=np.array([spec.seed & _MASK_64 for spec in specs], np.uint64),
+        seed=np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
         lane=np.array([spec.lane for spec in specs], np.int32),
         position=np.array(positions, np.int32),
         temperature=np.array([spec.temperature for spec in specs], np.float32),
@@ -32,16 +32,47 @@ def draws_of(specs: list[DrawSpec], rows: list[int], positions: list[int]) -> Dr
     )
 
 
-class DrawArrays:
-    """`draws_of` with a memory of one step. The arrays are never written again, so steps may share them."""
+def joined(first: Draws, second: Draws) -> Draws:
+    """Put `second`, which has neither edits nor masks, after `first`."""
+    arrays = {name: np.concatenate((getattr(first, name), getattr(second, name))) for name in _ARRAYS}
+    return Draws(**arrays, edits=first.edits, masks=first.masks)
 
-    def __init__(self) -> None:
-        self._specs: list[DrawSpec] = []
-        self._draws = draws_of([], [], [])
 
-    def of(self, specs: list[DrawSpec], rows: list[int], positions: list[int]) -> Draws:
-        if len(specs) == len(self._specs) and all(map(is_, specs, self._specs)):
-            self._draws = replace(self._draws, row=np.array(rows, np.int32), position=np.array(positions, np.int32))
-        else:
-            self._specs, self._draws = specs, draws_of(specs, rows, positions)
-        return self._draws
+class DrawTable:
+    """One spec without edit and mask per slot, ready to be gathered."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._draws = draws_of([DrawSpec()] * num_slots, [0] * num_slots, [0] * num_slots)
+
+    def put(self, slot: int, spec: DrawSpec) -> None:
+        table = self._draws
+        table.width[slot] = spec.width
+        table.seed[slot] = spec.seed & MASK_64
+        table.lane[slot] = spec.lane
+        table.temperature[slot] = spec.temperature
+        table.top_k[slot] = spec.top_k
+        table.top_p[slot] = spec.top_p
+        table.min_p[slot] = spec.min_p
+        table.num_top[slot] = spec.num_top
+
+    def take(self, slots: NDArray[np.intp]) -> Draws:
+        """Return the specs of `slots` as draws of rows and positions yet unknown."""
+        return Draws(**{name: getattr(self._draws, name)[slots] for name in _ARRAYS})
+
+
+def placed(draws: Draws, row: I32, position: I32) -> Draws:
+    """Return the same draws from other rows and positions; they share all other arrays."""
+    return Draws(
+        row,
+        draws.width,
+        draws.seed,
+        draws.lane,
+        position,
+        draws.temperature,
+        draws.top_k,
+        draws.top_p,
+        draws.min_p,
+        draws.num_top,
+        draws.edits,
+        draws.masks,
+    )

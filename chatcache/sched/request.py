@@ -16,7 +16,8 @@ from chatcache.sched.plan import I32
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """One line of tokens: the request's prompt and `outputs` (little-endian int32).
+    """One line of tokens: the request's prompt and `outputs` (little-endian int32). `ordinal` counts its siblings
+    before it, in order of birth.
 
     Without a `table` the branch holds no pages and no slot: it waits, with its request or for its `partner`, the
     earlier branch with which it has most tokens (`num_common`) in common and from which it will fork again.
@@ -24,8 +25,10 @@ class Branch:
 
     id: int
     request: LiveRequest
-    outputs: bytes = b""
+    outputs: bytearray = field(default_factory=bytearray)
     num_tokens: int = 0
+    ordinal: int = 0
+    is_steady: bool = False
     table: PageTable | None = None
     slot: int = -1
     partner: Branch | None = None
@@ -44,9 +47,16 @@ class Branch:
         prompt = self.request.prompt_bytes
         first, last = start * TOKEN_BYTES - len(prompt), stop * TOKEN_BYTES - len(prompt)
         if first >= 0:
-            return self.outputs[first:last]
+            return bytes(self.outputs[first:last])
         head = prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         return head if last <= 0 else head + self.outputs[:last]
+
+    def fork(self, child: int, token: int) -> Branch:
+        """Return a branch of the same request that goes on with `token`; it has no pages yet."""
+        twin = Branch(child, self.request, self.outputs[:], self.num_tokens, self.request.num_branches_born)
+        self.request.num_branches_born += 1
+        twin.append(token)
+        return twin
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +64,8 @@ class LiveRequest:
     """A request from acceptance to its end. `arrival` orders requests: a smaller one is older.
 
     `chain` names the pages of the first branch while the request waits; `in_flight` holds the keys of those pages
-    that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner.
+    that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner and
+    `num_steady` of them are steady (see `sched.steady`).
     """
 
     request_id: str
@@ -72,6 +83,8 @@ class LiveRequest:
     chain: Chain | None = None
     in_flight: frozenset[bytes] = frozenset()
     num_waiting_branches: int = 0
+    num_steady: int = 0
+    num_branches_born: int = 1
     started: bool = False
     num_cached_tokens: int | None = None
     num_computed_tokens: int = 0
@@ -88,6 +101,15 @@ class LiveRequest:
     @property
     def scope(self) -> Scope:
         return Scope(self.namespace, self.num_public_tokens)
+
+    @property
+    def turn(self) -> int:
+        """Who is served first: the smaller. A signed number of at most 43 bits."""
+        return self.arrival
+
+    @property
+    def num_unsteady(self) -> int:
+        return len(self.branches) - self.num_steady
 
     @property
     def leader(self) -> Branch:

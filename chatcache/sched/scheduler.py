@@ -8,7 +8,8 @@ request that could not run alone is refused before it gets here. Hence no deadlo
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 
 from chatcache.decode.actions import BranchAction
 from chatcache.kv.cache import KVCache
@@ -18,10 +19,12 @@ from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
 from chatcache.sched.batch import Batch, Step
 from chatcache.sched.branches import Branches
-from chatcache.sched.draws import DrawArrays
 from chatcache.sched.queue import WaitingQueue
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.slots import Slots
+from chatcache.sched.steady import SteadyBranches
+
+_turn = attrgetter("turn")
 
 
 class Scheduler:
@@ -36,8 +39,8 @@ class Scheduler:
         self.running: list[LiveRequest] = []  # oldest first
         self.waiting = WaitingQueue(kv)
         self._slots = Slots(num_slots)
-        self._branches = Branches(kv, self._slots)
-        self._draw_arrays = DrawArrays()
+        self._steady = SteadyBranches(kv, num_slots)
+        self._branches = Branches(kv, self._slots, self._steady)
         self._num_branches = 0  # live branches of the running requests
 
     def add(self, request: LiveRequest) -> None:
@@ -47,34 +50,45 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Grant tokens, pages and slots for one step; None if nobody can run (then nobody is here at all)."""
-        batch = Batch(self.max_num_batched_tokens)
-        for request in self.running:
+        if self._tight:
+            self._steady.leave_all()
+        batch = Batch(self.max_num_batched_tokens, self._steady)
+        turned = self._steady.turn_pages()
+        unsettled = sorted(self._steady.unsettled, key=_turn)
+        for request in unsettled:
             if request.num_waiting_branches:
                 self._branches.rejoin(request)
-        if not self._serve_running(batch):
+        if not self._serve(unsettled, batch):
             self._admit(batch)
-        if not batch.granted:
+        if batch.empty:
             return None
         self.num_steps += 1
-        return batch.finish(self.num_steps, self._slots.take_forks(), self._draw_arrays)
+        return batch.finish(self.num_steps, self._slots.take_forks(), turned)
 
-    def _serve_running(self, batch: Batch) -> bool:
-        """Grant to the running requests, oldest first; return whether one had to be preempted."""
+    @property
+    def _tight(self) -> bool:
+        """Say whether a step may be too short to serve all branches: then who gets what is decided one by one."""
+        return self._num_branches > self.max_num_batched_tokens
+
+    def _serve(self, requests: list[LiveRequest], batch: Batch) -> bool:
+        """Grant to these running requests, oldest first; return whether one had to be preempted.
+
+        Tokens of steady branches are not part of the batch's budget, so whoever comes later is one that is not steady.
+        """
         num_preemptions = self.num_preemptions
-        num_later = self._num_branches
-        position = 0
-        while position < len(self.running):
-            request = self.running[position]
-            num_later -= len(request.branches)
+        num_later = sum(request.num_unsteady for request in requests)
+        for request in requests:
+            if request not in self._steady.unsettled:
+                continue  # preempted for the sake of an older one
+            num_later -= request.num_unsteady
             while not self._grant(request, batch, num_later):
                 victim = self.running[-1]
-                if victim is request and position == 0:
+                if victim is self.running[0]:
                     raise BrokenInvariant(f"request {request.request_id} does not fit an otherwise empty pool")
+                num_later -= victim.num_unsteady if victim is not request else 0
                 self._preempt(victim)
                 if victim is request:
                     return True
-                num_later -= len(victim.branches)
-            position += 1
         return self.num_preemptions > num_preemptions
 
     def _grant(self, request: LiveRequest, batch: Batch, num_later: int = 0) -> bool:
@@ -92,12 +106,13 @@ class Scheduler:
         return True
 
     def _wants(self, request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
-        """Split what is left of the budget over the request's branches.
+        """Split what is left of the budget over the request's branches, the steady ones aside: they have theirs.
 
         A chunk of a long prompt leaves one token for every branch that comes after it. The last tokens of a lockstep
         request are computed in one step or not at all, so that its branches are drawn together.
         """
-        gaps = [(b, b.num_tokens - b.table.num_tokens) for b in request.branches.values() if b.table is not None]
+        branches = request.branches.values()
+        gaps = [(b, b.num_tokens - b.table.num_tokens) for b in branches if b.table is not None and not b.is_steady]
         if len(gaps) == 1 and gaps[0][1] == 1 and budget > 0 and not request.num_waiting_branches:
             return gaps
         if request.lockstep:
@@ -128,7 +143,8 @@ class Scheduler:
 
     def _start(self, request: LiveRequest, match: PrefixMatch) -> None:
         self.waiting.remove(request)
-        insort(self.running, request, key=lambda other: other.arrival)
+        self._steady.unsettled.add(request)
+        insort(self.running, request, key=_turn)
         self._slots.promised += request.max_branches
         self._num_branches += len(request.branches)
         self._branches.start(request.leader, match)
@@ -140,15 +156,16 @@ class Scheduler:
             request.num_cached_tokens = match.num_tokens
 
     def _stop(self, request: LiveRequest) -> None:
-        """Take the request out of the running; its branches have to go their way before or after."""
+        """Take the request out of the running; its branches have gone their way."""
         self.running.remove(request)
+        self._steady.unsettled.discard(request)
         self._slots.promised -= request.max_branches
         self._num_branches -= len(request.branches)
         request.in_flight = frozenset()
 
     def _preempt(self, request: LiveRequest) -> None:
-        self._stop(request)
         self._branches.part(request)
+        self._stop(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
         self.waiting.push(request)
@@ -165,9 +182,10 @@ class Scheduler:
             self.kv.commit(table, tokens)
             if request.in_flight and table.num_tokens == branch.num_tokens:
                 request.in_flight = frozenset()
+        self._steady.advance(step.steady)
         self.kv.settle()
 
-    def apply(self, request: LiveRequest, actions: Iterable[BranchAction]) -> None:
+    def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Move the request's branches as its strategy decided.
 
         Raises: EngineFault if the actions break the contract of `decode.actions`; the request must then be finished.
@@ -177,16 +195,20 @@ class Scheduler:
             self._branches.apply(request, actions)
         finally:
             self._num_branches += len(request.branches) - num_before
+        if request.num_unsteady and not self._tight:
+            self._branches.settle(request)
+            if not request.num_unsteady:
+                self._steady.unsettled.discard(request)
 
     def finish(self, request: LiveRequest, *, forget: bool = False) -> int:
         """End a request, wherever it is; return how many pages nobody holds any more."""
         num_in_use = self.kv.pool.num_in_use
+        for branch in request.branches.values():
+            self._branches.close(branch, forget=forget)
         if request in self.running:
             self._stop(request)
         else:
             self.waiting.remove(request)
-        for branch in request.branches.values():
-            self._branches.close(branch, forget=forget)
         return num_in_use - self.kv.pool.num_in_use
 
     def abandon(self, step: Step) -> list[LiveRequest]:
@@ -214,5 +236,6 @@ class Scheduler:
         yield from self.waiting
 
     def tables(self) -> list[PageTable]:
-        """List every open page table."""
+        """List every open page table, up to date with what has been computed."""
+        self._steady.flush_all()
         return [table for request in self.running for table in request.tables()]

@@ -11,7 +11,7 @@ from chatcache.errors import EngineFault
 from chatcache.kv.audit import check
 from chatcache.kv.cache import KVCache
 from chatcache.sched.batch import Step
-from chatcache.sched.request import LiveRequest
+from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.scheduler import Scheduler
 
 P = 4
@@ -56,16 +56,23 @@ class Bench:
     def decode(self, token: int = 5) -> Step:
         """Run a step and extend every drawn branch."""
         step = self.step()
-        for request in {drawn.branch.request: None for drawn in step.drawn}:
-            branches = [drawn.branch.id for drawn in step.drawn if drawn.branch.request is request]
+        for request in dict.fromkeys(branch.request for branch in drawn(step)):
+            branches = [branch.id for branch in drawn(step) if branch.request is request]
             self.scheduler.apply(request, [Extend(branch, token) for branch in branches])
         return step
 
 
+def drawn(step: Step) -> list[Branch]:
+    """The branches that are drawn."""
+    return [*(row.branch for row in step.drawn), *step.steady.branches]
+
+
 def rows(step: Step) -> list[tuple[str, int, int, int]]:
-    """(request, branch, start, number of tokens) of each row."""
+    """(request, branch, start, number of tokens) of each row, the oldest request first."""
     starts, counts = step.plan.rows.start.tolist(), step.plan.rows.num_tokens.tolist()
-    return [(b.request.request_id, b.id, s, n) for (b, _), s, n in zip(step.granted, starts, counts, strict=True)]
+    branches = zip(step.branches(), starts, counts, strict=True)
+    in_order = sorted(branches, key=lambda row: (row[0].request.arrival, row[0].id))
+    return [(branch.request.request_id, branch.id, start, count) for branch, start, count in in_order]
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_drawn_once() -> None:
@@ -73,7 +80,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_drawn_once() -> None:
     bench.add(range(1, 26))
     steps = [bench.step() for _ in range(3)]
     assert [rows(step) for step in steps] == [[("r0", 0, 0, 10)], [("r0", 0, 10, 10)], [("r0", 0, 20, 5)]]
-    assert [len(step.drawn) for step in steps] == [0, 0, 1]
+    assert [len(drawn(step)) for step in steps] == [0, 0, 1]
     assert [step.plan.rows.tokens.tolist() for step in steps] == [
         list(range(1, 11)),
         list(range(11, 21)),
@@ -98,7 +105,7 @@ def test_a_long_prompt_leaves_room_for_those_who_decode() -> None:
     younger = bench.add([50, 51])
     bench.decode()
     bench.scheduler.waiting.push(old := LiveRequest("old", range(1, 31), "", Plain(), -1))
-    assert rows(bench.decode()) == [("r0", 0, 4, 1), ("r1", 0, 2, 1), ("old", 0, 0, 6)]
+    assert rows(bench.decode()) == [("old", 0, 0, 6), ("r0", 0, 4, 1), ("r1", 0, 2, 1)]
     assert rows(bench.decode()) == [("old", 0, 6, 6), ("r0", 0, 5, 1), ("r1", 0, 3, 1)]
     assert bench.scheduler.running[0] is old and bench.scheduler.running[-1] is younger
 
@@ -188,7 +195,7 @@ def test_lockstep_branches_are_drawn_together_or_not_at_all() -> None:
     assert [row[0] for row in rows(step)] == ["r0"] * 6, "two tokens are left, three branches want one each"
     bench.scheduler.finish(older)
     step = bench.decode()
-    assert [row[:2] for row in rows(step)] == [("r1", 0), ("r1", 1), ("r1", 2)] and len(step.drawn) == 3
+    assert [row[:2] for row in rows(step)] == [("r1", 0), ("r1", 1), ("r1", 2)] and len(drawn(step)) == 3
 
 
 def test_a_gang_starts_only_when_all_its_branches_have_slots() -> None:
