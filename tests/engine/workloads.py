@@ -79,14 +79,15 @@ class Wander:
     ) -> None:
         before = self._outputs[branch]
         whim = (sum(tokens) + len(before) + self._seed) % 8
-        grown = branch < 4 and branch not in self._parents  # two generations, everybody once
+        last = len(before) + 1 >= self._max_tokens
+        grown = not last and branch < 4 and branch not in self._parents  # two generations, everybody once
         if grown and whim <= 2:
             self._parents.add(branch)
             for number in range(1, 3):
                 child = branch * 4 + number
                 actions.append(Fork(branch, child, tokens[number]))
                 self._outputs[child] = (*before, tokens[number])
-        if len(before) + 1 >= self._max_tokens or (grown and whim == 2) or whim == 7:
+        if last or (grown and whim == 2) or whim == 7:
             actions.append(Retire(branch))
             del self._outputs[branch]
             outputs += [Emit(branch, (*before, tokens[0])), Done(branch, "stop")]
