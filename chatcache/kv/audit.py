@@ -6,10 +6,11 @@ Queries for tests, /metrics and idle self-checks: O(pages held), never part of a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from chatcache.kv.cache import KVCache
+from chatcache.kv.host import HostTier
 from chatcache.kv.keys import private_key
 from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable, Segment
@@ -58,12 +59,16 @@ def fractional_pages(groups: Sequence[Collection[PageTable]]) -> list[float]:
     return [sum(1 / sharers[page] for page in pages) for pages in held]
 
 
-def check(kv: KVCache, tables: Collection[PageTable]) -> None:
+def check(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Sequence[int]] = ()) -> None:
     """Verify the pool alone, and that its reference counts are exactly what `tables` (all open ones) hold.
 
-    Call between steps. Raises: BrokenInvariant naming the first claim that does not hold.
+    `host_pages`: what each preempted request holds of the host tier. Call between steps.
+
+    Raises: BrokenInvariant naming the first claim that does not hold.
     """
     kv.pool.check()
+    if kv.host is not None:
+        _check_host(kv.host, host_pages)
     segments: dict[int, Segment] = {}
     standing: Counter[int] = Counter()
     holds: Counter[int] = Counter()
@@ -83,6 +88,16 @@ def check(kv: KVCache, tables: Collection[PageTable]) -> None:
     for page, refs in enumerate(kv.pool.refs):
         if refs != holds[page]:
             raise BrokenInvariant(f"page {page} counts {refs} holders and has {holds[page]}")
+
+
+def _check_host(host: HostTier, host_pages: Iterable[Sequence[int]]) -> None:
+    host.pool.check()
+    if any(host.moves()):
+        raise BrokenInvariant("copies from or to the host outlived their step")
+    holds = Counter(page for pages in host_pages for page in pages)
+    for page, refs in enumerate(host.pool.refs):
+        if refs != holds[page]:
+            raise BrokenInvariant(f"host page {page - 1} counts {refs} holders and has {holds[page]}")
 
 
 def _check_table(kv: KVCache, table: PageTable) -> None:

@@ -11,7 +11,7 @@ names, gets a fresh page and a `PageCopy`; the last holder of an unpublished pag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatcache.kv.chain import Chain, Scope, name_pages
+from chatcache.kv.host import HostTier, Load
 from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, private_key, root_key, token_bytes
-from chatcache.kv.matching import PrefixMatch, longest_match, no_match
-from chatcache.kv.pool import BrokenInvariant, PagePool
+from chatcache.kv.matching import PrefixMatch, longest_match, longest_match_in_both, no_match
+from chatcache.kv.pool import NULL_PAGE, BrokenInvariant, PagePool
 from chatcache.kv.table import PageTable, Segment
 
 Tokens = Sequence[int] | NDArray[np.int32]
@@ -38,8 +39,16 @@ class PageCopy(NamedTuple):
 class KVCache:
     """Page tables over one pool. Set `enable_matching=False` to never reuse what a finished branch computed."""
 
-    def __init__(self, num_pages: int, page_size: int, model_digest: str = "", enable_matching: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        model_digest: str = "",
+        enable_matching: bool = True,
+        num_host_pages: int = 0,
+    ) -> None:
         self.pool = PagePool(num_pages)
+        self.host = HostTier(num_host_pages) if num_host_pages else None
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = root_key(model_digest, page_size)
@@ -58,9 +67,23 @@ class KVCache:
             return name_pages(self._root, data, self._page_bytes, scope)
         return replace(name_pages(self._root, b"", self._page_bytes, scope), data=data)
 
-    def match(self, chain: Chain) -> PrefixMatch:
-        """Find the longest computed prefix, never the last token (its logits are needed). A query."""
-        return longest_match(self.pool, chain) if self._enable_matching else no_match(chain)
+    def own_chain(self, tokens: Tokens | bytes, scope: Scope = PRIVATE) -> Chain:
+        """Name the full pages of a request that has host pages, even if there is no matching otherwise."""
+        data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
+        return name_pages(self._root, data, self._page_bytes, scope)
+
+    def match(self, chain: Chain, host_pages: Collection[int] = ()) -> PrefixMatch:
+        """Find the longest computed prefix, never the last token (its logits are needed). A query.
+
+        `host_pages`: those that the asking request holds; without matching they are all that may be found.
+        """
+        if not self._enable_matching:
+            if self.host is None or not host_pages:
+                return no_match(chain)
+            return longest_match_in_both(None, self.host.pool, chain, host_pages)
+        if self.host is None or self.host.pool.is_blank:
+            return longest_match(self.pool, chain)
+        return longest_match_in_both(self.pool, self.host.pool, chain)
 
     def open(self, match: PrefixMatch) -> PageTable:
         """Start a table on a match that was made since the last change of the cache."""
@@ -68,6 +91,44 @@ class KVCache:
         namespace, num_public_tokens = match.scope.namespace, match.scope.num_public_tokens
         num_public_pages = num_public_tokens // self.page_size
         return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail, list(match.pages))
+
+    def restore(self, match: PrefixMatch) -> PageTable | None:
+        """Start a table on a match, loading what only the host has; None if there is no room for that."""
+        table = PageTable(match.key, match.scope.namespace, match.scope.num_public_tokens // self.page_size)
+        return table if self.extend(table, match) else None
+
+    def extend(self, table: PageTable, match: PrefixMatch) -> bool:
+        """Lengthen a table of full pages, with which the match begins, to all of it; False if there is no room."""
+        first = table.num_pages
+        pages = match.pages[first:]
+        loads = [(index - first, host_page) for index, host_page in match.loads if index >= first]
+        present = [page for page in pages if page != NULL_PAGE]
+        self.pool.retain(present)
+        fresh = self.pool.allocate(len(loads))
+        if fresh is None:
+            self.pool.release(present)
+            return False
+        num_full = match.num_tokens // self.page_size - first
+        for page, (index, host_page) in zip(fresh, loads, strict=True):
+            pages[index] = page
+            self._load(page, host_page, is_full=index < num_full)
+        table.own += pages
+        table.num_tokens = table.num_reserved = match.num_tokens
+        table.key, table.tail = match.key, match.tail
+        table.num_public_pages = match.scope.num_public_tokens // self.page_size
+        return True
+
+    def _load(self, page: int, host_page: int, *, is_full: bool) -> None:
+        host = self._tier()
+        content = host.pool.content(host_page) if is_full else None
+        if content is not None:
+            self.pool.describe(page, content)
+        host.load(page, Load(host_page, content))
+
+    def _tier(self) -> HostTier:
+        if self.host is None:
+            raise BrokenInvariant("there is no host tier")
+        return self.host
 
     # -- making room ----------------------------------------------------------------------------------------------
 
@@ -92,7 +153,7 @@ class KVCache:
             if id(table) in copying:
                 copies.append(self._copy_tail(table, pages.pop()))
             elif table.tail:
-                self.pool.withdraw(self._tail_page(table))
+                self._withdraw_tail(table)
             table.own += [pages.pop() for _ in range(num_fresh)]
             table.num_reserved = table.num_pages * self.page_size
         return tuple(copies)
@@ -120,6 +181,13 @@ class KVCache:
     def _tail_page(self, table: PageTable) -> int:
         return table.own[table.num_tokens // self.page_size - table.num_base_pages]
 
+    def _withdraw_tail(self, table: PageTable) -> None:
+        """Take a tail that is about to be written out of the index."""
+        page = self._tail_page(table)
+        self.pool.withdraw(page)
+        if self.host is not None:
+            self.host.spoil(page)
+
     def _num_holders(self, page: int) -> int:
         return self.pool.refs[page] - (page in self._copy_sources)
 
@@ -135,10 +203,45 @@ class KVCache:
         return PageCopy(src, dst)
 
     def settle(self) -> None:
-        """Let go of this step's copy sources: its copies have been made, or the step was given up."""
+        """Note that the step was executed: its copies have been made, pages from the host are here and can be found."""
+        for page, content in self.host.settle() if self.host is not None else ():
+            if self.pool.refs[page]:
+                self._publish(page, content)
+        self._let_go_of_copy_sources()
+
+    def abandon(self) -> None:
+        """Note that the step was given up. Every table that it would have changed has to be closed before."""
+        if self.host is not None:
+            self.host.abandon()
+        self._let_go_of_copy_sources()
+
+    def _let_go_of_copy_sources(self) -> None:
         for page in self._copy_sources:
             self.pool.release((page,))
         self._copy_sources.clear()
+
+    # -- to the host ----------------------------------------------------------------------------------------------
+
+    def contents(self, tables: Iterable[PageTable]) -> dict[int, PageContent]:
+        """Say what the distinct pages of these tables hold, partly filled tails by their own names. O(pages)."""
+        contents: dict[int, PageContent] = {}
+        for table in tables:
+            pages = table.pages()
+            for page in pages[: table.num_tokens // self.page_size]:
+                if page not in contents and (content := self.pool.content(page)) is not None:
+                    contents[page] = content
+            if table.tail:
+                page = self._tail_page(table)
+                if page not in contents or len(contents[page].tokens) < len(table.tail):
+                    contents[page] = page_content(table.key, table.tail)
+        return contents
+
+    def swap_out(self, contents: Mapping[int, PageContent]) -> list[int] | None:
+        """Copy pages to the host in this step; return the host pages, held, or None if there is no room.
+
+        The pages may be let go of at once: a plan copies out before it writes anything.
+        """
+        return self.host.hold(contents) if self.host is not None else None
 
     # -- after execution ------------------------------------------------------------------------------------------
 
@@ -226,6 +329,7 @@ class KVCache:
         del table.own[kept:]
         table.num_tokens = table.num_reserved = num_tokens
         table.changed_from = min(table.changed_from, table.num_pages)
+        self._cancel_loads()
 
     def _rewind_names(self, table: PageTable, num_tokens: int) -> None:
         index, num_left = divmod(num_tokens, self.page_size)
@@ -260,8 +364,7 @@ class KVCache:
         `forget` takes it out of the index instead: what a faulty request computed must not be found again.
         """
         if forget:
-            for page in table.pages():
-                self.pool.withdraw(page)
+            self._forget(table)
         elif table.tail and self._enable_matching:
             self._publish_tail(table)
         self.pool.release(table.own)
@@ -270,10 +373,24 @@ class KVCache:
         table.own, table.base, table.num_base_pages = [], None, 0
         table.num_tokens = table.num_reserved = table.changed_from = 0
         table.tail = b""  # a closed table holds nothing; closing it again is harmless
+        self._cancel_loads()
+
+    def _cancel_loads(self) -> None:
+        if self.host is not None:
+            self.host.cancel_unheld(self.pool.refs)
+
+    def _forget(self, table: PageTable) -> None:
+        if self.host is not None:
+            for content in self.contents([table]).values():
+                self.host.forget(content)
+        for page in table.pages():
+            self.pool.withdraw(page)
 
     def _publish_tail(self, table: PageTable) -> None:
         """Publish a tail that is this table's alone; one that others hold will be published by the last of them."""
         page = self._tail_page(table)
+        if self.host is not None and self.host.is_coming(page):
+            return  # it will be here after the step only
         if self._num_holders(page) == 1 and not self.pool.is_published(page):
             self.pool.publish(page, page_content(table.key, table.tail))
 

@@ -14,7 +14,7 @@ tail before its head, and whoever holds a page also holds everything before it, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from chatcache.kv.chain import Chain
@@ -58,6 +58,11 @@ class PagePool:
     @property
     def num_in_use(self) -> int:
         return self.num_usable - self.num_free
+
+    @property
+    def is_blank(self) -> bool:
+        """Say whether nothing can be found here."""
+        return not self._index
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Hand out `num_pages` pages, each held once, or none at all."""
@@ -143,10 +148,15 @@ class PagePool:
             self._content[page] = None
             self._blank.append(page)
 
-    def lookup(self, chain: Chain, num_pages: int) -> list[int]:
-        """Find the longest run of published pages among the chain's first `num_pages`, in order."""
+    def find(self, content: PageContent) -> int | None:
+        """Find the published page with this content."""
+        page = self._index.get(content.key)
+        return page if page is not None and self._content[page] == content else None
+
+    def lookup(self, chain: Chain, num_pages: int, start: int = 0) -> list[int]:
+        """Find the longest run of published pages among the chain's pages start .. num_pages - 1, in order."""
         found: list[int] = []
-        for index, key in enumerate(chain.keys[:num_pages]):
+        for index, key in enumerate(chain.keys[start:num_pages], start):
             page = self._index.get(key)
             if page is None:
                 break
@@ -156,17 +166,26 @@ class PagePool:
             found.append(page)
         return found
 
-    def lookup_partial(self, parent: bytes, tokens: bytes) -> tuple[int, int] | None:
+    def lookup_partial(
+        self, parent: bytes, tokens: bytes, among: Collection[int] | None = None
+    ) -> tuple[int, int] | None:
         """Find the published page after `parent` that begins with most of `tokens`: (page, number of tokens).
 
         Looks at the newest MAX_SCANNED_CHILDREN continuations only; a popular prompt has thousands.
         """
         best: tuple[int, int] | None = None
         for page in islice(reversed(self._children.get(parent, {})), MAX_SCANNED_CHILDREN):
+            if among is not None and page not in among:
+                continue
             num_common = _num_common_tokens(self._content_of(page).tokens, tokens)
             if num_common > (best[1] if best else 0):
                 best = page, num_common
         return best
+
+    def beginnings(self, parent: bytes, tokens: bytes) -> list[int]:
+        """List the published pages after `parent` whose tokens `tokens` begins with."""
+        children = self._children.get(parent, {})
+        return [page for page in children if tokens.startswith(self._content_of(page).tokens)]
 
     def forget_all(self) -> None:
         """Empty the index: idle pages become blank, held ones stay with their holders."""
