@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from chatcache.decode.actions import Strategy
 from chatcache.decode.beam import BeamStrategy
+from chatcache.decode.distinct import DistinctStrategy
 from chatcache.decode.sampling import SamplingStrategy
 from chatcache.decode.stop import StopRules
 from chatcache.types import BeamSearchParams, GenerateRequest, ModelFacts
@@ -30,4 +31,6 @@ def make_strategy(
     rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=token_bytes)
     if isinstance(params, BeamSearchParams):
         return BeamStrategy(params, rules, vocab_size=facts.vocab_size)
+    if params.distinct:
+        return DistinctStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt, vocab_size=facts.vocab_size)
     return SamplingStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt)

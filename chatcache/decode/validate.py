@@ -13,6 +13,7 @@ MAX_TEMPERATURE = 100.0
 MIN_REPETITION_PENALTY = 1e-3  # dividing by less overflows a logit
 MAX_REPETITION_PENALTY = 10.0
 MAX_LENGTH_PENALTY = 10.0
+MAX_DIVERSITY_PENALTY = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_STOP_CHARS = 256
@@ -44,6 +45,7 @@ def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
     _number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
     if params.seed is not None:
         _integer("seed", params.seed, -(2**63), 2**64 - 1)
+    _distinct(params)
     if params.logit_bias is not None:
         if not isinstance(params.logit_bias, dict):
             raise InvalidRequest("logit_bias must be a map from token id to bias", param="logit_bias")
@@ -53,14 +55,42 @@ def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
             _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, what=f"of token {token}")
 
 
+def _distinct(params: SamplingParams) -> None:
+    _flag("distinct", params.distinct)
+    if params.distinct and params.temperature == 0.0:
+        raise InvalidRequest("distinct needs a temperature greater than 0, got 0", param="distinct")
+    if params.distinct and params.best_of is not None:
+        raise InvalidRequest(
+            "distinct and best_of exclude each other: distinct candidates come ranked as they were drawn, "
+            "to choose among them by likelihood would no longer be a sample without replacement",
+            param="best_of",
+        )
+
+
 def _validate_beams(params: BeamSearchParams) -> None:
     _integer("beam_width", params.beam_width, 1, MAX_N)
+    _groups(params)
+    _flag("stream_beams", params.stream_beams)
     if params.n is not None:
         _integer("n", params.n, 1, params.beam_width)
     _number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
         raise InvalidRequest(
             f'early_stopping must be true, false or "never", got {params.early_stopping!r}', param="early_stopping"
+        )
+
+
+def _groups(params: BeamSearchParams) -> None:
+    _integer("num_beam_groups", params.num_beam_groups, 1, params.beam_width)
+    if params.beam_width % params.num_beam_groups:
+        raise InvalidRequest(
+            f"num_beam_groups must divide beam_width ({params.beam_width}), got {params.num_beam_groups}",
+            param="num_beam_groups",
+        )
+    _number("diversity_penalty", params.diversity_penalty, 0.0, MAX_DIVERSITY_PENALTY)
+    if params.diversity_penalty > 0.0 and params.num_beam_groups == 1:
+        raise InvalidRequest(
+            "diversity_penalty needs num_beam_groups of at least 2: it acts between groups", param="diversity_penalty"
         )
 
 
@@ -71,14 +101,18 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
     if params.logprobs is not None:
         _integer("logprobs", params.logprobs, 0, MAX_TOP_LOGPROBS)
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-        if not isinstance(getattr(params, name), bool):
-            raise InvalidRequest(f"{name} must be true or false, got {getattr(params, name)!r}", param=name)
+        _flag(name, getattr(params, name))
     _length("stop", params.stop, "strings", MAX_STOP_STRINGS)
     for text in params.stop:
         _stop_string(text)
     _length("stop_token_ids", params.stop_token_ids, "ids", MAX_STOP_TOKEN_IDS)
     for token in params.stop_token_ids:
         _integer("stop_token_ids", token, 0, vocab_size - 1, what="entry")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be true or false, got {value!r:.100}", param=name)
 
 
 def _integer(name: str, value: object, low: int, high: int, *, what: str = "") -> None:

@@ -52,10 +52,24 @@ def edited(logits: F32, spec: DrawSpec) -> F32:
     return result
 
 
+def gumbel(seed: int, lane: int, position: int, size: int) -> F32:
+    return np.random.default_rng([seed, lane, position]).gumbel(size=size).astype(np.float32)
+
+
+def top_alternatives(logits: F32, num_top: int) -> tuple[tuple[int, float], ...]:
+    raw = log_softmax(logits)
+    return tuple((int(t), float(raw[t])) for t in np.argsort(-raw, kind="stable")[:num_top])
+
+
 def draw(logits: F32, spec: DrawSpec, position: int) -> Candidates:
     """Draw as `sched.plan.Draws` says (top_k, top_p and min_p are the runner's and not simulated)."""
-    raw = log_softmax(logits)
-    top = tuple((int(t), float(raw[t])) for t in np.argsort(-raw, kind="stable")[: spec.num_top])
+    if spec.width > 1 and spec.temperature > 0:
+        scores = log_softmax(edited(logits, spec) / np.float32(spec.temperature))
+        perturbed = scores + gumbel(spec.seed, spec.lane, position, len(scores))
+        order = [t for t in np.argsort(-perturbed, kind="stable")[: spec.width].tolist() if scores[t] > -np.inf]
+        top = top_alternatives(logits, spec.num_top)
+        return Candidates(tuple(order), tuple(scores[order].tolist()), top, tuple(perturbed[order].tolist()))
+    raw, top = log_softmax(logits), top_alternatives(logits, spec.num_top)
     changed = edited(logits, spec)
     if spec.width > 1:
         scores = log_softmax(changed)
@@ -64,7 +78,7 @@ def draw(logits: F32, spec: DrawSpec, position: int) -> Candidates:
     if spec.temperature == 0:
         token = int(changed.argmax())
     else:
-        noise = np.random.default_rng([spec.seed, spec.lane, position]).gumbel(size=len(changed))
+        noise = gumbel(spec.seed, spec.lane, position, len(changed))
         token = int((changed / spec.temperature + noise).argmax())
     return Candidates((token,), (float(raw[token]),), top)
 
@@ -80,15 +94,21 @@ class Outcome:
 
 @dataclass
 class Run:
+    """`pieces`: how many tokens of each candidate had been emitted after each step."""
+
     outcomes: dict[int, Outcome]
     num_steps: int
     most_alive: int
+    grown: list[Grown]
+    pieces: list[dict[int, int]]
 
 
 def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: random.Random | None = None) -> Run:
     """Drive a strategy to its end. `shuffle` lets branches progress unevenly where the strategy allows it."""
     branches: dict[int, tuple[int, ...]] = {0: tuple(prompt)}
     outcomes: dict[int, Outcome] = {}
+    grown: list[Grown] = []
+    pieces: list[dict[int, int]] = []
     num_steps, most_alive, finished = 0, 1, False
     while not finished:
         num_steps += 1
@@ -106,6 +126,7 @@ def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: r
         most_alive = max(most_alive, _apply(branches, set(picked), advance.actions, strategy.max_branches))
         for output in advance.outputs:
             if isinstance(output, Grown):
+                grown.append(output)
                 continue
             outcome = outcomes.setdefault(output.index, Outcome())
             assert outcome.done is None
@@ -115,9 +136,10 @@ def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: r
             else:
                 outcome.done = output
         finished = advance.finished
+        pieces.append({index: len(outcome.tokens) for index, outcome in outcomes.items()})
     assert not branches
     assert all(outcome.done is not None for outcome in outcomes.values())
-    return Run(outcomes, num_steps, most_alive)
+    return Run(outcomes, num_steps, most_alive, grown, pieces)
 
 
 def _apply(

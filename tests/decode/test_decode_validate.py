@@ -62,12 +62,18 @@ BEAM_GOOD: dict[str, list[Any]] = {
     "n": [None, 1, 4],
     "length_penalty": [-10, 0, 10.0],
     "early_stopping": [True, False, "never"],
+    "num_beam_groups": [1, 2, 4],
+    "diversity_penalty": [0, 0.0],
+    "stream_beams": [True, False],
 }
 BEAM_BAD: dict[str, list[Any]] = {
     "beam_width": [0, 65, 2.0, None],
     "n": [0, 5, 1.0],
     "length_penalty": [-10.1, 10.1, NAN, INF, None],
     "early_stopping": [None, 1, 0, "always", ""],
+    "num_beam_groups": [0, 3, 5, 2.0, None, True],
+    "diversity_penalty": [-0.1, 0.1, 101, NAN, INF, None],
+    "stream_beams": [None, 1],
 }
 
 
@@ -108,6 +114,31 @@ def test_beams_refuse_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name) as caught:
         validate_params(changed(BeamSearchParams(), name, value), VOCAB_SIZE)
     assert caught.value.param == name
+
+
+def test_groups_divide_the_width_and_a_penalty_needs_them() -> None:
+    validate_params(BeamSearchParams(beam_width=6, num_beam_groups=3, diversity_penalty=100), VOCAB_SIZE)
+    for bad, param, words in [
+        (BeamSearchParams(beam_width=6, num_beam_groups=4), "num_beam_groups", r"must divide beam_width \(6\), got 4"),
+        (BeamSearchParams(beam_width=6, num_beam_groups=7), "num_beam_groups", "must be between 1 and 6, got 7"),
+        (BeamSearchParams(diversity_penalty=0.5), "diversity_penalty", "needs num_beam_groups of at least 2"),
+        (BeamSearchParams(num_beam_groups=2, diversity_penalty=-1), "diversity_penalty", "between 0 and 100, got -1"),
+    ]:
+        with pytest.raises(InvalidRequest, match=words) as caught:
+            validate_params(bad, VOCAB_SIZE)
+        assert caught.value.param == param
+
+
+def test_distinct_needs_noise_and_ranks_by_itself() -> None:
+    validate_params(SamplingParams(distinct=True, n=64, temperature=0.1), VOCAB_SIZE)
+    for bad, param, words in [
+        (SamplingParams(distinct=True, temperature=0.0), "distinct", "needs a temperature greater than 0, got 0"),
+        (SamplingParams(distinct=True, best_of=4), "best_of", "exclude each other"),
+        (SamplingParams(distinct="yes"), "distinct", "must be true or false, got 'yes'"),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises(InvalidRequest, match=words) as caught:
+            validate_params(bad, VOCAB_SIZE)
+        assert caught.value.param == param
 
 
 def test_bounds_are_in_the_message() -> None:

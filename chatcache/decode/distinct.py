@@ -1,0 +1,195 @@
+r"""Sampling without replacement: n candidates, no two alike, by stochastic beam search on the same forks as beams.
+
+Give every possible output y the value log p(y) + standard Gumbel noise: the n largest values are a sample without
+replacement, as if one drew n times from p and struck out what had been drawn (the Gumbel top-k trick). No need to look
+at every y: the largest value below a prefix is again log p(prefix) + Gumbel noise. So draw the values top down. The
+children of a prefix whose value is known get noise of their own, then are shifted so that their maximum is that value:
+
+    value(child) = -log(exp(-value(parent)) - exp(-max of the perturbed children) + exp(-perturbed(child)))
+
+and whatever is not among the n largest at any length can never be. The search is exact, not an approximation.
+
+The noise of a prefix is keyed by (seed, its tokens, position) alone. So a larger n begins with the candidates of a
+smaller one, and nothing depends on batch, preemption or restart. The best child of the best prefix is always again the
+best: candidate 0 is streamed token by token, an ordinary sample from p.
+
+Source: Kool, van Hoof, Welling, "Stochastic Beams and Where to Find Them", ICML 2019; appendix B.3 for the numerics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Output
+from chatcache.decode.lineage import Lineage
+from chatcache.decode.penalties import LogitEdits
+from chatcache.decode.stop import START, Ended, StopRules, Trail
+from chatcache.decode.streaming import Node, Stream, TokenTree
+from chatcache.types import FINISH_LENGTH, SamplingParams, TokenLogprob
+
+NO_SCORE = -1.0e9
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """One of the n best so far, finished (`ended`) or live. `score`: its log-probability, `value`: that plus noise."""
+
+    node: Node
+    score: float
+    value: float
+    trail: Trail
+    edits: LogitEdits
+    spec: DrawSpec
+    ended: Ended | None = None
+
+
+class DistinctStrategy:
+    """Draw `n` different candidates, the best perturbed first; each scores its exact log-probability.
+
+    Probabilities, of candidates and of tokens, are those of the distribution drawn from: after edits, temperature and
+    filters. Where fewer than `n` outputs are possible, the missing ones end at once with a score of -1e9.
+    """
+
+    def __init__(
+        self, params: SamplingParams, rules: StopRules, *, seed: int, prompt: Sequence[int], vocab_size: int
+    ) -> None:
+        self._rules = rules
+        self._num_candidates = params.n
+        self._with_logprobs = params.logprobs is not None
+        spec = DrawSpec(
+            width=min(max(params.n, 2), vocab_size),  # a draw of width 1 would not say its noise
+            seed=seed,
+            temperature=params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            num_top=params.logprobs or 0,
+        )
+        edits = LogitEdits(params, prompt, rules.terminal_ids if rules.min_tokens > 0 else ())
+        self._tree = TokenTree()
+        self._stream = Stream(self._tree, params.n, with_logprobs=self._with_logprobs)
+        self._lineage = Lineage()
+        self._ranked = [Prefix(self._tree.root, 0.0, 0.0, START, edits, spec)]  # best value first
+        self._live = {0: self._ranked[0]}  # by branch
+        self._tree.root.num_holds += 1
+        self._num_streamed = 1
+        self._num_done = 0
+
+    @property
+    def max_branches(self) -> int:
+        return self._num_candidates
+
+    @property
+    def lockstep(self) -> bool:
+        return True
+
+    @property
+    def steady(self) -> bool:
+        return False
+
+    def draws(self, branch: int) -> tuple[DrawSpec, ...]:
+        prefix = self._live[branch]
+        edit = prefix.edits.edit(ban=prefix.trail.num_tokens < self._rules.min_tokens)
+        return (prefix.spec if edit is None else replace(prefix.spec, edit=edit),)
+
+    def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
+        before = self._ranked
+        self._ranked = self._best(drawn)
+        kept = set(self._ranked)
+        for prefix in before:
+            if prefix not in kept:
+                self._tree.release(prefix.node)
+        live = [prefix for prefix in self._ranked if prefix.ended is None]
+        actions = self._lineage.move([prefix.node for prefix in live])
+        self._live = {prefix.node.branch: prefix for prefix in live}
+        return Advance(actions, tuple(self._outputs()), finished=not live)
+
+    def _best(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> list[Prefix]:
+        """Return the n best of the finished prefixes and of all children of the live ones."""
+        values: list[float] = []
+        found: list[tuple[Prefix, int]] = []  # (prefix, place among the drawn children; -1: the prefix itself)
+        for prefix in self._ranked:
+            if prefix.ended is not None:
+                values.append(prefix.value)
+                found.append((prefix, -1))
+                continue
+            candidates = drawn[prefix.node.branch][0]
+            perturbed = [value for value in candidates.perturbed if value > -math.inf]
+            values += conditioned(prefix.value, prefix.score, perturbed)
+            found += [(prefix, place) for place in range(len(perturbed))]
+        order = sorted(range(len(values)), key=lambda i: -values[i])[: self._num_candidates]  # equal ones stay in order
+        best: list[Prefix] = []
+        for i in order:
+            prefix, place = found[i]
+            best.append(prefix if place < 0 else self._child(prefix, drawn[prefix.node.branch][0], place, values[i]))
+        return best
+
+    def _child(self, prefix: Prefix, candidates: Candidates, place: int, value: float) -> Prefix:
+        token, logprob = candidates.tokens[place], candidates.logprobs[place]
+        node = self._tree.grow(
+            prefix.node, token, TokenLogprob(logprob, candidates.top) if self._with_logprobs else None
+        )
+        edits = prefix.edits.fork()
+        edits.record(token)
+        trail, ended = self._rules.follow(prefix.trail, token)
+        spec = replace(prefix.spec, seed=child_seed(prefix.spec.seed, token))
+        return Prefix(node, prefix.score + logprob, value, trail, edits, spec, ended)
+
+    def _outputs(self) -> Iterator[Output]:
+        """Emit what cannot change any more.
+
+        Nothing can get ahead of finished candidates at the top, and whatever comes of the first live one stays first
+        of the rest. All others are told what all have in common.
+        """
+        while self._num_done < len(self._ranked):
+            index, prefix = self._num_done, self._ranked[self._num_done]
+            yield from self._stream.tell(index, prefix.node)
+            if prefix.ended is None:
+                break
+            yield Done(index, prefix.ended.finish_reason, prefix.ended.stop_reason, prefix.score)
+            self._num_done += 1
+        self._num_streamed = max(self._num_streamed, len(self._ranked))
+        if self._live:
+            node = self._tree.agree()
+            for index in range(self._num_done + 1, self._num_streamed):
+                yield from self._stream.tell(index, node)
+        else:
+            yield from (Done(i, FINISH_LENGTH, None, NO_SCORE) for i in range(self._num_done, self._num_candidates))
+
+
+def conditioned(value: float, score: float, perturbed: Sequence[float]) -> list[float]:
+    """Shift the children's perturbed log-probabilities so that their maximum is `value`, their parent's.
+
+    `perturbed` holds the largest of log p(child | parent) + noise, best first; `score` is log p(parent).
+    """
+    shifted: list[float] = []
+    for one in perturbed:
+        ahead = perturbed[0] - one
+        if ahead <= 0.0:
+            shifted.append(value)
+            continue
+        v = value - (score + one) + log1mexp(ahead)
+        shifted.append(value - max(0.0, v) - math.log1p(math.exp(-abs(v))))
+    return shifted
+
+
+def log1mexp(x: float) -> float:
+    """Return log(1 - exp(-x)) for x > 0, accurate at both ends. Source: Maechler 2012."""
+    return math.log(-math.expm1(-x)) if x <= math.log(2.0) else math.log1p(-math.exp(-x))
+
+
+def child_seed(seed: int, token: int) -> int:
+    """Key the noise below a prefix by its tokens: scatter (seed of its parent, its last token) over 64 bits.
+
+    Source: the finaliser of SplitMix64 (Steele et al. 2014), twice.
+    """
+    return _mix(_mix((seed + 0x9E3779B97F4A7C15) & _MASK) ^ (token + 1))
+
+
+def _mix(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return x ^ x >> 31

@@ -1,0 +1,99 @@
+"""Diverse beam search as it is written down: whole vocabularies, outputs copied at each step, nothing shared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from chatcache.decode.factory import make_strategy
+from chatcache.types import BeamSearchParams, GenerateRequest, ModelFacts
+from tests.decode.decode_driver import Logits, Run, log_softmax, run
+
+PROMPT = (4, 2)
+BYTES = tuple(bytes([0x61 + i]) for i in range(26))
+Output = tuple[int, ...]
+
+
+def beam_run(params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> Run:
+    """Run the strategy on a toy model."""
+    facts = ModelFacts(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
+    return run(make_strategy(request, facts, seed=0, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
+
+
+@dataclass
+class DenseGroup:
+    beams: list[tuple[np.float32, Output]] = field(default_factory=lambda: [(np.float32(0), ())])
+    kept: list[tuple[float, Output, str]] = field(default_factory=list)
+
+
+class DenseBeams:
+    """For each group all continuations, penalised, sorted, cut.
+
+    `agreed`: after each step, how many leading tokens all live beams and all hypotheses that may be returned share.
+    """
+
+    def __init__(self, params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int):
+        self.params, self.logits, self.vocab_size = params, logits, vocab_size
+        self.eos, self.max_tokens = eos, max_tokens
+        self.width = params.beam_width // params.num_beam_groups
+        self.groups = [DenseGroup() for _ in range(params.num_beam_groups)]
+        self.agreed: list[int] = []
+
+    def run(self) -> list[tuple[float, Output, str]]:
+        for length in range(1, self.max_tokens + 1):
+            crowd: Counter[int] = Counter()
+            for group in self.groups:
+                if group.beams:
+                    crowd += self.step(group, length, crowd)
+            live = [output for group in self.groups for _, output in group.beams]
+            if not live:
+                break
+            self.agreed.append(num_common([*live, *(output for _, output, _ in self.best())]))
+        return self.best()
+
+    def best(self) -> list[tuple[float, Output, str]]:
+        kept = [entry for group in self.groups for entry in group.kept]
+        return sorted(kept, key=lambda entry: -entry[0])[: self.params.n or self.params.beam_width]
+
+    def step(self, group: DenseGroup, length: int, crowd: Counter[int]) -> Counter[int]:
+        lost = np.array([self.params.diversity_penalty * crowd[t] for t in range(self.vocab_size)], np.float32)
+        grown: list[tuple[np.float32, Output]] = []
+        for total, output in group.beams:
+            raw = log_softmax(self.logits(PROMPT + output))
+            for token in np.argsort(-raw, kind="stable").tolist():  # equal sums: the more likely token first
+                if not (length <= self.params.min_tokens and token in self.eos):
+                    grown.append((np.float32(np.float32(raw[token] - lost[token]) + total), (*output, token)))
+        grown.sort(key=lambda pair: -pair[0])
+        grown = grown[: max(2, 1 + len(self.eos)) * self.width]
+        ends = [self.end(output, length) for _, output in grown]
+        found = list(zip(grown, ends, strict=True))[: self.width]
+        group.kept += [(self.score(t, length), o, end) for (t, o), end in found if end]
+        group.kept = sorted(group.kept, key=lambda entry: -entry[0])[: self.width]
+        group.beams = [pair for pair, end in zip(grown, ends, strict=True) if not end][: self.width]
+        chosen = Counter([o[-1] for _, o in group.beams] + [o[-1] for (_, o), end in found if end == "length"])
+        if group.beams and self.over(group, length):
+            group.beams = []
+        return chosen
+
+    def end(self, output: Output, length: int) -> str:
+        text = "".join(chr(0x61 + token) for token in output)
+        stopped = length >= self.params.min_tokens and any(text.endswith(stop) for stop in self.params.stop)
+        return "stop" if output[-1] in self.eos or stopped else "length" if length == self.max_tokens else ""
+
+    def over(self, group: DenseGroup, length: int) -> bool:
+        if len(group.kept) < self.width:
+            return False
+        never = self.params.early_stopping == "never" and self.params.length_penalty > 0
+        best = self.score(group.beams[0][0], self.max_tokens if never else length)
+        return self.params.early_stopping is True or best <= group.kept[-1][0]
+
+    def score(self, total: np.float32, length: int) -> float:
+        return float(np.float32(float(total) / length**self.params.length_penalty))
+
+
+def num_common(outputs: list[Output]) -> int:
+    """Count the leading tokens that all outputs share."""
+    return next((i for i, tokens in enumerate(zip(*outputs)) if len(set(tokens)) > 1), min(map(len, outputs)))  # noqa: B905
