@@ -9,16 +9,13 @@ Definition (all integers unsigned, wrapping; exact on every device, in numpy, to
     base  = mix32(token_id + 0x9E3779B9)                                               once a vocabulary, 32 bit
     bits  = mix32((base ^ low32(key)) * (high32(key) | 1)) & 0x7FFFFFFF
     v     = min((bits + 0.5) * 2^-31, 1 - 2^-24)                                       float32, uniform in (0, 1)
-    w     = min(1 - v, 1 - 2^-24);  noise = -log(v * (log(w) / (w - 1)))               standard Gumbel
+    noise = -log(-log1p(-v))                                                           standard Gumbel
 
 argmax(logit + noise) draws from softmax(logit). v near 0 is what wins, and there float32 is finest: tokens down to a
-probability of about 1e-9 are drawn as often as they should be. v * log(w) / (w - 1) is -log1p(-v): torch's own log1p
-has other bits at the end of a vector than within it, and would let a draw depend on its place in the batch. The
-logarithms may differ by an ulp between devices.
+probability of about 1e-9 are drawn as often as they should be. The logarithms may differ by an ulp between devices.
 
-Source: the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014); log1p by way of log (Kahan 1987); mix64 is the
-finaliser of SplitMix64 (Steele et al. 2014), mix32 the two-round multiply-xorshift hash of least measured bias (Wellons,
-hash-prospector).
+Source: the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014); mix64 is the finaliser of SplitMix64 (Steele et al.
+2014), mix32 the two-round multiply-xorshift hash of least measured bias (Wellons, hash-prospector).
 """
 
 from __future__ import annotations
@@ -57,9 +54,7 @@ def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """
     bits = torch.bitwise_xor(base, low[:, None]).mul_(high[:, None])
     uniform = _mix32_(bits).bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST)
-    rest = (1.0 - uniform).clamp_(max=_LARGEST)
-    slope = rest.log().div_(rest.sub_(1.0))
-    return uniform.mul_(slope).log_().neg_()
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix64(x: U64) -> U64:

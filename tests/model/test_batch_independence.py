@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from chatcache.model.filters import Filters
 from chatcache.model.noise import draw_keys, gumbel, token_base
+from chatcache.model.ranking import top_tokens
 from chatcache.model.sampler import Sampler
 from chatcache.model.sums import log_sum_exp, row_sum
 from chatcache.sched.plan import Draws
@@ -101,10 +102,14 @@ def test_a_draw_does_not_see_its_batch(vocab_size: int) -> None:
 
 
 def test_a_nucleus_does_not_see_how_many_candidates_were_fetched() -> None:
-    """Another draw's larger top_k makes all draws of the batch look at more candidates."""
+    """Another draw's larger top_k makes all draws of the batch look at more candidates. Each top_p here lies exactly
+    where one more bit in the sums would let another token in."""
     filters = Filters(2000, CPU)
-    scaled = torch.randn(64, 2000) * 2
+    scaled = torch.randn(64, 2000, generator=torch.Generator().manual_seed(SEED)) * 2
     scaled -= scaled.amax(-1, keepdim=True)
-    draws: Draws = make_draws([{"top_k": 200, "top_p": 0.5 + row / 128, "temperature": 1.0} for row in range(64)])
+    weight = top_tokens(scaled, 256)[0].masked_fill(torch.arange(256) >= 200, -torch.inf).exp()
+    before = (weight.cumsum(-1) - weight) / weight.cumsum(-1)[:, -1:]
+    draws: Draws = make_draws([{"top_k": 200, "top_p": before[row, 90], "temperature": 1.0} for row in range(64)])
     few, many = (filters._cut(scaled, draws, size)[0] for size in (256, 1000))
-    assert torch.equal(few[:, :256], many[:, :256])
+    assert few.isfinite().sum(-1).tolist() == [90] * 64, f"seed {SEED}"
+    assert torch.equal(few, many[:, :256]), f"seed {SEED}"
