@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from chatcache.errors import ContextTooLong, InvalidRequest
 from chatcache.sched.limits import most_tokens, worst_case_pages
 from chatcache.sched.plan import KVCapacity
@@ -15,28 +17,31 @@ def num_branches(params: Params) -> int:
     return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
 
-def check_prompt(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
-    """Verify the request's id and prompt.
+def check_request_id(request_id: str) -> None:
+    """Raises: InvalidRequest."""
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+
+
+def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int, max_model_len: int) -> None:
+    """Verify a prompt and how much of it is public.
 
     Raises: InvalidRequest, ContextTooLong.
     """
-    if not 1 <= len(request.request_id) <= MAX_REQUEST_ID_CHARS:
-        raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
-    if not request.prompt:
+    if not prompt:
         raise InvalidRequest("the prompt is empty; it needs at least 1 token", param="prompt")
-    if len(request.prompt) >= max_model_len:
+    if len(prompt) >= max_model_len:
         raise ContextTooLong(
-            f"the prompt has {len(request.prompt)} tokens; with at least 1 token to generate, "
+            f"the prompt has {len(prompt)} tokens; with at least 1 token to generate, "
             f"the context of {max_model_len} tokens allows {max_model_len - 1}",
             param="prompt",
         )
-    if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
-        worst = next(token for token in request.prompt if not 0 <= token < vocab_size)
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        worst = next(token for token in prompt if not 0 <= token < vocab_size)
         raise InvalidRequest(f"prompt token ids must be between 0 and {vocab_size - 1}, got {worst}", param="prompt")
-    if not 0 <= request.num_public_tokens <= len(request.prompt):
+    if not 0 <= num_public_tokens <= len(prompt):
         raise InvalidRequest(
-            f"num_public_tokens must be between 0 and the prompt's {len(request.prompt)} tokens, "
-            f"got {request.num_public_tokens}",
+            f"num_public_tokens must be between 0 and the prompt's {len(prompt)} tokens, got {num_public_tokens}",
             param="num_public_tokens",
         )
 

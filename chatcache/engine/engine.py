@@ -11,18 +11,22 @@ from chatcache.config import EngineConfig
 from chatcache.decode.actions import Advance, Strategy
 from chatcache.decode.factory import make_strategy
 from chatcache.decode.validate import validate_params
-from chatcache.engine.admission import check_branches, check_prompt, resolve_max_tokens
+from chatcache.engine.accounts import UsageGauge, page_accounts
+from chatcache.engine.admission import check_branches, check_prompt, check_request_id, resolve_max_tokens
 from chatcache.engine.client import ModelRunner
 from chatcache.engine.outbox import Outbox
 from chatcache.engine.results import bad_draws, candidates_of, check_shapes
 from chatcache.errors import EngineFault, InvalidRequest, Overloaded
 from chatcache.kv.audit import PageUsage, check, page_usage
 from chatcache.kv.cache import KVCache
+from chatcache.kv.chain import Scope
 from chatcache.sched.batch import Step
 from chatcache.sched.plan import StepResult
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
+
+MAX_REMEMBERED_NAMESPACES = 1024
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +63,8 @@ class Engine:
             num_slots=min(config.max_num_seqs, capacity.num_slots),
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        self._usage = UsageGauge(self._scheduler)
+        self._namespaces: dict[str, None] = {}  # the latest ones, oldest first
         self._requests: dict[str, LiveRequest] = {}
         self._outbox = Outbox()
         self._num_accepted = 0
@@ -75,7 +81,8 @@ class Engine:
         """
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
-        check_prompt(request, self._facts.vocab_size, self._max_model_len)
+        check_request_id(request.request_id)
+        check_prompt(request.prompt, request.num_public_tokens, self._facts.vocab_size, self._max_model_len)
         validate_params(request.params, self._facts.vocab_size)
         check_branches(request.params, min(self._scheduler.num_slots, self._config.max_num_batched_tokens))
         max_tokens = resolve_max_tokens(request, self._capacity, self._max_model_len)
@@ -94,6 +101,7 @@ class Engine:
             conversation_id=request.conversation_id,
         )
         self._num_accepted += 1
+        self._remember(request.namespace)
         self._requests[request.request_id] = live
         self._outbox.open(request.request_id)
         self._scheduler.add(live)
@@ -107,6 +115,12 @@ class Engine:
 
     def has_work(self) -> bool:
         return bool(self._requests) or len(self._outbox) > 0
+
+    def _remember(self, namespace: str) -> None:
+        self._namespaces.pop(namespace, None)
+        self._namespaces[namespace] = None
+        if len(self._namespaces) > MAX_REMEMBERED_NAMESPACES:
+            del self._namespaces[next(iter(self._namespaces))]
 
     def _seed(self, request: GenerateRequest) -> int:
         """Return the request's seed; one that follows from engine seed and request id if it names none."""
@@ -211,7 +225,8 @@ class Engine:
         return self._facts
 
     def health(self) -> EngineHealth:
-        pool = self._kv.pool
+        """Cheap enough to ask 20 times a second; sharing and waste are at most a second old."""
+        pool, usage = self._kv.pool, self._usage.read()
         return EngineHealth(
             ready=True,
             model=self._config.served_model_name or self._facts.name,
@@ -221,6 +236,8 @@ class Engine:
             num_pages_in_use=pool.num_in_use,
             num_pages_idle=pool.num_idle,
             kv_bytes=self._capacity.kv_bytes,
+            num_pages_shared=usage.num_shared,
+            waste_fraction=usage.waste_fraction,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             num_steps=self._scheduler.num_steps,
@@ -235,6 +252,23 @@ class Engine:
     def stats(self) -> PageUsage:
         """Count what the pages are used for. O(pages held): for metrics and tests."""
         return page_usage(self._kv, self._scheduler.tables())
+
+    def accounts(self) -> PageAccounts:
+        """Charge the pages in use to requests, conversations and namespaces. O(pages held)."""
+        page_bytes = self._capacity.kv_bytes // self._capacity.num_pages
+        return page_accounts(self._kv, self._scheduler.running, page_bytes)
+
+    def explain(
+        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+    ) -> Explanation:
+        """Say what of a prompt is already computed, and why not more. It changes nothing.
+
+        An `operator` may also learn what (recently seen) other namespaces have computed; a tenant must not.
+        Raises: InvalidRequest, ContextTooLong.
+        """
+        check_prompt(prompt, num_public_tokens, self._facts.vocab_size, self._max_model_len)
+        chain = self._kv.chain(prompt, Scope(namespace, num_public_tokens))
+        return self._kv.explain(chain, self._namespaces if operator else ())
 
     def num_pages_held(self, request_id: str) -> int:
         """Count the distinct pages a request holds; 0 if it is unknown or waiting."""

@@ -9,6 +9,7 @@ somebody is about to write into one that somebody else reads.
     chain.py     the names of a whole prompt, and who may find them: public pages, then a tenant's own
     pool.py      all pages: reference counts, the index of names, the idle ones in eviction order
     matching.py  what of a prompt is already computed
+    explain.py   why not more of it is
     table.py     one branch's pages in order; forks share the front of it
     cache.py     the operations: match, open, reserve, commit, fork, truncate, close
     audit.py     what the pages are used for; the proof that pool and tables agree

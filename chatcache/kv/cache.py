@@ -19,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatcache.kv.chain import Chain, Scope, name_pages
+from chatcache.kv.explain import explain
 from chatcache.kv.host import HostTier, Load
 from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, private_key, root_key, token_bytes
 from chatcache.kv.matching import PrefixMatch, longest_match, longest_match_in_both, no_match
 from chatcache.kv.pool import NULL_PAGE, BrokenInvariant, PagePool
 from chatcache.kv.table import PageTable, Segment
+from chatcache.types import Explanation
 
 Tokens = Sequence[int] | NDArray[np.int32]
 PRIVATE = Scope()
@@ -84,6 +86,15 @@ class KVCache:
         if self.host is None or self.host.pool.is_blank:
             return longest_match(self.pool, chain)
         return longest_match_in_both(self.pool, self.host.pool, chain)
+
+    def explain(self, chain: Chain, other_namespaces: Iterable[str] = ()) -> Explanation:
+        """Say which pages of a prompt hit, and why not more. A query; it leaves the eviction order alone.
+
+        `other_namespaces` to look into as well: for operators only, since a tenant must not learn what others have.
+        """
+        match, scope = self.match(chain), chain.scope
+        others = (replace(scope, namespace=name) for name in other_namespaces if name != scope.namespace)
+        return explain(self.pool, chain, match, (self.match(self.chain(chain.data, other)) for other in others))
 
     def open(self, match: PrefixMatch) -> PageTable:
         """Start a table on a match that was made since the last change of the cache."""

@@ -22,6 +22,7 @@ from chatcache.kv.keys import TOKEN_BYTES, PageContent
 
 NULL_PAGE = 0
 MAX_SCANNED_CHILDREN = 64
+MAX_EVICTED_KEYS = 65_536
 
 
 class BrokenInvariant(RuntimeError):
@@ -41,6 +42,8 @@ class PagePool:
         self._content: list[PageContent | None] = [None] * num_pages
         self._index: dict[bytes, int] = {}
         self._children: dict[bytes, dict[int, None]] = {}  # parent key -> published pages, oldest first
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names, oldest first, for `was_evicted`
+        self._max_evicted = min(4 * num_pages, MAX_EVICTED_KEYS)
 
     @property
     def num_usable(self) -> int:
@@ -80,6 +83,11 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)  # out of the idle first, so that withdrawing does not blank it
+        key = self._content_of(page).key
+        self._evicted[key] = None
+        self._evicted.move_to_end(key)
+        if len(self._evicted) > self._max_evicted:
+            self._evicted.popitem(last=False)
         self.withdraw(page)
         self._content[page] = None
         return page
@@ -174,10 +182,10 @@ class PagePool:
         Looks at the newest MAX_SCANNED_CHILDREN continuations only; a popular prompt has thousands.
         """
         best: tuple[int, int] | None = None
-        for page in islice(reversed(self._children.get(parent, {})), MAX_SCANNED_CHILDREN):
+        for page in self._newest_children(parent):
             if among is not None and page not in among:
                 continue
-            num_common = _num_common_tokens(self._content_of(page).tokens, tokens)
+            num_common = num_common_tokens(self._content_of(page).tokens, tokens)
             if num_common > (best[1] if best else 0):
                 best = page, num_common
         return best
@@ -186,6 +194,18 @@ class PagePool:
         """List the published pages after `parent` whose tokens `tokens` begins with."""
         children = self._children.get(parent, {})
         return [page for page in children if tokens.startswith(self._content_of(page).tokens)]
+
+    def children(self, parent: bytes) -> Iterator[PageContent]:
+        """Yield the newest MAX_SCANNED_CHILDREN published continuations of `parent`, newest first."""
+        return map(self._content_of, self._newest_children(parent))
+
+    def was_evicted(self, key: bytes) -> bool:
+        """Say whether a page of this name had to make room lately, as far as memory goes: the last 4 x num_pages
+        evictions, at most MAX_EVICTED_KEYS."""
+        return key in self._evicted and key not in self._index
+
+    def _newest_children(self, parent: bytes) -> Iterator[int]:
+        return islice(reversed(self._children.get(parent, {})), MAX_SCANNED_CHILDREN)
 
     def forget_all(self) -> None:
         """Empty the index: idle pages become blank, held ones stay with their holders."""
@@ -233,7 +253,8 @@ class PagePool:
             yield "a page is among its parent's children but not in the index"
 
 
-def _num_common_tokens(a: bytes, b: bytes) -> int:
+def num_common_tokens(a: bytes, b: bytes) -> int:
+    """Count the leading tokens that two pages have in common."""
     size = min(len(a), len(b))
     if a[:size] == b[:size]:
         return size // TOKEN_BYTES
