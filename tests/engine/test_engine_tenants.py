@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chatcache.config import EngineConfig
-from chatcache.engine.engine import Engine
+from chatcache.engine.engine import MAX_REMEMBERED_NAMESPACES, Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import InvalidRequest
 from chatcache.types import EngineEvent, GenerateRequest, SamplingParams, Started
@@ -61,3 +61,31 @@ def test_tenants_that_arrive_together_compute_the_system_prompt_once() -> None:
 def test_more_public_tokens_than_there_are_is_refused(num_public_tokens: int) -> None:
     with pytest.raises(InvalidRequest, match=rf"between 0 and the prompt's 43 tokens, got {num_public_tokens}"):
         engine().add(request("a", "tenant:a", (1, 2, 3), num_public_tokens))
+
+
+def test_a_prompt_is_explained_without_being_run() -> None:
+    eng = engine()
+    eng.add(request("a", "tenant:a", (7,) * 30))
+    drain(eng)
+    before = eng.health()
+    told = eng.explain((*PUBLIC, *(7,) * 20, 8, 8), "tenant:a", 40)
+    assert (told.reason, told.at_token, told.num_cached_tokens) == ("diverged", 60, 60)
+    assert told.diverged_tokens[:10] == (7,) * 10 and [page.public for page in told.pages] == [True, True, False, False]
+    assert eng.explain((*PUBLIC, 7, 7), "tenant:b", 40).reason == "never_computed", "no word of another tenant"
+    assert eng.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "other_namespace"
+    assert eng.health() == before
+    with pytest.raises(InvalidRequest, match="prompt"):
+        eng.explain(())
+    with pytest.raises(InvalidRequest, match="num_public_tokens"):
+        eng.explain((1, 2), num_public_tokens=3)
+
+
+def test_only_so_many_namespaces_are_remembered() -> None:
+    eng = engine()
+    eng.add(request("a", "tenant:a", (7,) * 30))
+    drain(eng)
+    for number in range(MAX_REMEMBERED_NAMESPACES):
+        eng.add(request("b", f"tenant:{number}", ()))
+        eng.abort("b")
+        eng.step()
+    assert eng.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "never_computed"

@@ -1,8 +1,4 @@
-"""Who finds whose pages: public ones everybody, private ones their own tenant alone.
-
-The oracle is a plain set of what has been computed: a beginning of some text, and the class of the page on which it
-ends, `PUBLIC` or (namespace, number of public pages before it).
-"""
+"""Who finds whose pages: public ones everybody, private ones their own tenant alone."""
 
 from __future__ import annotations
 
@@ -16,37 +12,18 @@ from hypothesis import strategies as st
 from chatcache.kv.audit import check
 from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
-from chatcache.kv.keys import token_bytes
-from chatcache.kv.matching import PrefixMatch
-from chatcache.kv.table import PageTable
+from tests.kv.kv_tools import PrefixOracle, find, opened, text, write
 
 P = 4
-PUBLIC = "public"
-Class = str | tuple[str, int]
-
-
-def find(kv: KVCache, tokens: Sequence[int], scope: Scope) -> PrefixMatch:
-    return kv.match(kv.chain(tokens, scope))
-
-
-def write(kv: KVCache, table: PageTable, tokens: Sequence[int]) -> None:
-    assert kv.reserve([(table, table.num_tokens + len(tokens))]) is not None
-    kv.commit(table, token_bytes(tokens))
-    kv.settle()
 
 
 def computed(kv: KVCache, tokens: Sequence[int], scope: Scope) -> list[int]:
     """Compute what is not known of `tokens`, let go of it, and return its pages."""
-    table = kv.open(find(kv, [*tokens, 0], scope))
-    write(kv, table, tokens[table.num_tokens :])
+    table = opened(kv, tokens, scope)
     check(kv, [table])
     pages = table.pages()
     kv.close(table)
     return pages
-
-
-def text(n: int, start: int = 1) -> list[int]:
-    return list(range(start, start + n))
 
 
 def test_two_tenants_share_the_public_pages_and_nothing_else() -> None:
@@ -97,33 +74,11 @@ def test_what_replaces_public_tokens_is_private(num_kept: int) -> None:
     assert find(kv, [*text(14), 0], scope).num_tokens == 14
 
 
-class Oracle:
-    """What has been computed, for whom: every beginning of every text."""
-
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._known: set[tuple[tuple[int, ...], Class]] = set()
-
-    def _class_of(self, num_tokens: int, num_public: int, namespace: str) -> Class:
-        return PUBLIC if (num_tokens - 1) // self._page_size < num_public else (namespace, num_public)
-
-    def learn(self, tokens: list[int], num_public: int, namespace: str) -> None:
-        lengths = range(1, len(tokens) + 1)
-        self._known |= {(tuple(tokens[:n]), self._class_of(n, num_public, namespace)) for n in lengths}
-
-    def found(self, tokens: list[int], num_public: int, namespace: str) -> int:
-        """Return how much of a prompt may be matched; never its last token."""
-        for n in range(len(tokens) - 1, 0, -1):
-            if (tuple(tokens[:n]), self._class_of(n, num_public, namespace)) in self._known:
-                return n
-        return 0
-
-
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]))
 def test_a_match_is_all_that_may_be_seen_and_nothing_more(seed: int, page_size: int) -> None:
     rng = random.Random(seed)
-    kv, oracle = KVCache(1000, page_size, "digest"), Oracle(page_size)
+    kv, oracle = KVCache(1000, page_size, "digest"), PrefixOracle(page_size)
     for _ in range(25):
         tokens = [rng.randint(1, 2) for _ in range(rng.randint(1, 24))]
         scope = Scope(rng.choice("ab"), rng.choice([0, rng.randint(0, len(tokens))]))
