@@ -115,6 +115,20 @@ def test_another_namespace_is_named_to_operators_only() -> None:
     assert explain(kv, text(12), Scope("a", 4), others=("a", "b")).reason == ""
 
 
+def test_pages_on_the_host_count_as_cached() -> None:
+    kv = KVCache(8, P, num_host_pages=8)
+    table = opened(kv, text(10))
+    assert kv.swap_out(kv.contents([table])) is not None
+    kv.close(table)
+    kv.settle()
+    kv.close(opened(kv, text(20, 50)))
+    told = explain(kv, text(13))
+    assert (told.reason, told.num_cached_tokens) == ("never_computed", 10)
+    assert states(told) == [("idle", 4), ("idle", 4), ("partial", 2), ("missing", 1)]
+    kv.close(opened(kv, text(28, 100)))
+    assert states(explain(kv, text(13))) == [("host", 4), ("host", 4), ("partial", 2), ("missing", 1)]
+
+
 def test_without_matching_nothing_is_kept() -> None:
     kv = KVCache(64, P, enable_matching=False)
     kv.close(opened(kv, text(11)))
