@@ -11,6 +11,8 @@ somebody is about to write into one that somebody else reads.
     matching.py  what of a prompt is already computed
     explain.py   why not more of it is
     table.py     one branch's pages in order; forks share the front of it
+    tails.py     its last page: who may write into it, and who has to copy it first
+    host.py      the second tier: copies in host memory, of requests that had to make room
     cache.py     the operations: match, open, reserve, commit, fork, truncate, close
     audit.py     what the pages are used for; the proof that pool and tables agree
 

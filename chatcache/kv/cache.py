@@ -4,16 +4,12 @@
 
 Copy on write happens in `reserve`: whoever is about to write into a tail page that others hold, or that the index
 names, gets a fresh page and a `PageCopy`; the last holder of an unpublished page writes in place.
-
-    A: [p0 p1 p2|tail t]   fork   A: [p0 p1 p2|t]   A writes   A: [p0 p1 p2|t']   copy (t -> t')
-                                  B: [p0 p1 p2|t]              B: [p0 p1 p2|t ]   B is now the last holder of t
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +20,12 @@ from chatcache.kv.host import HostTier, Load
 from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, private_key, root_key, token_bytes
 from chatcache.kv.matching import PrefixMatch, longest_match, longest_match_in_both, no_match
 from chatcache.kv.pool import NULL_PAGE, BrokenInvariant, PagePool
-from chatcache.kv.table import PageTable, Segment
+from chatcache.kv.table import PageTable, fold, let_go, unfold
+from chatcache.kv.tails import PageCopy, Tails
 from chatcache.types import Explanation
 
 Tokens = Sequence[int] | NDArray[np.int32]
 PRIVATE = Scope()
-
-
-class PageCopy(NamedTuple):
-    """Copy the contents of page `src` to page `dst` before this step writes anything."""
-
-    src: int
-    dst: int
 
 
 class KVCache:
@@ -55,7 +45,7 @@ class KVCache:
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = root_key(model_digest, page_size)
         self._enable_matching = enable_matching
-        self._copy_sources: set[int] = set()
+        self._tails = Tails(self.pool, self.host, page_size)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -152,7 +142,7 @@ class KVCache:
         if not wants:
             return ()
         fresh = [max(self.num_pages_for(goal) - table.num_pages, 0) for table, goal in wants]
-        forced, optional = self._tails_to_copy([table for table, _ in wants])
+        forced, optional = self._tails.to_copy([table for table, _ in wants])
         pages = self.pool.allocate(sum(fresh) + len(forced) + len(optional))
         copying = forced | optional
         if pages is None and optional:  # tight: a sole holder does without the copy, and the index without the page
@@ -162,74 +152,25 @@ class KVCache:
         copies: list[PageCopy] = []
         for (table, _), num_fresh in zip(wants, fresh, strict=True):
             if id(table) in copying:
-                copies.append(self._copy_tail(table, pages.pop()))
+                copies.append(self._tails.copy(table, pages.pop()))
             elif table.tail:
-                self._withdraw_tail(table)
+                self._tails.withdraw(table)
             table.own += [pages.pop() for _ in range(num_fresh)]
             table.num_reserved = table.num_pages * self.page_size
         return tuple(copies)
-
-    def _tails_to_copy(self, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
-        """Say which tables (by id) must have their tail copied, and which only should.
-
-        Must: others hold the page. Should: nobody else does, but it is published with more than this table's tokens.
-        """
-        forced: set[int] = set()
-        optional: set[int] = set()
-        given_up: dict[int, int] = {}
-        for table in tables:
-            if not table.tail or table.num_reserved > table.num_tokens:
-                continue
-            page = self._tail_page(table)
-            content = self.pool.content(page)
-            if self._num_holders(page) - given_up.get(page, 0) > 1:
-                forced.add(id(table))
-                given_up[page] = given_up.get(page, 0) + 1
-            elif content is not None and content.tokens != table.tail and self.pool.is_published(page):
-                optional.add(id(table))
-        return forced, optional
-
-    def _tail_page(self, table: PageTable) -> int:
-        return table.own[table.num_tokens // self.page_size - table.num_base_pages]
-
-    def _withdraw_tail(self, table: PageTable) -> None:
-        """Take a tail that is about to be written out of the index."""
-        page = self._tail_page(table)
-        self.pool.withdraw(page)
-        if self.host is not None:
-            self.host.spoil(page)
-
-    def _num_holders(self, page: int) -> int:
-        return self.pool.refs[page] - (page in self._copy_sources)
-
-    def _copy_tail(self, table: PageTable, dst: int) -> PageCopy:
-        index = table.num_tokens // self.page_size
-        src = table.own[index - table.num_base_pages]
-        if src not in self._copy_sources:  # keep it until the copy has been made, whoever lets go of it meanwhile
-            self._copy_sources.add(src)
-            self.pool.retain((src,))
-        self.pool.release((src,))
-        table.own[index - table.num_base_pages] = dst
-        table.changed_from = min(table.changed_from, index)
-        return PageCopy(src, dst)
 
     def settle(self) -> None:
         """Note that the step was executed: its copies have been made, pages from the host are here and can be found."""
         for page, content in self.host.settle() if self.host is not None else ():
             if self.pool.refs[page]:
                 self._publish(page, content)
-        self._let_go_of_copy_sources()
+        self._tails.settle()
 
     def abandon(self) -> None:
         """Note that the step was given up. Every table that it would have changed has to be closed before."""
         if self.host is not None:
             self.host.abandon()
-        self._let_go_of_copy_sources()
-
-    def _let_go_of_copy_sources(self) -> None:
-        for page in self._copy_sources:
-            self.pool.release((page,))
-        self._copy_sources.clear()
+        self._tails.settle()
 
     # -- to the host ----------------------------------------------------------------------------------------------
 
@@ -242,7 +183,7 @@ class KVCache:
                 if page not in contents and (content := self.pool.content(page)) is not None:
                     contents[page] = content
             if table.tail:
-                page = self._tail_page(table)
+                page = self._tails.page_of(table)
                 if page not in contents or len(contents[page].tokens) < len(table.tail):
                     contents[page] = page_content(table.key, table.tail)
         return contents
@@ -304,11 +245,7 @@ class KVCache:
         """Give a second branch everything the table has computed. O(1) in its length; copies nothing."""
         num_own = table.num_tokens // self.page_size - table.num_base_pages
         if num_own > 0:
-            pages = table.own
-            table.own = pages[num_own:]
-            del pages[num_own:]
-            table.base = Segment(table.base, table.num_base_pages, pages)
-            table.num_base_pages += num_own
+            fold(table, num_own)
         base, num_base_pages, tail, own = table.base, table.num_base_pages, table.tail, []
         if base is not None:
             base.refs += 1
@@ -334,7 +271,7 @@ class KVCache:
         if num_tokens < table.num_tokens:
             self._rewind_names(table, num_tokens)
         while num_tokens < table.num_base_pages * self.page_size:
-            self._unfold(table)
+            unfold(self.pool, table)
         kept = self.num_pages_for(num_tokens) - table.num_base_pages
         self.pool.release(table.own[kept:])
         del table.own[kept:]
@@ -355,18 +292,6 @@ class KVCache:
             table.key = private_key(table.key, table.namespace)
         table.tail = tokens[: num_left * TOKEN_BYTES]
 
-    def _unfold(self, table: PageTable) -> None:
-        """Turn the table's nearest segment back into pages of its own."""
-        segment = table.base
-        if segment is None:
-            raise BrokenInvariant("a table without a segment has no pages below its own")
-        self.pool.retain(segment.pages)
-        table.own = segment.pages + table.own
-        table.base, table.num_base_pages = segment.parent, segment.start
-        if segment.parent is not None:
-            segment.parent.refs += 1
-        self._release_segment(segment)
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self, table: PageTable, *, forget: bool = False) -> None:
@@ -377,10 +302,10 @@ class KVCache:
         if forget:
             self._forget(table)
         elif table.tail and self._enable_matching:
-            self._publish_tail(table)
+            self._tails.publish(table)
         self.pool.release(table.own)
         if table.base is not None:
-            self._release_segment(table.base)
+            let_go(self.pool, table.base)
         table.own, table.base, table.num_base_pages = [], None, 0
         table.num_tokens = table.num_reserved = table.changed_from = 0
         table.tail = b""  # a closed table holds nothing; closing it again is harmless
@@ -396,19 +321,3 @@ class KVCache:
                 self.host.forget(content)
         for page in table.pages():
             self.pool.withdraw(page)
-
-    def _publish_tail(self, table: PageTable) -> None:
-        """Publish a tail that is this table's alone; one that others hold will be published by the last of them."""
-        page = self._tail_page(table)
-        if self.host is not None and self.host.is_coming(page):
-            return  # it will be here after the step only
-        if self._num_holders(page) == 1 and not self.pool.is_published(page):
-            self.pool.publish(page, page_content(table.key, table.tail))
-
-    def _release_segment(self, segment: Segment | None) -> None:
-        while segment is not None:
-            segment.refs -= 1
-            if segment.refs:
-                return
-            self.pool.release(segment.pages)
-            segment = segment.parent

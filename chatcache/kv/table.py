@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from chatcache.kv.keys import TOKEN_BYTES
+from chatcache.kv.pool import BrokenInvariant, PagePool
 
 
 class Segment:
@@ -103,3 +104,35 @@ class PageTable:
         if first >= self.num_base_pages:
             return first, self.own[first - self.num_base_pages :]
         return first, self.pages()[first:]
+
+
+def fold(table: PageTable, num_pages: int) -> None:
+    """Move the first of the table's own pages, all full, into a segment that others can stand on."""
+    pages = table.own
+    table.own = pages[num_pages:]
+    del pages[num_pages:]
+    table.base = Segment(table.base, table.num_base_pages, pages)
+    table.num_base_pages += num_pages
+
+
+def unfold(pool: PagePool, table: PageTable) -> None:
+    """Turn the table's nearest segment back into pages of its own."""
+    segment = table.base
+    if segment is None:
+        raise BrokenInvariant("a table without a segment has no pages below its own")
+    pool.retain(segment.pages)
+    table.own = segment.pages + table.own
+    table.base, table.num_base_pages = segment.parent, segment.start
+    if segment.parent is not None:
+        segment.parent.refs += 1
+    let_go(pool, segment)
+
+
+def let_go(pool: PagePool, segment: Segment | None) -> None:
+    """Take one holder off a segment; the pages of those that nobody stands on any more are released."""
+    while segment is not None:
+        segment.refs -= 1
+        if segment.refs:
+            return
+        pool.release(segment.pages)
+        segment = segment.parent

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chatcache.decode.actions import Candidates, DrawSpec
-from chatcache.kv.cache import PageCopy
+from chatcache.kv.tails import PageCopy
 from chatcache.sched.draws import draws_of, joined, placed
 from chatcache.sched.plan import I32, Draws, Rows, StepPlan
 from chatcache.sched.request import Branch, LiveRequest

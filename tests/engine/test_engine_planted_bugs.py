@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from chatcache.kv.cache import KVCache
 from chatcache.kv.pool import BrokenInvariant, PagePool
 from chatcache.kv.table import PageTable
+from chatcache.kv.tails import Tails
 from chatcache.sched.batch import Batch, Step
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
@@ -24,19 +25,19 @@ def copy_never_made(patch: Patch) -> None:
 
 
 def shared_tail_written_in_place(patch: Patch) -> None:
-    patch.setattr(KVCache, "_tails_to_copy", lambda self, tables: (set(), set()))
+    patch.setattr(Tails, "to_copy", lambda self, tables: (set(), set()))
 
 
 def copied_page_not_told_to_the_runner(patch: Patch) -> None:
-    original = KVCache._copy_tail
+    original = Tails.copy
 
-    def copy_tail(self: KVCache, table: PageTable, dst: int) -> object:
+    def copy(self: Tails, table: PageTable, dst: int) -> object:
         known = table.changed_from
-        copy = original(self, table, dst)
+        page_copy = original(self, table, dst)
         table.changed_from = known
-        return copy
+        return page_copy
 
-    patch.setattr(KVCache, "_copy_tail", copy_tail)
+    patch.setattr(Tails, "copy", copy)
 
 
 def row_fork_forgotten(patch: Patch) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chatcache.kv.cache import KVCache, PageCopy
+from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
 from chatcache.kv.keys import token_bytes
 from chatcache.kv.matching import PrefixMatch
 from chatcache.kv.table import PageTable
+from chatcache.kv.tails import PageCopy
 
 PUBLIC = "public"
 PageClass = str | tuple[str, int]
