@@ -16,6 +16,7 @@ FINISH_CANCELLED = "cancelled"
 MAX_N = 64
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1) of one request: they cross the bus in one frame
 
 
 def _as_tuples(params: msgspec.Struct, *fields: str) -> None:

@@ -7,17 +7,42 @@ so a frame that is not one of them is refused before anything acts on it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 
-from chatcache import errors
 from chatcache.config import EngineConfig
-from chatcache.errors import ChatcacheError, EngineFault
-from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
+from chatcache.errors import (
+    ChatcacheError,
+    ContextTooLong,
+    EngineFault,
+    InvalidRequest,
+    ModelFolderError,
+    NotFound,
+    Overloaded,
+    UnsupportedParameter,
+)
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 _HEADER = struct.Struct(">I")
+_KINDS: dict[str, type[ChatcacheError]] = {
+    kind.__name__: kind
+    for kind in (
+        InvalidRequest,
+        UnsupportedParameter,
+        ContextTooLong,
+        NotFound,
+        Overloaded,
+        EngineFault,
+        ModelFolderError,
+    )
+}
+
+
+class FrameTooLarge(ValueError):
+    """A message does not fit a frame."""
 
 
 class Boot(msgspec.Struct, frozen=True, tag="boot"):
@@ -39,7 +64,17 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     call: int
-    what: Literal["stats", "reset_prefix_cache"]
+    what: Literal["accounts", "stats", "reset_prefix_cache"]
+
+
+class Explain(msgspec.Struct, frozen=True, tag="explain"):
+    """Arguments as of `EngineClient.explain`."""
+
+    call: int
+    prompt: tuple[int, ...]
+    namespace: str = ""
+    num_public_tokens: int = 0
+    operator: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -47,7 +82,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A `ChatcacheError` as data. `kind` is its class in `chatcache.errors`."""
+    """A `ChatcacheError` as data. `kind` is the name of its class, one of `_KINDS`."""
 
     kind: str
     message: str
@@ -77,6 +112,20 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     value: Any = None
 
 
+class Explained(msgspec.Struct, frozen=True, tag="explained"):
+    """Reply to an `Explain`."""
+
+    call: int
+    value: Explanation
+
+
+class Accounted(msgspec.Struct, frozen=True, tag="accounted"):
+    """Reply to an `Ask` for the accounts."""
+
+    call: int
+    value: PageAccounts
+
+
 class Events(msgspec.Struct, frozen=True, tag="events"):
     """One step's events; `health` is there when the last one told is older than a moment."""
 
@@ -84,8 +133,9 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
     health: EngineHealth | None = None
 
 
-Command = Boot | Submit | Abort | Ask | Stop
-Notice = Loading | Loaded | LoadFailed | Answer | Events
+Command = Boot | Submit | Abort | Ask | Explain | Stop
+Reply = Answer | Explained | Accounted
+Notice = Loading | Loaded | LoadFailed | Reply | Events
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -95,17 +145,48 @@ _notices: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 def encode(message: Command | Notice) -> bytes:
     """Frame one message.
 
-    Raises: ValueError for a message over `MAX_FRAME_BYTES`.
+    Raises: FrameTooLarge for a message over `MAX_FRAME_BYTES`.
     """
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit {MAX_FRAME_BYTES}")
+        size = len(body)
+        raise FrameTooLarge(f"a {type(message).__name__} of {size} bytes exceeds the frame limit {MAX_FRAME_BYTES}")
     return _HEADER.pack(len(body)) + body
+
+
+def encode_notice(notice: Notice) -> Iterator[bytes]:
+    """Frame one notice; events that do not fit one frame go in several, in order, the health with the last.
+
+    An answer that does not fit becomes a fault. Raises: FrameTooLarge for a single event that does not.
+    """
+    try:
+        yield encode(notice)
+    except FrameTooLarge as error:
+        if isinstance(notice, Reply):
+            yield encode(Answer(notice.call, to_fault(EngineFault(f"the answer is too large: {error}"))))
+        elif isinstance(notice, Events) and len(notice.events) > 1:
+            middle = len(notice.events) // 2
+            yield from encode_notice(Events(notice.events[:middle]))
+            yield from encode_notice(Events(notice.events[middle:], notice.health))
+        else:
+            raise
 
 
 def decode_command(body: bytes) -> Command:
     """Raises: msgspec.DecodeError or ValidationError for anything that is not a command."""
     return _commands.decode(body)
+
+
+class _Call(msgspec.Struct):
+    call: int | None = None
+
+
+def call_of(body: bytes) -> int | None:
+    """The call number in a frame that is no command, for whoever waits for its answer; None if it has none."""
+    try:
+        return msgspec.msgpack.decode(body, type=_Call).call
+    except msgspec.MsgspecError:
+        return None
 
 
 def decode_notice(body: bytes) -> Notice:
@@ -143,13 +224,12 @@ class FrameBuffer:
 def to_fault(error: BaseException) -> Fault:
     """Describe an error as data; what is not in the catalogue becomes an `EngineFault` naming its type."""
     if isinstance(error, ChatcacheError):
-        return Fault(type(error).__name__, error.message, error.code, error.param)
+        kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+        return Fault(next(kinds, EngineFault.__name__), error.message, error.code, error.param)
     return Fault(EngineFault.__name__, f"{type(error).__name__}: {error}", EngineFault.code)
 
 
 def from_fault(fault: Fault) -> ChatcacheError:
     """Rebuild the catalogued error a fault describes."""
-    kind = getattr(errors, fault.kind, EngineFault)
-    if not (isinstance(kind, type) and issubclass(kind, ChatcacheError)):
-        kind = EngineFault
+    kind = _KINDS.get(fault.kind, EngineFault)
     return kind(fault.message, param=fault.param, code=fault.code)

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from chatcache.bus.codec import Answer, Command, Events, Loaded, LoadFailed, Notice, Stop, from_fault, to_fault
+from chatcache.bus.codec import Command, Events, Loaded, LoadFailed, Notice, Reply, Stop, from_fault, to_fault
 from chatcache.bus.loop import SteppedEngine, run_engine
 from chatcache.bus.switchboard import Switchboard
 from chatcache.errors import ChatcacheError, EngineFault
-from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,16 @@ class ThreadedEngine:
             return EngineHealth(ready=False, detail=self._error.message)
         return self._board.health or EngineHealth(ready=False, detail="loading")
 
+    async def explain(
+        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+    ) -> Explanation:
+        await self.wait_loaded()
+        return await self._board.explain(prompt, namespace, num_public_tokens, operator)
+
+    async def accounts(self) -> PageAccounts:
+        await self.wait_loaded()
+        return await self._board.accounts()
+
     async def stats(self) -> Any:
         await self.wait_loaded()
         return await self._board.ask("stats")
@@ -125,7 +135,7 @@ class ThreadedEngine:
             loop.call_soon_threadsafe(self._receive, notice)
 
     def _receive(self, notice: Notice) -> None:
-        if isinstance(notice, Answer | Events):
+        if isinstance(notice, Reply | Events):
             self._board.receive(notice)
         elif isinstance(notice, Loaded):
             self.facts, self._board.health = notice.facts, notice.health

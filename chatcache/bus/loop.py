@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from chatcache.bus.codec import Abort, Answer, Ask, Command, Events, Notice, Stop, Submit, to_fault
-from chatcache.errors import ChatcacheError
-from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
+from chatcache.bus.codec import (
+    Abort,
+    Accounted,
+    Answer,
+    Ask,
+    Command,
+    Events,
+    Explain,
+    Explained,
+    Notice,
+    Reply,
+    Stop,
+    Submit,
+    to_fault,
+)
+from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
+
+log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 0.05
 
@@ -26,6 +43,10 @@ class SteppedEngine(Protocol):
     def has_work(self) -> bool: ...
     def step(self) -> Sequence[EngineEvent]: ...
     def health(self) -> EngineHealth: ...
+    def explain(
+        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+    ) -> Explanation: ...
+    def accounts(self) -> PageAccounts: ...
     def stats(self) -> Any: ...
     def reset_prefix_cache(self) -> bool: ...
 
@@ -66,10 +87,28 @@ def _obey(engine: SteppedEngine, command: Command, send: Send) -> None:
     """Apply one command. A refusal is an answer; anything unforeseen ends this call, not the loop."""
     if isinstance(command, Abort):
         engine.abort(command.request_id)
-    elif isinstance(command, Submit | Ask):
+    elif isinstance(command, Submit | Ask | Explain):
         try:
-            value = engine.add(command.request) if isinstance(command, Submit) else getattr(engine, command.what)()
+            reply = _answer(engine, command)
         except ChatcacheError as error:
-            send(Answer(command.call, fault=to_fault(error)))
-        else:
-            send(Answer(command.call, value=None if isinstance(command, Submit) else value))
+            reply = Answer(command.call, fault=to_fault(error))
+        except Exception:
+            log.exception("%s failed", type(command).__name__)
+            reply = Answer(command.call, fault=to_fault(EngineFault("the engine failed at this; its log says how")))
+        send(reply)
+
+
+def _answer(engine: SteppedEngine, command: Submit | Ask | Explain) -> Reply:
+    match command:
+        case Submit(call, request):
+            engine.add(request)
+            return Answer(call)
+        case Explain(call, prompt, namespace, num_public_tokens, operator):
+            return Explained(call, engine.explain(prompt, namespace, num_public_tokens, operator=operator))
+        case Ask(call, "accounts"):
+            return Accounted(call, engine.accounts())
+        case Ask(call, "stats"):
+            return Answer(call, value=engine.stats())
+        case Ask(call, "reset_prefix_cache"):
+            return Answer(call, value=engine.reset_prefix_cache())
+    raise InvalidRequest("not a call")

@@ -6,28 +6,29 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 
 from chatcache.bus.child import Child
 from chatcache.bus.codec import (
-    Answer,
     Boot,
     Command,
     Events,
+    FrameTooLarge,
     Loaded,
     LoadFailed,
     Loading,
     Notice,
+    Reply,
     Stop,
     from_fault,
 )
 from chatcache.bus.switchboard import Switchboard
 from chatcache.config import EngineConfig
-from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, Overloaded
-from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
+from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +116,7 @@ class EngineProcess:
         return self._error or EngineFault("the engine was closed")
 
     async def submit(self, request: GenerateRequest) -> None:
-        if not self._ready:
-            raise Overloaded(self._detail, code="engine_unavailable" if self.facts or self._error else "model_loading")
-        if self.facts and len(request.prompt) > self.facts.max_model_len:  # refused here: it may not even fit a frame
-            raise ContextTooLong(
-                f"the prompt has {len(request.prompt)} tokens, the context {self.facts.max_model_len}", param="prompt"
-            )
+        self._check(request.prompt)
         if not self._board.num_open:
             self._heard_at = time.monotonic()  # an idle engine owes no sign of life until now
         await self._board.submit(request)
@@ -141,6 +137,16 @@ class EngineProcess:
         if self._board.num_open and silent_s > STALL_S:
             return msgspec.structs.replace(self._board.health, ready=False, detail=f"no step for {silent_s:.0f} s")
         return self._board.health
+
+    async def explain(
+        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+    ) -> Explanation:
+        self._check(prompt)
+        return await self._board.explain(prompt, namespace, num_public_tokens, operator)
+
+    async def accounts(self) -> PageAccounts:
+        self._check()
+        return await self._board.accounts()
 
     async def stats(self) -> Any:
         return await self._ask("stats")
@@ -166,13 +172,26 @@ class EngineProcess:
             self._child.kill()
 
     async def _ask(self, what: Any) -> Any:
-        if not self._ready:
-            raise Overloaded(self._detail, code="engine_unavailable")
+        self._check()
         return await self._board.ask(what)
 
+    def _check(self, prompt: Sequence[int] = ()) -> None:
+        """Refuse what the child need not see. Raises: Overloaded without one, ContextTooLong."""
+        if not self._ready:
+            raise Overloaded(self._detail, code="engine_unavailable" if self.facts or self._error else "model_loading")
+        if self.facts and len(prompt) > self.facts.max_model_len:  # it may not even fit a frame
+            raise ContextTooLong(
+                f"the prompt has {len(prompt)} tokens, the context {self.facts.max_model_len}", param="prompt"
+            )
+
     def _send(self, command: Command) -> None:
-        if self._child is not None:
+        """Raises: InvalidRequest for what no frame can carry; nothing was sent then."""
+        if self._child is None:
+            return
+        try:
             self._child.send(command)
+        except (FrameTooLarge, msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
+            raise InvalidRequest(f"the engine cannot be sent this: {error}") from error
 
     async def _supervise(self) -> None:
         num_deaths = 0
@@ -202,7 +221,7 @@ class EngineProcess:
 
     def _receive(self, notice: Notice) -> None:
         self._heard_at = time.monotonic()
-        if isinstance(notice, Answer | Events):
+        if isinstance(notice, Reply | Events):
             self._board.receive(notice)
         elif isinstance(notice, Loading):
             self._load_fraction, self._detail = notice.fraction, notice.detail

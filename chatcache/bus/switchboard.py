@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Literal, cast
 
-from chatcache.bus.codec import Abort, Answer, Ask, Command, Events, Submit, from_fault
+from chatcache.bus.codec import Abort, Answer, Ask, Command, Events, Explain, Reply, Submit, from_fault
 from chatcache.bus.log import RETENTION_S, EventLogs
 from chatcache.errors import ChatcacheError
-from chatcache.types import EngineEvent, EngineHealth, Finished, GenerateRequest
+from chatcache.types import EngineEvent, EngineHealth, Explanation, Finished, GenerateRequest, PageAccounts
 
 
 class Switchboard:
@@ -49,6 +49,15 @@ class Switchboard:
     def abort(self, request_id: str) -> None:
         self._send(Abort(request_id))
 
+    async def explain(
+        self, prompt: Sequence[int], namespace: str, num_public_tokens: int, operator: bool
+    ) -> Explanation:
+        value = await self._call(lambda call: Explain(call, tuple(prompt), namespace, num_public_tokens, operator))
+        return cast(Explanation, value)
+
+    async def accounts(self) -> PageAccounts:
+        return cast(PageAccounts, await self._call(lambda call: Ask(call, "accounts")))
+
     async def ask(self, what: Literal["stats", "reset_prefix_cache"]) -> Any:
         return await self._call(lambda call: Ask(call, what))
 
@@ -61,15 +70,15 @@ class Switchboard:
         finally:
             del self._calls[call]
 
-    def receive(self, notice: Answer | Events) -> None:
+    def receive(self, notice: Reply | Events) -> None:
         """File what the engine said."""
-        if isinstance(notice, Answer):
+        if isinstance(notice, Reply):
             future = self._calls.get(notice.call)
             if future is not None and not future.done():
-                if notice.fault is None:
-                    future.set_result(notice.value)
-                else:
+                if isinstance(notice, Answer) and notice.fault is not None:
                     future.set_exception(from_fault(notice.fault))
+                else:
+                    future.set_result(notice.value)
             return
         if notice.health is not None:
             self.health = notice.health

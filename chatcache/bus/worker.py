@@ -16,7 +16,10 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
+import msgspec
+
 from chatcache.bus.codec import (
+    Answer,
     Boot,
     Command,
     FrameBuffer,
@@ -24,12 +27,14 @@ from chatcache.bus.codec import (
     LoadFailed,
     Loading,
     Notice,
+    call_of,
     decode_command,
-    encode,
+    encode_notice,
     to_fault,
 )
 from chatcache.bus.loop import Progress, SteppedEngine, run_engine
 from chatcache.config import EngineConfig
+from chatcache.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +46,11 @@ Factory = Callable[[EngineConfig, Progress], SteppedEngine]
 
 
 class SocketInbox:
-    """Commands from a blocking stream socket."""
+    """Commands from a blocking stream socket. A frame that is none is refused to its caller and otherwise ignored."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, send: Callable[[Notice], None]) -> None:
         self._sock = sock
+        self._send = send
         self._frames = FrameBuffer()
 
     def read(self, block: bool) -> list[Command]:
@@ -59,7 +65,17 @@ class SocketInbox:
                 data = b""
             if not data:
                 raise EOFError
-            commands += [decode_command(body) for body in self._frames.feed(data)]
+            for body in self._frames.feed(data):
+                try:
+                    commands.append(decode_command(body))
+                except msgspec.MsgspecError as error:
+                    self._refuse(body, error)
+
+    def _refuse(self, body: bytes, error: Exception) -> None:
+        log.error("a frame of %d bytes is no command: %s", len(body), error)
+        call = call_of(body)
+        if call is not None:
+            self._send(Answer(call, to_fault(InvalidRequest(f"the engine does not understand this: {error}"))))
 
 
 def die_with_parent() -> None:
@@ -72,9 +88,10 @@ def serve(sock: socket.socket) -> int:
     """Load the engine, then run it until the parent says stop or is gone. Returns the exit status."""
 
     def send(notice: Notice) -> None:
-        sock.sendall(encode(notice))
+        for frame in encode_notice(notice):
+            sock.sendall(frame)
 
-    inbox = SocketInbox(sock)
+    inbox = SocketInbox(sock, send)
     boot, *early = inbox.read(block=True)
     if not isinstance(boot, Boot) or early:
         raise ValueError("the first frame must be the boot command, alone")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chatcache.errors import ContextTooLong, InvalidRequest
 from chatcache.sched.limits import most_tokens, worst_case_pages
 from chatcache.sched.plan import KVCapacity
-from chatcache.types import BeamSearchParams, GenerateRequest, Params
+from chatcache.types import MAX_PROMPT_LOGPROBS, BeamSearchParams, GenerateRequest, Params
 
 MAX_REQUEST_ID_CHARS = 256
 
@@ -43,6 +43,20 @@ def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int,
         raise InvalidRequest(
             f"num_public_tokens must be between 0 and the prompt's {len(prompt)} tokens, got {num_public_tokens}",
             param="num_public_tokens",
+        )
+
+
+def check_prompt_logprobs(request: GenerateRequest) -> None:
+    """Verify that what is asked of the prompt fits one answer; the parameters are valid.
+
+    Raises: InvalidRequest.
+    """
+    num_top = request.params.prompt_logprobs
+    if num_top is not None and len(request.prompt) * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs {num_top} of {len(request.prompt)} prompt tokens is more than one answer carries: prompt "
+            f"tokens x (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
+            param="prompt_logprobs",
         )
 
 

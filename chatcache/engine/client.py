@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
-from chatcache.types import EngineEvent, EngineHealth, GenerateRequest
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, PageAccounts
 
 
 class ModelRunner(Protocol):
@@ -38,3 +38,18 @@ class EngineClient(Protocol):
         ...
 
     async def health(self) -> EngineHealth: ...
+
+    async def explain(
+        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+    ) -> Explanation:
+        """Tell what of a prompt is computed already, and why not more. Changes nothing.
+
+        An `operator` may also learn what other namespaces have computed; a tenant must not.
+
+        Raises: ContextTooLong, InvalidRequest for a prompt that no request could have.
+        """
+        ...
+
+    async def accounts(self) -> PageAccounts:
+        """Charge the pages held now to requests, conversations and namespaces."""
+        ...

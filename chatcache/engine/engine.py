@@ -12,7 +12,13 @@ from chatcache.decode.actions import Advance, Strategy
 from chatcache.decode.factory import make_strategy
 from chatcache.decode.validate import validate_params
 from chatcache.engine.accounts import UsageGauge, page_accounts
-from chatcache.engine.admission import check_branches, check_prompt, check_request_id, resolve_max_tokens
+from chatcache.engine.admission import (
+    check_branches,
+    check_prompt,
+    check_prompt_logprobs,
+    check_request_id,
+    resolve_max_tokens,
+)
 from chatcache.engine.client import ModelRunner
 from chatcache.engine.outbox import Outbox
 from chatcache.engine.results import bad_draws, candidates_of, check_shapes
@@ -84,6 +90,7 @@ class Engine:
         check_request_id(request.request_id)
         check_prompt(request.prompt, request.num_public_tokens, self._facts.vocab_size, self._max_model_len)
         validate_params(request.params, self._facts.vocab_size)
+        check_prompt_logprobs(request)
         check_branches(request.params, min(self._scheduler.num_slots, self._config.max_num_batched_tokens))
         max_tokens = resolve_max_tokens(request, self._capacity, self._max_model_len)
         if len(self._scheduler.waiting) >= self._config.max_num_waiting:

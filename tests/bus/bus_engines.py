@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from chatcache.bus.codec import MAX_FRAME_BYTES
 from chatcache.bus.pipe import EngineProcess, RestartPolicy
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
@@ -15,9 +16,12 @@ from chatcache.types import (
     CandidateDone,
     EngineEvent,
     EngineHealth,
+    Explanation,
     Finished,
     GenerateRequest,
     ModelFacts,
+    PageAccounts,
+    PageHit,
     SamplingParams,
     Started,
     Tokens,
@@ -79,6 +83,20 @@ class CountingEngine:
             num_running=len(self._running),
             num_steps=self._num_steps,
         )
+
+    def explain(
+        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+    ) -> Explanation:
+        """`namespace` "bug" fails unforeseen, "big" answers with more than a frame holds."""
+        if namespace == "bug":
+            raise KeyError("planted")
+        detail = "x" * MAX_FRAME_BYTES if namespace == "big" else f"{namespace} {num_public_tokens} {operator}"
+        pages = (PageHit(0, 16, "idle", public=True), PageHit(1, 3, "missing"))
+        return Explanation(num_tokens=len(prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
+
+    def accounts(self) -> PageAccounts:
+        held = dict.fromkeys(self._running, 0.5)
+        return PageAccounts(num_pages_in_use=1, page_bytes=4096, requests=held, conversations={}, namespaces={})
 
     def stats(self) -> dict[str, int]:
         return {"num_steps": self._num_steps}

@@ -8,8 +8,8 @@ import pytest
 
 from chatcache.bus.inproc import ThreadedEngine
 from chatcache.bus.pipe import EngineProcess
-from chatcache.errors import ContextTooLong, InvalidRequest, NotFound
-from chatcache.types import EngineEvent, Failed, Finished, Tokens
+from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, NotFound
+from chatcache.types import EngineEvent, Failed, Finished, PageAccounts, Tokens
 from tests.bus.bus_engines import CountingEngine, expected_tokens, request
 
 Client = ThreadedEngine | EngineProcess
@@ -102,6 +102,23 @@ async def test_calls_reach_the_engine(client: Client) -> None:
     assert (await client.stats())["num_steps"] >= 3
     assert await client.reset_prefix_cache() is True
     assert (await client.health()).model == "counting"
+
+
+async def test_explain_and_accounts_cross_as_what_they_are(client: Client) -> None:
+    explanation = await client.explain([1, 2, 3], "tenant", 2, operator=True)
+    assert explanation == CountingEngine().explain((1, 2, 3), "tenant", 2, operator=True)
+    await client.submit(request("r", 1_000_000))
+    accounts = await client.accounts()
+    assert isinstance(accounts, PageAccounts) and accounts.requests == {"r": 0.5}
+    await client.abort("r")
+
+
+async def test_a_question_that_fails_is_answered_and_the_engine_goes_on(client: Client) -> None:
+    with pytest.raises(EngineFault) as caught:
+        await client.explain([1], "bug")
+    assert "planted" not in caught.value.message
+    await client.submit(request("r", 3))
+    assert len(tokens_of(await collect(client, "r"))) == 3
 
 
 async def test_closing_ends_open_requests_once(client: Client) -> None:

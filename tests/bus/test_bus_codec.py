@@ -11,22 +11,45 @@ from hypothesis import strategies as st
 
 from chatcache.bus import codec
 from chatcache.config import EngineConfig
-from chatcache.errors import ContextTooLong, EngineFault, ModelFolderError
-from chatcache.types import BeamSearchParams, EngineHealth, Failed, Finished, GenerateRequest, TokenLogprob, Tokens
+from chatcache.errors import ContextTooLong, EngineFault, ModelFolderError, UnsupportedParameter
+from chatcache.types import (
+    MAX_PROMPT_LOGPROBS,
+    MAX_TOP_LOGPROBS,
+    Beams,
+    BeamSearchParams,
+    EngineHealth,
+    Explanation,
+    Failed,
+    Finished,
+    GenerateRequest,
+    LiveBeam,
+    PageAccounts,
+    PageHit,
+    Started,
+    TokenLogprob,
+    Tokens,
+)
 
 COMMANDS: list[codec.Command] = [
     codec.Boot("a:b", EngineConfig(model="x", kv_memory_bytes=1 << 30)),
     codec.Submit(7, GenerateRequest(request_id="r", prompt=(1, 2), params=BeamSearchParams(early_stopping="never"))),
     codec.Abort("r"),
     codec.Ask(3, "stats"),
+    codec.Explain(4, (1, 2, 3), "tenant", 2),
     codec.Stop(),
 ]
 NOTICES: list[codec.Notice] = [
     codec.Loading(0.5, "weights"),
     codec.LoadFailed(codec.Fault("ModelFolderError", "config.json: missing", "model_folder_error")),
     codec.Answer(3, value={"a": [1, 2]}),
+    codec.Explained(4, Explanation(num_tokens=3, num_cached_tokens=2, page_size=16, pages=(PageHit(0, 2, "partial"),))),
+    codec.Accounted(
+        5, PageAccounts(num_pages_in_use=2, page_bytes=64, requests={"r": 2.0}, conversations={"": 2.0}, namespaces={})
+    ),
     codec.Events(
         (
+            Started("r", 1, 3, 0, (None, TokenLogprob(-1.0, ((2, -1.0),)))),
+            Beams("r", 1, (LiveBeam(3, 0, 17, -0.25),)),
             Tokens("r", 1, 0, (5, 6), (TokenLogprob(-0.5, ((5, -0.5),)), TokenLogprob(float("-inf")))),
             Failed("r", 2, "no", param="n"),
             Finished("s", 1, 3, 0, 0),
@@ -65,6 +88,40 @@ def test_a_frame_over_the_limit_is_refused_on_both_sides() -> None:
         codec.FrameBuffer().feed(struct.pack(">I", codec.MAX_FRAME_BYTES + 1))
 
 
+def notices_of(notice: codec.Notice) -> list[codec.Notice]:
+    bodies = codec.FrameBuffer().feed(b"".join(codec.encode_notice(notice)))
+    return [codec.decode_notice(body) for body in bodies]
+
+
+@pytest.mark.parametrize("num_top", [0, MAX_TOP_LOGPROBS])
+def test_the_most_prompt_logprobs_that_are_admitted_fit_a_frame(num_top: int) -> None:
+    entry = TokenLogprob(-1.5, ((2**17, -1.5),) * num_top)
+    started = Started("r" * 256, 1, 1, 0, (entry,) * (MAX_PROMPT_LOGPROBS // (num_top + 1)))
+    assert notices_of(codec.Events((started,))) == [codec.Events((started,))]
+
+
+def test_events_over_one_frame_go_in_several_in_order_the_health_last() -> None:
+    events = tuple(Failed("r", seq, "x" * (codec.MAX_FRAME_BYTES // 4)) for seq in range(1, 8))
+    parts = notices_of(codec.Events(events, EngineHealth(ready=True)))
+    assert all(isinstance(part, codec.Events) for part in parts)
+    assert sum((part.events for part in parts if isinstance(part, codec.Events)), ()) == events
+    told = [part.health is not None for part in parts if isinstance(part, codec.Events)]
+    assert len(told) > 1 and told == [False] * (len(told) - 1) + [True]
+
+
+def test_an_answer_over_one_frame_becomes_a_fault() -> None:
+    (answer,) = notices_of(codec.Answer(9, value="x" * codec.MAX_FRAME_BYTES))
+    assert isinstance(answer, codec.Answer) and answer.call == 9
+    assert answer.fault is not None and "too large" in answer.fault.message
+
+
+@pytest.mark.parametrize(
+    ("body", "call"), [(b"\xc1", None), (msgspec.msgpack.encode({"type": "?", "call": 4}), 4), (b"\x90", None)]
+)
+def test_whoever_sent_no_command_is_found_if_it_can_be(body: bytes, call: int | None) -> None:
+    assert codec.call_of(body) == call
+
+
 @pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode({"type": "exec"}), codec.encode(NOTICES[0])[4:]])
 def test_what_is_no_command_is_refused(body: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
@@ -80,4 +137,13 @@ def test_catalogued_errors_survive(error: ContextTooLong | ModelFolderError) -> 
 def test_other_errors_become_engine_faults() -> None:
     back = codec.from_fault(codec.to_fault(KeyError("k")))
     assert isinstance(back, EngineFault) and "KeyError" in back.message
-    assert isinstance(codec.from_fault(codec.Fault("annotations", "m", "c")), EngineFault)
+    for kind in ("annotations", "ChatcacheError", "__builtins__"):
+        assert isinstance(codec.from_fault(codec.Fault(kind, "m", "c")), EngineFault)
+
+
+def test_an_error_of_a_room_crosses_as_the_nearest_one_of_the_catalogue() -> None:
+    class NoSuchGrammar(UnsupportedParameter):
+        pass
+
+    back = codec.from_fault(codec.to_fault(NoSuchGrammar("no", param="grammar")))
+    assert (type(back), back.param) == (UnsupportedParameter, "grammar")

@@ -7,16 +7,19 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from chatcache.bus.codec import MAX_FRAME_BYTES
 from chatcache.bus.pipe import EngineProcess, RestartPolicy
-from chatcache.errors import ContextTooLong, EngineFault, ModelFolderError, Overloaded
+from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, ModelFolderError, Overloaded
 from chatcache.types import Failed, Finished, Started, Tokens
 from tests.bus.bus_engines import FAST, expected_tokens, process, request
 
@@ -141,6 +144,32 @@ async def test_a_prompt_longer_than_the_context_never_reaches_the_pipe() -> None
         with pytest.raises(ContextTooLong, match=f"{facts.max_model_len}"):
             await engine.submit(request("r", prompt=(2**31 - 1,) * 5_000_000))
         await engine.submit(request("r", 1))
+
+
+async def test_what_is_no_command_or_does_not_fit_a_frame_harms_nobody() -> None:
+    async with process() as engine:
+        await engine.wait_loaded()
+        child = engine.pid
+        await engine.submit(request("running", 2_000))
+        sends: list[bytes] = [b"\xc1", msgspec.msgpack.encode({"type": "exec", "call": 10**6}), b"\x80"]
+        assert engine._child is not None and engine._child._transport is not None
+        for body in sends:
+            engine._child._transport.write(struct.pack(">I", len(body)) + body)
+        with pytest.raises(EngineFault, match="too large"):
+            await engine.explain([1], "big")
+        with pytest.raises(InvalidRequest):
+            await engine.explain([1], "\ud800")
+        with pytest.raises(InvalidRequest):
+            await engine.explain([2**70])
+        with pytest.raises(InvalidRequest, match="frame limit"):
+            await engine.explain([1], "x" * MAX_FRAME_BYTES)
+        with pytest.raises(InvalidRequest, match="does not understand"):
+            await engine.explain(["1"])  # type: ignore[list-item]
+        with pytest.raises(ContextTooLong):
+            await engine.explain([1] * 5_000_000)
+        assert (await engine.explain([1])).num_tokens == 1
+        assert isinstance([event async for event in engine.events("running")][-1], Finished)
+        assert engine.pid == child and engine.num_restarts == 0
 
 
 async def test_a_silent_engine_with_work_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
