@@ -9,6 +9,8 @@ last one.
     public.py         how many leading tokens of a prompt are an operator-declared system prompt
     transcripts.py    a bounded memory of replies for clients that resend the whole history as text
     service.py        submit to the engine, merge candidates' text, yield reply events
+    live_beams.py     a running beam search as text
+    spans.py          where each message of a prompt ends
     conversations.py  one stored turn: resolve where it continues, open it, settle it
     store.py          the storage contract; store_sqlite.py + sqlite_writer.py satisfy it on one file
     ids.py            time-ordered ids

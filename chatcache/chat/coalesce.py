@@ -1,4 +1,4 @@
-"""Fewer, larger deltas for readers that draw frames: the first at once, then at most one per candidate and window."""
+"""Fewer, larger deltas for readers that draw frames: the first at once, then at most one per source and window."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from chatcache.chat.events import ReplyDelta, ReplyEvent
+from chatcache.chat import live_beams
+from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyEvent
+
+_BEAMS = -1  # where candidates have their index
 
 
 async def coalesced(events: AsyncIterator[ReplyEvent], window_s: float) -> AsyncIterator[ReplyEvent]:
-    """Pass events on in order, joining deltas of one candidate that come within `window_s` of its last one."""
+    """Pass events on in order, joining deltas of one candidate that come within `window_s` of its last one.
+
+    Reports of live beams are joined likewise.
+    """
     queue: asyncio.Queue[ReplyEvent | BaseException | None] = asyncio.Queue()
 
     async def pump() -> None:
@@ -23,26 +29,26 @@ async def coalesced(events: AsyncIterator[ReplyEvent], window_s: float) -> Async
             queue.put_nowait(error)
 
     task = asyncio.create_task(pump())
-    waiting: dict[int, ReplyDelta] = {}
+    waiting: dict[int, ReplyDelta | ReplyBeams] = {}
     sent_s: dict[int, float] = {}
     try:
         while True:
-            due_s = min((sent_s[index] + window_s for index in waiting), default=None)
+            due_s = min((sent_s[source] + window_s for source in waiting), default=None)
             event = await _next(queue, due_s)
             now_s = time.monotonic()
-            if isinstance(event, ReplyDelta):
-                held = waiting.pop(event.index, None)
-                event = event if held is None else _joined(held, event)
-                if now_s < sent_s.get(event.index, 0.0) + window_s:
-                    waiting[event.index] = event
+            if isinstance(event, ReplyDelta | ReplyBeams):
+                source = event.index if isinstance(event, ReplyDelta) else _BEAMS
+                event = _joined(waiting.pop(source, None), event)
+                if now_s < sent_s.get(source, 0.0) + window_s:
+                    waiting[source] = event
                 else:
-                    sent_s[event.index] = now_s
+                    sent_s[source] = now_s
                     yield event
                 continue
             over = not isinstance(event, _Due)
-            for index in [i for i in waiting if over or now_s >= sent_s[i] + window_s]:
-                sent_s[index] = now_s
-                yield waiting.pop(index)
+            for source in [each for each in waiting if over or now_s >= sent_s[each] + window_s]:
+                sent_s[source] = now_s
+                yield waiting.pop(source)
             if event is None:
                 return
             if isinstance(event, BaseException):
@@ -70,10 +76,16 @@ async def _next(
         return _Due()
 
 
-def _joined(first: ReplyDelta, then: ReplyDelta) -> ReplyDelta:
-    return replace(
-        first,
-        text=first.text + then.text,
-        token_ids=first.token_ids + then.token_ids,
-        logprobs=first.logprobs + then.logprobs,
-    )
+def _joined(first: ReplyDelta | ReplyBeams | None, then: ReplyDelta | ReplyBeams) -> ReplyDelta | ReplyBeams:
+    """One source's events as one."""
+    match first, then:
+        case ReplyDelta(), ReplyDelta():
+            return replace(
+                first,
+                text=first.text + then.text,
+                token_ids=first.token_ids + then.token_ids,
+                logprobs=first.logprobs + then.logprobs,
+            )
+        case ReplyBeams(), ReplyBeams():
+            return live_beams.joined(first, then)
+    return then

@@ -48,6 +48,7 @@ class PlannedTurn:
 
     request: TurnRequest
     turn: Turn
+    messages: tuple[Message, ...]
     prompt: Prompt
     inputs: tuple[Item, ...]
     conversation: Conversation | None
@@ -73,7 +74,8 @@ class Conversations:
         place = await self._find(request)
         if not request.input and (not place.path or place.path[-1].role == "assistant"):
             raise InvalidRequest("input is empty: only a user message can be answered again", param="input")
-        prompt = await asyncio.to_thread(self._assemble, request, place)
+        messages = _messages(request, place)
+        prompt = await asyncio.to_thread(self._assemble, request, place, messages)
         now = time.time()
         inputs = _input_items(request.input, place.path[-1].id if place.path else None, now)
         offset = request.instructions is not None
@@ -90,7 +92,7 @@ class Conversations:
         inputs = tuple(replace(item, response_id=turn.id) for item in inputs)
         conversation = place.tree.conversation if place.tree else None
         return PlannedTurn(
-            request, turn, prompt, inputs, conversation, conversation.id if conversation else new_id("conv")
+            request, turn, messages, prompt, inputs, conversation, conversation.id if conversation else new_id("conv")
         )
 
     async def open(self, planned: PlannedTurn) -> Conversation | None:
@@ -149,12 +151,8 @@ class Conversations:
                 f"no response {member!r}", param="previous_response_id", code="previous_response_not_found"
             ) from None
 
-    def _assemble(self, request: TurnRequest, place: _Place) -> Prompt:
-        messages = [Message(role=item.role, content=item.text) for item in place.path]
-        if request.instructions is not None:
-            messages.insert(0, Message(role="system", content=request.instructions))
-        offset = len(messages) - len(place.path)
-        messages += request.input
+    def _assemble(self, request: TurnRequest, place: _Place, messages: Sequence[Message]) -> Prompt:
+        offset = len(messages) - len(place.path) - len(request.input)
 
         def known(index: int, head: str, reply: str) -> tuple[int, ...] | None:
             if place.tree is None or not 0 <= index - offset < len(place.path):
@@ -169,6 +167,13 @@ class Conversations:
         prompt = assemble(self._tokenizer, messages, known)
         num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
         return replace(prompt, num_public_tokens=num_public)
+
+
+def _messages(request: TurnRequest, place: _Place) -> tuple[Message, ...]:
+    """Instructions, history, input."""
+    system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
+    history = (Message(role=item.role, content=item.text) for item in place.path)
+    return (*system, *history, *request.input)
 
 
 def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:

@@ -9,10 +9,15 @@ from chatcache.types import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ReplyStarted:
-    """The first token was computed; the prompt's figures are final."""
+    """The first token was computed; the prompt's figures are final. `index`: which prompt, where there are several.
+
+    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,27 @@ class ReplyDelta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BeamNode:
+    """A token that was once the newest of a live beam: `text` below that of `parent` (0: the prompt).
+
+    `score`: summed log-probability of the path down to here.
+    """
+
+    id: int
+    parent: int
+    text: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyBeams:
+    """New nodes, parents first, and the ids of those where live beams end now, best first."""
+
+    nodes: tuple[BeamNode, ...]
+    live: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +81,4 @@ class ReplyFinished:
     num_pages_freed: int = 0
 
 
-ReplyEvent = ReplyStarted | ReplyDelta | ReplyDone | ReplyFinished
+ReplyEvent = ReplyStarted | ReplyDelta | ReplyBeams | ReplyDone | ReplyFinished

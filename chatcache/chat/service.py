@@ -11,13 +11,25 @@ import anyio
 
 from chatcache.chat.candidate import Candidate
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
+from chatcache.chat.live_beams import BeamReader
 from chatcache.chat.prompt import Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
 from chatcache.chat.transcripts import Transcripts
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import CandidateDone, Failed, Finished, GenerateRequest, Params, SamplingParams, Started, Tokens
+from chatcache.types import (
+    Beams,
+    BeamSearchParams,
+    CandidateDone,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Params,
+    SamplingParams,
+    Started,
+    Tokens,
+)
 
 # Rendering and tokenising this much text takes about a millisecond; longer prompts leave the event loop alone.
 _INLINE_CHARS = 4_000
@@ -41,6 +53,11 @@ def num_candidates(params: Params) -> int:
     return params.n if params.n is not None else params.beam_width
 
 
+def is_ranked(params: Params) -> bool:
+    """Whether candidates come best first, with a score that means something."""
+    return isinstance(params, BeamSearchParams) or params.distinct or params.best_of is not None
+
+
 class ChatService:
     """Prompts and replies over an engine, wherever it runs."""
 
@@ -55,6 +72,7 @@ class ChatService:
         self.tokenizer = tokenizer
         self.transcripts = transcripts if transcripts is not None else Transcripts()
         self._public = public if public is not None else PublicPrompts()
+        self._live: dict[str, GenerateRequest] = {}
 
     async def prompt(self, messages: Sequence[Message], namespace: str) -> Prompt:
         """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had."""
@@ -84,7 +102,17 @@ class ChatService:
         Raises: what `EngineClient.submit` raises.
         """
         await self.engine.submit(request)
+        self._live[request.request_id] = request
         return Reply(self, request, rendering)
+
+    def live_of(self, namespace: str) -> dict[str, str]:
+        """Requests of a tenant that are being answered, each with its conversation ("" for none)."""
+        live = self._live.values()
+        return {request.request_id: request.conversation_id for request in live if request.namespace == namespace}
+
+    def forget(self, request: GenerateRequest) -> None:
+        """A reply is over."""
+        self._live.pop(request.request_id, None)
 
     def remember(self, request: GenerateRequest, rendering: str, candidate: Candidate) -> None:
         """Keep a finished candidate for clients that will resend it as text."""
@@ -115,22 +143,25 @@ class Reply:
 
     async def events(self) -> AsyncIterator[ReplyEvent]:
         """Yield until `ReplyFinished`. Raises: ReplyFailed."""
+        beams = BeamReader(self._service.tokenizer.token_bytes)
         async for event in self._service.engine.events(self.request.request_id):
             if isinstance(event, Started):
-                yield ReplyStarted(event.num_prompt_tokens, event.num_cached_tokens)
+                yield ReplyStarted(event.num_prompt_tokens, event.num_cached_tokens, event.prompt_logprobs)
             elif isinstance(event, Tokens):
                 self.num_tokens += len(event.token_ids)
                 delta = self.candidates[event.index].push(event)
                 if delta is not None:
                     yield delta
+            elif isinstance(event, Beams):
+                yield beams.read(event)
             elif isinstance(event, CandidateDone):
                 for each in self._settle(event):
                     yield each
             elif isinstance(event, Failed):
-                self.ended = True
+                self._end()
                 raise ReplyFailed(event)
             elif isinstance(event, Finished):
-                self.ended = True
+                self._end()
                 for candidate in self.candidates:
                     if event.cancelled and not candidate.done:
                         for each in candidate.finish(None):
@@ -143,6 +174,10 @@ class Reply:
                     num_pages_freed=event.num_pages_freed,
                 )
                 return
+
+    def _end(self) -> None:
+        self.ended = True
+        self._service.forget(self.request)
 
     def _settle(self, event: CandidateDone) -> tuple[ReplyDelta | ReplyDone, ...]:
         candidate = self.candidates[event.index]
@@ -159,6 +194,6 @@ class Reply:
         """Abort unless already ended. Safe to call twice, and while being cancelled."""
         if self.ended:
             return
-        self.ended = True
+        self._end()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
             await self._service.engine.abort(self.request.request_id)

@@ -27,6 +27,7 @@ class Banner:
         self, engine: EngineConfig, server: ServerConfig, address: tuple[Any, ...], console: Console | None = None
     ) -> None:
         self._name = escape(engine.served_model_name or engine.model)
+        self._kv_memory_bytes = engine.kv_memory_bytes
         self._server = server
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         self._url = f"http://{host}:{address[1]}{server.root_path}"
@@ -75,6 +76,8 @@ class Banner:
                 f"{health.num_pages:,} pages of {health.page_size} tokens, {format_size(page_bytes)} each, "
                 f"{format_size(health.kv_bytes)} in all",
             ),
+            ("waste", self._waste(health, page_bytes)),
+            *_swap_row(health, page_bytes),
             (
                 "context",
                 f"{facts.max_model_len:,} tokens; {num_tokens / facts.max_model_len:.1f} such contexts fit at once",
@@ -83,6 +86,15 @@ class Banner:
             ("access", self._access()),
             ("ready", f"[bold green]{self._url}[/]  (chat page; API under /v1)"),
         ]
+
+    def _waste(self, health: EngineHealth, page_bytes: int) -> str:
+        """What of the memory no token will ever use: what fills no page, and the ends of the last pages."""
+        text = f"up to {health.page_size - 1} unused tokens in a branch's last page"
+        if self._kv_memory_bytes is None:
+            return text
+        unused = self._kv_memory_bytes - health.num_pages * page_bytes
+        share = unused / self._kv_memory_bytes
+        return f"{format_size(max(unused, 0))} of the memory hold no page ({share:.1%}); {text}"
 
     def _access(self) -> str:
         if self._server.api_keys:
@@ -96,6 +108,13 @@ class Banner:
 
     def show_failed(self, error: ChatcacheError) -> None:
         self._console.print(f"[bold red]chatcache:[/] {escape(error.message)}", soft_wrap=True)
+
+
+def _swap_row(health: EngineHealth, page_bytes: int) -> list[tuple[str, str]]:
+    if not health.num_host_pages:
+        return []
+    size = format_size(health.num_host_pages * page_bytes)
+    return [("swap", f"{health.num_host_pages:,} host pages, {size}, for requests that must wait")]
 
 
 def _is_loopback(host: str) -> bool:

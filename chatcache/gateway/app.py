@@ -19,7 +19,7 @@ from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.gateway import conversations, health, models, static
+from chatcache.gateway import cache, conversations, health, models, static
 from chatcache.gateway.completions import completions
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
@@ -93,6 +93,8 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         WebSocketRoute("/v1/responses", responses_socket),
+        Route("/v1/cache/explain", cache.explain, methods=["POST"]),
+        Route("/v1/cache/accounts", cache.accounts),
         Route("/v1/conversations", conversations.list_conversations),
         Route("/v1/conversations/{id}", conversations.OneConversation),
         Route("/v1/conversations/{id}/items", conversations.list_items),

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
 from chatcache.chat.ids import new_id
-from chatcache.chat.service import ChatService, Reply, num_candidates
+from chatcache.chat.service import ChatService, Reply, is_ranked, num_candidates
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
@@ -57,6 +57,7 @@ async def completions(request: Request) -> Response:
         tokenizer=model.tokenizer,
         num_choices=len(prompts) * width,
         echo=tuple(model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts for _ in range(width)),
+        with_scores=is_ranked(params),
         with_logprobs=fields.logprobs is not None,
         with_usage=bool(base.stream_options and base.stream_options.include_usage),
         with_token_ids=bool(base.return_token_ids),
@@ -125,6 +126,7 @@ class CompletionShape:
     tokenizer: Tokenizer
     num_choices: int
     echo: tuple[str, ...]
+    with_scores: bool
     with_logprobs: bool
     with_usage: bool
     with_token_ids: bool
@@ -149,6 +151,8 @@ class CompletionShape:
                     yield self._chunk(choice)
             elif isinstance(event, ReplyDone):
                 choice = self._choice(event.index, "", event.finish_reason, event.stop_reason)
+                if self.with_scores:
+                    choice["score"] = event.score
                 if self.with_token_ids:
                     choice["token_ids"] = event.token_ids[num_sent[event.index] :]
                 yield self._chunk(choice)
@@ -160,6 +164,8 @@ class CompletionShape:
         for done in dones:
             text = self.echo[done.index] + done.text
             choice = self._choice(done.index, text, done.finish_reason, done.stop_reason)
+            if self.with_scores:
+                choice["score"] = done.score
             if self.with_logprobs:
                 table = CompletionLogprobs(self.tokenizer)
                 takes = [table.take(delta.token_ids, delta.logprobs) for delta in deltas.get(done.index, ())]

@@ -64,6 +64,11 @@ class Gateway:
     runs: dict[str, Run] = field(default_factory=dict)
 
     @property
+    def is_open(self) -> bool:
+        """Whether everybody is let in, and so nobody is a tenant."""
+        return not self.config.api_keys
+
+    @property
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: changes when results may."""
         return f"chatcache-{self.version}"

@@ -61,9 +61,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
     "priority": (0,),
-    "diversity_penalty": (0, 0.0),
-    "num_beam_groups": (1,),
-    "distinct": (False,),
+    "stream_beams": (False,),
     "fork_at": (),
 }
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 
 
 async def merged(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> AsyncIterator[ReplyEvent]:
@@ -36,6 +36,8 @@ async def merged(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> As
                 raise event
             if isinstance(event, ReplyFinished):
                 ended.append(event)
+            elif isinstance(event, ReplyStarted):
+                yield replace(event, index=at)
             elif isinstance(event, ReplyDelta | ReplyDone):
                 yield replace(event, index=at * width + event.index)
             else:

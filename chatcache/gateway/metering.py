@@ -27,7 +27,7 @@ async def metered(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
             last_s = now_s
         elif isinstance(event, ReplyDone):
             metrics.finished.labels(finish_reason=event.finish_reason).inc()
-        else:
+        elif isinstance(event, ReplyFinished):
             _count_tokens(metrics, event)
         yield event
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -61,15 +61,48 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("chatcache_engine_ready", "1 while the engine generates.", int(health.ready))
         yield GaugeMetricFamily("chatcache_requests_running", "Requests with pages.", health.num_running)
         yield GaugeMetricFamily("chatcache_requests_waiting", "Requests queued.", health.num_waiting)
-        pages = GaugeMetricFamily("chatcache_kv_pages", "KV pages by state.", labels=["state"])
-        pages.add_metric(["active"], health.num_pages_in_use)
-        pages.add_metric(["cached"], health.num_pages_idle)
-        pages.add_metric(["free"], max(0, health.num_pages - health.num_pages_in_use - health.num_pages_idle))
-        yield pages
-        yield GaugeMetricFamily("chatcache_kv_bytes", "Bytes of the page pool.", health.kv_bytes)
+        yield from _pages(health)
         yield CounterMetricFamily("chatcache_engine_steps", "Steps executed.", health.num_steps)
-        yield CounterMetricFamily("chatcache_preemptions", "Requests preempted.", health.num_preemptions)
+        swaps = health.num_swap_preemptions
+        by_kind = {"recompute": health.num_preemptions - swaps, "swap": swaps}
+        yield _labelled(CounterMetricFamily, "chatcache_preemptions", "Requests preempted.", "kind", by_kind)
+        moved = {"out": health.num_pages_swapped_out, "in": health.num_pages_swapped_in}
+        yield _labelled(
+            CounterMetricFamily, "chatcache_kv_pages_swapped", "Pages to and from host.", "direction", moved
+        )
+        yield CounterMetricFamily("chatcache_self_checks", "Idle checks of all pages.", health.num_self_checks)
+        yield CounterMetricFamily("chatcache_broken_invariants", "What they found.", health.num_broken_invariants)
         yield CounterMetricFamily("chatcache_cow_copies", "Pages copied on write.", health.num_page_copies)
         yield CounterMetricFamily("chatcache_prefix_lookup_tokens", "Prompt tokens sought.", health.num_prompt_tokens)
         yield CounterMetricFamily("chatcache_prefix_hit_tokens", "Prompt tokens found.", health.num_cached_tokens)
         yield CounterMetricFamily("chatcache_output_tokens", "Tokens generated.", health.num_output_tokens)
+
+
+def _pages(health: EngineHealth) -> Iterator[Metric]:
+    """The states are disjoint and add up to the pool: `shared` pages are held by several branches, `active` by one."""
+    num_shared = min(health.num_pages_shared, health.num_pages_in_use)  # as of slightly different moments
+    states = {
+        "active": health.num_pages_in_use - num_shared,
+        "shared": num_shared,
+        "cached": health.num_pages_idle,
+        "free": max(0, health.num_pages - health.num_pages_in_use - health.num_pages_idle),
+    }
+    yield _labelled(GaugeMetricFamily, "chatcache_kv_pages", "KV pages by state.", "state", states)
+    yield GaugeMetricFamily("chatcache_kv_bytes", "Bytes of the page pool.", health.kv_bytes)
+    yield GaugeMetricFamily("chatcache_kv_waste_ratio", "Cells of held pages without a token.", health.waste_fraction)
+    num_held = health.num_host_pages_in_use
+    host = {"active": num_held, "free": health.num_host_pages - num_held}
+    yield _labelled(GaugeMetricFamily, "chatcache_kv_host_pages", "Host pages for swapping.", "state", host)
+
+
+def _labelled(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    family = kind(name, text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
 from chatcache.chat.ids import new_id
-from chatcache.chat.service import num_candidates
+from chatcache.chat.service import is_ranked, num_candidates
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
@@ -55,6 +55,7 @@ async def chat_completions(request: Request) -> Response:
         fingerprint=gateway.fingerprint,
         tokenizer=model.tokenizer,
         num_candidates=num_candidates(params),
+        with_scores=is_ranked(params),
         with_logprobs=bool(chat.logprobs),
         with_usage=bool(base.stream_options and base.stream_options.include_usage),
         prompt_token_ids=prompt.token_ids if base.return_token_ids else None,
@@ -89,6 +90,7 @@ class ChatShape:
     fingerprint: str
     tokenizer: Tokenizer
     num_candidates: int
+    with_scores: bool
     with_logprobs: bool
     with_usage: bool
     prompt_token_ids: tuple[int, ...] | None
@@ -111,6 +113,8 @@ class ChatShape:
                     yield self._chunk(self._text(event))
             elif isinstance(event, ReplyDone):
                 choice = self._choice(event.index, {}, event.finish_reason, event.stop_reason)
+                if self.with_scores:
+                    choice["score"] = event.score
                 if self.prompt_token_ids is not None:
                     choice["token_ids"] = event.token_ids[num_sent[event.index] :]
                 yield self._chunk(choice)
@@ -128,6 +132,8 @@ class ChatShape:
                 "finish_reason": done.finish_reason,
                 "stop_reason": done.stop_reason,
             }
+            if self.with_scores:
+                choice["score"] = done.score
             if self.with_logprobs:
                 mine = deltas.get(done.index, ())
                 content = [entry for d in mine for entry in chat_logprobs(self.tokenizer, d.token_ids, d.logprobs)]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from chatcache.chat.prompt import Message
 from chatcache.errors import InvalidRequest, UnsupportedParameter
-from chatcache.gateway.wire import MessageFields, SamplingFields
+from chatcache.gateway.wire import ConversationRef, MessageFields, SamplingFields
 from chatcache.types import BeamSearchParams, Params, SamplingParams
 
 Number = TypeVar("Number", int, float)
@@ -25,22 +25,36 @@ _NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "distinct": (False,),
+}
+# And what a beam field must be, if given, for sampling to mean it.
+_NEUTRAL_FOR_SAMPLING: Mapping[str, tuple[object, ...]] = {
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
 }
 
 
-def to_params(fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int) -> Params:
+def to_params(
+    fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int, stream_beams: bool = False
+) -> Params:
     """Build the engine's parameters. Raises: InvalidRequest, UnsupportedParameter."""
     if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
     for token in fields.stop_token_ids or ():
         check_token(token, vocab_size, "stop_token_ids")
     if fields.beam_width is not None or fields.use_beam_search:
-        return _beams(fields, max_tokens, logprobs)
-    for name in ("length_penalty", "early_stopping"):
-        if getattr(fields, name) not in (None, 1.0, False):
+        return _beams(fields, max_tokens, logprobs, stream_beams)
+    for name, neutral in _NEUTRAL_FOR_SAMPLING.items():
+        value = getattr(fields, name)
+        if value is not None and value not in neutral:
             raise UnsupportedParameter(f"{name} is for beam search (beam_width)", param=name)
+    if stream_beams:
+        raise UnsupportedParameter("stream_beams is for beam search (beam_width)", param="stream_beams")
     return SamplingParams(
         n=_or(fields.n, 1),
+        distinct=bool(fields.distinct),
         temperature=_or(fields.temperature, 1.0),
         top_p=_or(fields.top_p, 1.0),
         top_k=_or(fields.top_k, 0),
@@ -61,7 +75,9 @@ def to_params(fields: SamplingFields, *, max_tokens: int | None, logprobs: int |
     )
 
 
-def _beams(fields: SamplingFields, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
+def _beams(
+    fields: SamplingFields, max_tokens: int | None, logprobs: int | None, stream_beams: bool
+) -> BeamSearchParams:
     for name, neutral in _NEUTRAL_FOR_BEAMS.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
@@ -79,6 +95,9 @@ def _beams(fields: SamplingFields, max_tokens: int | None, logprobs: int | None)
         min_tokens=_or(fields.min_tokens, 0),
         length_penalty=_or(fields.length_penalty, 1.0),
         early_stopping=fields.early_stopping if fields.early_stopping is not None else False,
+        num_beam_groups=_or(fields.num_beam_groups, 1),
+        diversity_penalty=_or(fields.diversity_penalty, 0.0),
+        stream_beams=stream_beams,
         stop=_stops(fields),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
@@ -101,6 +120,18 @@ def known_as(**names: str | None) -> Iterator[None]:
 def to_messages(fields: Sequence[MessageFields], param: str) -> tuple[Message, ...]:
     """Flatten messages to role and text. Raises: InvalidRequest, UnsupportedParameter naming `param[i]...`."""
     return tuple(_message(message, f"{param}[{at}]") for at, message in enumerate(fields))
+
+
+def input_messages(given: str | Sequence[MessageFields] | None) -> tuple[Message, ...]:
+    """A Responses `input` as messages. Raises: InvalidRequest, UnsupportedParameter."""
+    if isinstance(given, str):
+        return (Message(role="user", content=given),)
+    return to_messages(given or (), "input")
+
+
+def conversation_id(conversation: str | ConversationRef | None) -> str | None:
+    """The id of a `conversation` field, however it was written."""
+    return conversation.id if isinstance(conversation, ConversationRef) else conversation
 
 
 def _message(message: MessageFields, where: str) -> Message:

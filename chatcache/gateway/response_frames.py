@@ -16,8 +16,9 @@ from typing import Any
 from msgspec import Raw
 
 from chatcache.chat.conversations import output_item
-from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
+from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
 from chatcache.chat.ids import new_id
+from chatcache.chat.service import is_ranked, num_candidates
 from chatcache.chat.tree import CANCELLED, COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Item, Turn, Usage
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.conversations import usage_json
@@ -25,23 +26,25 @@ from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import FINISH_LENGTH, FINISH_STOP, TokenLogprob
+from chatcache.types import FINISH_LENGTH, FINISH_STOP, Params, TokenLogprob
 
 
 class ResponseFrames:
     """Writes one response into its log. `echo` holds the request's fields that the response object repeats."""
 
     def __init__(
-        self, log: ResponseLog, turn: Turn, tokenizer: Tokenizer, num_candidates: int, echo: Mapping[str, object]
+        self, log: ResponseLog, turn: Turn, tokenizer: Tokenizer, params: Params, echo: Mapping[str, object]
     ) -> None:
         self._log = log
+        self._is_ranked = is_ranked(params)
         self._turn = turn
         self._tokenizer = tokenizer
         self._echo = echo
-        self._item_ids = tuple(new_id("msg") for _ in range(num_candidates))
-        self._logprobs: list[list[object]] = [[] for _ in range(num_candidates)]
+        self._item_ids = tuple(new_id("msg") for _ in range(num_candidates(params)))
+        self._logprobs: list[list[object]] = [[] for _ in self._item_ids]
         self._whole_logprobs: dict[int, Raw] = {}
         self._outputs: dict[int, Item] = {}
+        self._scores: dict[int, float] = {}
         self._begun = False
 
     @property
@@ -69,9 +72,15 @@ class ResponseFrames:
         if event.text or logprobs:
             self._log.append("response.output_text.delta", **self._at(event.index), delta=event.text, logprobs=logprobs)
 
+    def beams(self, event: ReplyBeams) -> None:
+        nodes = [{"id": n.id, "parent": n.parent, "text": n.text, "score": round(n.score, 4)} for n in event.nodes]
+        self._log.note("response.beam", response_id=self._turn.id, nodes=nodes, live=event.live)
+
     def done(self, event: ReplyDone) -> None:
         self._begin()
         self._outputs[event.index] = output_item(self._turn, self._item_ids[event.index], event, time.time())
+        if self._is_ranked:
+            self._scores[event.index] = event.score
         logprobs = self._whole_logprobs[event.index] = encoded(self._logprobs[event.index])
         at, part = self._at(event.index), self._part(event.text, logprobs)
         self._log.append("response.output_text.done", **at, text=event.text, logprobs=logprobs)
@@ -137,6 +146,7 @@ class ResponseFrames:
             "role": item.role,
             "status": item.status,
             "finish_reason": item.finish_reason,
+            **({"score": self._scores[index]} if index in self._scores else {}),
             "content": [self._part(item.text, self._whole_logprobs[index])],
         }
 

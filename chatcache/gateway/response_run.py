@@ -10,20 +10,19 @@ from typing import Any
 
 from chatcache.chat.coalesce import coalesced
 from chatcache.chat.conversations import PlannedTurn, TurnRequest
-from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
-from chatcache.chat.prompt import Message
+from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
 from chatcache.chat.service import Reply, num_candidates
 from chatcache.chat.tree import FAILED, Conversation, Usage
-from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.errors import ChatcacheError, InvalidRequest, NotFound, UnsupportedParameter
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.conversations import conversation_json
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
 from chatcache.gateway.metering import metered
-from chatcache.gateway.params import known_as, to_messages, to_params
+from chatcache.gateway.params import conversation_id, input_messages, known_as, to_params
 from chatcache.gateway.response_frames import ResponseFrames
 from chatcache.gateway.response_log import ResponseLog
-from chatcache.gateway.wire import ConversationRef, ResponseFields, SamplingFields
+from chatcache.gateway.wire import ResponseFields, SamplingFields
 from chatcache.types import GenerateRequest, Params, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -32,17 +31,26 @@ LOGPROBS = "message.output_text.logprobs"
 _COALESCE_S = 0.033
 
 
-async def start_response(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> ResponseRun:
+async def start_response(
+    gateway: Gateway, owner: str, body: Mapping[str, Any], *, watched: bool = False
+) -> ResponseRun:
     """Validate, plan, submit, store the input; from here on the run goes by itself.
 
+    `watched`: whoever asked reads `chatcache.v1` frames too.
     Raises: any ChatcacheError; then nothing was stored and nothing runs.
     """
     fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     model = await gateway.ready(fields.model)
     request = turn_request(fields, owner, gateway.model_name)
+    if fields.stream_beams and not watched:
+        raise UnsupportedParameter("stream_beams needs the subprotocol chatcache.v1", param="stream_beams")
     params = to_params(
-        sampling, max_tokens=fields.max_output_tokens, logprobs=_logprobs(fields), vocab_size=model.tokenizer.vocab_size
+        sampling,
+        max_tokens=fields.max_output_tokens,
+        logprobs=_logprobs(fields),
+        vocab_size=model.tokenizer.vocab_size,
+        stream_beams=bool(fields.stream_beams),
     )
     planned = await model.conversations.plan(request)
     engine_request = GenerateRequest(
@@ -86,9 +94,7 @@ class ResponseRun:
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
-        self._frames = ResponseFrames(
-            self.log, planned.turn, model.tokenizer, num_candidates(reply.request.params), echo
-        )
+        self._frames = ResponseFrames(self.log, planned.turn, model.tokenizer, reply.request.params, echo)
         self._cancelled_s: float | None = None
         self._num_tokens_at_cancel = 0
 
@@ -114,6 +120,8 @@ class ResponseRun:
                     self._frames.started(event)
                 elif isinstance(event, ReplyDelta):
                     self._frames.delta(event)
+                elif isinstance(event, ReplyBeams):
+                    self._frames.beams(event)
                 elif isinstance(event, ReplyDone):
                     self._frames.done(event)
                 else:
@@ -168,18 +176,12 @@ class ResponseRun:
 
 def turn_request(fields: ResponseFields, owner: str, model_name: str) -> TurnRequest:
     """Where and what. Raises: InvalidRequest, UnsupportedParameter."""
-    given = fields.input if fields.input is not None else []
-    if isinstance(given, str):
-        messages: tuple[Message, ...] = (Message(role="user", content=given),)
-    else:
-        messages = to_messages(given, "input")
-    conversation = fields.conversation
     return TurnRequest(
         owner=owner,
         model=model_name,
-        input=messages,
+        input=input_messages(fields.input),
         instructions=fields.instructions,
-        conversation_id=conversation.id if isinstance(conversation, ConversationRef) else conversation,
+        conversation_id=conversation_id(fields.conversation),
         previous_response_id=fields.previous_response_id,
         previous_item_id=fields.previous_item_id,
         store=fields.store is not False,
@@ -214,7 +216,8 @@ def _echo(
         "top_p": None,
     }
     if isinstance(params, SamplingParams):
-        echo |= {"temperature": params.temperature, "top_p": params.top_p}
+        echo |= {"temperature": params.temperature, "top_p": params.top_p, "distinct": params.distinct}
     else:
-        echo |= {"beam_width": params.beam_width, "length_penalty": params.length_penalty}
+        names = ("beam_width", "length_penalty", "num_beam_groups", "diversity_penalty")
+        echo |= {name: getattr(params, name) for name in names}
     return echo | ({"ignored": ignored} if ignored else {})

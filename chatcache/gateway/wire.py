@@ -51,6 +51,9 @@ class SamplingFields(msgspec.Struct, frozen=True):
     beam_width: Candidates | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
+    num_beam_groups: Candidates | None = None
+    diversity_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
+    distinct: bool | None = None
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -113,6 +116,20 @@ class ResponseFields(msgspec.Struct, frozen=True):
     include: Annotated[list[ShortText], Meta(max_length=16)] | None = None
     metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
     stream_id: Id | None = None
+    stream_beams: bool | None = None
+
+
+class ExplainFields(msgspec.Struct, frozen=True):
+    """A prompt that may be sent later: raw, as a chat, or as a response that continues a stored conversation."""
+
+    model: ShortText | None = None
+    prompt: str | list[TokenId] | None = None
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    conversation: Id | ConversationRef | None = None
+    previous_response_id: Id | None = None
+    previous_item_id: Id | None = None
 
 
 class ConversationPatch(msgspec.Struct, frozen=True):

@@ -121,7 +121,7 @@ class Connection:
 
     async def _respond(self, lane: str | None, body: dict[str, Any]) -> None:
         try:
-            run = await start_response(self._gateway, self._owner, body)
+            run = await start_response(self._gateway, self._owner, body, watched=self._extended)
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("response.create failed")

@@ -14,7 +14,15 @@ from chatcache.errors import InvalidRequest, Overloaded
 from chatcache.llm.outputs import Collector, RequestOutput
 from chatcache.settings import parse_size
 from chatcache.text.quoting import unquote
-from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types import (
+    BeamSearchParams,
+    EngineHealth,
+    Explanation,
+    GenerateRequest,
+    PageAccounts,
+    Params,
+    SamplingParams,
+)
 
 
 class TokensPrompt(TypedDict):
@@ -121,9 +129,25 @@ class LLM:
         ]
         return self._run(prompts, sampling_params or SamplingParams(), use_tqdm)
 
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Tell what of a prompt is computed already, and why not more; nothing is computed or kept.
+
+        Raises: InvalidRequest or ContextTooLong for a prompt that can never run.
+        """
+        ((_, token_ids),) = self._prompts([prompt])
+        return self._engine.explain(token_ids, operator=True)
+
+    def accounts(self) -> PageAccounts:
+        """Charge the pages held to the requests that run now: between calls of `generate` there are none."""
+        return self._engine.accounts()
+
     def stats(self) -> Any:
-        """Counters of the engine since it started."""
+        """Count what the pages are used for now: in use, idle, shared, waste."""
         return self._engine.stats()
+
+    def health(self) -> EngineHealth:
+        """Size of the KV memory, and counters since the start: tokens, hits, preemptions, swaps, copies."""
+        return self._engine.health()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; False while some are in use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ def test_the_banner_tells_what_serves(server: Server) -> None:
     assert "tiny-llama" in server.output
     assert "float32 on cpu, reference attention" in server.output
     assert "pages of 16 tokens, 8 KiB each" in server.output  # 2 layers x 2 x 2 heads x 16 wide x 4 bytes x 16 tokens
+    # 4 MiB are 512 pages of 8 KiB; page 0 holds nothing, and more than 16 contexts for every slot are not taken.
+    assert re.search(r"waste +.* of the memory hold no page \(\d+\.\d%\); up to 15 unused tokens", server.output)
     assert "open, from this machine only" in server.output
     models = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert [model["id"] for model in models] == ["tiny-llama"]

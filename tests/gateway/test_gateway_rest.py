@@ -14,7 +14,9 @@ from websockets.sync.client import connect
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.errors import ModelFolderError
+from chatcache.gateway.metrics import Metrics
 from chatcache.text.tokenizer import Tokenizer
+from chatcache.types import EngineHealth
 from tests.gateway.serving import MAX_MODEL_LEN, MODEL, Server, slowed, tiny_tokenizer, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -106,6 +108,45 @@ def test_metrics_parse_and_count(server: Server) -> None:
     assert value("chatcache_kv_pages") == 2047  # without the null page
     assert value("chatcache_prompt_tokens_total", source="cached") > 0
     assert value("chatcache_engine_ready") == 1
+
+
+def test_every_figure_of_the_engine_has_its_metric() -> None:
+    health = EngineHealth(
+        ready=True,
+        num_pages=100,
+        num_pages_in_use=30,
+        num_pages_shared=12,
+        num_pages_idle=25,
+        waste_fraction=0.03,
+        num_host_pages=40,
+        num_host_pages_in_use=7,
+        num_preemptions=9,
+        num_swap_preemptions=4,
+        num_pages_swapped_out=50,
+        num_pages_swapped_in=48,
+        num_self_checks=5,
+        num_broken_invariants=1,
+        num_page_copies=6,
+    )
+    families = text_string_to_metric_families(Metrics().render(health).decode())
+    found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    expected = {
+        ("chatcache_kv_pages", "active"): 18,
+        ("chatcache_kv_pages", "shared"): 12,
+        ("chatcache_kv_pages", "cached"): 25,
+        ("chatcache_kv_pages", "free"): 45,
+        ("chatcache_kv_waste_ratio",): 0.03,
+        ("chatcache_kv_host_pages", "active"): 7,
+        ("chatcache_kv_host_pages", "free"): 33,
+        ("chatcache_preemptions_total", "recompute"): 5,
+        ("chatcache_preemptions_total", "swap"): 4,
+        ("chatcache_kv_pages_swapped_total", "out"): 50,
+        ("chatcache_kv_pages_swapped_total", "in"): 48,
+        ("chatcache_self_checks_total",): 5,
+        ("chatcache_broken_invariants_total",): 1,
+        ("chatcache_cow_copies_total",): 6,
+    }
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_before_the_model_is_there(tmp_path: Path) -> None:
