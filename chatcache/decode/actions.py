@@ -71,9 +71,11 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Release `branch`'s hold on its pages."""
+    """Release `branch`'s hold on its pages. What it computed may be found again by later requests, the tokens on its
+    partly filled last page only if `keep_tail`."""
 
     branch: int
+    keep_tail: bool = True
 
 
 BranchAction = Extend | Fork | Retire

@@ -50,7 +50,7 @@ class BeamStrategy:
         self._spec = DrawSpec(width=width, temperature=0.0, num_top=params.logprobs or 0)
         self._tree = TokenTree()
         self._stream = Stream(self._tree, self._num_returned, with_logprobs=params.logprobs is not None)
-        self._lineage = Lineage()
+        self._lineage = Lineage(self._tree.root)
         self._groups = [Group(params, rules, self._tree) for _ in range(params.num_beam_groups)]
         self._returnable: list[Hypothesis] = []  # these, or better ones, will be returned
         self._num_streamed = 0

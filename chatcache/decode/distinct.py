@@ -71,7 +71,7 @@ class DistinctStrategy:
         edits = LogitEdits(params, prompt, rules.terminal_ids if rules.min_tokens > 0 else ())
         self._tree = TokenTree()
         self._stream = Stream(self._tree, params.n, with_logprobs=self._with_logprobs)
-        self._lineage = Lineage()
+        self._lineage = Lineage(self._tree.root)
         self._ranked = [Prefix(self._tree.root, 0.0, 0.0, START, edits, spec)]  # best value first
         self._live = {0: self._ranked[0]}  # by branch
         self._tree.root.num_holds += 1
@@ -135,6 +135,7 @@ class DistinctStrategy:
         edits = prefix.edits.fork()
         edits.record(token)
         trail, ended = self._rules.follow(prefix.trail, token)
+        node.ended = ended is not None
         spec = replace(prefix.spec, seed=child_seed(prefix.spec.seed, token))
         return Prefix(node, prefix.score + logprob, value, trail, edits, spec, ended)
 

@@ -67,6 +67,7 @@ class Group:
             if why is None:
                 self.beams.append(Beam(node, total, trail))
             else:
+                node.ended = True
                 ended.append(Hypothesis(self.hypotheses.score(total, trail.num_tokens), node, why))
         crowd.update(beam.node.token for beam in self.beams)
         crowd.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)

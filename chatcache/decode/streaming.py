@@ -21,10 +21,10 @@ from chatcache.types import TokenLogprob
 class Node:
     """A token after those of `parent`. `num_holds` leaves end here; `id` is unique in its tree, the root's is 0.
 
-    `branch` is where the node's children are drawn, while it is live.
+    `branch` is where the node's children are drawn, while it is live. `ended`: it is the last token of a candidate.
     """
 
-    __slots__ = ("branch", "children", "id", "logprob", "num_holds", "parent", "token")
+    __slots__ = ("branch", "children", "ended", "id", "logprob", "num_holds", "parent", "token")
 
     def __init__(self, id: int, token: int, logprob: TokenLogprob | None, parent: Node | None) -> None:
         self.id = id
@@ -34,12 +34,16 @@ class Node:
         self.children: dict[int, Node] = {}  # by token
         self.num_holds = 0
         self.branch = 0
+        self.ended = False
 
     def up(self) -> Node:
         """Return the parent. Raises: LookupError for the root."""
         if self.parent is None:
             raise LookupError("the root has no parent")
         return self.parent
+
+    def left_the_tree(self) -> bool:
+        return self.parent is not None and self.parent.children.get(self.token) is not self
 
     def path_below(self, above: Node) -> list[Node]:
         """List the nodes from `above` (left out) down to this one. Raises: LookupError if it is not above."""

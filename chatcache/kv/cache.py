@@ -294,14 +294,14 @@ class KVCache:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def close(self, table: PageTable, *, forget: bool = False) -> None:
-        """Let go of every page. What was computed stays matchable, the partly filled tail included.
+    def close(self, table: PageTable, *, forget: bool = False, keep_tail: bool = True) -> None:
+        """Let go of every page. What was computed stays matchable, the partly filled tail too if `keep_tail`.
 
         `forget` takes it out of the index instead: what a faulty request computed must not be found again.
         """
         if forget:
             self._forget(table)
-        elif table.tail and self._enable_matching:
+        elif table.tail and keep_tail and self._enable_matching:
             self._tails.publish(table)
         self.pool.release(table.own)
         if table.base is not None:

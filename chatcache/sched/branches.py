@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chatcache.decode.actions import BranchAction, Extend, Fork
+from chatcache.decode.actions import BranchAction, Extend, Fork, Retire
 from chatcache.errors import EngineFault
 from chatcache.kv.cache import KVCache
 from chatcache.kv.matching import PrefixMatch
@@ -79,7 +79,7 @@ class Branches:
                 elif isinstance(action, Fork):
                     families.append(self._fork(request, action))
                 else:
-                    retired.append(self._retire(request, action.branch))
+                    retired.append(self._retire(request, action))
             self._check_all_moved(request)
             self._seat(families, retired)
         finally:
@@ -109,16 +109,16 @@ class Branches:
         request.branches[child.id] = child
         return parent, child
 
-    def _retire(self, request: LiveRequest, branch_id: int) -> Branch:
+    def _retire(self, request: LiveRequest, action: Retire) -> Branch:
         """Remove the branch; its pages go now, its slot when the children are seated."""
-        branch = request.branches.pop(branch_id, None)
+        branch = request.branches.pop(action.branch, None)
         if branch is None:
-            raise EngineFault(f"branch {branch_id} was retired but does not exist")
+            raise EngineFault(f"branch {action.branch} was retired but does not exist")
         self._steady.leave(branch)
         if branch.table is None:
             request.num_waiting_branches -= 1
         else:
-            self._kv.close(branch.table)
+            self._kv.close(branch.table, keep_tail=action.keep_tail)
             branch.table = None
         if request.num_waiting_branches:
             request.pair_waiting()

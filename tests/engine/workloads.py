@@ -267,21 +267,28 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
 
 @st.composite
 def requests(draw: st.DrawFn, number: int) -> GenerateRequest:
-    kind = draw(st.sampled_from(["greedy", "sample", "sample", "n", "beam", WANDER]))
+    kind = draw(st.sampled_from(["greedy", "sample", "sample", "n", "distinct", "beam", "beam", WANDER]))
     max_tokens = draw(st.one_of(st.integers(1, 12), st.integers(13, 40)))
     params: SamplingParams | BeamSearchParams
     if kind == "beam":
-        width = draw(st.integers(2, 5))
+        width, groups = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (3, 3), (6, 2)]))
         params = BeamSearchParams(
             beam_width=width,
+            n=draw(st.sampled_from([None, 1, 2])),
+            num_beam_groups=groups,
+            diversity_penalty=draw(st.sampled_from([0.0, 0.5])) if groups > 1 else 0.0,
+            stream_beams=draw(st.booleans()),
+            logprobs=draw(st.sampled_from([None, 2])),
             max_tokens=max_tokens,
             length_penalty=draw(st.sampled_from([0.0, 1.0])),
             early_stopping=draw(st.one_of(st.booleans(), st.just("never"))),
         )
     else:
-        n = {"n": draw(st.integers(2, 6)), WANDER: Wander.max_branches}.get(kind, 1)
+        several = draw(st.integers(2, 6))
+        n = {"n": several, "distinct": several, WANDER: Wander.max_branches}.get(kind, 1)
         params = SamplingParams(
             n=n,
+            distinct=kind == "distinct",
             max_tokens=max_tokens,
             seed=draw(st.integers(0, 99)),
             temperature=0.0 if kind == "greedy" else draw(st.sampled_from([0.7, 1.5])),
