@@ -1,130 +1,139 @@
-"""Beam search token- and score-exact with `transformers` on a random fp32 Llama."""
+"""Beam search token- and score-exact with `transformers`, through the real engine and model runner.
+
+Random fp32 models of two shapes, every width from 1 to 8. All searches on one model run side by side in one batch, on
+small pages that beams cross again and again.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from chatcache.decode.factory import make_strategy
-from chatcache.sched.plan import F32
-from chatcache.types import BeamSearchParams, GenerateRequest, ModelFacts
-from tests.decode.decode_driver import Outcome, run
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.model.load import load_model
+from chatcache.model.runner import Runner
+from chatcache.types import BeamSearchParams, CandidateDone, Failed, GenerateRequest, Tokens
+from tests.model.families import Sample, make_sample
 
-VOCAB_SIZE = 48
-MAX_TOKENS = 10
-PROMPTS = ((1, 17, 30, 4), (9, 9, 2, 40, 11, 23))
-
-
-class TinyLlama:
-    """A model whose logits are sharp enough for EOS to win now and then."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            initializer_range=0.35,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        self.model = LlamaForCausalLM(config).float().eval()
-        self._known: dict[tuple[int, ...], F32] = {}
-
-    def __call__(self, tokens: tuple[int, ...]) -> F32:
-        if tokens not in self._known:
-            with torch.no_grad():
-                logits: F32 = self.model(torch.tensor([tokens])).logits[0, -1].numpy()
-            self._known[tokens] = logits
-        return self._known[tokens]
+MAX_TOKENS = 20
+EOS = (5, 21, 33, 60)
+Ranked = list[tuple[list[int], float]]
 
 
-@pytest.fixture(scope="module")
-def llama() -> TinyLlama:
-    return TinyLlama()
+@dataclass(frozen=True)
+class Search:
+    prompt: tuple[int, ...]
+    params: BeamSearchParams
+    eos: tuple[int, ...]
 
 
-def theirs(
-    llama: TinyLlama, prompt: tuple[int, ...], params: BeamSearchParams, eos: tuple[int, ...]
-) -> list[tuple[list[int], float]]:
-    got = llama.model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        num_beams=params.beam_width,
-        num_return_sequences=params.n or params.beam_width,
-        max_new_tokens=MAX_TOKENS,
-        min_new_tokens=params.min_tokens or None,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        eos_token_id=list(eos),
-        pad_token_id=0,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    rows = []
-    for sequence, score in zip(got.sequences.tolist(), got.sequences_scores.tolist(), strict=True):
-        output = sequence[len(prompt) :]
-        length = next((k + 1 for k, token in enumerate(output) if token in eos), len(output))
-        rows.append((output[:length], score))
-    return rows
+@dataclass(frozen=True)
+class Shape:
+    """One model, on both sides."""
 
+    sample: Sample
+    runner: Runner
 
-def ours(llama: TinyLlama, prompt: tuple[int, ...], params: BeamSearchParams, eos: tuple[int, ...]) -> list[Outcome]:
-    facts = ModelFacts(name="tiny", digest="00", vocab_size=VOCAB_SIZE, max_model_len=128, eos_token_ids=eos)
-    request = GenerateRequest(request_id="r", prompt=prompt, params=params)
-    strategy = make_strategy(request, facts, seed=0, max_tokens=MAX_TOKENS, token_bytes=None)
-    return list(run(strategy, prompt, llama).outcomes.values())
+    def ours(self, searches: list[Search]) -> list[Ranked]:
+        """Answer all searches (of one set of EOS ids) side by side."""
+        facts = msgspec.structs.replace(self.runner.facts, eos_token_ids=searches[0].eos)
+        engine = Engine(self.runner, facts, EngineConfig(page_size=8, max_num_batched_tokens=96))
+        for number, search in enumerate(searches):
+            engine.add(GenerateRequest(request_id=str(number), prompt=search.prompt, params=search.params))
+        tokens: dict[tuple[str, int], list[int]] = {}
+        scores: dict[tuple[str, int], float] = {}
+        while engine.has_work():
+            for event in engine.step():
+                assert not isinstance(event, Failed), event
+                if isinstance(event, Tokens):
+                    tokens.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+                elif isinstance(event, CandidateDone):
+                    scores[event.request_id, event.index] = event.score
+        assert engine.health().num_page_copies > 0
+        keys = [[(str(n), i) for i in range(s.params.n or s.params.beam_width)] for n, s in enumerate(searches)]
+        return [[(tokens[key], scores[key]) for key in candidates] for candidates in keys]
 
-
-def agree(llama: TinyLlama, params: BeamSearchParams, eos: tuple[int, ...]) -> set[str]:
-    reasons = set()
-    for prompt in PROMPTS:
-        want, got = theirs(llama, prompt, params, eos), ours(llama, prompt, params, eos)
-        assert [outcome.tokens for outcome in got] == [tokens for tokens, _ in want]
-        for outcome, (_, score) in zip(got, want, strict=True):
-            assert outcome.done is not None
-            assert outcome.done.score == pytest.approx(score, rel=1e-5, abs=1e-5)
-            reasons.add(outcome.done.finish_reason)
-    return reasons
-
-
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("width", range(2, 9))
-def test_equals_generate(llama: TinyLlama, width: int, early_stopping: bool | str) -> None:
-    reasons = set()
-    for length_penalty in (1.0, (-0.5, 0.0, 1.7)[width % 3]):
-        params = BeamSearchParams(beam_width=width, length_penalty=length_penalty, early_stopping=early_stopping)
-        reasons |= agree(llama, params, eos=(5, 21))
-    assert width < 4 or "stop" in reasons  # EOS was reached, so the finished set was exercised
-
-
-@pytest.mark.parametrize("eos", [(5,), (5, 21, 33, 40)])
-def test_equals_generate_for_the_best_n(llama: TinyLlama, eos: tuple[int, ...]) -> None:
-    agree(llama, BeamSearchParams(beam_width=5, n=2), eos)
-
-
-def test_equals_generate_with_min_tokens(llama: TinyLlama) -> None:
-    for early_stopping in (True, False):
-        agree(llama, BeamSearchParams(beam_width=4, min_tokens=5, early_stopping=early_stopping), eos=(5, 21))
-
-
-def test_width_one_that_stops_early_is_greedy(llama: TinyLlama) -> None:
-    for prompt in PROMPTS:
-        greedy = llama.model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+    def theirs(self, search: Search) -> Ranked:
+        params, prompt = search.params, torch.tensor([search.prompt])
+        got = self.sample.oracle.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            num_beams=params.beam_width,
+            num_return_sequences=params.n or params.beam_width,
             max_new_tokens=MAX_TOKENS,
-            eos_token_id=[5, 21],
+            min_new_tokens=params.min_tokens or None,
+            length_penalty=params.length_penalty if params.beam_width > 1 else None,
+            early_stopping=params.early_stopping if params.beam_width > 1 else None,
+            eos_token_id=list(search.eos) or None,
             pad_token_id=0,
             do_sample=False,
-        )[0].tolist()[len(prompt) :]
-        (outcome,) = ours(llama, prompt, BeamSearchParams(beam_width=1, early_stopping=True), (5, 21))
-        assert outcome.tokens == greedy
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+        )
+        outputs = [_cut(row[prompt.shape[1] :], search.eos) for row in got.sequences.tolist()]
+        if params.beam_width > 1:
+            return list(zip(outputs, got.sequences_scores.tolist(), strict=True))
+        chosen = [logits[0].log_softmax(-1)[token] for logits, token in zip(got.logits, outputs[0], strict=True)]
+        return [(outputs[0], float(sum(chosen)) / len(chosen) ** params.length_penalty)]  # one beam: it is greedy
+
+
+def _cut(output: list[int], eos: tuple[int, ...]) -> list[int]:
+    return output[: next((k + 1 for k, token in enumerate(output) if token in eos), len(output))]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shape]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    sample = make_sample(request.param, folder)
+    config = EngineConfig(
+        model=str(folder), dtype="float32", kv_memory_bytes=8 << 20, page_size=8, attention="reference"
+    )
+    yield Shape(sample, load_model(config))
+    torch.set_num_threads(num_threads)
+
+
+def agree(shape: Shape, searches: list[Search]) -> list[int]:
+    """Compare every candidate of every search; return their lengths."""
+    answers = shape.ours(searches)
+    for search, got in zip(searches, answers, strict=True):
+        want = shape.theirs(search)
+        assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want], search
+        assert [score for _, score in got] == pytest.approx([score for _, score in want], rel=2e-5, abs=2e-5), search
+    return [len(tokens) for answer in answers for tokens, _ in answer]
+
+
+def test_every_width_equals_generate(shape: Shape) -> None:
+    grid = itertools.product(range(1, 9), (True, False, "never"))
+    searches = [
+        Search(
+            shape.sample.prompts[(width + place) % 3],
+            BeamSearchParams(
+                beam_width=width,
+                n=None if width % 3 else 2,
+                max_tokens=MAX_TOKENS,
+                length_penalty=(1.0, -0.5, 0.0, 1.7)[(width + 3 * place) % 4],
+                early_stopping=early_stopping if width > 1 else True,
+            ),
+            EOS,
+        )
+        for place, (width, early_stopping) in enumerate(grid)
+    ]
+    lengths = agree(shape, searches)
+    assert min(lengths) < MAX_TOKENS == max(lengths), "EOS ended some and the length others"
+
+
+def test_other_ends_equal_generate(shape: Shape) -> None:
+    """No EOS; one EOS; min_tokens."""
+    for eos, min_tokens in [((), 0), ((60,), 0), (EOS, 7)]:
+        params = [BeamSearchParams(beam_width=w, max_tokens=MAX_TOKENS, min_tokens=min_tokens) for w in (2, 5)]
+        prompts = shape.sample.prompts[1:3]
+        agree(shape, [Search(prompt, param, eos) for prompt, param in zip(prompts, params, strict=True)])
