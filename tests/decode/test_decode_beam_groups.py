@@ -80,6 +80,14 @@ def test_equals_dense_whatever_is_asked(
     check(params, TableModel(vocab_size, seed, sharpness), vocab_size=vocab_size, eos=eos, max_tokens=7)
 
 
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_when_a_search_ends_shows_in_its_result(early_stopping: bool | str) -> None:
+    """Sharp models and frequent ends: a step too few or too many is another result in some of these."""
+    for seed, length_penalty in itertools.product(range(20), (-0.4, 0.0, 0.4)):
+        params = BeamSearchParams(beam_width=2, length_penalty=length_penalty, early_stopping=early_stopping)
+        check(params, TableModel(8, seed, 4.0), vocab_size=8, eos=(1, 2), max_tokens=12)
+
+
 def test_a_penalty_keeps_the_groups_apart() -> None:
     """A strong penalty: in no step do two groups go on with the same token."""
     params = BeamSearchParams(

@@ -112,7 +112,7 @@ def agree(shape: Shape, searches: list[Search]) -> list[int]:
 
 
 def test_every_width_equals_generate(shape: Shape) -> None:
-    grid = itertools.product(range(1, 9), (True, False, "never"))
+    stops: tuple[bool | str, ...] = (True, False, "never")
     searches = [
         Search(
             shape.sample.prompts[(width + place) % 3],
@@ -125,7 +125,7 @@ def test_every_width_equals_generate(shape: Shape) -> None:
             ),
             EOS,
         )
-        for place, (width, early_stopping) in enumerate(grid)
+        for place, (width, early_stopping) in enumerate(itertools.product(range(1, 9), stops))
     ]
     lengths = agree(shape, searches)
     assert min(lengths) < MAX_TOKENS == max(lengths), "EOS ended some and the length others"
