@@ -8,7 +8,15 @@ from collections.abc import AsyncIterator
 import pytest
 
 from chatcache.chat.coalesce import coalesced
-from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
+from chatcache.chat.events import (
+    BeamNode,
+    ReplyBeams,
+    ReplyDelta,
+    ReplyDone,
+    ReplyEvent,
+    ReplyFinished,
+    ReplyStarted,
+)
 from chatcache.errors import EngineFault
 from chatcache.types import TokenLogprob
 
@@ -75,3 +83,18 @@ async def test_text_is_never_lost_or_reordered(window_s: float) -> None:
     for index in range(3):
         expected = "".join(event.text for event in events if event.index == index)
         assert "".join(e.text for e in got if isinstance(e, ReplyDelta) and e.index == index) == expected
+
+
+async def test_live_beams_are_joined_beside_the_text() -> None:
+    def beams(number: int) -> ReplyBeams:
+        return ReplyBeams((BeamNode(number, number - 1, "x", -1.0),), (number,))
+
+    end = ReplyFinished(1, 0, 4)
+    got = await collect(beams(1), delta(0, "a"), beams(2), delta(0, "b"), beams(3), delta(0, "c"), end)
+    assert got == [
+        beams(1),
+        delta(0, "a"),
+        ReplyBeams((*beams(2).nodes, *beams(3).nodes), (3,)),
+        ReplyDelta(0, "bc", (98, 99), (TokenLogprob(-1.0),) * 2),
+        end,
+    ]
