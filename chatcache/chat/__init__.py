@@ -9,6 +9,7 @@ last one.
     public.py         how many leading tokens of a prompt are an operator-declared system prompt
     transcripts.py    a bounded memory of replies for clients that resend the whole history as text
     service.py        submit to the engine, merge candidates' text, yield reply events
+    forks.py          replies cut in their middle, finished or still growing
     live_beams.py     a running beam search as text
     spans.py          where each message of a prompt ends
     conversations.py  one stored turn: resolve where it continues, open it, settle it

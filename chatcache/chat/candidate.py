@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chatcache.chat.events import ReplyDelta, ReplyDone
+from chatcache.chat.forks import ReplyStart, check_fork_at, whole_characters
+from chatcache.chat.tree import Turn
 from chatcache.text.stream import TextStream
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import FINISH_CANCELLED, CandidateDone, GenerateRequest, Tokens
@@ -13,13 +15,21 @@ _TAIL_TOKENS = 8
 
 
 class Candidate:
-    """Accumulates one candidate. The token that ends it (EOS or a stop id) stays in the ids and out of the text."""
+    """Accumulates one candidate. The token that ends it (EOS or a stop id) stays in the ids and out of the text.
 
-    def __init__(self, index: int, tokenizer: Tokenizer, request: GenerateRequest) -> None:
+    A candidate that goes on with a reply begins with that one's ids and text (`prefix`), which end the prompt.
+    """
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, request: GenerateRequest, prefix: ReplyStart | None = None
+    ) -> None:
         params = request.params
         self.index = index
         self.done = False
         self._tokenizer = tokenizer
+        self._prefix_ids, self._prefix_text = (prefix.ids, prefix.text) if prefix is not None else ((), "")
+        self._untold = self._prefix_text
+        self.prompt = request.prompt[: len(request.prompt) - len(self._prefix_ids)]
         self._ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
         eos = () if params.ignore_eos else tokenizer.eos_token_ids
@@ -30,19 +40,30 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        return self._stream.text
+        return self._prefix_text + self._stream.text
 
     @property
     def settled_ids(self) -> tuple[int, ...]:
         """Ids that stand for exactly `text`: without the ending token, and without what lies behind a stop string."""
         ids = self._ids[:-1] if self._ended_by_token else self._ids
         if self._stream.stopped is None or self._keeps_stop:
-            return tuple(ids)
+            return (*self._prefix_ids, *ids)
+        shown = self._stream.text
         kept, text = len(ids), self._decode(ids)
-        while kept and not self.text.startswith(text):
+        while kept and not shown.startswith(text):
             kept -= 1
             text = self._decode(ids[:kept])
-        return (*ids[:kept], *self._tokenizer.encode_after(text, self.text[len(text) :]))
+        rest = self._tokenizer.encode_after(self._prefix_text + text, shown[len(text) :])
+        return (*self._prefix_ids, *ids[:kept], *rest)
+
+    def start(self, turn: Turn, num_tokens: int | None) -> ReplyStart:
+        """As far as it goes now, or its first `num_tokens`. Raises: InvalidRequest naming `fork_at`."""
+        ids = self.settled_ids
+        if num_tokens is not None:
+            check_fork_at(num_tokens, len(ids))
+            ids = ids[:num_tokens]
+        ids, text = whole_characters(self._tokenizer, self.prompt, ids, skip_special_tokens=self._skip_special_tokens)
+        return ReplyStart(turn, self.index, self.prompt, ids, text, is_running=True)
 
     @property
     def _ended_by_token(self) -> bool:
@@ -57,18 +78,19 @@ class Candidate:
         shown = len(event.token_ids) - self._ended_by_token
         if not shown:
             return None
+        text, self._untold = self._untold + text, ""
         return ReplyDelta(self.index, text, event.token_ids[:shown], event.logprobs[:shown])
 
     def finish(self, event: CandidateDone | None) -> tuple[ReplyDelta | ReplyDone, ...]:
         """End it; what was held back comes out first. None: the request was cancelled under it."""
         self.done = True
-        rest = self._stream.finish()
+        rest, self._untold = self._untold + self._stream.finish(), ""
         done = ReplyDone(
             index=self.index,
             text=self.text,
             finish_reason=event.finish_reason if event is not None else FINISH_CANCELLED,
             stop_reason=event.stop_reason if event is not None else None,
-            token_ids=tuple(self._ids),
+            token_ids=(*self._prefix_ids, *self._ids),
             settled_ids=self.settled_ids,
             score=event.score if event is not None else 0.0,
         )

@@ -11,22 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chatcache.chat.events import ReplyDone
+from chatcache.chat.forks import ReplyStart, cut
 from chatcache.chat.ids import new_id
 from chatcache.chat.prompt import Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
 from chatcache.chat.store import ConversationStore
-from chatcache.chat.tree import COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
+from chatcache.chat.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import FINISH_STOP
 
 ROOT = "root"
 _TITLE_CHARS = 60
+_NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What a client asked to say and where. `owner` is the tenant; at most one of the three places is needed."""
+    """What a client asked to say and where. `owner` is the tenant; at most one of the three places is needed.
+
+    `fork_at` cuts the reply that the place names after so many tokens; `running` is that reply while it is generated,
+    cut already.
+    """
 
     owner: str
     model: str
@@ -36,6 +42,8 @@ class TurnRequest:
     previous_response_id: str | None = None
     previous_item_id: str | None = None
     store: bool = True
+    fork_at: int | None = None
+    running: ReplyStart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,8 @@ class PlannedTurn:
     """A turn with its ids chosen and its prompt assembled; nothing is written yet.
 
     `inputs` are the new items; outputs will hang under `turn.parent_id`. `conversation` is None when a new one is due,
-    which will then have the id `conversation_id`.
+    which will then have the id `conversation_id`. `cut` is the new message that a fork leaves behind for its inputs to
+    stand on; `prefix` is the reply that goes on, where there are no inputs.
     """
 
     request: TurnRequest
@@ -53,12 +62,17 @@ class PlannedTurn:
     inputs: tuple[Item, ...]
     conversation: Conversation | None
     conversation_id: str
+    cut: Item | None = None
+    prefix: ReplyStart | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
+    """Where a turn continues. `start`: the beginning of a reply that comes after `path`."""
+
     tree: ConversationTree | None
     path: tuple[Item, ...]
+    start: ReplyStart | None = None
 
 
 class Conversations:
@@ -72,6 +86,11 @@ class Conversations:
     async def plan(self, request: TurnRequest) -> PlannedTurn:
         """Raises: NotFound for ids the owner does not have, InvalidRequest for a turn that says nothing."""
         place = await self._find(request)
+        if place.start is not None and not request.input:
+            return await self._plan_going_on(request, place, place.start)
+        stump = place.start.item() if place.start is not None else None
+        if stump is not None:
+            place = replace(place, path=(*place.path, stump))
         if not request.input and (not place.path or place.path[-1].role == "assistant"):
             raise InvalidRequest("input is empty: only a user message can be answered again", param="input")
         messages = _messages(request, place)
@@ -92,8 +111,40 @@ class Conversations:
         inputs = tuple(replace(item, response_id=turn.id) for item in inputs)
         conversation = place.tree.conversation if place.tree else None
         return PlannedTurn(
-            request, turn, messages, prompt, inputs, conversation, conversation.id if conversation else new_id("conv")
+            request,
+            turn,
+            messages,
+            prompt,
+            inputs,
+            conversation,
+            conversation.id if conversation else new_id("conv"),
+            stump,
         )
+
+    async def _plan_going_on(self, request: TurnRequest, place: _Place, start: ReplyStart) -> PlannedTurn:
+        """Plan one more candidate beside a reply, with the same beginning."""
+        origin = start.turn
+        if request.instructions not in (None, origin.instructions):
+            raise InvalidRequest("a reply goes on under its own instructions: leave them out", param="instructions")
+        if place.tree is None:
+            raise InvalidRequest("only a stored reply can go on", param="fork_at")
+        request = replace(request, instructions=origin.instructions)
+        messages = _messages(request, place)
+        head = await asyncio.to_thread(self._tokenizer.render, messages)
+        prompt = Prompt(head, (*start.prompt, *start.ids), num_reused=len(start.prompt) + len(start.ids))
+        num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
+        turn = replace(
+            origin,
+            id=new_id("resp"),
+            model=request.model,
+            created_at=time.time(),
+            previous_response_id=request.previous_response_id,
+            status=IN_PROGRESS,
+            usage=None,
+        )
+        prompt = replace(prompt, num_public_tokens=num_public)
+        conversation = place.tree.conversation
+        return PlannedTurn(request, turn, messages, prompt, (), conversation, conversation.id, prefix=start)
 
     async def open(self, planned: PlannedTurn) -> Conversation | None:
         """Store the input and that an answer is under way. None when the turn is not to be stored."""
@@ -101,15 +152,16 @@ class Conversations:
         if not request.store:
             return None
         leaf, title = planned.turn.parent_id, _title(request.input)
+        items = planned.inputs if planned.cut is None else (planned.cut, *planned.inputs)
         if planned.conversation is not None:
             return await self.store.append(
-                request.owner, planned.conversation.id, planned.inputs, planned.turn, active_leaf=leaf, title=title
+                request.owner, planned.conversation.id, items, planned.turn, active_leaf=leaf, title=title
             )
         now = planned.turn.created_at
         conversation = Conversation(
             planned.conversation_id, request.owner, now, now, title or "", active_leaf=leaf, rev=1
         )
-        await self.store.create(conversation, planned.inputs, planned.turn)
+        await self.store.create(conversation, items, planned.turn)
         return conversation
 
     async def settle(
@@ -120,14 +172,17 @@ class Conversations:
         status: str,
         usage: Usage | None,
     ) -> Conversation:
-        """Store how the turn ended."""
+        """Store how the turn ended. The active leaf stays where it is if somebody has gone on elsewhere meanwhile."""
         turn = replace(planned.turn, status=status, usage=usage)
-        leaf = outputs[0].id if outputs else None
+        present = await self.store.get(conversation.owner, conversation.id)
+        leaf = outputs[0].id if outputs and present.active_leaf == turn.parent_id else None
         return await self.store.append(conversation.owner, conversation.id, outputs, turn, active_leaf=leaf)
 
     async def _find(self, request: TurnRequest) -> _Place:
         owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
         member = item_id if item_id is not None and item_id != ROOT else response_id
+        if request.running is not None:
+            member, item_id = request.running.turn.id, None
         conversation_id = request.conversation_id
         if member is not None:
             held_by = await self._locate(owner, member, "previous_item_id" if member == item_id else None)
@@ -137,9 +192,21 @@ class Conversations:
         if conversation_id is None:
             if item_id == ROOT:
                 raise InvalidRequest("previous_item_id 'root' needs a conversation", param="previous_item_id")
+            if request.fork_at is not None:
+                raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
             return _Place(None, ())
         tree = await self.store.load(owner, conversation_id)
-        return _Place(tree, tree.path(_leaf(tree, item_id, response_id)))
+        if request.running is not None:
+            return _Place(tree, tree.path(request.running.turn.parent_id), request.running)
+        path = tree.path(_leaf(tree, item_id, response_id))
+        if request.fork_at is None:
+            return _Place(tree, path)
+        if not path:
+            raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
+        start = await asyncio.to_thread(cut, self._tokenizer, tree, path[-1], request.fork_at)
+        if request.input and start.ids == path[-1].token_ids:
+            return _Place(tree, path)
+        return _Place(tree, path[:-1], start)
 
     async def _locate(self, owner: str, member: str, param: str | None) -> str:
         try:

@@ -11,6 +11,7 @@ import anyio
 
 from chatcache.chat.candidate import Candidate
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
+from chatcache.chat.forks import ReplyStart
 from chatcache.chat.live_beams import BeamReader
 from chatcache.chat.prompt import Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
@@ -95,15 +96,18 @@ class ChatService:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens))
 
-    async def start(self, request: GenerateRequest, rendering: str | None = None) -> Reply:
+    async def start(
+        self, request: GenerateRequest, rendering: str | None = None, prefix: ReplyStart | None = None
+    ) -> Reply:
         """Submit; the reply must then be read to its end or closed.
 
         `rendering` is the prompt's text when it came from the chat template; it lets later turns recall this reply.
+        `prefix`: the beginning of the reply, which ends the prompt.
         Raises: what `EngineClient.submit` raises.
         """
         await self.engine.submit(request)
         self._live[request.request_id] = request
-        return Reply(self, request, rendering)
+        return Reply(self, request, rendering, prefix)
 
     def live_of(self, namespace: str) -> dict[str, str]:
         """Requests of a tenant that are being answered, each with its conversation ("" for none)."""
@@ -116,21 +120,23 @@ class ChatService:
 
     def remember(self, request: GenerateRequest, rendering: str, candidate: Candidate) -> None:
         """Keep a finished candidate for clients that will resend it as text."""
-        ids = (*request.prompt, *candidate.settled_ids)
+        ids = (*candidate.prompt, *candidate.settled_ids)
         self.transcripts.remember(request.namespace, rendering, candidate.text, ids)
 
 
 class Reply:
     """One accepted request while it is answered. An async context manager: leaving it early aborts the request."""
 
-    def __init__(self, service: ChatService, request: GenerateRequest, rendering: str | None) -> None:
+    def __init__(
+        self, service: ChatService, request: GenerateRequest, rendering: str | None, prefix: ReplyStart | None = None
+    ) -> None:
         self.request = request
         self._service = service
         self._rendering = rendering
         self.ended = False
         self.num_tokens = 0
         self.candidates = tuple(
-            Candidate(index, service.tokenizer, request) for index in range(num_candidates(request.params))
+            Candidate(index, service.tokenizer, request, prefix) for index in range(num_candidates(request.params))
         )
 
     async def __aenter__(self) -> Reply:

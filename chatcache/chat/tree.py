@@ -20,6 +20,7 @@ COMPLETED = "completed"
 INCOMPLETE = "incomplete"
 CANCELLED = "cancelled"
 FAILED = "failed"
+FORKED = "fork"  # the finish reason of a message that is the beginning of another
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -98,9 +99,9 @@ class ConversationTree:
         return tuple(item for item in self.items.values() if item.parent_id == item_id)
 
     def outputs(self, response_id: str) -> tuple[Item, ...]:
-        """The candidates of a response, by index."""
+        """The candidates of a response, by index; not what was forked off them."""
         found = (item for item in self.items.values() if item.response_id == response_id and item.role == "assistant")
-        return tuple(sorted(found, key=lambda item: item.index))
+        return tuple(sorted((item for item in found if item.finish_reason != FORKED), key=lambda item: item.index))
 
     def turn_of(self, item: Item) -> Turn | None:
         """The response that produced `item`, or None when it came from a client."""

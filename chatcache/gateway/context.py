@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from starlette.requests import HTTPConnection
 
 from chatcache.chat.conversations import Conversations
+from chatcache.chat.forks import ReplyStart
 from chatcache.chat.public import PublicPrompts
 from chatcache.chat.service import ChatService
 from chatcache.chat.store import ConversationStore
@@ -42,6 +43,14 @@ class Run(Protocol):
     id: str
     owner: str
     task: asyncio.Task[None]
+
+    def index_of(self, item_id: str) -> int | None:
+        """Which candidate will be stored as that message."""
+        ...
+
+    def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
+        """Candidate `index` as far as it goes now, or its first tokens. Raises: InvalidRequest."""
+        ...
 
     async def cancel(self) -> None: ...
 

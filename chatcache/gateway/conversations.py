@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.chat.store import ConversationStore
-from chatcache.chat.tree import Conversation, Item, Turn, Usage
+from chatcache.chat.tree import FORKED, Conversation, Item, Turn, Usage
 from chatcache.errors import InvalidRequest, Overloaded
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
@@ -50,6 +50,7 @@ def item_json(item: Item, turn: Turn | None) -> dict[str, object]:
     """The wire form of a message; `turn` is the response that made it."""
     kind = "output_text" if item.role == "assistant" else "input_text"
     part: dict[str, object] = {"type": kind, "text": item.text}
+    forked = item.finish_reason == FORKED  # the response's figures are of its outputs
     if kind == "output_text":
         part["annotations"] = []
     return {
@@ -64,7 +65,7 @@ def item_json(item: Item, turn: Turn | None) -> dict[str, object]:
         "num_tokens": len(item.token_ids) or None,
         "finish_reason": item.finish_reason,
         "created_at": int(item.created_at),
-        "usage": usage_json(turn.usage) if turn is not None and turn.usage is not None else None,
+        "usage": usage_json(turn.usage) if turn is not None and turn.usage is not None and not forked else None,
     }
 
 

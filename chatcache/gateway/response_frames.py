@@ -40,8 +40,8 @@ class ResponseFrames:
         self._turn = turn
         self._tokenizer = tokenizer
         self._echo = echo
-        self._item_ids = tuple(new_id("msg") for _ in range(num_candidates(params)))
-        self._logprobs: list[list[object]] = [[] for _ in self._item_ids]
+        self.item_ids = tuple(new_id("msg") for _ in range(num_candidates(params)))
+        self._logprobs: list[list[object]] = [[] for _ in self.item_ids]
         self._whole_logprobs: dict[int, Raw] = {}
         self._outputs: dict[int, Item] = {}
         self._scores: dict[int, float] = {}
@@ -78,7 +78,7 @@ class ResponseFrames:
 
     def done(self, event: ReplyDone) -> None:
         self._begin()
-        self._outputs[event.index] = output_item(self._turn, self._item_ids[event.index], event, time.time())
+        self._outputs[event.index] = output_item(self._turn, self.item_ids[event.index], event, time.time())
         if self._is_ranked:
             self._scores[event.index] = event.score
         logprobs = self._whole_logprobs[event.index] = encoded(self._logprobs[event.index])
@@ -115,7 +115,7 @@ class ResponseFrames:
         if self._begun:
             return
         self._begun = True
-        for index, item_id in enumerate(self._item_ids):
+        for index, item_id in enumerate(self.item_ids):
             item = {"id": item_id, "type": "message", "role": "assistant", "status": IN_PROGRESS, "content": []}
             self._log.append("response.output_item.added", output_index=index, item=item)
             self._log.append("response.content_part.added", **self._at(index), part=self._part("", []))
@@ -133,7 +133,7 @@ class ResponseFrames:
         return chat_logprobs(self._tokenizer, ids, logprobs) if logprobs else []
 
     def _at(self, index: int) -> dict[str, object]:
-        return {"item_id": self._item_ids[index], "output_index": index, "content_index": 0}
+        return {"item_id": self.item_ids[index], "output_index": index, "content_index": 0}
 
     def _part(self, text: str, logprobs: list[object] | Raw) -> dict[str, object]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

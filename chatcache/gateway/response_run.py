@@ -11,10 +11,11 @@ from typing import Any
 from chatcache.chat.coalesce import coalesced
 from chatcache.chat.conversations import PlannedTurn, TurnRequest
 from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
+from chatcache.chat.forks import ReplyStart
 from chatcache.chat.service import Reply, num_candidates
 from chatcache.chat.tree import FAILED, Conversation, Usage
 from chatcache.errors import ChatcacheError, InvalidRequest, NotFound, UnsupportedParameter
-from chatcache.gateway.context import Gateway, Model
+from chatcache.gateway.context import Gateway, Model, Run
 from chatcache.gateway.conversations import conversation_json
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
@@ -23,7 +24,7 @@ from chatcache.gateway.params import conversation_id, input_messages, known_as, 
 from chatcache.gateway.response_frames import ResponseFrames
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.wire import ResponseFields, SamplingFields
-from chatcache.types import GenerateRequest, Params, SamplingParams
+from chatcache.types import ForkPoint, GenerateRequest, Params, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ async def start_response(
     fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     model = await gateway.ready(fields.model)
-    request = turn_request(fields, owner, gateway.model_name)
+    running = _running_reply(gateway, owner, fields)
+    request = turn_request(fields, owner, gateway.model_name, running)
     if fields.stream_beams and not watched:
         raise UnsupportedParameter("stream_beams needs the subprotocol chatcache.v1", param="stream_beams")
     params = to_params(
@@ -60,9 +62,10 @@ async def start_response(
         namespace=owner,
         num_public_tokens=planned.prompt.num_public_tokens,
         conversation_id=planned.conversation_id if request.store else "",
+        fork_of=ForkPoint(running.turn.id, running.index) if running is not None else None,
     )
     with known_as(max_tokens="max_output_tokens"):
-        reply = await model.service.start(engine_request, planned.prompt.text)
+        reply = await model.service.start(engine_request, planned.prompt.text, planned.prefix)
     try:
         conversation = await model.conversations.open(planned)
     except BaseException:
@@ -105,6 +108,14 @@ class ResponseRun:
         if self._conversation is not None:
             self.log.note("conversation.updated", conversation=conversation_json(self._conversation))
         self.task = asyncio.create_task(self._work(), name=self.id)
+
+    def index_of(self, item_id: str) -> int | None:
+        """Which candidate will be stored as that message."""
+        return self._frames.item_ids.index(item_id) if item_id in self._frames.item_ids else None
+
+    def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
+        """Candidate `index` as far as it goes now, or its first tokens. Raises: InvalidRequest."""
+        return self._reply.candidates[index].start(self._planned.turn, num_tokens)
 
     async def cancel(self) -> None:
         """Ask for an early end; the log then ends with the receipt. Calling again changes nothing."""
@@ -174,7 +185,29 @@ class ResponseRun:
         }
 
 
-def turn_request(fields: ResponseFields, owner: str, model_name: str) -> TurnRequest:
+def _running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyStart | None:
+    """The reply to continue, where it is still being generated: as far as it goes, or up to `fork_at`.
+
+    Raises: InvalidRequest.
+    """
+    found: tuple[Run, int] | None = None
+    if fields.previous_item_id is not None:
+        for run in gateway.runs.values():
+            index = run.index_of(fields.previous_item_id)
+            if index is not None:
+                found = run, index
+    elif fields.previous_response_id in gateway.runs:
+        found = gateway.runs[fields.previous_response_id], 0
+    if found is None or found[0].owner != owner:
+        return None
+    start = found[0].start_of(found[1], fields.fork_at)
+    if not start.ids:
+        name = "previous_item_id" if fields.previous_item_id is not None else "previous_response_id"
+        raise InvalidRequest(f"{name}: nothing has been said there yet", param=name, code="nothing_to_fork")
+    return start
+
+
+def turn_request(fields: ResponseFields, owner: str, model_name: str, running: ReplyStart | None = None) -> TurnRequest:
     """Where and what. Raises: InvalidRequest, UnsupportedParameter."""
     return TurnRequest(
         owner=owner,
@@ -185,6 +218,8 @@ def turn_request(fields: ResponseFields, owner: str, model_name: str) -> TurnReq
         previous_response_id=fields.previous_response_id,
         previous_item_id=fields.previous_item_id,
         store=fields.store is not False,
+        fork_at=fields.fork_at,
+        running=running,
     )
 
 
@@ -207,6 +242,7 @@ def _echo(
     echo: dict[str, object] = {
         "conversation": {"id": conversation.id} if conversation is not None else None,
         "input_item_ids": [item.id for item in planned.inputs] if conversation is not None else [],
+        "forked_item_id": planned.cut.id if planned.cut is not None and conversation is not None else None,
         "store": conversation is not None,
         "metadata": fields.metadata or {},
         "max_output_tokens": fields.max_output_tokens,

@@ -110,6 +110,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     conversation: Id | ConversationRef | None = None
     previous_response_id: Id | None = None
     previous_item_id: Id | None = None
+    fork_at: Count | None = None
     store: bool | None = None
     max_output_tokens: Count | None = None
     top_logprobs: TopLogprobs | None = None
