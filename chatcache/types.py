@@ -49,10 +49,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
     `max_tokens=None` means as many as context and KV pool allow. Draws depend on (seed, candidate index, position)
     only; `seed=None` lets the engine pick one.
 
-    `best_of` candidates are drawn (default `n`) and the `n` with the best mean token log-probability returned, best
-    first, at the end. `distinct` draws without replacement: no two candidates are equal, each score is the exact
-    log-probability of its candidate (stochastic beam search, Kool et al. 2019). `prompt_logprobs`: how many top
-    alternatives to report for every prompt token but the first.
+    Where `best_of` is more than `n`, that many candidates are drawn and the `n` with the best mean token
+    log-probability (raw) returned, best first, at the end. `distinct` draws without replacement: no two candidates are
+    equal, each score is the exact log-probability of its candidate (stochastic beam search, Kool et al. 2019).
+    `prompt_logprobs`: how many top alternatives to report for every prompt token but the first.
     """
 
     n: int = 1

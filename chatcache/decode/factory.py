@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from chatcache.decode.actions import Strategy
 from chatcache.decode.beam import BeamStrategy
+from chatcache.decode.best_of import BestOfStrategy
 from chatcache.decode.distinct import DistinctStrategy
 from chatcache.decode.sampling import SamplingStrategy
 from chatcache.decode.stop import StopRules
@@ -33,4 +34,5 @@ def make_strategy(
         return BeamStrategy(params, rules, vocab_size=facts.vocab_size)
     if params.distinct:
         return DistinctStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt, vocab_size=facts.vocab_size)
-    return SamplingStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt)
+    lanes = SamplingStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt)
+    return lanes if lanes.max_branches == params.n else BestOfStrategy(lanes, params.n)

@@ -40,11 +40,11 @@ class _Lane:
 
 
 class SamplingStrategy:
-    """Draw `n` candidates. Branch ids are lane numbers: the root goes on as lane 0."""
+    """Draw `best_of` candidates (`n` if that is None). Branch ids are lane numbers: the root goes on as lane 0."""
 
     def __init__(self, params: SamplingParams, rules: StopRules, *, seed: int, prompt: Sequence[int]) -> None:
         self._rules = rules
-        self._num_lanes = params.n
+        self._num_lanes = params.n if params.best_of is None else params.best_of
         self._num_top = params.logprobs
         self._spec = DrawSpec(
             seed=seed,

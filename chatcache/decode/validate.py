@@ -36,6 +36,8 @@ def validate_params(params: Params, vocab_size: int) -> None:
 
 def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
     _integer("n", params.n, 1, MAX_N)
+    if params.best_of is not None:
+        _integer("best_of", params.best_of, params.n, MAX_N, what=f"(with n {params.n})")
     _number("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     _number("top_p", params.top_p, 0.0, 1.0, open_low=True)
     _integer("top_k", params.top_k, -1, vocab_size)

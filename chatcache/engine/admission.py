@@ -14,7 +14,9 @@ MAX_REQUEST_ID_CHARS = 256
 
 def num_branches(params: Params) -> int:
     """Return how many branches the request may have alive at once."""
-    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+    if isinstance(params, BeamSearchParams):
+        return params.beam_width
+    return params.n if params.best_of is None else params.best_of
 
 
 def check_request_id(request_id: str) -> None:
@@ -66,7 +68,10 @@ def check_branches(params: Params, most: int) -> None:
     Raises: InvalidRequest.
     """
     if num_branches(params) > most:
-        name = "beam_width" if isinstance(params, BeamSearchParams) else "n"
+        if isinstance(params, BeamSearchParams):
+            name = "beam_width"
+        else:
+            name = "n" if params.best_of is None else "best_of"
         raise InvalidRequest(f"{name} must be at most {most} on this server, got {num_branches(params)}", param=name)
 
 

@@ -158,8 +158,10 @@ class FakeRunner:
                 ids, values, noisy = draw_without_replacement(logits, draws, draw, int(draws.width[draw]))
                 tokens[draw, : len(ids)], logprobs[draw, : len(ids)], perturbed[draw, : len(ids)] = ids, values, noisy
             elif draws.width[draw] > 1:
-                ids, values = top_candidates(log_softmax(logits), int(draws.width[draw]))
-                tokens[draw, : len(ids)], logprobs[draw, : len(ids)] = ids, values
+                every = log_softmax(allowed_logits(raw, edits.get(draw), None))  # a mask does not renormalise
+                ids, values = top_candidates(np.where(logits > -np.inf, every, -np.inf), int(draws.width[draw]))
+                count = int((values > -np.inf).sum())
+                tokens[draw, :count], logprobs[draw, :count] = ids[:count], values[:count]
             else:
                 tokens[draw, 0] = draw_greedily_or_not(logits, draws, draw)
                 logprobs[draw, 0] = log_softmax(raw)[tokens[draw, 0]]

@@ -11,20 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.transfer import to_device
-from chatcache.sched.plan import Draws, LogitEdit, LogitMask
+from chatcache.sched.plan import LogitEdit, LogitMask
 
 WORD_BITS = 32
 
 
-def change_logits(logits: Tensor, draws: Draws) -> None:
-    """Apply every edit and then every mask, in place. Shapes: logits [D, V] float32, one row per draw."""
-    if draws.edits:
-        _apply_edits(logits, draws.edits)
-    if draws.masks:
-        _apply_masks(logits, draws.masks)
-
-
-def _apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
+def apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
+    """Apply every edit, in place. Shapes: logits [D, V] float32, one row per draw."""
+    if not edits:
+        return
     draw = np.concatenate([np.full(len(edit.ids), edit.draw, np.int64) for edit in edits])
     ids = np.concatenate([edit.ids.astype(np.int64) for edit in edits])
     scale, add = np.concatenate([edit.scale for edit in edits]), np.concatenate([edit.add for edit in edits])
@@ -40,7 +35,10 @@ def _apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
     logits[at] = torch.where(old > 0, old / by, old * by) + put(add)
 
 
-def _apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
+def apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
+    """Set all that the masks do not allow to -inf, in place. Shapes: logits [D, V] float32, one row per draw."""
+    if not masks:
+        return
     words = np.zeros((len(masks), -(-logits.shape[-1] // WORD_BITS)), np.uint32)
     for row, mask in enumerate(masks):
         size = min(len(mask.words), words.shape[1])

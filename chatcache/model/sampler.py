@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from chatcache.model.edits import change_logits
+from chatcache.model.edits import apply_edits, apply_masks
 from chatcache.model.filters import Filters, Flags, Index, draws_at
 from chatcache.model.noise import draw_keys, gumbel, token_base
 from chatcache.model.ranking import top_tokens
@@ -127,7 +127,8 @@ class Sampler:
         rows = view.changed_rows(which)
         size = int(width.max())
         values, ids = top_tokens(rows, size)
-        logprobs = (values - log_sum_exp(rows)[:, None]).cpu().numpy()
+        lse = log_sum_exp(rows) if view.unmasked is None else view.unmasked[self._put(which)]
+        logprobs = (values - lse[:, None]).cpu().numpy()
         used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
         answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
         answer.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
@@ -186,22 +187,26 @@ class Sampler:
 @dataclass(frozen=True, slots=True)
 class _View:
     """Logits as the draws see them. Shapes: raw [U, V]; changed [D, V] or None (no edits, no masks); where [D] rows of
-    raw; `identity` says that where is 0 .. U - 1."""
+    raw; unmasked [D], where masks and wide draws meet: log-sum-exp before the masks. `identity`: where is 0 .. U - 1."""
 
     raw: Tensor
     changed: Tensor | None
     where: Tensor
+    unmasked: Tensor | None
     identity: bool
 
     @classmethod
     def of(cls, raw: Tensor, index: Index, draws: Draws) -> _View:
         identity = len(index) == len(raw) and bool((index == np.arange(len(index))).all())
         where = to_device(index, raw.device)
-        changed = None
+        changed = unmasked = None
         if draws.edits or draws.masks:
             changed = raw.clone() if identity else raw[where]
-            change_logits(changed, draws)
-        return cls(raw, changed, where, identity)
+            apply_edits(changed, draws.edits)
+            if draws.masks and (draws.width > 1).any():
+                unmasked = log_sum_exp(changed)
+            apply_masks(changed, draws.masks)
+        return cls(raw, changed, where, unmasked, identity)
 
     def changed_rows(self, which: Index) -> Tensor:
         """Return the logits of some draws (ascending) as they are drawn from, without a copy where all are meant."""

@@ -78,9 +78,10 @@ class Draws:
 
     width 1: sample one token (`temperature` 0 = argmax, lowest id wins ties); noise is keyed by (seed, lane, position)
     so that a draw depends on nothing else. width > 1, temperature 0: the `width` most likely tokens with their
-    log-softmax (after edits, no temperature), best first, ties to the lower id: what beam search needs. width > 1,
-    temperature > 0: `width` tokens without replacement (Gumbel top-k, Kool et al. 2019), by descending
-    log-probability + noise, with both; log-probabilities are those after edits, temperature and filters.
+    log-softmax (after edits, no temperature; a mask leaves tokens out without renormalising the rest), best first, ties
+    to the lower id: what beam search needs. width > 1, temperature > 0: `width` tokens without replacement (Gumbel
+    top-k, Kool et al. 2019), by descending log-probability + noise, with both; log-probabilities are those after edits,
+    masks, temperature and filters.
     num_top: how many top alternatives of the *raw* log-softmax to report besides.
     """
 

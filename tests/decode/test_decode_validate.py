@@ -35,6 +35,7 @@ SHARED_BAD: dict[str, list[Any]] = {
 }
 SAMPLING_GOOD: dict[str, list[Any]] = {
     "n": [1, 64],
+    "best_of": [None, 1, 64],
     "temperature": [0, 0.0, 2, 100.0],
     "top_p": [1e-9, 1],
     "top_k": [-1, 0, 100],
@@ -47,6 +48,7 @@ SAMPLING_GOOD: dict[str, list[Any]] = {
 }
 SAMPLING_BAD: dict[str, list[Any]] = {
     "n": [0, 65, -1, 1.0, None, True],
+    "best_of": [0, 65, -1, 2.0, True, "3"],
     "temperature": [-0.1, 100.1, NAN, INF, -INF, "1", None, True, 10**400],
     "top_p": [0, 1.01, -0.5, NAN],
     "top_k": [-2, 101, 1.0],
@@ -158,3 +160,10 @@ def test_defaults_are_valid() -> None:
 def test_foreign_params_are_refused() -> None:
     with pytest.raises(InvalidRequest):
         validate_params({"n": 1}, VOCAB_SIZE)  # type: ignore[arg-type]
+
+
+def test_best_of_is_at_least_n() -> None:
+    validate_params(SamplingParams(n=3, best_of=3, temperature=0.0), VOCAB_SIZE)
+    with pytest.raises(InvalidRequest, match=r"best_of \(with n 3\) must be between 3 and 64, got 2") as caught:
+        validate_params(SamplingParams(n=3, best_of=2), VOCAB_SIZE)
+    assert caught.value.param == "best_of"

@@ -353,3 +353,20 @@ def test_health_counts() -> None:
     health = eng.health()
     assert (health.model, health.ready, health.num_pages, health.page_size) == ("tiny", True, 511, 16)
     assert (health.num_prompt_tokens, health.num_cached_tokens, health.num_output_tokens) == (40, 16, 10)
+
+
+def test_best_of_draws_more_branches_than_it_returns() -> None:
+    eng = engine(max_num_seqs=4)
+    eng.add(request(params=SamplingParams(n=2, best_of=4, max_tokens=3, ignore_eos=True, seed=5)))
+    events = eng.step()
+    assert len(eng.scheduler.running[0].branches) == 4
+    assert not [event for event in events if isinstance(event, Tokens)]
+    events += drain(eng)
+    end = events[-1]
+    assert isinstance(end, Finished) and end.num_output_tokens == 2 * 3
+    assert end.num_computed_tokens == 20 + 4 * 2
+    scores = [event.score for event in events if isinstance(event, CandidateDone)]
+    assert scores == sorted(scores, reverse=True) and len(scores) == 2
+    with pytest.raises(InvalidRequest, match="best_of must be at most 4 on this server, got 5") as caught:
+        eng.add(request(params=SamplingParams(n=2, best_of=5)))
+    assert caught.value.param == "best_of"

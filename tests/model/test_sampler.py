@@ -259,8 +259,8 @@ def test_masks_leave_their_tokens_only(vocab_size: int) -> None:
     assert result.tokens[0, 0] == max(allowed[0], key=lambda token: raw[token])
     want = sorted(allowed[1], key=lambda token: -edited[token])[: wide["width"]]
     assert result.tokens[1].tolist() == want + [-1] * (result.tokens.shape[1] - len(want))
-    left = np.exp(edited[allowed[1]]).sum()
-    np.testing.assert_allclose(result.logprobs[1, : len(want)], edited[want] - np.log(left), rtol=1e-5, atol=1e-6)
+    logprobs = edited - np.log(np.exp(edited).sum())  # of all tokens: what is left out is not handed to the others
+    np.testing.assert_allclose(result.logprobs[1, : len(want)], logprobs[want], rtol=1e-5, atol=1e-6)
     assert result.tokens[2, 0] in allowed[2]
     drawn = result.tokens[3][result.tokens[3] >= 0].tolist()
     assert len(drawn) == min(3, len(allowed[3]), vocab_size) and set(drawn) <= set(allowed[3])
