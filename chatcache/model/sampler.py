@@ -187,7 +187,8 @@ class Sampler:
 @dataclass(frozen=True, slots=True)
 class _View:
     """Logits as the draws see them. Shapes: raw [U, V]; changed [D, V] or None (no edits, no masks); where [D] rows of
-    raw; unmasked [D], where masks and wide draws meet: log-sum-exp before the masks. `identity`: where is 0 .. U - 1."""
+    raw; unmasked [D], where masks and wide draws meet: log-sum-exp before the masks. `identity`: where is 0 .. U - 1.
+    """
 
     raw: Tensor
     changed: Tensor | None
