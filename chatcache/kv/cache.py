@@ -64,18 +64,27 @@ class KVCache:
         data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
         return name_pages(self._root, data, self._page_bytes, scope)
 
-    def match(self, chain: Chain, host_pages: Collection[int] = ()) -> PrefixMatch:
+    @property
+    def enable_matching(self) -> bool:
+        return self._enable_matching
+
+    def match(self, chain: Chain, *, most: int | None = None, host_pages: Collection[int] = ()) -> PrefixMatch:
         """Find the longest computed prefix, never the last token (its logits are needed). A query.
 
-        `host_pages`: those that the asking request holds; without matching they are all that may be found.
+        `most`: tokens that may be matched. `host_pages`: those that the asking request holds; without matching they
+        are all that may be found.
         """
         if not self._enable_matching:
             if self.host is None or not host_pages:
                 return no_match(chain)
-            return longest_match_in_both(None, self.host.pool, chain, host_pages)
+            return longest_match_in_both(None, self.host.pool, chain, most, host_pages)
         if self.host is None or self.host.pool.is_blank:
-            return longest_match(self.pool, chain)
-        return longest_match_in_both(self.pool, self.host.pool, chain)
+            return longest_match(self.pool, chain, most)
+        return longest_match_in_both(self.pool, self.host.pool, chain, most)
+
+    def nothing(self, scope: Scope = PRIVATE) -> PrefixMatch:
+        """Return the match of something new."""
+        return no_match(name_pages(self._root, b"", self._page_bytes, scope))
 
     def explain(self, chain: Chain, other_namespaces: Iterable[str] = ()) -> Explanation:
         """Say which pages of a prompt hit, and why not more. A query; it leaves the eviction order alone.

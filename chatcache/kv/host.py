@@ -72,8 +72,10 @@ class HostTier:
         return list(here), list(missing.values())
 
     def release(self, host_pages: Sequence[int]) -> None:
-        """Let go of host pages that `hold` returned."""
+        """Let go of host pages that `hold` returned; copies that nobody waits for any more are not made."""
         self.pool.release(host_pages)
+        if self._leaving:
+            self._leaving = {key: move for key, move in self._leaving.items() if self.pool.refs[move[1]]}
 
     def forget(self, content: PageContent) -> None:
         """Take this content, and every beginning of it, out of the index."""
@@ -112,8 +114,7 @@ class HostTier:
         self.num_pages_out += len(self._leaving)
         self.num_pages_in += len(self._coming)
         for _, host_page, content in self._leaving.values():
-            if self.pool.refs[host_page]:
-                self.pool.publish(host_page, content)
+            self.pool.publish(host_page, content)
         self._leaving.clear()
         loaded = [(page, load.content) for page, load in self._coming.items()]
         self.abandon()

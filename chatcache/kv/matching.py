@@ -31,10 +31,10 @@ def no_match(chain: Chain) -> PrefixMatch:
     return PrefixMatch([], 0, chain.parents[0], b"", 0, chain.scope)
 
 
-def longest_match(pool: PagePool, chain: Chain) -> PrefixMatch:
-    """Find the longest computed prefix, never the last token (its logits are needed)."""
+def longest_match(pool: PagePool, chain: Chain, most: int | None = None) -> PrefixMatch:
+    """Find the longest computed prefix of at most `most` tokens, never the last one (its logits are needed)."""
     size = chain.page_bytes
-    longest = max(len(chain.data) - TOKEN_BYTES, 0)
+    longest = _longest(chain, most)
     pages = pool.lookup(chain, longest // size)
     key = chain.parents[len(pages)]
     start = len(pages) * size
@@ -49,14 +49,18 @@ def longest_match(pool: PagePool, chain: Chain) -> PrefixMatch:
 
 
 def longest_match_in_both(
-    pool: PagePool | None, host: PagePool, chain: Chain, own: Collection[int] | None = None
+    pool: PagePool | None,
+    host: PagePool,
+    chain: Chain,
+    most: int | None = None,
+    own: Collection[int] | None = None,
 ) -> PrefixMatch:
     """Find the longest prefix that is on the device or on the host, each page where it is nearer.
 
     `pool` None: nothing on the device may be matched. `own`: only these host pages may be.
     """
     size = chain.page_bytes
-    longest = max(len(chain.data) - TOKEN_BYTES, 0)
+    longest = _longest(chain, most)
     num_pages = longest // size
     pages: list[int] = []
     loads: list[tuple[int, int]] = []
@@ -81,3 +85,9 @@ def longest_match_in_both(
     tail = rest[: num_tail * TOKEN_BYTES]
     num_idle = sum(1 for page in pages if page != NULL_PAGE and pool is not None and not pool.refs[page])
     return PrefixMatch(pages, (start + len(tail)) // TOKEN_BYTES, key, tail, num_idle, chain.scope, tuple(loads))
+
+
+def _longest(chain: Chain, most: int | None) -> int:
+    """Return how many bytes of the chain's data may be matched."""
+    longest = max(len(chain.data) - TOKEN_BYTES, 0)
+    return longest if most is None else min(longest, most * TOKEN_BYTES)

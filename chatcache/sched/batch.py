@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,9 +11,21 @@ import numpy as np
 from chatcache.decode.actions import Candidates, DrawSpec
 from chatcache.kv.tails import PageCopy
 from chatcache.sched.draws import draws_of, joined, placed
-from chatcache.sched.plan import I32, Draws, Rows, StepPlan
+from chatcache.sched.plan import I32, Draws, Rows, Scores, StepPlan
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.steady import SteadyBranches, SteadyRows
+
+Moves = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
+NO_TARGET = -1
+
+
+class Scored(NamedTuple):
+    """`num_tokens` prompt tokens of `request`, from position `start` on, are scored in row `row` of the plan."""
+
+    request: LiveRequest
+    row: int
+    start: int
+    num_tokens: int
 
 
 class Drawn(NamedTuple):
@@ -30,7 +42,7 @@ class Step:
 
     `granted` is parallel to the plan's first rows: (branch, its new tokens as int32 bytes); `drawn` says which of them
     are drawn. The plan's last rows and draws are `steady`'s, one each. `faults`: requests whose strategy failed to say
-    what to draw.
+    what to draw. `scored`: whose tokens the plan's scores are about, in the same order.
     """
 
     plan: StepPlan
@@ -38,6 +50,7 @@ class Step:
     drawn: list[Drawn]
     steady: SteadyRows
     faults: list[tuple[LiveRequest, Exception]]
+    scored: list[Scored]
 
     def branches(self) -> list[Branch]:
         """List the branch of each row."""
@@ -88,6 +101,7 @@ class Batch:
         self._updates: list[tuple[int, int, int]] = []
         self._copies: list[PageCopy] = []
         self._ready: list[tuple[Branch, int]] = []  # (branch, row): drawn in this step
+        self._scored: list[Scored] = []
 
     @property
     def budget(self) -> int:
@@ -109,6 +123,8 @@ class Batch:
         stop = start + num_tokens
         if stop == branch.num_tokens:
             self._ready.append((branch, len(self.granted)))
+        if branch.request.num_matchable_tokens is not None:
+            self._scored.append(Scored(branch.request, len(self.granted), start, num_tokens))
         self.granted.append((branch, branch.span(start, stop)))
         self._slot.append(slot)
         self._start.append(start)
@@ -118,9 +134,9 @@ class Batch:
             first, pages = table.take_changes()
             self._updates += [(slot, first + i, page) for i, page in enumerate(pages)]
 
-    def finish(self, step: int, forks: list[tuple[int, int, int]], turned: I32) -> Step:
-        """Freeze the batch; `turned` are the page table updates of the steady branches. Asks each other drawn branch's
-        strategy what to draw."""
+    def finish(self, step: int, forks: list[tuple[int, int, int]], turned: I32, moves: Moves = ((), ())) -> Step:
+        """Freeze the batch; `turned` are the page table updates of the steady branches, `moves` the pages swapped out
+        and in. Asks each other drawn branch's strategy what to draw."""
         steady, faults = self._steady.rows(), list[tuple[LiveRequest, Exception]]()
         drawn, draws = self._draws(faults)
         plan = StepPlan(
@@ -130,8 +146,11 @@ class Batch:
             copies=_table(self._copies, columns=2),
             rows=self._rows(steady.rows),
             draws=self._with_steady(draws, steady.draws),
+            swaps_out=_table(moves[0], columns=2),
+            swaps_in=_table(moves[1], columns=2),
+            scores=_scores(self._scored),
         )
-        return Step(plan, self.granted, drawn, steady, faults)
+        return Step(plan, self.granted, drawn, steady, faults, self._scored)
 
     def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[Drawn], Draws | None]:
         drawn: list[Drawn] = []
@@ -169,6 +188,24 @@ class Batch:
         if self.granted:
             steady = placed(steady, steady.row + len(self.granted), steady.position)
         return steady if draws is None else joined(draws, steady)
+
+
+def _scores(scored: Sequence[Scored]) -> Scores | None:
+    """Ask for every prompt token that follows one of these and has no score yet."""
+    if not scored:
+        return None
+    return Scores(
+        row=np.array([one.row for one in scored], np.int32),
+        num_top=np.array([one.request.num_prompt_top for one in scored], np.int32),
+        targets=np.array([target for one in scored for target in _targets(one)], np.int32),
+    )
+
+
+def _targets(scored: Scored) -> Iterator[int]:
+    request = scored.request
+    first, last = len(request.prompt_scores), request.num_prompt_tokens - 1
+    for position in range(scored.start, scored.start + scored.num_tokens):
+        yield request.prompt[position + 1] if first <= position < last else NO_TARGET
 
 
 def _table(rows: Sequence[Sequence[int]], columns: int = 3) -> I32:

@@ -14,6 +14,7 @@ from chatcache.decode.actions import BranchAction, Extend, Fork, Retire
 from chatcache.errors import EngineFault
 from chatcache.kv.cache import KVCache
 from chatcache.kv.matching import PrefixMatch
+from chatcache.kv.pool import BrokenInvariant
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.slots import Slots
 from chatcache.sched.steady import SteadyBranches
@@ -29,8 +30,18 @@ class Branches:
 
     def start(self, branch: Branch, match: PrefixMatch) -> None:
         """Give a branch a table on what is already computed of it, and a slot."""
-        branch.table = self._kv.open(match)
+        table = self._kv.restore(match)  # no room to load pages: then nothing is, and all is computed again
+        branch.table = table or self._kv.open(self._kv.nothing(match.scope))
         branch.slot = self._slots.take()
+
+    def start_as_fork(self, branch: Branch, source: Branch, num_tokens: int) -> None:
+        """Give a branch the first `num_tokens` tokens of another, and a slot. Not if `source` was granted a row."""
+        self._steady.leave(source)
+        if source.table is None:
+            raise BrokenInvariant(f"branch {source.id} of {source.request.request_id} has no pages to fork")
+        branch.table = self._kv.fork(source.table)
+        self._kv.truncate(branch.table, num_tokens)
+        branch.slot = self._slots.fork(source.slot, branch.table.changed_from)
 
     def close(self, branch: Branch, *, forget: bool = False) -> None:
         """Let go of a branch's pages and slot, if it has any."""
@@ -54,16 +65,30 @@ class Branches:
                 continue
             partner = branch.partner
             if partner is None:  # the branch it would have forked from is gone, and so are all others
-                self.start(branch, self._kv.match(self._kv.chain(branch.tokens(), request.scope)))
+                self.start(branch, self._match(branch))
             elif partner.table is not None and partner.table.num_tokens >= branch.num_common:
-                self._steady.leave(partner)
-                branch.table = self._kv.fork(partner.table)
-                self._kv.truncate(branch.table, branch.num_common)
-                branch.slot = self._slots.fork(partner.slot, branch.table.changed_from)
+                self._rejoin(branch, partner)
             else:
                 continue
             branch.partner, branch.num_common = None, 0
             request.num_waiting_branches -= 1
+
+    def _rejoin(self, branch: Branch, partner: Branch) -> None:
+        """Fork a waiting branch from its partner; go on with pages of its own, if some are still to be found."""
+        if branch.num_tokens - branch.num_common > self._kv.page_size or branch.request.host_pages:
+            match = self._match(branch)
+            num_shared = branch.num_common // self._kv.page_size * self._kv.page_size
+            if match.num_tokens > branch.num_common:
+                self.start_as_fork(branch, partner, num_shared)
+                if branch.table is not None and self._kv.extend(branch.table, match):
+                    return
+                self.close(branch)
+        self.start_as_fork(branch, partner, branch.num_common)
+
+    def _match(self, branch: Branch) -> PrefixMatch:
+        request = branch.request
+        chain = (self._kv.own_chain if request.host_pages else self._kv.chain)(branch.tokens(), request.scope)
+        return self._kv.match(chain, host_pages=request.host_pages)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Move the request's branches as its strategy decided.

@@ -1,71 +1,167 @@
-"""Admission: first come, first served, whole requests only, and never twice the same work at once."""
+"""Admission: whole requests only, in turn, and never twice the same work at once.
+
+In turn means first come, first served within a priority; or, between namespaces, whoever was served least goes first.
+"""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from heapq import nsmallest
+from itertools import islice
+from operator import attrgetter
+from typing import NamedTuple
 
 from chatcache.kv.cache import KVCache
 from chatcache.kv.matching import PrefixMatch
+from chatcache.sched.fairness import VirtualCounters
+from chatcache.sched.forks import LiveFork, find_fork
 from chatcache.sched.request import LiveRequest
+from chatcache.sched.steady import SteadyBranches
 
 MAX_EXAMINED = 32
+MAX_CHEAP_PREEMPTIONS = 3
+
+_turn = attrgetter("turn")
+
+
+class Start(NamedTuple):
+    """A request that may start now, on what is computed of it: a fork of a running branch, or a match."""
+
+    request: LiveRequest
+    match: PrefixMatch
+    fork: LiveFork | None
 
 
 class WaitingQueue:
-    """Requests without pages, oldest first: new ones and preempted ones alike."""
+    """Requests without pages: new ones and preempted ones alike. One line, or with `counters` one per namespace."""
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: KVCache, steady: SteadyBranches, counters: VirtualCounters | None = None) -> None:
         self._kv = kv
-        self._requests: list[LiveRequest] = []
+        self._steady = steady
+        self._counters = counters
+        self._lines: dict[str, list[LiveRequest]] = {}  # each in turn, none empty
+        self._num_requests = 0
+        self.num_forks = 0  # requests that hope to fork a running one
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return self._num_requests
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(self._requests)
+        for line in self._lines.values():
+            yield from line
 
-    def push(self, request: LiveRequest) -> None:
-        insort(self._requests, request, key=lambda waiting: waiting.arrival)
+    def push(self, request: LiveRequest, *, is_new: bool = True) -> None:
+        """Queue a request that is new, or was sent back: its namespace then does not count as having been away."""
+        name = self._line_of(request)
+        if self._counters is not None and name not in self._lines and is_new:
+            self._counters.arrive(name, self._lines.keys())
+        insort(self._lines.setdefault(name, []), request, key=_turn)
+        self._num_requests += 1
+        self.num_forks += request.fork_of is not None
 
     def remove(self, request: LiveRequest) -> None:
-        self._requests.remove(request)
+        name = self._line_of(request)
+        line = self._lines[name]
+        line.remove(request)
+        self._num_requests -= 1
+        self.num_forks -= request.fork_of is not None
+        if not line:
+            del self._lines[name]
+            if self._counters is not None:
+                self._counters.leave(name)
 
-    def next(self, running: Sequence[LiveRequest], num_slots: int) -> tuple[LiveRequest, PrefixMatch] | None:
-        """Find the oldest request that may start now, with what is already computed of it. A query.
+    def _line_of(self, request: LiveRequest) -> str:
+        return "" if self._counters is None else request.namespace
+
+    def next(self, running: Sequence[LiveRequest], num_slots: int, *, forks: bool = False) -> Start | None:
+        """Find the request whose turn it is and that may start now, with what is already computed of it. A query.
 
         A request that lacks room or slots holds up those behind it. One whose next page is just being computed by a
         running request (a twin) waits without holding up anybody: soon it will find that page.
+
+        A running branch can be forked only while nothing of the step has been granted: ask for `forks` before, and
+        for the others after.
         """
-        for request in self._requests[:MAX_EXAMINED]:
+        for request in self._in_turn():
             if request.max_branches > num_slots:
                 return None
-            match = self._match(request)
-            if self._is_twin(request, match, running):
+            start = self._start(request, running)
+            if start.fork is None and self._is_twin(start, running):
                 continue
-            fits = not running or self._num_pages_wanted(request, match, running) <= self._kv.pool.num_free
-            return (request, match) if fits else None
+            if running and not (self._fits(start, running) and self._keeps_promises(request, running)):
+                return None
+            return start if forks == (start.fork is not None) else None
         return None
+
+    def _in_turn(self) -> Iterator[LiveRequest]:
+        """Yield the requests to examine, MAX_EXAMINED at most: of each namespace the first, then the second ones, ...
+
+        So a namespace whose requests are all twins cannot keep the others from being looked at.
+        """
+        counters = self._counters
+        if counters is None:
+            yield from islice(self, MAX_EXAMINED)
+            return
+        names = nsmallest(MAX_EXAMINED, self._lines, key=lambda name: (counters[name], self._lines[name][0].turn))
+        lines = [self._lines[name] for name in names]
+        place = num_examined = 0
+        while lines and num_examined < MAX_EXAMINED:
+            for line in lines:
+                yield line[place]
+            num_examined += len(lines)
+            place += 1
+            lines = [line for line in lines if len(line) > place]
+
+    def _start(self, request: LiveRequest, running: Sequence[LiveRequest]) -> Start:
+        fork = find_fork(request, running, self._steady) if self._kv.enable_matching else None
+        if fork is not None and fork.is_whole:
+            return Start(request, self._kv.nothing(request.scope), fork)
+        match = self._match(request)
+        return Start(request, match, fork if fork is not None and fork.num_tokens >= match.num_tokens else None)
 
     def _match(self, request: LiveRequest) -> PrefixMatch:
         if request.chain is None:
-            request.chain = self._kv.chain(request.leader.tokens(), request.scope)
-        return self._kv.match(request.chain)
+            name_pages = self._kv.own_chain if request.host_pages else self._kv.chain
+            request.chain = name_pages(request.leader.tokens(), request.scope)
+        return self._kv.match(request.chain, most=request.num_matchable_tokens, host_pages=request.host_pages)
 
-    def _is_twin(self, request: LiveRequest, match: PrefixMatch, running: Sequence[LiveRequest]) -> bool:
-        keys, num_matched = request.chain.keys if request.chain else [], match.num_tokens // self._kv.page_size
-        if num_matched >= len(keys):
+    def _is_twin(self, start: Start, running: Sequence[LiveRequest]) -> bool:
+        request, num_matched = start.request, start.match.num_tokens // self._kv.page_size
+        keys = request.chain.keys if request.chain else []
+        if num_matched >= len(keys) or request.num_matchable_tokens is not None:
             return False
         key = keys[num_matched]
         return any(key in other.in_flight for other in running if other.in_flight)
 
-    def _num_pages_wanted(self, request: LiveRequest, match: PrefixMatch, running: Sequence[LiveRequest]) -> int:
+    def _fits(self, start: Start, running: Sequence[LiveRequest]) -> bool:
+        return self._num_pages_wanted(start, running) <= self._kv.pool.num_free
+
+    def _num_pages_wanted(self, start: Start, running: Sequence[LiveRequest]) -> int:
         """Count the free pages it takes to start: its own, those that running requests still lack for the tokens they
         have, and one for every branch to grow into."""
-        own = num_pages_lacking(self._kv, request) - match.num_tokens // self._kv.page_size
-        lacking = sum(num_pages_lacking(self._kv, other) for other in running)
+        request, match, page_size = start.request, start.match, self._kv.page_size
+        num_full = (match.num_tokens if start.fork is None else start.fork.num_tokens) // page_size
+        num_here = num_full - sum(1 for entry, _ in match.loads if entry < num_full)
+        lacking = sum(num_pages_lacking(self._kv, other) for other in (request, *running))
         growth = request.max_branches + sum(len(other.branches) for other in running)
-        return own + match.num_idle + lacking + growth
+        return lacking - num_here + match.num_idle + growth
+
+    def _keeps_promises(self, request: LiveRequest, running: Sequence[LiveRequest]) -> bool:
+        """Say whether no request that was preempted often would have to be once more.
+
+        Whoever is preempted makes room for somebody before it. So one is safe if it and all before it fit at their
+        worst, together; it does not start unless it is, and nobody starts who would change that.
+        """
+        everybody = (request, *running)
+        if all(other.num_preemptions < MAX_CHEAP_PREEMPTIONS for other in everybody):
+            return True
+        total = needed = 0
+        for other in sorted(everybody, key=_turn):
+            total += other.num_worst_pages
+            if other.num_preemptions >= MAX_CHEAP_PREEMPTIONS:
+                needed = total
+        return needed <= self._kv.pool.num_usable
 
 
 def num_pages_lacking(kv: KVCache, request: LiveRequest) -> int:

@@ -12,6 +12,10 @@ from chatcache.kv.chain import Chain, Scope
 from chatcache.kv.keys import TOKEN_BYTES, token_bytes
 from chatcache.kv.table import PageTable
 from chatcache.sched.plan import I32
+from chatcache.types import ForkPoint, TokenLogprob
+
+ARRIVAL_BITS = 31
+MAX_PRIORITY = 2**11 - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +67,10 @@ class Branch:
 class LiveRequest:
     """A request from acceptance to its end. `arrival` orders requests: a smaller one is older.
 
+    `priority` goes before age: a smaller one is served first. `num_prompt_top`: how many alternatives to report for
+    each prompt token, None for no report; `prompt_scores` are the reports so far, from the second token on.
+    `num_worst_pages`: the most pages it can come to hold. `host_pages`: what it holds of the host tier.
+
     `chain` names the pages of the first branch while the request waits; `in_flight` holds the keys of those pages
     that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner and
     `num_steady` of them are steady (see `sched.steady`).
@@ -75,6 +83,10 @@ class LiveRequest:
     arrival: int
     num_public_tokens: int = 0
     conversation_id: str = ""
+    priority: int = 0
+    fork_of: ForkPoint | None = None
+    num_prompt_top: int | None = None
+    num_worst_pages: int = 0
     max_branches: int = field(init=False)
     lockstep: bool = field(init=False)
     prompt_bytes: bytes = field(init=False)
@@ -90,6 +102,8 @@ class LiveRequest:
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    prompt_scores: list[TokenLogprob] = field(default_factory=list)
+    host_pages: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.max_branches = self.strategy.max_branches
@@ -105,7 +119,14 @@ class LiveRequest:
     @property
     def turn(self) -> int:
         """Who is served first: the smaller. A signed number of at most 43 bits."""
-        return self.arrival
+        return (self.priority << ARRIVAL_BITS) + self.arrival
+
+    @property
+    def num_matchable_tokens(self) -> int | None:
+        """How many computed tokens it may be given: none whose successor is yet to be scored; None if all."""
+        if self.num_prompt_top is None or len(self.prompt_scores) == self.num_prompt_tokens - 1:
+            return None
+        return len(self.prompt_scores)
 
     @property
     def num_unsteady(self) -> int:

@@ -1,28 +1,32 @@
 """The two halves of the engine's loop around the runner: plan() before it, commit() and apply() after it.
 
-Running requests are served oldest first. When pages run out the newest running request gives all of its pages back
-and starts over later (preemption by recompute); the oldest is never preempted, so some request always gets on, and a
-request that could not run alone is refused before it gets here. Hence no deadlock and no livelock.
+Running requests are served in turn: by priority, then oldest first. When pages run out the last one in turn gives all
+of its pages back and comes back later, with copies in host memory (swap) or by computing them again (recompute). The
+first in turn is never preempted, so some request always gets on, and a request that could not run alone is refused
+before it gets here. Hence no deadlock and no livelock; and nobody is preempted more than a few times (see `queue`).
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
 from chatcache.decode.actions import BranchAction
 from chatcache.kv.cache import KVCache
 from chatcache.kv.keys import TOKEN_BYTES
-from chatcache.kv.matching import PrefixMatch
 from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
 from chatcache.sched.batch import Batch, Step
 from chatcache.sched.branches import Branches
-from chatcache.sched.queue import WaitingQueue
+from chatcache.sched.cost import CostModel
+from chatcache.sched.fairness import VirtualCounters
+from chatcache.sched.queue import Start, WaitingQueue
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.slots import Slots
 from chatcache.sched.steady import SteadyBranches
+from chatcache.sched.swap import Swaps
 
 _turn = attrgetter("turn")
 
@@ -30,18 +34,29 @@ _turn = attrgetter("turn")
 class Scheduler:
     """Decides over one KV cache and `num_slots` page-table rows of the runner. Single-threaded."""
 
-    def __init__(self, kv: KVCache, *, num_slots: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        kv: KVCache,
+        *,
+        num_slots: int,
+        max_num_batched_tokens: int,
+        cost: CostModel | None = None,
+        counters: VirtualCounters | None = None,
+    ) -> None:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_page_copies = 0
         self.running: list[LiveRequest] = []  # oldest first
-        self.waiting = WaitingQueue(kv)
+        self.swaps = Swaps(kv, cost or CostModel())
+        self._counters = counters
         self._slots = Slots(num_slots)
         self._steady = SteadyBranches(kv, num_slots)
+        self.waiting = WaitingQueue(kv, self._steady, counters)
         self._branches = Branches(kv, self._slots, self._steady)
         self._num_branches = 0  # live branches of the running requests
+        self._started: set[LiveRequest] = set()  # in this plan
 
     def add(self, request: LiveRequest) -> None:
         self.waiting.push(request)
@@ -52,6 +67,9 @@ class Scheduler:
         """Grant tokens, pages and slots for one step; None if nobody can run (then nobody is here at all)."""
         if self._tight:
             self._steady.leave_all()
+        self._started.clear()
+        if self.waiting.num_forks:
+            self._start_forks()
         batch = Batch(self.max_num_batched_tokens, self._steady)
         turned = self._steady.turn_pages()
         unsettled = sorted(self._steady.unsettled, key=_turn)
@@ -63,7 +81,8 @@ class Scheduler:
         if batch.empty:
             return None
         self.num_steps += 1
-        return batch.finish(self.num_steps, self._slots.take_forks(), turned)
+        moves = self.kv.host.moves() if self.kv.host is not None else ((), ())
+        return batch.finish(self.num_steps, self._slots.take_forks(), turned, moves)
 
     @property
     def _tight(self) -> bool:
@@ -130,45 +149,67 @@ class Scheduler:
 
     def _admit(self, batch: Batch) -> None:
         while batch.budget > 0 and len(self.waiting):
-            found = self.waiting.next(self.running, self._slots.num_unpromised)
-            if found is None:
+            start = self.waiting.next(self.running, self._slots.num_unpromised)
+            if start is None:
                 return
-            request, match = found
-            self._start(request, match)
-            if not self._grant(request, batch):
+            self._start(start)
+            if not self._grant(start.request, batch):
                 if len(self.running) == 1:
-                    raise BrokenInvariant(f"request {request.request_id} does not fit an empty pool")
-                self._preempt(request)
+                    raise BrokenInvariant(f"request {start.request.request_id} does not fit an empty pool")
+                self._preempt(start.request)
                 return
 
-    def _start(self, request: LiveRequest, match: PrefixMatch) -> None:
+    def _start_forks(self) -> None:
+        """Start those whose turn it is that fork a running branch, before anybody writes in this step."""
+        while (start := self.waiting.next(self.running, self._slots.num_unpromised, forks=True)) is not None:
+            self._start(start)
+
+    def _start(self, start: Start) -> None:
+        request, match, fork = start
         self.waiting.remove(request)
+        self._started.add(request)
+        self.swaps.start(request)
         self._steady.unsettled.add(request)
         insort(self.running, request, key=_turn)
         self._slots.promised += request.max_branches
         self._num_branches += len(request.branches)
-        self._branches.start(request.leader, match)
+        if fork is not None:
+            self._branches.start_as_fork(request.leader, fork.branch, fork.num_tokens)
+        else:
+            self._branches.start(request.leader, match)
         request.num_waiting_branches = len(request.branches) - 1
         num_matched = match.num_tokens // self.kv.page_size
         request.in_flight = frozenset(request.chain.keys[num_matched:] if request.chain else ())
         request.chain = None
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = match.num_tokens
+            request.num_cached_tokens = match.num_tokens if fork is None else fork.num_tokens
+            if self._counters is not None:
+                num_tokens = request.num_prompt_tokens - request.num_cached_tokens
+                self._counters.charge_input(request.namespace, num_tokens)
 
     def _stop(self, request: LiveRequest) -> None:
         """Take the request out of the running; its branches have gone their way."""
         self.running.remove(request)
+        self.swaps.stop(request)
         self._steady.unsettled.discard(request)
         self._slots.promised -= request.max_branches
         self._num_branches -= len(request.branches)
         request.in_flight = frozenset()
 
     def _preempt(self, request: LiveRequest) -> None:
+        """Take all pages from a request. One that was only just started has nothing to lose: that does not count."""
+        if request not in self._started:
+            for branch in request.branches.values():
+                self._steady.leave(branch)
+            self.swaps.keep(request)
+            self.num_preemptions += 1
+            request.num_preemptions += 1
+        self._send_back(request)
+
+    def _send_back(self, request: LiveRequest) -> None:
         self._branches.part(request)
         self._stop(request)
-        self.num_preemptions += 1
-        request.num_preemptions += 1
-        self.waiting.push(request)
+        self.waiting.push(request, is_new=False)
 
     # -- after the step -------------------------------------------------------------------------------------------
 
@@ -184,6 +225,16 @@ class Scheduler:
                 request.in_flight = frozenset()
         self._steady.advance(step.steady)
         self.kv.settle()
+        self.swaps.settle()
+        if self._counters is not None:
+            self._charge(step, self._counters)
+
+    @staticmethod
+    def _charge(step: Step, counters: VirtualCounters) -> None:
+        for branch, _, num_draws in step.drawn:
+            counters.charge_output(branch.request.namespace, num_draws)
+        for namespace, count in Counter(branch.request.namespace for branch in step.steady.branches).items():
+            counters.charge_output(namespace, count)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Move the request's branches as its strategy decided.
@@ -209,6 +260,7 @@ class Scheduler:
             self._stop(request)
         else:
             self.waiting.remove(request)
+        self.swaps.drop(request)
         return num_in_use - self.kv.pool.num_in_use
 
     def abandon(self, step: Step) -> list[LiveRequest]:
@@ -220,10 +272,14 @@ class Scheduler:
         failed = step.requests()
         for request in failed:
             self.finish(request, forget=True)
-        for request in list(self.running):
-            self._preempt(request)
-        self.kv.settle()
+        self.start_over()
         return failed
+
+    def start_over(self) -> None:
+        """Send every running request back, for a step that was planned and not executed, or nobody knows how far."""
+        for request in list(self.running):
+            self._send_back(request)
+        self.kv.abandon()
 
     # -- queries --------------------------------------------------------------------------------------------------
 

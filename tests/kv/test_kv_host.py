@@ -71,7 +71,7 @@ class Machine:
 
     def start(self, tokens: list[int], host_pages: list[int] | None = None) -> PageTable | None:
         chain = self.kv.own_chain(tokens, Scope())
-        return self.kv.restore(self.kv.match(chain, host_pages or []))
+        return self.kv.restore(self.kv.match(chain, host_pages=host_pages or []))
 
     def evict_all(self) -> None:
         """Overwrite every free page of the device, as a busy neighbour would."""
@@ -173,7 +173,7 @@ def test_a_fork_is_lengthened_by_its_own_pages() -> None:
     assert again is not None and machine.step() == (0, 3)
     child = machine.kv.fork(again)
     machine.kv.truncate(child, 8)
-    match = machine.kv.match(machine.kv.own_chain([*TOKENS, 50, 51, 52, 53], Scope()), host_pages)
+    match = machine.kv.match(machine.kv.own_chain([*TOKENS, 50, 51, 52, 53], Scope()), host_pages=host_pages)
     assert match.num_tokens == 14 and machine.kv.extend(child, match)
     assert machine.step() == (0, 2)
     assert machine.read(child) == [*TOKENS, 50, 51, 52] and machine.read(again) == TOKENS
