@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chatcache.config import EngineConfig
 from chatcache.errors import ContextTooLong, InvalidRequest
+from chatcache.sched.cost import PREEMPTIONS, SWAP
+from chatcache.sched.fairness import SCHEDULING_POLICIES
 from chatcache.sched.limits import most_tokens, worst_case_pages
 from chatcache.sched.plan import KVCapacity
+from chatcache.sched.request import MAX_PRIORITY
 from chatcache.types import MAX_PROMPT_LOGPROBS, BeamSearchParams, GenerateRequest, Params
 
 MAX_REQUEST_ID_CHARS = 256
@@ -23,6 +27,33 @@ def check_request_id(request_id: str) -> None:
     """Raises: InvalidRequest."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+
+
+def check_priority(priority: int) -> None:
+    """Raises: InvalidRequest."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {priority}", param="priority"
+        )
+
+
+def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
+    """Verify the words that choose a policy.
+
+    Raises: InvalidRequest.
+    """
+    choices = (
+        ("scheduling_policy", config.scheduling_policy, SCHEDULING_POLICIES),
+        ("preemption", config.preemption, PREEMPTIONS),
+    )
+    for name, value, allowed in choices:
+        if value not in allowed:
+            raise InvalidRequest(f"{name} must be one of {', '.join(allowed)}, got {value!r}", param=name)
+    if config.preemption == SWAP and not capacity.num_host_pages:
+        raise InvalidRequest(
+            "preemption 'swap' needs host memory for swapped pages, and there is none (see swap_memory_bytes)",
+            param="preemption",
+        )
 
 
 def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int, max_model_len: int) -> None:

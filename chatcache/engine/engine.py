@@ -4,30 +4,28 @@ a process of its own."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 
 from chatcache.config import EngineConfig
-from chatcache.decode.actions import Advance, Strategy
+from chatcache.decode.actions import Advance
 from chatcache.decode.factory import make_strategy
-from chatcache.decode.validate import validate_params
 from chatcache.engine.accounts import UsageGauge, page_accounts
-from chatcache.engine.admission import (
-    check_branches,
-    check_prompt,
-    check_prompt_logprobs,
-    check_request_id,
-    resolve_max_tokens,
-)
+from chatcache.engine.admission import check_policies, check_prompt
 from chatcache.engine.client import ModelRunner
+from chatcache.engine.intake import Intake, StrategyFactory
 from chatcache.engine.outbox import Outbox
 from chatcache.engine.results import bad_draws, candidates_of, check_shapes
+from chatcache.engine.scoring import collect_scores
+from chatcache.engine.selfcheck import SelfCheck
 from chatcache.errors import EngineFault, InvalidRequest, Overloaded
 from chatcache.kv.audit import PageUsage, check, page_usage
 from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
 from chatcache.sched.batch import Step
-from chatcache.sched.plan import StepResult
+from chatcache.sched.cost import RECOMPUTE, CostModel
+from chatcache.sched.fairness import FAIR, VirtualCounters
+from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
 from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
@@ -36,14 +34,12 @@ MAX_REMEMBERED_NAMESPACES = 1024
 
 log = logging.getLogger(__name__)
 
-StrategyFactory = Callable[..., Strategy]
-
 
 class Engine:
     """Continues prompts. After `add`, call `step` while `has_work`; each call returns the new events.
 
     `token_bytes[id]` is what a token adds to the text; stop strings need it. `make_strategy` is `decode`'s, replaceable
-    so that tests can decode in ways of their own.
+    so that tests can decode in ways of their own, and so is the `clock` (seconds) that times the runner.
     """
 
     def __init__(
@@ -54,26 +50,45 @@ class Engine:
         token_bytes: Sequence[bytes] | None = None,
         *,
         make_strategy: StrategyFactory = make_strategy,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
         self._facts = facts
         self._config = config
-        self._token_bytes = token_bytes
-        self._make_strategy = make_strategy
+        self._clock = clock
         self._capacity = capacity = runner.capacity()
+        check_policies(config, capacity)
         limits = (facts.max_model_len, capacity.max_model_len, config.max_model_len or capacity.max_model_len)
         self._max_model_len = min(limits)
-        self._kv = KVCache(capacity.num_pages, capacity.page_size, facts.digest, config.enable_prefix_caching)
+        self._kv = KVCache(
+            capacity.num_pages,
+            capacity.page_size,
+            facts.digest,
+            config.enable_prefix_caching,
+            capacity.num_host_pages if config.preemption != RECOMPUTE else 0,
+        )
+        self._cost = CostModel(config.preemption, capacity.swap_page_s)
         self._scheduler = Scheduler(
             self._kv,
             num_slots=min(config.max_num_seqs, capacity.num_slots),
             max_num_batched_tokens=config.max_num_batched_tokens,
+            cost=self._cost,
+            counters=VirtualCounters() if config.scheduling_policy == FAIR else None,
         )
+        self._intake = Intake(
+            facts,
+            config,
+            capacity,
+            max_model_len=self._max_model_len,
+            most_branches=min(self._scheduler.num_slots, config.max_num_batched_tokens),
+            token_bytes=token_bytes,
+            make_strategy=make_strategy,
+        )
+        self._self_check = SelfCheck(self._kv, self._scheduler, strict=config.strict)
         self._usage = UsageGauge(self._scheduler)
         self._namespaces: dict[str, None] = {}  # the latest ones, oldest first
         self._requests: dict[str, LiveRequest] = {}
         self._outbox = Outbox()
-        self._num_accepted = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_output_tokens = 0
@@ -87,27 +102,10 @@ class Engine:
         """
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
-        check_request_id(request.request_id)
-        check_prompt(request.prompt, request.num_public_tokens, self._facts.vocab_size, self._max_model_len)
-        validate_params(request.params, self._facts.vocab_size)
-        check_prompt_logprobs(request)
-        check_branches(request.params, min(self._scheduler.num_slots, self._config.max_num_batched_tokens))
-        max_tokens = resolve_max_tokens(request, self._capacity, self._max_model_len)
+        max_tokens = self._intake.check(request)
         if len(self._scheduler.waiting) >= self._config.max_num_waiting:
             raise Overloaded(f"{self._config.max_num_waiting} requests are waiting already; try again later")
-        strategy = self._make_strategy(
-            request, self._facts, seed=self._seed(request), max_tokens=max_tokens, token_bytes=self._token_bytes
-        )
-        live = LiveRequest(
-            request.request_id,
-            request.prompt,
-            request.namespace,
-            strategy,
-            self._num_accepted,
-            num_public_tokens=request.num_public_tokens,
-            conversation_id=request.conversation_id,
-        )
-        self._num_accepted += 1
+        live = self._intake.accept(request, max_tokens)
         self._remember(request.namespace)
         self._requests[request.request_id] = live
         self._outbox.open(request.request_id)
@@ -129,18 +127,13 @@ class Engine:
         if len(self._namespaces) > MAX_REMEMBERED_NAMESPACES:
             del self._namespaces[next(iter(self._namespaces))]
 
-    def _seed(self, request: GenerateRequest) -> int:
-        """Return the request's seed; one that follows from engine seed and request id if it names none."""
-        seed: int | None = getattr(request.params, "seed", None)
-        if seed is not None:
-            return seed
-        name = f"{self._config.seed} {request.request_id}".encode("utf-8", "replace")
-        return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
-
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[EngineEvent]:
-        """Run one step and return the events since the last call. Never raises on account of a request."""
+        """Run one step and return the events since the last call. Never raises on account of a request.
+
+        Raises: BrokenInvariant, in a strict engine whose books do not add up when it falls idle.
+        """
         try:
             step = self._scheduler.plan()
         except Exception:
@@ -149,24 +142,33 @@ class Engine:
             step = None
         if step is not None:
             self._run(step)
+        if not self._requests:
+            self._self_check.run_if_due()
         return self._outbox.take()
 
     def _run(self, step: Step) -> None:
         try:
-            result = self._runner.execute(step.plan)
+            result = self._execute(step.plan)
             check_shapes(step.plan, result)
         except Exception as error:
             log.exception("step %d failed", step.plan.step)
             for request in self._scheduler.abandon(step):
                 self._close_failed(request, error)
             return
-        faults: dict[LiveRequest, Exception] = dict(step.faults)
+        faults = dict(step.faults) | collect_scores(step, result)
         for draw, message in (*result.faults, *bad_draws(step.plan.draws, result, self._facts.vocab_size)):
             faults.setdefault(step.request_of_draw(draw), EngineFault(message))
         self._scheduler.commit(step, faults)
         for request, fault in faults.items():
             self._fail(request, fault)
         self._advance(step, result, faults)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        started_s = self._clock()
+        result = self._runner.execute(plan)
+        rows = plan.rows
+        self._cost.prefill.note(len(rows.tokens), len(rows.slot), self._clock() - started_s)
+        return result
 
     def _advance(self, step: Step, result: StepResult, faults: dict[LiveRequest, Exception]) -> None:
         """Give every drawn request its candidates and carry out what its strategy answers."""
@@ -218,7 +220,7 @@ class Engine:
     def _fail_all(self, error: Exception) -> None:
         for request in list(self._scheduler.requests()):
             self._fail(request, error)
-        self._kv.settle()
+        self._kv.abandon()
 
     # -- queries --------------------------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class Engine:
 
     def health(self) -> EngineHealth:
         """Cheap enough to ask 20 times a second; sharing and waste are at most a second old."""
-        pool, usage = self._kv.pool, self._usage.read()
+        pool, host, usage = self._kv.pool, self._kv.host, self._usage.read()
         return EngineHealth(
             ready=True,
             model=self._config.served_model_name or self._facts.name,
@@ -245,10 +247,17 @@ class Engine:
             kv_bytes=self._capacity.kv_bytes,
             num_pages_shared=usage.num_shared,
             waste_fraction=usage.waste_fraction,
+            num_host_pages=host.pool.num_usable if host is not None else 0,
+            num_host_pages_in_use=host.pool.num_in_use if host is not None else 0,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             num_steps=self._scheduler.num_steps,
             num_preemptions=self._scheduler.num_preemptions,
+            num_swap_preemptions=self._scheduler.swaps.num_preemptions,
+            num_pages_swapped_out=host.num_pages_out if host is not None else 0,
+            num_pages_swapped_in=host.num_pages_in if host is not None else 0,
+            num_self_checks=self._self_check.num_checks,
+            num_broken_invariants=self._self_check.num_broken,
             num_page_copies=self._scheduler.num_page_copies,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
@@ -284,11 +293,11 @@ class Engine:
 
     def check(self) -> None:
         """Verify pages, tables and reference counts against each other. Raises: BrokenInvariant."""
-        check(self._kv, self._scheduler.tables())
+        check(self._kv, self._scheduler.tables(), [request.host_pages for request in self._scheduler.requests()])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that finished requests left behind; refused (False) while requests run."""
         if self._scheduler.running:
             return False
-        self._kv.pool.forget_all()
+        self._kv.forget_all()
         return True

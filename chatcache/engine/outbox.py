@@ -27,7 +27,8 @@ class Outbox:
 
     def started(self, request: LiveRequest) -> None:
         seq, cached = self._next(request), request.num_cached_tokens or 0
-        self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached))
+        scores = () if request.num_prompt_top is None else (None, *request.prompt_scores)
+        self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached, scores))
 
     def output(self, request: LiveRequest, output: Output) -> None:
         match output:

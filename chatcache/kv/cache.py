@@ -47,6 +47,11 @@ class KVCache:
         self._enable_matching = enable_matching
         self._tails = Tails(self.pool, self.host, page_size)
 
+    def forget_all(self) -> None:
+        """Let nothing be found any more that was computed until now."""
+        for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
+            pool.forget_all()
+
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

@@ -243,6 +243,25 @@ class PagePool:
                 yield f"page {page} is blank but its contents are noted"
             if page in idle and not self.is_published(page):
                 yield f"page {page} is idle but cannot be matched"
+        yield from self._broken_index()
+
+    def broken_when_idle(self, first: int, num_pages: int) -> Iterator[str]:
+        """Yield what is wrong with pages first .. first + num_pages - 1, given that nobody should hold any."""
+        for page in range(max(first, 1), min(first + num_pages, self.num_pages)):
+            content = self._content[page]
+            if self.refs[page]:
+                yield f"page {page} has {self.refs[page]} holders though nobody runs"
+            elif (page in self._idle) != (content is not None):
+                yield f"page {page} is idle={page in self._idle}, its contents noted={content is not None}"
+            elif content is not None and self._index.get(content.key) != page:
+                yield f"page {page} is idle but cannot be matched"
+            elif content is not None and page not in self._children.get(content.parent, {}):
+                yield f"page {page} is in the index but not among its parent's children"
+        for page in self._blank[first : first + num_pages]:
+            if self.refs[page] or self._content[page] is not None:
+                yield f"page {page} is blank but held, or its contents are noted"
+
+    def _broken_index(self) -> Iterator[str]:
         for key, page in self._index.items():
             content = self._content[page]
             if content is None or content.key != key:

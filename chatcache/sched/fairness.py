@@ -14,6 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+FCFS = "fcfs"
+PRIORITY = "priority"
+FAIR = "fair"
+SCHEDULING_POLICIES = (FCFS, PRIORITY, FAIR)
+
 INPUT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
 MAX_REMEMBERED = 4096

@@ -283,6 +283,15 @@ class Scheduler:
 
     # -- queries --------------------------------------------------------------------------------------------------
 
+    def broken_when_idle(self) -> Iterator[str]:
+        """Yield what is wrong, given that no request is here."""
+        if self.running or len(self.waiting):
+            yield f"{len(self.running)} requests run and {len(self.waiting)} wait though none is known"
+        if self._slots.num_free != self._slots.num_slots or self._slots.promised:
+            yield f"{self._slots.num_free} slots are free, {self._slots.promised} promised, of {self._slots.num_slots}"
+        if self._num_branches or self._steady.num_branches or self._steady.unsettled:
+            yield f"{self._num_branches} branches are counted, {self._steady.num_branches} of them steady"
+
     @property
     def num_slots(self) -> int:
         return self._slots.num_slots

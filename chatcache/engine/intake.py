@@ -1,0 +1,99 @@
+"""From a caller's request to a live one: everything about it that is decided once, when it is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from chatcache.config import EngineConfig
+from chatcache.decode.actions import Strategy
+from chatcache.decode.validate import validate_params
+from chatcache.engine.admission import (
+    check_branches,
+    check_priority,
+    check_prompt,
+    check_prompt_logprobs,
+    check_request_id,
+    num_branches,
+    resolve_max_tokens,
+)
+from chatcache.sched.fairness import PRIORITY
+from chatcache.sched.limits import worst_case_pages
+from chatcache.sched.plan import KVCapacity
+from chatcache.sched.request import LiveRequest
+from chatcache.types import GenerateRequest, ModelFacts
+
+StrategyFactory = Callable[..., Strategy]
+
+
+class Intake:
+    """Checks requests against one engine's limits and makes live ones of them, numbered as they come.
+
+    `most_branches` may run side by side.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        config: EngineConfig,
+        capacity: KVCapacity,
+        *,
+        max_model_len: int,
+        most_branches: int,
+        token_bytes: Sequence[bytes] | None,
+        make_strategy: StrategyFactory,
+    ) -> None:
+        self._facts = facts
+        self._config = config
+        self._capacity = capacity
+        self._max_model_len = max_model_len
+        self._most_branches = most_branches
+        self._token_bytes = token_bytes
+        self._make_strategy = make_strategy
+        self._num_accepted = 0
+
+    def check(self, request: GenerateRequest) -> int:
+        """Verify a request; return how many tokens each of its branches may generate.
+
+        Raises: InvalidRequest or ContextTooLong for what can never run.
+        """
+        check_request_id(request.request_id)
+        check_priority(request.priority)
+        check_prompt(request.prompt, request.num_public_tokens, self._facts.vocab_size, self._max_model_len)
+        validate_params(request.params, self._facts.vocab_size)
+        check_prompt_logprobs(request)
+        check_branches(request.params, self._most_branches)
+        return resolve_max_tokens(request, self._capacity, self._max_model_len)
+
+    def accept(self, request: GenerateRequest, max_tokens: int) -> LiveRequest:
+        """Make a checked request live.
+
+        Raises: InvalidRequest for what its strategy cannot do here.
+        """
+        strategy = self._make_strategy(
+            request, self._facts, seed=self._seed(request), max_tokens=max_tokens, token_bytes=self._token_bytes
+        )
+        page_size, branches = self._capacity.page_size, num_branches(request.params)
+        live = LiveRequest(
+            request.request_id,
+            request.prompt,
+            request.namespace,
+            strategy,
+            self._num_accepted,
+            num_public_tokens=request.num_public_tokens,
+            conversation_id=request.conversation_id,
+            priority=request.priority if self._config.scheduling_policy == PRIORITY else 0,
+            fork_of=request.fork_of,
+            num_prompt_top=request.params.prompt_logprobs,
+            num_worst_pages=worst_case_pages(len(request.prompt), max_tokens, branches, page_size),
+        )
+        self._num_accepted += 1
+        return live
+
+    def _seed(self, request: GenerateRequest) -> int:
+        """Return the request's seed; one that follows from engine seed and request id if it names none."""
+        seed: int | None = getattr(request.params, "seed", None)
+        if seed is not None:
+            return seed
+        name = f"{self._config.seed} {request.request_id}".encode("utf-8", "replace")
+        return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
