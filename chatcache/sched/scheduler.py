@@ -178,6 +178,8 @@ class Scheduler:
         else:
             self._branches.start(request.leader, match)
         request.num_waiting_branches = len(request.branches) - 1
+        if request.num_waiting_branches:
+            self._branches.rejoin(request)  # those whose partner needs nothing computed for it
         num_matched = match.num_tokens // self.kv.page_size
         request.in_flight = frozenset(request.chain.keys[num_matched:] if request.chain else ())
         request.chain = None

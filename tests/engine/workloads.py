@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.decode.actions import (
@@ -27,7 +28,9 @@ from chatcache.decode.factory import make_strategy
 from chatcache.engine.admission import num_branches
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import POISON, FakeRunner, fake_capacity, fake_facts, history_of
+from chatcache.engine.fake_sampling import log_softmax, top_candidates
 from chatcache.errors import ContextTooLong
+from chatcache.kv.pool import PagePool
 from chatcache.sched.draws import draws_of
 from chatcache.sched.limits import worst_case_pages
 from chatcache.sched.plan import StepResult
@@ -37,9 +40,11 @@ from chatcache.types import (
     EngineEvent,
     Failed,
     Finished,
+    ForkPoint,
     GenerateRequest,
     SamplingParams,
     Started,
+    TokenLogprob,
     Tokens,
 )
 
@@ -110,6 +115,7 @@ class Answer:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
     done: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    prompt: tuple[Any, ...] = ()
 
     def take(self, output: Output | Tokens | CandidateDone) -> None:
         if isinstance(output, Emit | Tokens):
@@ -123,6 +129,19 @@ class Answer:
         return all(self.tokens.get(i, [])[: len(tokens)] == tokens for i, tokens in other.tokens.items())
 
 
+def prompt_scores(request: GenerateRequest, runner: FakeRunner) -> tuple[TokenLogprob | None, ...]:
+    """Score every prompt token after those before it, without any pages."""
+    num_top = request.params.prompt_logprobs
+    if num_top is None:
+        return ()
+    scores: list[TokenLogprob | None] = [None]
+    for position, token in enumerate(request.prompt[1:], 1):
+        logprobs = log_softmax(runner.logits(history_of(request.prompt[:position])))
+        ids, values = top_candidates(logprobs, num_top)
+        scores.append(TokenLogprob(float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))))
+    return tuple(scores)
+
+
 def alone(request: GenerateRequest, *, seed: int = 0) -> Answer:
     """Answer a request from plain lists of tokens: no pages, no scheduler, no steps shared with anybody."""
     runner = FakeRunner(fake_capacity(2), VOCAB)
@@ -130,7 +149,7 @@ def alone(request: GenerateRequest, *, seed: int = 0) -> Answer:
     seed = getattr(request.params, "seed", None) or seed
     strategy = strategy_for(request, FACTS, seed=seed, max_tokens=max_tokens, token_bytes=None)
     branches = {0: list(request.prompt)}
-    answer, finished = Answer(), False
+    answer, finished = Answer(prompt=prompt_scores(request, runner)), False
     while not finished:
         drawn: dict[int, tuple[Candidates, ...]] = {}
         for branch, tokens in branches.items():
@@ -177,20 +196,45 @@ class Workload:
     num_slots: int
     budget: int
     caching: bool
+    num_host_pages: int = 0
+    preemption: str = "auto"
+    policy: str = "fcfs"
 
     def engine(self) -> tuple[Engine, FakeRunner]:
-        capacity = fake_capacity(self.num_pages, self.page_size, self.num_slots, max_model_len=256)
+        capacity = fake_capacity(self.num_pages, self.page_size, self.num_slots, 256, self.num_host_pages)
         runner = FakeRunner(capacity, VOCAB)
-        config = EngineConfig(max_num_batched_tokens=self.budget, max_num_seqs=self.num_slots,
-                              enable_prefix_caching=self.caching)  # fmt: skip
+        config = EngineConfig(
+            max_num_batched_tokens=self.budget,
+            max_num_seqs=self.num_slots,
+            enable_prefix_caching=self.caching,
+            preemption=self.preemption,
+            scheduling_policy=self.policy,
+            strict=True,
+        )
         return Engine(runner, FACTS, config, make_strategy=strategy_for), runner
 
 
 def poison_free_pages(engine: Engine, runner: FakeRunner) -> None:
     """Spoil every page that nobody holds and nobody may match: nothing in it may ever be read again."""
-    pool = engine.scheduler.kv.pool
-    free = [page for page in range(pool.num_pages) if not pool.refs[page] and not pool.is_published(page)]
-    runner.cells[free] = POISON
+    kv = engine.scheduler.kv
+    runner.cells[_free(kv.pool)] = POISON
+    if kv.host is not None:
+        runner.host_cells[[page - 1 for page in _free(kv.host.pool)]] = POISON
+
+
+def _free(pool: PagePool) -> list[int]:
+    return [page for page in range(1, pool.num_pages) if not pool.refs[page] and not pool.is_published(page)]
+
+
+def step_and_watch(engine: Engine) -> list[EngineEvent]:
+    """Run a step; the first in turn must not be preempted in it, and nobody more than five times."""
+    first = next(iter(engine.scheduler.running), None)
+    before = first.num_preemptions if first else 0
+    events = engine.step()
+    if first is not None and first.num_preemptions > before:
+        assert engine.scheduler.running[0].turn < first.turn, "the first in turn was preempted"
+    assert all(request.num_preemptions <= 5 for request in engine.scheduler.requests())
+    return events
 
 
 def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dict[str, Answer]:
@@ -214,16 +258,20 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
             answers[request.request_id], events[request.request_id] = Answer(), []
         while aborts and aborts[0][0] <= step:
             engine.abort(aborts.pop(0)[1])
-        for event in engine.step():
+        for event in step_and_watch(engine):
             events[event.request_id].append(event)
             if isinstance(event, Tokens | CandidateDone):
                 answers[event.request_id].take(event)
+            elif isinstance(event, Started):
+                answers[event.request_id].prompt = event.prompt_logprobs
         if audit:
             engine.check()
         poison_free_pages(engine, runner)
         step += 1
         assert step < max_steps, "the engine stalls"
-    assert engine.health().num_pages_in_use == 0
+    health = engine.health()
+    assert (health.num_pages_in_use, health.num_host_pages_in_use) == (0, 0)
+    assert health.num_self_checks > 0 or not health.num_steps
     for request_id, seen in events.items():
         check_events(request_id, seen)
     return answers
@@ -295,14 +343,36 @@ def requests(draw: st.DrawFn, number: int) -> GenerateRequest:
             top_k=draw(st.sampled_from([0, 5])),
             frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
             logprobs=draw(st.sampled_from([None, 2])),
+            prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
             ignore_eos=draw(st.sampled_from([True, True, False])),
         )
     namespace = WANDER if kind == WANDER else draw(st.sampled_from(["", "", "other"]))
     prompt = draw(prompts())
     num_public = draw(st.sampled_from([0, 0, len(prompt) // 2, len(prompt)]))
     return GenerateRequest(
-        request_id=f"r{number}", prompt=prompt, params=params, namespace=namespace, num_public_tokens=num_public
+        request_id=f"r{number}",
+        prompt=prompt,
+        params=params,
+        namespace=namespace,
+        num_public_tokens=num_public,
+        priority=draw(st.sampled_from([0, 0, -1, 5])),
     )
+
+
+@st.composite
+def forks(draw: st.DrawFn, number: int, source: Arrival) -> Arrival:
+    """Ask on from somewhere within an answer that may still be streaming, hint included."""
+    request = draw(requests(number))
+    lines = alone(source.request).tokens
+    index = draw(st.sampled_from(sorted(lines)))
+    line = (*source.request.prompt, *lines[index])
+    prompt = (*line[: draw(st.integers(1, len(line)))], *draw(st.lists(st.integers(1, VOCAB - 1), max_size=4)))
+    namespace = draw(st.sampled_from([source.request.namespace, request.namespace]))
+    if namespace.startswith(WANDER) != request.namespace.startswith(WANDER):
+        namespace = request.namespace
+    point = ForkPoint(source.request.request_id, draw(st.sampled_from([0, index])))
+    fork = replace(request, prompt=prompt, namespace=namespace, num_public_tokens=0, fork_of=point)
+    return Arrival(fork, source.step + draw(st.integers(1, 12)), None)
 
 
 @st.composite
@@ -311,12 +381,16 @@ def workloads(draw: st.DrawFn) -> Workload:
     for number in range(draw(st.integers(1, 7))):
         step = draw(st.sampled_from([0, 0, 0, 1, 3, 9]))
         cancelled_at = draw(st.one_of(st.none(), st.none(), st.none(), st.integers(step, step + 15)))
-        arrivals.append(Arrival(draw(requests(number)), step, cancelled_at))
+        if arrivals and draw(st.integers(0, 2)) == 0:
+            arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)))))
+        else:
+            arrivals.append(Arrival(draw(requests(number)), step, cancelled_at))
     page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
     largest = max(
         worst_case_pages(len(r.prompt), r.params.max_tokens or 1, num_branches(r.params), page_size)
         for r in (arrival.request for arrival in arrivals)
     )
+    num_host_pages = draw(st.sampled_from([0, 3, 20, 300]))
     return Workload(
         tuple(arrivals),
         num_pages=max(1 + largest + draw(st.sampled_from([-1, 0, 0, 1, 2, 4, 8, 200])), 2),
@@ -324,4 +398,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         num_slots=draw(st.sampled_from([7, 10, 16, 32])),
         budget=draw(st.sampled_from([7, 11, 24, 64, 512])),
         caching=draw(st.sampled_from([True, True, True, False])),
+        num_host_pages=num_host_pages,
+        preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"] if num_host_pages else ["auto"])),
+        policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "fair"])),
     )
