@@ -13,3 +13,9 @@ QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(Hea
 @given(workloads())
 def test_any_workload_equals_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)
+
+
+@QUICK
+@given(workloads(tight=True))
+def test_any_workload_on_a_tight_pool_equals_each_request_alone(workload: Workload) -> None:
+    assert_equals_alone(workload)

@@ -314,9 +314,9 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @st.composite
-def requests(draw: st.DrawFn, number: int) -> GenerateRequest:
+def requests(draw: st.DrawFn, number: int, tight: bool = False) -> GenerateRequest:
     kind = draw(st.sampled_from(["greedy", "sample", "sample", "n", "distinct", "beam", "beam", WANDER]))
-    max_tokens = draw(st.one_of(st.integers(1, 12), st.integers(13, 40)))
+    max_tokens = draw(st.integers(10, 40) if tight else st.one_of(st.integers(1, 12), st.integers(13, 40)))
     params: SamplingParams | BeamSearchParams
     if kind == "beam":
         width, groups = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (3, 3), (6, 2)]))
@@ -344,7 +344,7 @@ def requests(draw: st.DrawFn, number: int) -> GenerateRequest:
             frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
             logprobs=draw(st.sampled_from([None, 2])),
             prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
-            ignore_eos=draw(st.sampled_from([True, True, False])),
+            ignore_eos=tight or draw(st.sampled_from([True, True, False])),
         )
     namespace = WANDER if kind == WANDER else draw(st.sampled_from(["", "", "other"]))
     prompt = draw(prompts())
@@ -360,9 +360,9 @@ def requests(draw: st.DrawFn, number: int) -> GenerateRequest:
 
 
 @st.composite
-def forks(draw: st.DrawFn, number: int, source: Arrival) -> Arrival:
+def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False) -> Arrival:
     """Ask on from somewhere within an answer that may still be streaming, hint included."""
-    request = draw(requests(number))
+    request = draw(requests(number, tight))
     lines = alone(source.request).tokens
     index = draw(st.sampled_from(sorted(lines)))
     line = (*source.request.prompt, *lines[index])
@@ -376,26 +376,28 @@ def forks(draw: st.DrawFn, number: int, source: Arrival) -> Arrival:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
+def workloads(draw: st.DrawFn, tight: bool = False) -> Workload:
+    """Any workload; or a `tight` one, whose requests are long and many for its pool, so that they preempt each other."""
     arrivals: list[Arrival] = []
-    for number in range(draw(st.integers(1, 7))):
+    for number in range(draw(st.integers(3, 8) if tight else st.integers(1, 7))):
         step = draw(st.sampled_from([0, 0, 0, 1, 3, 9]))
         cancelled_at = draw(st.one_of(st.none(), st.none(), st.none(), st.integers(step, step + 15)))
         if arrivals and draw(st.integers(0, 2)) == 0:
-            arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)))))
+            arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)), tight)))
         else:
-            arrivals.append(Arrival(draw(requests(number)), step, cancelled_at))
+            arrivals.append(Arrival(draw(requests(number, tight)), step, cancelled_at))
     page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
     largest = max(
         worst_case_pages(len(r.prompt), r.params.max_tokens or 1, num_branches(r.params), page_size)
         for r in (arrival.request for arrival in arrivals)
     )
-    num_host_pages = draw(st.sampled_from([0, 3, 20, 300]))
+    num_host_pages = draw(st.sampled_from([12, 40, 300] if tight else [0, 3, 20, 300]))
+    spare = [0, 1, 2, 4] if tight else [-1, 0, 0, 1, 2, 4, 8, 200]
     return Workload(
         tuple(arrivals),
-        num_pages=max(1 + largest + draw(st.sampled_from([-1, 0, 0, 1, 2, 4, 8, 200])), 2),
+        num_pages=max(1 + largest + draw(st.sampled_from(spare)), 2),
         page_size=page_size,
-        num_slots=draw(st.sampled_from([7, 10, 16, 32])),
+        num_slots=draw(st.sampled_from([16, 32] if tight else [7, 10, 16, 32])),
         budget=draw(st.sampled_from([7, 11, 24, 64, 512])),
         caching=draw(st.sampled_from([True, True, True, False])),
         num_host_pages=num_host_pages,
