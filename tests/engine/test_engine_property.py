@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.engine.workloads import Workload, assert_equals_alone, workloads
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+TIGHT = settings(QUICK, max_examples=60)
 
 
 @QUICK
@@ -15,7 +16,7 @@ def test_any_workload_equals_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)
 
 
-@QUICK
+@TIGHT
 @given(workloads(tight=True))
 def test_any_workload_on_a_tight_pool_equals_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)

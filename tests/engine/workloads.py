@@ -377,7 +377,7 @@ def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False) ->
 
 @st.composite
 def workloads(draw: st.DrawFn, tight: bool = False) -> Workload:
-    """Any workload; or a `tight` one, whose requests are long and many for its pool, so that they preempt each other."""
+    """Any workload; or a `tight` one: long requests, many for their pool, that preempt each other."""
     arrivals: list[Arrival] = []
     for number in range(draw(st.integers(3, 8) if tight else st.integers(1, 7))):
         step = draw(st.sampled_from([0, 0, 0, 1, 3, 9]))
