@@ -40,13 +40,19 @@ class DrawSpec:
 class Candidates:
     """What one draw came back with: `width` tokens, best first, and the top raw alternatives if asked for.
 
-    `perturbed`: log-probability + noise of each token, where they were drawn without replacement.
+    `perturbed`: log-probability + noise of each token, where they were drawn without replacement. `raw_logprobs`:
+    those of the model's own log-softmax, where `logprobs` are of another distribution.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     top: tuple[tuple[int, float], ...] = ()
     perturbed: tuple[float, ...] = ()
+    raw_logprobs: tuple[float, ...] = ()
+
+    def entry(self, place: int) -> TokenLogprob:
+        """Return what is reported of the token at `place`."""
+        return TokenLogprob((self.raw_logprobs or self.logprobs)[place], self.top)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from chatcache.decode.lineage import Lineage
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import START, Ended, StopRules, Trail
 from chatcache.decode.streaming import Node, Stream, TokenTree
-from chatcache.types import FINISH_LENGTH, SamplingParams, TokenLogprob
+from chatcache.types import FINISH_LENGTH, SamplingParams
 
 NO_SCORE = -1.0e9
 _MASK = 2**64 - 1
@@ -49,8 +49,9 @@ class Prefix:
 class DistinctStrategy:
     """Draw `n` different candidates, the best perturbed first; each scores its exact log-probability.
 
-    Probabilities, of candidates and of tokens, are those of the distribution drawn from: after edits, temperature and
-    filters. Where fewer than `n` outputs are possible, the missing ones end at once with a score of -1e9.
+    That is the probability under the distribution drawn from, after edits, temperature and filters; a token's logprob
+    is of the model's own log-softmax as everywhere. Where fewer than `n` outputs are possible, the missing ones end
+    without a token and with a score of -1e9.
     """
 
     def __init__(
@@ -129,9 +130,7 @@ class DistinctStrategy:
 
     def _child(self, prefix: Prefix, candidates: Candidates, place: int, value: float) -> Prefix:
         token, logprob = candidates.tokens[place], candidates.logprobs[place]
-        node = self._tree.grow(
-            prefix.node, token, TokenLogprob(logprob, candidates.top) if self._with_logprobs else None
-        )
+        node = self._tree.grow(prefix.node, token, candidates.entry(place) if self._with_logprobs else None)
         edits = prefix.edits.fork()
         edits.record(token)
         trail, ended = self._rules.follow(prefix.trail, token)

@@ -20,7 +20,7 @@ from chatcache.decode.actions import Candidates
 from chatcache.decode.hypotheses import Hypotheses, Hypothesis
 from chatcache.decode.stop import START, StopRules, Trail
 from chatcache.decode.streaming import Node, TokenTree
-from chatcache.types import FINISH_LENGTH, BeamSearchParams, TokenLogprob
+from chatcache.types import FINISH_LENGTH, BeamSearchParams
 
 Drawn = Mapping[int, tuple[Candidates, ...]]
 
@@ -55,14 +55,14 @@ class Group:
         """
         old, self.beams = self.beams, []
         ended: list[Hypothesis] = []
-        for rank, (beam, token, logprob, total) in enumerate(self._ranked(old, drawn, crowd)):
+        for rank, (beam, place, token, total) in enumerate(self._ranked(old, drawn, crowd)):
             if len(self.beams) == self._width and rank >= self._width:
                 break
             trail, why = self._rules.follow(beam.trail, token)
             has_room = len(self.beams) < self._width if why is None else rank < self._width
             if not has_room:
                 continue
-            entry = TokenLogprob(logprob, drawn[beam.node.branch][0].top) if self._with_logprobs else None
+            entry = drawn[beam.node.branch][0].entry(place) if self._with_logprobs else None
             node = self._tree.grow(beam.node, token, entry)
             if why is None:
                 self.beams.append(Beam(node, total, trail))
@@ -83,13 +83,14 @@ class Group:
             self._tree.release(beam.node)
         self.beams = []
 
-    def _ranked(self, beams: list[Beam], drawn: Drawn, crowd: Counter[int]) -> Iterator[tuple[Beam, int, float, float]]:
-        """Yield the best (beam, token, logprob, total) of all beams; equal totals in beam order."""
+    def _ranked(self, beams: list[Beam], drawn: Drawn, crowd: Counter[int]) -> Iterator[tuple[Beam, int, int, float]]:
+        """Yield the best (beam, place in its drawing, token, total) of all beams; equal totals in beam order."""
         drawings = [drawn[beam.node.branch][0] for beam in beams]
         sizes = [len(drawing.tokens) for drawing in drawings]
         tokens = np.concatenate([np.array(drawing.tokens, dtype=np.int64) for drawing in drawings])
         logprobs = np.concatenate([np.array(drawing.logprobs, dtype=np.float32) for drawing in drawings])
         owners = np.repeat(np.arange(len(beams)), sizes)
+        places = np.concatenate([np.arange(size) for size in sizes])
         scores = logprobs
         if crowd and self._penalty:
             scores = logprobs - np.array([self._penalty * crowd[token] for token in tokens.tolist()], np.float32)
@@ -97,7 +98,7 @@ class Group:
         banned = self._rules.banned(beams[0].trail)  # in lockstep all beams are of one length
         possible = np.flatnonzero((tokens >= 0) & (logprobs > -np.inf) & ~np.isin(tokens, banned))
         for place in possible[np.argsort(-totals[possible], kind="stable")[: self._num_ranked]].tolist():
-            yield beams[owners[place]], int(tokens[place]), float(logprobs[place]), float(totals[place])
+            yield beams[owners[place]], int(places[place]), int(tokens[place]), float(totals[place])
 
 
 def num_ranked(width: int, rules: StopRules) -> int:

@@ -143,6 +143,7 @@ class FakeRunner:
         top_tokens, top_logprobs = _blank(num_draws, num_top)
         distinct = (draws.width > 1) & (draws.temperature > 0)
         _, perturbed = _blank(num_draws, width if distinct.any() else 0)
+        raw_logprobs = perturbed.copy()
         faults: list[tuple[int, str]] = []
         edits = {edit.draw: edit for edit in draws.edits}
         masks = {mask.draw: mask for mask in draws.masks}
@@ -157,6 +158,7 @@ class FakeRunner:
             elif distinct[draw]:
                 ids, values, noisy = draw_without_replacement(logits, draws, draw, int(draws.width[draw]))
                 tokens[draw, : len(ids)], logprobs[draw, : len(ids)], perturbed[draw, : len(ids)] = ids, values, noisy
+                raw_logprobs[draw, : len(ids)] = log_softmax(raw)[ids]
             elif draws.width[draw] > 1:
                 every = log_softmax(allowed_logits(raw, edits.get(draw), None))  # a mask does not renormalise
                 ids, values = top_candidates(np.where(logits > -np.inf, every, -np.inf), int(draws.width[draw]))
@@ -168,7 +170,7 @@ class FakeRunner:
             if draws.num_top[draw]:
                 ids, values = top_candidates(log_softmax(raw), int(draws.num_top[draw]))
                 top_tokens[draw, : len(ids)], top_logprobs[draw, : len(ids)] = ids, values
-        return StepResult(tokens, logprobs, top_tokens, top_logprobs, tuple(faults), perturbed)
+        return StepResult(tokens, logprobs, top_tokens, top_logprobs, tuple(faults), perturbed, raw_logprobs)
 
     def _score(self, scores: Scores, histories: Sequence[U64]) -> tuple[F32, I32, F32]:
         """Say how likely each token's successor was, and the top alternatives: the result's fields about scores."""

@@ -23,9 +23,12 @@ def check_shapes(plan: StepPlan, result: StepResult) -> None:
     width, num_top = int(draws.width.max(initial=0)), int(draws.num_top.max(initial=0))
     _check_pair("tokens", result.tokens, result.logprobs, num_draws, width)
     _check_pair("top_tokens", result.top_tokens, result.top_logprobs, num_draws, num_top)
-    noisy = result.perturbed
-    if ((draws.width > 1) & (draws.temperature > 0)).any() and (noisy is None or noisy.shape != result.tokens.shape):
-        raise ValueError(f"perturbed has shape {None if noisy is None else noisy.shape}, not {result.tokens.shape}")
+    if ((draws.width > 1) & (draws.temperature > 0)).any():
+        for name, values in (("perturbed", result.perturbed), ("raw_logprobs", result.raw_logprobs)):
+            if values is None or values.shape != result.tokens.shape:
+                raise ValueError(
+                    f"{name} has shape {None if values is None else values.shape}, not {result.tokens.shape}"
+                )
     if any(not 0 <= draw < num_draws for draw, _ in result.faults):
         raise ValueError(f"a fault names a draw beyond the {num_draws} of the plan")
     if plan.scores is not None:
@@ -86,14 +89,27 @@ def candidates_of(draws: Draws, result: StepResult) -> list[Candidates]:
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
     if result.top_tokens.shape[1]:
         tops = alternatives(result.top_tokens, result.top_logprobs)
-    noisy: list[list[float]] = [[]] * len(tokens)
-    if result.perturbed is not None and result.perturbed.shape[1]:
-        noisy = [row if row[0] > -inf else [] for row in result.perturbed.tolist()]
+    noisy, raw = _rows(result.perturbed, len(tokens)), _rows(result.raw_logprobs, len(tokens))
     candidates: list[Candidates] = []
-    for ids, values, width, top, noise in zip(tokens, logprobs, draws.width.tolist(), tops, noisy, strict=True):
+    for draw, (ids, width) in enumerate(zip(tokens, draws.width.tolist(), strict=True)):
         used = min(width, ids.index(-1) if ids[-1] == -1 else len(ids))
-        candidates.append(Candidates(tuple(ids[:used]), tuple(values[:used]), top, tuple(noise[:used])))
+        candidates.append(
+            Candidates(
+                tuple(ids[:used]),
+                tuple(logprobs[draw][:used]),
+                tops[draw],
+                tuple(noisy[draw][:used]),
+                tuple(raw[draw][:used]),
+            )
+        )
     return candidates
+
+
+def _rows(values: F32 | None, num_draws: int) -> list[list[float]]:
+    """Return the rows that are in use, the others as empty lists."""
+    if values is None or not values.shape[1]:
+        return [[]] * num_draws
+    return [row if row[0] > -inf else [] for row in values.tolist()]
 
 
 def alternatives(tokens: I32, logprobs: F32) -> list[tuple[tuple[int, float], ...]]:

@@ -36,6 +36,7 @@ class _Answer:
     tokens: I32
     logprobs: F32
     perturbed: F32
+    raw_logprobs: F32
 
     @classmethod
     def blank(cls, num_draws: int, width: int, *, noisy: bool) -> _Answer:
@@ -43,11 +44,12 @@ class _Answer:
             np.full((num_draws, width), -1, np.int32),
             np.full((num_draws, width), -np.inf, np.float32),
             np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
+            np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
         )
 
     def forget(self, draw: int) -> None:
         self.tokens[draw] = -1
-        self.logprobs[draw] = self.perturbed[draw] = -np.inf
+        self.logprobs[draw] = self.perturbed[draw] = self.raw_logprobs[draw] = -np.inf
 
 
 class Sampler:
@@ -78,13 +80,15 @@ class Sampler:
         if best.size:
             dead[best] = self._draw_best(view, best, width[best], answer)
         if noisy.size:
-            dead[noisy] = self._draw_distinct(view, noisy, width[noisy], draws_at(draws, noisy), answer)
+            dead[noisy] = self._draw_distinct(view, noisy, width[noisy], draws_at(draws, noisy), lse, answer)
         top_tokens, top_logprobs = self._report(view, lse, draws.num_top)
         broken = ~torch.isfinite(lse).cpu().numpy()[index]
         faults = tuple((int(d), NOT_FINITE if broken[d] else NOTHING_LEFT) for d in np.flatnonzero(broken | dead))
         for draw, _ in faults:
             answer.forget(draw)
-        return StepResult(answer.tokens, answer.logprobs, top_tokens, top_logprobs, faults, perturbed=answer.perturbed)
+        return StepResult(
+            answer.tokens, answer.logprobs, top_tokens, top_logprobs, faults, answer.perturbed, answer.raw_logprobs
+        )
 
     def _draw_one(self, view: _View, which: Index, draws: Draws, lse: Tensor, answer: _Answer) -> Flags:
         """Sample the width-1 draws; return which of them had nothing left."""
@@ -135,7 +139,9 @@ class Sampler:
         lost: Flags = ~used[:, 0]
         return lost
 
-    def _draw_distinct(self, view: _View, which: Index, width: NDArray[Any], draws: Draws, answer: _Answer) -> Flags:
+    def _draw_distinct(
+        self, view: _View, which: Index, width: NDArray[Any], draws: Draws, lse: Tensor, answer: _Answer
+    ) -> Flags:
         """Fill wide draws at a temperature with tokens drawn without replacement; return which had nothing left.
 
         The noise is that of width-1 draws, and so is the sum compared: the first token is the one they would choose.
@@ -148,12 +154,14 @@ class Sampler:
         low, high = self._keys(draws)
         size = int(width.max())
         sums, ids = top_tokens(gumbel(self._base, low, high) + scaled, size)
-        lse = log_sum_exp(scaled)[:, None]
-        logprobs = (scaled.gather(-1, ids) - lse).cpu().numpy()
+        total = log_sum_exp(scaled)[:, None]
+        logprobs = (scaled.gather(-1, ids) - total).cpu().numpy()
         used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
         answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
         answer.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
-        answer.perturbed[which, :size] = np.where(used, (sums - lse).cpu().numpy(), -np.inf)
+        answer.perturbed[which, :size] = np.where(used, (sums - total).cpu().numpy(), -np.inf)
+        rows = view.where[self._put(which)][:, None]
+        answer.raw_logprobs[which, :size] = np.where(used, (view.raw[rows, ids] - lse[rows]).cpu().numpy(), -np.inf)
         lost: Flags = ~used[:, 0]
         return lost
 

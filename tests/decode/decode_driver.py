@@ -68,7 +68,9 @@ def draw(logits: F32, spec: DrawSpec, position: int) -> Candidates:
         perturbed = scores + gumbel(spec.seed, spec.lane, position, len(scores))
         order = [t for t in np.argsort(-perturbed, kind="stable")[: spec.width].tolist() if scores[t] > -np.inf]
         top = top_alternatives(logits, spec.num_top)
-        return Candidates(tuple(order), tuple(scores[order].tolist()), top, tuple(perturbed[order].tolist()))
+        raw = log_softmax(logits)
+        lists = (scores[order].tolist(), perturbed[order].tolist(), raw[order].tolist())
+        return Candidates(tuple(order), tuple(lists[0]), top, tuple(lists[1]), tuple(lists[2]))
     raw, top = log_softmax(logits), top_alternatives(logits, spec.num_top)
     changed = edited(logits, spec)
     if spec.width > 1:

@@ -120,6 +120,9 @@ def test_draws_without_replacement_follow_the_exact_distribution() -> None:
     assert sum(counts[pair] for pair in permutations(p, 2)) == 6000
     assert np.exp(result.logprobs[0]) == pytest.approx([p[token] for token in result.tokens[0].tolist()], rel=1e-5)
     assert (np.diff(result.perturbed, axis=1) <= 0).all()
+    assert result.raw_logprobs is not None
+    raw = log_softmax(runner.logits(history_of(TOKENS)))
+    assert result.raw_logprobs[0].tolist() == raw[result.tokens[0]].tolist()
 
 
 def test_a_distribution_smaller_than_the_width_is_drawn_whole() -> None:

@@ -178,7 +178,9 @@ def _candidates(result: StepResult, draw: int, spec: DrawSpec) -> Candidates:
     distinct = spec.width > 1 and spec.temperature > 0
     noisy = result.perturbed[draw].tolist() if distinct and result.perturbed is not None else []
     logprobs = result.logprobs[draw].tolist()[: len(ids)]
-    return Candidates(tuple(ids), tuple(logprobs), tuple(top)[: spec.num_top], tuple(noisy[: len(ids)]))
+    raw = result.raw_logprobs[draw].tolist() if distinct and result.raw_logprobs is not None else []
+    alternatives = tuple(top)[: spec.num_top]
+    return Candidates(tuple(ids), tuple(logprobs), alternatives, tuple(noisy[: len(ids)]), tuple(raw[: len(ids)]))
 
 
 @dataclass(frozen=True)

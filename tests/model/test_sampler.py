@@ -354,6 +354,20 @@ def test_a_result_without_distinct_draws_has_no_sums() -> None:
     assert result.perturbed is not None and result.perturbed.shape == (2, 0)
 
 
+def test_distinct_draws_report_the_raw_log_probabilities_too() -> None:
+    logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(4))
+    raw = logits.log_softmax(-1).numpy()
+    edit = LogitEdit(1, np.array([3, 8], np.int32), np.ones(2, np.float32), np.array([9.0, -np.inf], np.float32))
+    warm = {"width": 3, "temperature": 0.6, "top_k": 9}
+    result = draw(logits, [warm, {**warm, "row": 1}, {"width": 5}, {"temperature": 1.0}], [edit])
+    assert result.raw_logprobs is not None and result.tokens[1, 0] == 3
+    for place in range(2):
+        np.testing.assert_allclose(result.raw_logprobs[place, :3], raw[place, result.tokens[place, :3]], rtol=1e-5)
+        assert not np.allclose(result.raw_logprobs[place, :3], result.logprobs[place, :3])
+    assert np.isneginf(result.raw_logprobs[:2, 3:]).all()
+    assert np.isneginf(result.raw_logprobs[2:]).all(), "those of all other draws are raw anyway"
+
+
 def test_distinct_draws_of_broken_logits_fault() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(2))
     logits[1, 7] = torch.nan
