@@ -134,11 +134,11 @@ class StepResult:
 
     Shapes: tokens, logprobs [D, W]; top_tokens, top_logprobs [D, L]; perturbed [D, W], or [D, 0] if nothing is drawn
     without replacement. Width-1 logprobs are of the raw log-softmax (before edits and temperature), width>1 as `Draws`
-    says; `raw_logprobs`, parallel to `perturbed`, are of the raw log-softmax there too. `faults`: (draw, message) for rows whose
-    logits are not finite or whose sampling failed; their candidates must not be used and their request must end.
-    Scores, if asked for, are parallel to `Scores.targets` (T of them): scores [T], score_tokens, score_logprobs
-    [T, max num_top]; nan where there is no target. Where there is one, nan means logits that are not finite: that
-    row's request must end.
+    says; `raw_logprobs`, parallel to `perturbed`, are of the raw log-softmax there too. `faults`: (draw, message) for
+    rows whose logits are not finite or whose sampling failed; their candidates must not be used and their request must
+    end. Scores, if asked for, are parallel to `Scores.targets` (T of them): scores [T], score_tokens, score_logprobs
+    [T, max num_top]; nan where there is no target. Where there is one, nan means logits that are not finite: that row's
+    request must end.
     """
 
     tokens: I32
