@@ -283,7 +283,7 @@ class Machine:
         away = self.rng.choice(self.away)
         if self.rng.random() < 0.8:
             prompt = [*away.tokens, 1]
-            match = self.kv.match(self.kv.own_chain(prompt, away.scope), away.host_pages)
+            match = self.kv.match(self.kv.own_chain(prompt, away.scope), host_pages=away.host_pages)
             self.verify_match(match, prompt)
             table = self.kv.restore(match)
             if table is None:
