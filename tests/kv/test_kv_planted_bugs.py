@@ -196,9 +196,9 @@ def partial_match_too_long(patch: Patch) -> None:
 def last_token_matched(patch: Patch) -> None:
     original = matching.longest_match
 
-    def longest_match(pool: PagePool, chain: Chain) -> PrefixMatch:
+    def longest_match(pool: PagePool, chain: Chain, most: int | None = None) -> PrefixMatch:
         data = chain.data + chain.data[-TOKEN_BYTES:]
-        return original(pool, Chain(data, chain.page_bytes, chain.scope, chain.keys, chain.parents))
+        return original(pool, Chain(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), most)
 
     patch.setattr(cache, "longest_match", longest_match)
 
