@@ -30,6 +30,13 @@ def _kv_memory(text: str) -> int:
         raise typer.BadParameter(error.message) from None
 
 
+def _swap_memory(text: str) -> int:
+    try:
+        return parse_size(text, high=2**44)
+    except InvalidRequest as error:
+        raise typer.BadParameter(error.message) from None
+
+
 def _page_size(text: str) -> int:
     if str(text) not in {str(size) for size in PAGE_SIZES}:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(str, PAGE_SIZES))}.")
@@ -75,6 +82,26 @@ MaxNumBatchedTokens = Annotated[
 ]
 MaxNumWaiting = Annotated[
     int, _flag("max-num-waiting", "Requests that may queue before new ones are refused with 503.", min=0, max=2**20)
+]
+SchedulingPolicy = Annotated[
+    Literal["fcfs", "priority", "fair"],
+    _flag(
+        "scheduling-policy",
+        "Who is served first: fcfs; priority, by the requests' own; fair, tenants by what they have used.",
+    ),
+]
+Preemption = Annotated[
+    Literal["auto", "swap", "recompute"],
+    _flag("preemption", "What happens to the pages of requests that must wait; auto takes what costs less."),
+]
+SwapMemory = Annotated[
+    int | None,
+    _flag(
+        "swap-memory",
+        "Host memory for swapped pages, like 4GiB; 0 turns swapping off; a share of free memory if unset.",
+        parser=_swap_memory,
+        metavar="SIZE",
+    ),
 ]
 NoPrefixCaching = Annotated[bool, _flag("no-prefix-caching", "Compute every prompt anew.", show_default=False)]
 Seed = Annotated[int, _flag("seed", "Base of the draws of requests that name no seed.", min=0, max=2**63 - 1)]

@@ -32,6 +32,9 @@ def serve(
     max_num_seqs: options.MaxNumSeqs = ENGINE.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
     max_num_waiting: options.MaxNumWaiting = ENGINE.max_num_waiting,
+    scheduling_policy: options.SchedulingPolicy = "fcfs",
+    preemption: options.Preemption = "auto",
+    swap_memory: options.SwapMemory = None,
     no_prefix_caching: options.NoPrefixCaching = False,
     seed: options.Seed = ENGINE.seed,
     served_model_name: options.ServedModelName = None,
@@ -57,6 +60,9 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_waiting=max_num_waiting,
+        scheduling_policy=scheduling_policy,
+        preemption=preemption,
+        swap_memory_bytes=swap_memory,
         enable_prefix_caching=not no_prefix_caching,
         seed=seed,
     )
@@ -72,6 +78,8 @@ def serve(
         public_prompts=_public_prompts(public_prompt),
         log_level=log_level,
     )
+    if preemption == "swap" and swap_memory == 0:
+        raise typer.BadParameter("swap needs host memory; --swap-memory is 0.", param_hint="--preemption")
     check_model_folder(engine)
     from chatcache.cli.server import run_server
 

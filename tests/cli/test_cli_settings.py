@@ -85,6 +85,9 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         "max-num-seqs": "7",
         "max-num-batched-tokens": "64",
         "max-num-waiting": "5",
+        "scheduling-policy": "fair",
+        "preemption": "swap",
+        "swap-memory": "1GiB",
         "no-prefix-caching": "true",
         "seed": "11",
         "served-model-name": "name",
@@ -98,9 +101,10 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         "log-level": "debug",
     }
     Path("kind.txt").write_text("Be kind.\n")
-    flags = [values["model"], "--no-prefix-caching"]
+    switches = ("no-prefix-caching",)
+    flags = [values["model"], *(f"--{name}" for name in switches)]
     for name, value in values.items():
-        if name not in ("model", "no-prefix-caching"):
+        if name not in ("model", *switches):
             flags += [f"--{name}", value]
     assert serve(*flags).exit_code == 0
     assert (
@@ -127,6 +131,9 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
             max_num_batched_tokens=64,
             enable_prefix_caching=False,
             max_num_waiting=5,
+            scheduling_policy="fair",
+            preemption="swap",
+            swap_memory_bytes=2**30,
             seed=11,
         ),
         ServerConfig(
@@ -142,6 +149,12 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
             log_level="debug",
         ),
     )
+
+
+def test_to_swap_needs_memory_to_swap_to(seen: Seen) -> None:
+    result = serve("--preemption", "swap", "--swap-memory", "0")
+    assert result.exit_code == 2 and "--preemption" in result.output and not seen
+    assert serve("--preemption", "recompute", "--swap-memory", "0").exit_code == 0
 
 
 def test_several_public_prompts_by_flag_and_by_environment(seen: Seen) -> None:
@@ -199,6 +212,11 @@ def test_several_keys_by_flag_and_by_environment(seen: Seen) -> None:
         ("max-num-batched-tokens", "9999999"),
         ("max-num-waiting", "-1"),
         ("max-num-waiting", "9999999"),
+        ("scheduling-policy", "lifo"),
+        ("preemption", "never"),
+        ("swap-memory", "-1"),
+        ("swap-memory", "much"),
+        ("swap-memory", "999TiB"),
         ("seed", "-1"),
         ("seed", "9223372036854775808"),
         ("api-key", "short"),
