@@ -301,6 +301,7 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     model: str = ""
     max_model_len: int = 0
+    scheduling_policy: str = ""
     page_size: int = 0
     num_pages: int = 0
     num_pages_in_use: int = 0

@@ -56,7 +56,7 @@ def num_candidates(params: Params) -> int:
 
 def is_ranked(params: Params) -> bool:
     """Whether candidates come best first, with a score that means something."""
-    return isinstance(params, BeamSearchParams) or params.distinct or params.best_of is not None
+    return isinstance(params, BeamSearchParams) or params.distinct or (params.best_of or 0) > params.n
 
 
 class ChatService:

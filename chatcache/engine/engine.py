@@ -240,6 +240,7 @@ class Engine:
             ready=True,
             model=self._config.served_model_name or self._facts.name,
             max_model_len=self._max_model_len,
+            scheduling_policy=self._config.scheduling_policy,
             page_size=self._capacity.page_size,
             num_pages=pool.num_usable,
             num_pages_in_use=pool.num_in_use,

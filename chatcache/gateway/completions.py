@@ -19,13 +19,14 @@ from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
-from chatcache.gateway.logprobs import CompletionLogprobs, joined
+from chatcache.gateway.logprobs import CompletionLogprobs, cut_tops, joined, prompt_logprobs
 from chatcache.gateway.merge import merged
-from chatcache.gateway.params import check_token, to_params
-from chatcache.gateway.stateless import Deltas, generation, respond, usage
+from chatcache.gateway.params import Asked, check_stream, check_token, known_as, to_params
+from chatcache.gateway.stateless import Heard, generation, respond, usage
+from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import MAX_N, GenerateRequest, Params
+from chatcache.types import MAX_N, GenerateRequest
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -35,19 +36,25 @@ async def completions(request: Request) -> Response:
     body = await read_json(request)
     base, fields, sampling = read(body, CompletionBase), read(body, CompletionFields), read(body, SamplingFields)
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
-    if fields.echo and fields.logprobs is not None:
-        raise UnsupportedParameter("echo with logprobs (of the prompt) is not supported", param="echo")
+    check_stream(base, sampling)
+    echoed_logprobs = fields.logprobs if fields.echo else None
+    if echoed_logprobs is not None and base.stream:
+        raise UnsupportedParameter("echo with logprobs cannot be streamed", param="echo")
     model = await gateway.ready(base.model)
-    params = to_params(
-        sampling,
+    asked = Asked(
         max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
         logprobs=fields.logprobs,
-        vocab_size=model.tokenizer.vocab_size,
+        prompt_logprobs=_most(base.prompt_logprobs, echoed_logprobs),
+        structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
     )
+    params = to_params(sampling, asked, model.tokenizer.vocab_size)
     prompts = await _prompts(fields, model.service)
     width = num_candidates(params)
-    if len(prompts) * width > MAX_N:
-        raise InvalidRequest(f"prompts x n must be at most {MAX_N}, got {len(prompts)} x {width}", param="prompt")
+    most = max(width, sampling.best_of or 1)
+    if len(prompts) * most > MAX_N:
+        name = "n" if most == width else "best_of"
+        raise InvalidRequest(f"prompts x {name} must be at most {MAX_N}, got {len(prompts)} x {most}", param="prompt")
+    priority = gateway.priority(base.priority)
     completion_id = new_id("cmpl", "-")
     shape = CompletionShape(
         id=completion_id,
@@ -55,14 +62,28 @@ async def completions(request: Request) -> Response:
         model=gateway.model_name,
         fingerprint=gateway.fingerprint,
         tokenizer=model.tokenizer,
+        prompts=tuple(prompts),
         num_choices=len(prompts) * width,
         echo=tuple(model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts for _ in range(width)),
         with_scores=is_ranked(params),
-        with_logprobs=fields.logprobs is not None,
+        with_logprobs=fields.logprobs,
         with_usage=bool(base.stream_options and base.stream_options.include_usage),
+        with_prompt_logprobs=base.prompt_logprobs,
         with_token_ids=bool(base.return_token_ids),
     )
-    replies = await _start(model.service, completion_id, prompts, params, owner_of(request))
+    requests = [
+        GenerateRequest(
+            request_id=f"{completion_id}-{at}",
+            prompt=prompt,
+            params=params,
+            namespace=owner_of(request),
+            priority=priority,
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+    echoed = known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
+    with echoed, named_after(sampling.structured_outputs, "response_format"):
+        replies = await _start(model.service, requests)
 
     def events() -> AsyncIterator[ReplyEvent]:
         return merged([generation(reply, gateway.metrics) for reply in replies], width)
@@ -97,14 +118,12 @@ async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple
     return prompts
 
 
-async def _start(
-    service: ChatService, completion_id: str, prompts: Sequence[tuple[int, ...]], params: Params, owner: str
-) -> list[Reply]:
+def _most(*numbers: int | None) -> int | None:
+    return max((number for number in numbers if number is not None), default=None)
+
+
+async def _start(service: ChatService, requests: Sequence[GenerateRequest]) -> list[Reply]:
     """Submit every prompt, or none. Raises: what `EngineClient.submit` raises."""
-    requests = [
-        GenerateRequest(request_id=f"{completion_id}-{at}", prompt=prompt, params=params, namespace=owner)
-        for at, prompt in enumerate(prompts)
-    ]
     outcomes = await asyncio.gather(*map(service.start, requests), return_exceptions=True)
     replies = [outcome for outcome in outcomes if isinstance(outcome, Reply)]
     for outcome in outcomes:
@@ -117,18 +136,23 @@ async def _start(
 
 @dataclass(frozen=True, slots=True)
 class CompletionShape:
-    """The wire form; choices are numbered prompt by prompt. `echo` holds what precedes each choice's text."""
+    """The wire form; choices are numbered prompt by prompt. `echo` holds what precedes each choice's text.
+
+    `with_prompt_logprobs`: how many alternatives to show of each prompt token.
+    """
 
     id: str
     created: int
     model: str
     fingerprint: str
     tokenizer: Tokenizer
+    prompts: tuple[tuple[int, ...], ...]
     num_choices: int
     echo: tuple[str, ...]
     with_scores: bool
-    with_logprobs: bool
+    with_logprobs: int | None
     with_usage: bool
+    with_prompt_logprobs: int | None
     with_token_ids: bool
 
     async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
@@ -159,21 +183,27 @@ class CompletionShape:
             elif isinstance(event, ReplyFinished) and self.with_usage:
                 yield {**self._chunk(), "usage": usage(event)}
 
-    def whole(self, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> object:
+    def whole(self, heard: Heard) -> object:
         choices = []
-        for done in dones:
+        for done in heard.dones:
+            at = done.index * len(self.prompts) // self.num_choices
+            prompt, scores = self.prompts[at], heard.prompt_logprobs.get(at, ())
             text = self.echo[done.index] + done.text
             choice = self._choice(done.index, text, done.finish_reason, done.stop_reason)
             if self.with_scores:
                 choice["score"] = done.score
-            if self.with_logprobs:
+            if self.with_logprobs is not None:
                 table = CompletionLogprobs(self.tokenizer)
-                takes = [table.take(delta.token_ids, delta.logprobs) for delta in deltas.get(done.index, ())]
+                takes = [table.take(prompt, cut_tops(scores, self.with_logprobs))] if self.echo[done.index] else []
+                takes += [table.take(delta.token_ids, delta.logprobs) for delta in heard.deltas.get(done.index, ())]
                 choice["logprobs"] = encoded(joined(takes))
+            if self.with_prompt_logprobs is not None:
+                rows = prompt_logprobs(self.tokenizer, prompt, cut_tops(scores, self.with_prompt_logprobs))
+                choice["prompt_logprobs"] = encoded(rows)
             if self.with_token_ids:
                 choice["token_ids"] = done.token_ids
             choices.append(choice)
-        return {**self._chunk(*choices), "usage": usage(finished)}
+        return {**self._chunk(*choices), "usage": usage(heard.finished)}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {

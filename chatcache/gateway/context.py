@@ -17,7 +17,7 @@ from chatcache.chat.service import ChatService
 from chatcache.chat.store import ConversationStore
 from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
-from chatcache.errors import ChatcacheError, NotFound
+from chatcache.errors import ChatcacheError, NotFound, UnsupportedParameter
 from chatcache.gateway.errors import ModelLoading
 from chatcache.gateway.metrics import Metrics
 from chatcache.text.tokenizer import Tokenizer
@@ -70,6 +70,7 @@ class Gateway:
     load_error: str | None = None
     engine_seen_ready: bool = False
     max_model_len: int = 0
+    scheduling_policy: str = ""
     runs: dict[str, Run] = field(default_factory=dict)
 
     @property
@@ -104,6 +105,7 @@ class Gateway:
         if health.ready:
             self.engine_seen_ready = True
             self.max_model_len = health.max_model_len
+            self.scheduling_policy = health.scheduling_policy
             self.model_name = self.model_name or health.model
         return health
 
@@ -118,6 +120,12 @@ class Gateway:
             raise ModelLoading(health.detail or "the model is still loading")
         self.check_model(name)
         return self.model
+
+    def priority(self, wanted: int | None) -> int:
+        """A request's priority. Raises: UnsupportedParameter on a server that heeds none."""
+        if wanted and self.scheduling_policy != "priority":
+            raise UnsupportedParameter("priority needs a server with --scheduling-policy priority", param="priority")
+        return wanted or 0
 
     async def settle_runs(self) -> None:
         """End the responses under way and wait until what they said is stored."""

@@ -19,6 +19,36 @@ def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[T
     ]
 
 
+def prompt_logprobs(tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> list[object]:
+    """vLLM's shape: per prompt token, its own and the top tokens by id; None for the first.
+
+    `rank` is None for a token beyond the alternatives asked for.
+    """
+
+    def entry(token: int, logprob: float, rank: int | None) -> dict[str, object]:
+        text = _bytes(tokenizer, token).decode("utf-8", "replace")
+        return {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": text}
+
+    rows: list[object] = []
+    for token, scored in zip(ids, entries, strict=True):
+        if scored is None:
+            rows.append(None)
+            continue
+        row = {str(other): entry(other, logprob, rank) for rank, (other, logprob) in enumerate(scored.top, start=1)}
+        rows.append({str(token): row.pop(str(token), entry(token, scored.logprob, None)), **row})
+    return rows
+
+
+def cut_tops(entries: Sequence[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
+    """The same with at most so many alternatives: two fields of a request may ask for different numbers."""
+    return [None if entry is None else TokenLogprob(entry.logprob, entry.top[:num_top]) for entry in entries]
+
+
+def max_top(entries: Sequence[TokenLogprob | None]) -> int:
+    """How many alternatives each of these has; all have as many."""
+    return len(entries[-1].top) if entries and entries[-1] is not None else 0
+
+
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
     data = _bytes(tokenizer, token)
     return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, FLOOR), "bytes": list(data)}
@@ -35,18 +65,20 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._offset = offset
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, list[object]]:
-        """The lists for these tokens; the next call continues behind them."""
+    def take(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, list[object]]:
+        """The lists for these tokens; the next call continues behind them. Nothing predicts a prompt's first token."""
         out: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(ids, logprobs, strict=True):
             text = _bytes(self._tokenizer, token).decode("utf-8", "replace")
-            top = {_bytes(self._tokenizer, t).decode("utf-8", "replace"): max(p, FLOOR) for t, p in entry.top}
             out["tokens"].append(text)
-            out["token_logprobs"].append(max(entry.logprob, FLOOR))
-            out["top_logprobs"].append(top)
+            out["token_logprobs"].append(None if entry is None else max(entry.logprob, FLOOR))
+            out["top_logprobs"].append(None if entry is None else self._top(entry))
             out["text_offset"].append(self._offset)
             self._offset += len(text)
         return out
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        return {_bytes(self._tokenizer, t).decode("utf-8", "replace"): max(p, FLOOR) for t, p in entry.top}
 
 
 def joined(parts: Sequence[dict[str, list[object]]]) -> dict[str, list[object]]:

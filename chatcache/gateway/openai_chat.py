@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
-from chatcache.gateway.logprobs import chat_logprobs
-from chatcache.gateway.params import known_as, to_messages, to_params
-from chatcache.gateway.stateless import Deltas, generation, respond, usage
+from chatcache.gateway.logprobs import chat_logprobs, prompt_logprobs
+from chatcache.gateway.params import Asked, check_stream, known_as, to_messages, to_params
+from chatcache.gateway.stateless import Heard, generation, respond, usage
+from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import ChatFields, CompletionBase, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import GenerateRequest
@@ -33,12 +34,14 @@ async def chat_completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.ready(base.model)
-    params = to_params(
-        sampling,
+    check_stream(base, sampling)
+    asked = Asked(
         max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else base.max_tokens,
         logprobs=_logprobs(chat),
-        vocab_size=model.tokenizer.vocab_size,
+        prompt_logprobs=base.prompt_logprobs,
+        structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
     )
+    params = to_params(sampling, asked, model.tokenizer.vocab_size)
     owner = owner_of(request)
     prompt = await model.service.prompt(messages, owner)
     engine_request = GenerateRequest(
@@ -47,6 +50,7 @@ async def chat_completions(request: Request) -> Response:
         params=params,
         namespace=owner,
         num_public_tokens=prompt.num_public_tokens,
+        priority=gateway.priority(base.priority),
     )
     shape = ChatShape(
         id=engine_request.request_id,
@@ -58,9 +62,11 @@ async def chat_completions(request: Request) -> Response:
         with_scores=is_ranked(params),
         with_logprobs=bool(chat.logprobs),
         with_usage=bool(base.stream_options and base.stream_options.include_usage),
-        prompt_token_ids=prompt.token_ids if base.return_token_ids else None,
+        prompt=prompt.token_ids,
+        with_token_ids=bool(base.return_token_ids),
     )
-    with known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None):
+    names = known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
+    with names, named_after(sampling.structured_outputs, "response_format"):
         reply = await model.service.start(engine_request, prompt.text)
     return await respond(
         request,
@@ -82,7 +88,7 @@ def _logprobs(chat: ChatFields) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """The wire form. `prompt_token_ids` is set when the client asked for token ids."""
+    """The wire form."""
 
     id: str
     created: int
@@ -93,7 +99,8 @@ class ChatShape:
     with_scores: bool
     with_logprobs: bool
     with_usage: bool
-    prompt_token_ids: tuple[int, ...] | None
+    prompt: tuple[int, ...]
+    with_token_ids: bool
 
     async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
         """Role chunks of all candidates in index order with the first token, text, an end for each, usage."""
@@ -104,27 +111,27 @@ class ChatShape:
                 begun = True
                 for index in range(self.num_candidates):
                     first: dict[str, Any] = {}
-                    if index == 0 and self.prompt_token_ids is not None:
-                        first["prompt_token_ids"] = self.prompt_token_ids
+                    if index == 0 and self.with_token_ids:
+                        first["prompt_token_ids"] = self.prompt
                     yield {**self._chunk(self._choice(index, {"role": "assistant", "content": ""})), **first}
             if isinstance(event, ReplyDelta):
                 num_sent[event.index] += len(event.token_ids)
-                if event.text or event.logprobs or (event.token_ids and self.prompt_token_ids is not None):
+                if event.text or event.logprobs or (event.token_ids and self.with_token_ids):
                     yield self._chunk(self._text(event))
             elif isinstance(event, ReplyDone):
                 choice = self._choice(event.index, {}, event.finish_reason, event.stop_reason)
                 if self.with_scores:
                     choice["score"] = event.score
-                if self.prompt_token_ids is not None:
+                if self.with_token_ids:
                     choice["token_ids"] = event.token_ids[num_sent[event.index] :]
                 yield self._chunk(choice)
             elif isinstance(event, ReplyFinished) and self.with_usage:
                 yield {**self._chunk(), "usage": usage(event)}
 
-    def whole(self, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> object:
+    def whole(self, heard: Heard) -> object:
         """The non-streamed body."""
         choices: list[dict[str, Any]] = []
-        for done in dones:
+        for done in heard.dones:
             choice: dict[str, Any] = {
                 "index": done.index,
                 "message": {"role": "assistant", "content": done.text, "refusal": None},
@@ -135,14 +142,16 @@ class ChatShape:
             if self.with_scores:
                 choice["score"] = done.score
             if self.with_logprobs:
-                mine = deltas.get(done.index, ())
+                mine = heard.deltas.get(done.index, ())
                 content = [entry for d in mine for entry in chat_logprobs(self.tokenizer, d.token_ids, d.logprobs)]
                 choice["logprobs"] = encoded({"content": content, "refusal": None})
-            if self.prompt_token_ids is not None:
+            if self.with_token_ids:
                 choice["token_ids"] = done.token_ids
             choices.append(choice)
-        body = {**self._head("chat.completion"), "choices": choices, "usage": usage(finished)}
-        return body if self.prompt_token_ids is None else {**body, "prompt_token_ids": self.prompt_token_ids}
+        body = {**self._head("chat.completion"), "choices": choices, "usage": usage(heard.finished)}
+        if heard.prompt_logprobs.get(0):
+            body["prompt_logprobs"] = encoded(prompt_logprobs(self.tokenizer, self.prompt, heard.prompt_logprobs[0]))
+        return {**body, "prompt_token_ids": self.prompt} if self.with_token_ids else body
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -167,6 +176,6 @@ class ChatShape:
         if self.with_logprobs and event.logprobs:
             content = chat_logprobs(self.tokenizer, event.token_ids, event.logprobs)
             choice["logprobs"] = {"content": content, "refusal": None}
-        if self.prompt_token_ids is not None:
+        if self.with_token_ids:
             choice["token_ids"] = event.token_ids
         return choice

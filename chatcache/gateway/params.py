@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from chatcache.chat.prompt import Message
 from chatcache.errors import InvalidRequest, UnsupportedParameter
-from chatcache.gateway.wire import ConversationRef, MessageFields, SamplingFields
-from chatcache.types import BeamSearchParams, Params, SamplingParams
+from chatcache.gateway.wire import CompletionBase, ConversationRef, MessageFields, SamplingFields
+from chatcache.types import BeamSearchParams, Params, SamplingParams, StructuredOutputs
 
 Number = TypeVar("Number", int, float)
 
@@ -26,6 +26,7 @@ _NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "distinct": (False,),
+    "best_of": (1,),
 }
 # And what a beam field must be, if given, for sampling to mean it.
 _NEUTRAL_FOR_SAMPLING: Mapping[str, tuple[object, ...]] = {
@@ -36,24 +37,36 @@ _NEUTRAL_FOR_SAMPLING: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def to_params(
-    fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int, stream_beams: bool = False
-) -> Params:
+class Asked(NamedTuple):
+    """What every route spells in its own way."""
+
+    max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream_beams: bool = False
+
+
+def to_params(fields: SamplingFields, asked: Asked, vocab_size: int) -> Params:
     """Build the engine's parameters. Raises: InvalidRequest, UnsupportedParameter."""
+    max_tokens = asked.max_tokens
     if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
     for token in fields.stop_token_ids or ():
         check_token(token, vocab_size, "stop_token_ids")
     if fields.beam_width is not None or fields.use_beam_search:
-        return _beams(fields, max_tokens, logprobs, stream_beams)
+        return _beams(fields, asked)
     for name, neutral in _NEUTRAL_FOR_SAMPLING.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
             raise UnsupportedParameter(f"{name} is for beam search (beam_width)", param=name)
-    if stream_beams:
+    if asked.stream_beams:
         raise UnsupportedParameter("stream_beams is for beam search (beam_width)", param="stream_beams")
+    if fields.best_of is not None and fields.best_of < _or(fields.n, 1):
+        raise InvalidRequest(f"best_of must be at least n ({_or(fields.n, 1)})", param="best_of")
     return SamplingParams(
         n=_or(fields.n, 1),
+        best_of=fields.best_of,
         distinct=bool(fields.distinct),
         temperature=_or(fields.temperature, 1.0),
         top_p=_or(fields.top_p, 1.0),
@@ -71,13 +84,13 @@ def to_params(
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
-        logprobs=logprobs,
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        structured_outputs=asked.structured_outputs,
     )
 
 
-def _beams(
-    fields: SamplingFields, max_tokens: int | None, logprobs: int | None, stream_beams: bool
-) -> BeamSearchParams:
+def _beams(fields: SamplingFields, asked: Asked) -> BeamSearchParams:
     for name, neutral in _NEUTRAL_FOR_BEAMS.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
@@ -91,20 +104,32 @@ def _beams(
     return BeamSearchParams(
         beam_width=width,
         n=num_returned,
-        max_tokens=max_tokens,
+        max_tokens=asked.max_tokens,
         min_tokens=_or(fields.min_tokens, 0),
         length_penalty=_or(fields.length_penalty, 1.0),
         early_stopping=fields.early_stopping if fields.early_stopping is not None else False,
         num_beam_groups=_or(fields.num_beam_groups, 1),
         diversity_penalty=_or(fields.diversity_penalty, 0.0),
-        stream_beams=stream_beams,
+        stream_beams=asked.stream_beams,
         stop=_stops(fields),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
-        logprobs=logprobs,
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        structured_outputs=asked.structured_outputs,
     )
+
+
+def check_stream(base: CompletionBase, sampling: SamplingFields) -> None:
+    """Refuse to stream what is only known at the end. Raises: UnsupportedParameter."""
+    if not base.stream:
+        return
+    if sampling.best_of is not None and sampling.best_of > _or(sampling.n, 1):
+        raise UnsupportedParameter("best_of cannot be streamed: which are best is known at the end", param="best_of")
+    if base.prompt_logprobs is not None:
+        raise UnsupportedParameter("prompt_logprobs cannot be streamed", param="prompt_logprobs")
 
 
 @contextlib.contextmanager

@@ -20,9 +20,10 @@ from chatcache.gateway.conversations import conversation_json
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
 from chatcache.gateway.metering import metered
-from chatcache.gateway.params import conversation_id, input_messages, known_as, to_params
+from chatcache.gateway.params import Asked, conversation_id, input_messages, known_as, to_params
 from chatcache.gateway.response_frames import ResponseFrames
 from chatcache.gateway.response_log import ResponseLog
+from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import ResponseFields, SamplingFields
 from chatcache.types import ForkPoint, GenerateRequest, Params, SamplingParams
 
@@ -47,13 +48,15 @@ async def start_response(
     request = turn_request(fields, owner, gateway.model_name, running)
     if fields.stream_beams and not watched:
         raise UnsupportedParameter("stream_beams needs the subprotocol chatcache.v1", param="stream_beams")
-    params = to_params(
-        sampling,
+    asked = Asked(
         max_tokens=fields.max_output_tokens,
         logprobs=_logprobs(fields),
-        vocab_size=model.tokenizer.vocab_size,
+        structured_outputs=structured_outputs(
+            sampling.structured_outputs, text_format=fields.text.format if fields.text is not None else None
+        ),
         stream_beams=bool(fields.stream_beams),
     )
+    params = to_params(sampling, asked, model.tokenizer.vocab_size)
     planned = await model.conversations.plan(request)
     engine_request = GenerateRequest(
         request_id=planned.turn.id,
@@ -62,9 +65,10 @@ async def start_response(
         namespace=owner,
         num_public_tokens=planned.prompt.num_public_tokens,
         conversation_id=planned.conversation_id if request.store else "",
+        priority=gateway.priority(fields.priority),
         fork_of=ForkPoint(running.turn.id, running.index) if running is not None else None,
     )
-    with known_as(max_tokens="max_output_tokens"):
+    with known_as(max_tokens="max_output_tokens"), named_after(sampling.structured_outputs, "text"):
         reply = await model.service.start(engine_request, planned.prompt.text, planned.prefix)
     try:
         conversation = await model.conversations.open(planned)
@@ -248,6 +252,7 @@ def _echo(
         "max_output_tokens": fields.max_output_tokens,
         "top_logprobs": fields.top_logprobs or 0,
         "n": num_candidates(params),
+        "text": {"format": fields.text.format if fields.text and fields.text.format else {"type": "text"}},
         "temperature": None,
         "top_p": None,
     }

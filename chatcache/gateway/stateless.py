@@ -5,23 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.chat.service import Reply
 from chatcache.errors import EngineFault
 from chatcache.gateway.body import until_disconnect
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.jsonio import encode
+from chatcache.gateway.logprobs import max_top
 from chatcache.gateway.metering import metered
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.sse import EventStream
+from chatcache.types import TokenLogprob
 
-Deltas = Mapping[int, Sequence[ReplyDelta]]
-"""What came of each candidate, in order, by index."""
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A whole reply: how each candidate ended, by index; the deltas of each; what was said of each prompt."""
+
+    dones: Sequence[ReplyDone]
+    deltas: Mapping[int, Sequence[ReplyDelta]]
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob | None]]
+    finished: ReplyFinished
+
 
 # Writing this many log-probabilities takes about a millisecond; longer answers leave the event loop alone.
 _INLINE_LOGPROBS = 500
@@ -32,7 +43,7 @@ class Shape(Protocol):
 
     def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]: ...
 
-    def whole(self, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> object: ...
+    def whole(self, heard: Heard) -> object: ...
 
 
 def usage(finished: ReplyFinished) -> dict[str, Any]:
@@ -85,23 +96,28 @@ async def collect(events: AsyncIterator[ReplyEvent], shape: Shape) -> bytes:
     """Read to the end; return the encoded body."""
     dones: list[ReplyDone] = []
     deltas: dict[int, list[ReplyDelta]] = defaultdict(list)
+    of_prompts: dict[int, Sequence[TokenLogprob | None]] = {}
     num_logprobs = 0
     async for event in events:
-        if isinstance(event, ReplyDelta):
+        if isinstance(event, ReplyStarted):
+            of_prompts[event.index] = event.prompt_logprobs
+            num_logprobs += len(event.prompt_logprobs) * (1 + max_top(event.prompt_logprobs))
+        elif isinstance(event, ReplyDelta):
             deltas[event.index].append(event)
-            num_logprobs += sum(len(entry.top) + 1 for entry in event.logprobs)
+            num_logprobs += len(event.logprobs) * (1 + max_top(event.logprobs))
         elif isinstance(event, ReplyDone):
             dones.append(event)
         elif isinstance(event, ReplyFinished):
             dones.sort(key=lambda done: done.index)
+            heard = Heard(dones, deltas, of_prompts, event)
             if num_logprobs <= _INLINE_LOGPROBS:
-                return _encode(shape, dones, deltas, event)
-            return await asyncio.to_thread(_encode, shape, dones, deltas, event)
+                return _encode(shape, heard)
+            return await asyncio.to_thread(_encode, shape, heard)
     raise EngineFault("the engine ended without a result")
 
 
-def _encode(shape: Shape, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> bytes:
-    return encode(shape.whole(dones, deltas, finished))
+def _encode(shape: Shape, heard: Heard) -> bytes:
+    return encode(shape.whole(heard))
 
 
 async def generation(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:

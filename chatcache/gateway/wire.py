@@ -6,7 +6,7 @@ A body is read as several structs side by side (`fields.read`): its own fields, 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,10 +22,55 @@ Count = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Candidates = Annotated[int, Meta(ge=1, le=MAX_N)]
+Priority = Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 ShortText = Annotated[str, Meta(max_length=512)]
+SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class StructuredFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class JsonSchemaFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's named schema. It is kept to the letter, `strict` or not."""
+
+    name: SchemaName | None = None
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's `response_format`."""
+
+    type: str
+    json_schema: JsonSchemaFields | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`text.format` of the Responses API: the same, flat."""
+
+    type: str
+    name: SchemaName | None = None
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`text` of the Responses API."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True):
@@ -54,6 +99,8 @@ class SamplingFields(msgspec.Struct, frozen=True):
     num_beam_groups: Candidates | None = None
     diversity_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
     distinct: bool | None = None
+    best_of: Candidates | None = None
+    structured_outputs: StructuredFields | None = None
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -82,6 +129,9 @@ class CompletionBase(msgspec.Struct, frozen=True):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    response_format: ResponseFormat | None = None
+    priority: Priority | None = None
 
 
 class ChatFields(msgspec.Struct, frozen=True):
@@ -118,6 +168,8 @@ class ResponseFields(msgspec.Struct, frozen=True):
     metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
     stream_id: Id | None = None
     stream_beams: bool | None = None
+    text: TextOptions | None = None
+    priority: Priority | None = None
 
 
 class ExplainFields(msgspec.Struct, frozen=True):

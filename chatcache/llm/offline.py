@@ -42,6 +42,9 @@ class LLM:
 
     `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory` is bytes or "2GiB"; None picks a
     share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
+
+    `scheduling_policy`: fcfs | priority | fair. `preemption` when pages run out: auto | swap | recompute; `swap_memory`
+    is what the host keeps swapped pages in, 0 for none.
     """
 
     def __init__(
@@ -57,6 +60,9 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
+        preemption: str = "auto",
+        swap_memory: int | str | None = None,
         seed: int = 0,
     ) -> None:
         self.config = EngineConfig(
@@ -70,6 +76,9 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            preemption=preemption,
+            swap_memory_bytes=None if swap_memory is None else parse_size(swap_memory),
             seed=seed,
         )
         self._tokenizer = compose.load_tokenizer(self.config) if compose.has_tokenizer(self.config) else None
@@ -98,12 +107,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs in the order of the prompts.
 
+        `priority`: one number per prompt, smaller is served sooner (under `scheduling_policy="priority"`).
         Raises: InvalidRequest or ContextTooLong for the first request that can never run; then none has run.
         """
-        return self._run(self._prompts(prompts), sampling_params or SamplingParams(), use_tqdm)
+        return self._run(self._prompts(prompts), sampling_params or SamplingParams(), use_tqdm, priority)
 
     def beam_search(
         self,
@@ -181,14 +193,23 @@ class LLM:
         raise InvalidRequest("a prompt is text, token ids, or a dict with prompt_token_ids or prompt", param="prompts")
 
     def _run(
-        self, prompts: list[tuple[str | None, tuple[int, ...]]], params: Params | Sequence[Params], use_tqdm: bool
+        self,
+        prompts: list[tuple[str | None, tuple[int, ...]]],
+        params: Params | Sequence[Params],
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} params", param="sampling_params")
+        if priority is not None and self.config.scheduling_policy != "priority":
+            raise InvalidRequest('priority needs scheduling_policy="priority"', param="priority")
+        ranks = [0] * len(prompts) if priority is None else list(priority)
+        if len(ranks) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(ranks)} priorities", param="priority")
         collectors = {}
-        for (text, token_ids), one in zip(prompts, each, strict=True):
-            request = GenerateRequest(request_id=str(next(self._numbers)), prompt=token_ids, params=one)
+        for (text, token_ids), one, rank in zip(prompts, each, ranks, strict=True):
+            request = GenerateRequest(request_id=str(next(self._numbers)), prompt=token_ids, params=one, priority=rank)
             collectors[request.request_id] = Collector(request, text)
         try:
             self._drive(collectors, use_tqdm)

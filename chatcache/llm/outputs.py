@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chatcache.errors import EngineFault
 from chatcache.types import (
+    Beams,
     BeamSearchParams,
     CandidateDone,
     EngineEvent,
     Failed,
     Finished,
     GenerateRequest,
+    LiveBeam,
     Started,
     TokenLogprob,
     Tokens,
@@ -51,7 +54,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt and its candidates, best first for beams. `num_cached_tokens` of the prompt were not recomputed."""
+    """One prompt and its candidates, best first for beams, `best_of` and `distinct`.
+
+    `num_cached_tokens` of the prompt were not recomputed. `prompt_logprobs`: per prompt token its own and the top
+    tokens by id, None for the first. `live_beams`: the live beams after each step, best first, if they were streamed.
+    """
 
     request_id: str
     prompt: str | None
@@ -59,6 +66,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    live_beams: list[tuple[LiveBeam, ...]] | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +85,8 @@ class Collector:
         self._prompt = prompt
         self._candidates: dict[int, _Candidate] = {}
         self._num_cached = 0
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self._live_beams: list[tuple[LiveBeam, ...]] = []
 
     def take(self, event: EngineEvent) -> bool:
         """Note an event; True when it was the last.
@@ -84,6 +95,9 @@ class Collector:
         """
         if isinstance(event, Started):
             self._num_cached = event.num_cached_tokens
+            self._prompt_logprobs = event.prompt_logprobs
+        elif isinstance(event, Beams):
+            self._live_beams.append(event.beams)
         elif isinstance(event, Tokens):
             candidate = self._candidates.setdefault(event.index, _Candidate())
             candidate.token_ids += event.token_ids
@@ -95,12 +109,17 @@ class Collector:
         return isinstance(event, Finished)
 
     def output(self, tokenizer: Tokenizer | None) -> RequestOutput:
+        params, prompt = self.request.params, self.request.prompt
+        asked = params.prompt_logprobs is not None
+        watched = isinstance(params, BeamSearchParams) and params.stream_beams
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(self.request.prompt),
             outputs=[self._completion(index, tokenizer) for index in sorted(self._candidates)],
             num_cached_tokens=self._num_cached,
+            prompt_logprobs=_logprobs(prompt, self._prompt_logprobs, tokenizer) if asked else None,
+            live_beams=self._live_beams if watched else None,
         )
 
     def _completion(self, index: int, tokenizer: Tokenizer | None) -> CompletionOutput:
@@ -116,7 +135,7 @@ class Collector:
             text=self._text(candidate, tokenizer) if tokenizer else "",
             token_ids=candidate.token_ids,
             cumulative_logprob=cumulative,
-            logprobs=_logprobs(candidate, tokenizer) if asked else None,
+            logprobs=_candidate_logprobs(candidate, tokenizer) if asked else None,
             finish_reason=done.finish_reason if done else None,
             stop_reason=done.stop_reason if done else None,
             score=score,
@@ -140,13 +159,23 @@ class Collector:
         return stream.text
 
 
-def _logprobs(candidate: _Candidate, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+def _candidate_logprobs(candidate: _Candidate, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+    rows = _logprobs(candidate.token_ids, candidate.logprobs, tokenizer)
+    return [row for row in rows if row is not None]
+
+
+def _logprobs(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer | None
+) -> list[dict[int, Logprob] | None]:
     def entry(token: int, logprob: float, rank: int | None) -> Logprob:
         text = tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
         return Logprob(logprob, rank, text)
 
-    rows = []
-    for token, scored in zip(candidate.token_ids, candidate.logprobs, strict=True):
+    rows: list[dict[int, Logprob] | None] = []
+    for token, scored in zip(token_ids, entries, strict=True):
+        if scored is None:
+            rows.append(None)
+            continue
         row = {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(scored.top, start=1)}
         rows.append({token: row.pop(token, entry(token, scored.logprob, None)), **row})
     return rows

@@ -100,10 +100,7 @@ def test_both_bounds(
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
         ("modalities", ["audio"]),
-        ("best_of", 3),
-        ("prompt_logprobs", 1),
         ("bad_words", ["x"]),
         ("guided_json", {}),
         ("continue_final_message", True),

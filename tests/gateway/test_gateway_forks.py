@@ -50,6 +50,8 @@ def test_a_growing_reply_is_forked_as_far_as_it_goes(server: Server, url: str, b
     said = stump["content"][0]["text"]
     assert said and text_of(whole, index).startswith(said) and said != text_of(whole, index)
     assert (stump["status"], stump["finish_reason"], stump["index"]) == ("incomplete", "fork", index)
+    history = whole["usage"]["input_tokens"] + stump["num_tokens"]
+    assert cached(fork) >= history, "to the last token, full pages or not"
     assert stump["parent_id"] == stored[whole["output"][index]["id"]]["parent_id"]
     assert stored[fork["input_item_ids"][0]]["parent_id"] == stump["id"]
     assert [item["id"] for item in whole["output"]] == [item["id"] for item in whole["output"] if item["id"] in stored]

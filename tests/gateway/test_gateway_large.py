@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
-from chatcache.gateway.stateless import Deltas, collect
+from chatcache.gateway.stateless import Heard, collect
 from chatcache.types import TokenLogprob
 from tests.gateway.serving import Server
 
@@ -22,9 +22,9 @@ class Shape:
     def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
         raise NotImplementedError
 
-    def whole(self, dones: Sequence[ReplyDone], deltas: Deltas, finished: ReplyFinished) -> object:
+    def whole(self, heard: Heard) -> object:
         self.thread = threading.current_thread()
-        return {done.index: [delta.text for delta in deltas[done.index]] for done in dones}
+        return {done.index: [delta.text for delta in heard.deltas[done.index]] for done in heard.dones}
 
 
 @pytest.mark.parametrize(("num_tokens", "on_the_loop"), [(5, True), (50, False)])
