@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Output
 from chatcache.decode.lineage import Lineage
@@ -109,23 +110,28 @@ class DistinctStrategy:
         return Advance(actions, tuple(self._outputs()), finished=not live)
 
     def _best(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> list[Prefix]:
-        """Return the n best of the finished prefixes and of all children of the live ones."""
-        values: list[float] = []
-        found: list[tuple[Prefix, int]] = []  # (prefix, place among the drawn children; -1: the prefix itself)
-        for prefix in self._ranked:
+        """Return the n best of the finished prefixes and of all children of the live ones.
+
+        A merge: each prefix offers its children best first. Equal values stay in order.
+        """
+        offers = [(-prefix.value, rank, 0) for rank, prefix in enumerate(self._ranked)]  # already a heap
+        best: list[Prefix] = []
+        while offers and len(best) < self._num_candidates:
+            negative, rank, place = heappop(offers)
+            prefix = self._ranked[rank]
             if prefix.ended is not None:
-                values.append(prefix.value)
-                found.append((prefix, -1))
+                best.append(prefix)
                 continue
             candidates = drawn[prefix.node.branch][0]
-            perturbed = [value for value in candidates.perturbed if value > -math.inf]
-            values += conditioned(prefix.value, prefix.score, perturbed)
-            found += [(prefix, place) for place in range(len(perturbed))]
-        order = sorted(range(len(values)), key=lambda i: -values[i])[: self._num_candidates]  # equal ones stay in order
-        best: list[Prefix] = []
-        for i in order:
-            prefix, place = found[i]
-            best.append(prefix if place < 0 else self._child(prefix, drawn[prefix.node.branch][0], place, values[i]))
+            best.append(self._child(prefix, candidates, place, -negative))
+            place += 1
+            if place < len(candidates.perturbed) and candidates.perturbed[place] > -math.inf:
+                value = conditioned(
+                    prefix.value,
+                    prefix.score + candidates.perturbed[place],
+                    ahead=candidates.perturbed[0] - candidates.perturbed[place],
+                )
+                heappush(offers, (-value, rank, place))
         return best
 
     def _child(self, prefix: Prefix, candidates: Candidates, place: int, value: float) -> Prefix:
@@ -160,20 +166,15 @@ class DistinctStrategy:
             yield from (Done(i, FINISH_LENGTH, None, NO_SCORE) for i in range(self._num_done, self._num_candidates))
 
 
-def conditioned(value: float, score: float, perturbed: Sequence[float]) -> list[float]:
-    """Shift the children's perturbed log-probabilities so that their maximum is `value`, their parent's.
+def conditioned(value: float, perturbed: float, *, ahead: float) -> float:
+    """Shift a child's perturbed log-probability as it takes for the maximum of all children to be `value`.
 
-    `perturbed` holds the largest of log p(child | parent) + noise, best first; `score` is log p(parent).
+    `value` is the parent's, `ahead` how much larger the largest perturbed log-probability among the children is.
     """
-    shifted: list[float] = []
-    for one in perturbed:
-        ahead = perturbed[0] - one
-        if ahead <= 0.0:
-            shifted.append(value)
-            continue
-        v = value - (score + one) + log1mexp(ahead)
-        shifted.append(value - max(0.0, v) - math.log1p(math.exp(-abs(v))))
-    return shifted
+    if ahead <= 0.0:
+        return value
+    v = value - perturbed + log1mexp(ahead)
+    return value - max(0.0, v) - math.log1p(math.exp(-abs(v)))
 
 
 def log1mexp(x: float) -> float:

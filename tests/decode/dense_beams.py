@@ -97,3 +97,16 @@ class DenseBeams:
 def num_common(outputs: list[Output]) -> int:
     """Count the leading tokens that all outputs share."""
     return next((i for i, tokens in enumerate(zip(*outputs)) if len(set(tokens)) > 1), min(map(len, outputs)))  # noqa: B905
+
+
+def check(params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> Run:
+    """Compare our search with the dense one, to the bit; return ours."""
+    want = DenseBeams(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens).run()
+    got = beam_run(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens)
+    outcomes = list(got.outcomes.values())[: len(want)]
+    ends = [outcome.done for outcome in outcomes]
+    assert [tuple(outcome.tokens) for outcome in outcomes] == [output for _, output, _ in want]
+    assert [end and end.score for end in ends] == [score for score, _, _ in want]
+    assert [end and end.finish_reason for end in ends] == [reason for _, _, reason in want]
+    assert all(outcome.done and outcome.done.score == -1e9 for outcome in list(got.outcomes.values())[len(want) :])
+    return got

@@ -9,22 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.types import BeamSearchParams
-from tests.decode.decode_driver import Logits, Run, TableModel
-from tests.decode.dense_beams import DenseBeams, Output, beam_run
+from tests.decode.decode_driver import TableModel
+from tests.decode.dense_beams import Output, beam_run, check
 
 GROUPINGS = [(width, groups) for width in range(1, 9) for groups in range(1, width + 1) if width % groups == 0]
-
-
-def check(params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> Run:
-    want = DenseBeams(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens).run()
-    got = beam_run(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens)
-    outcomes = list(got.outcomes.values())[: len(want)]
-    ends = [outcome.done for outcome in outcomes]
-    assert [tuple(outcome.tokens) for outcome in outcomes] == [output for _, output, _ in want]
-    assert [end and end.score for end in ends] == [score for score, _, _ in want]
-    assert [end and end.finish_reason for end in ends] == [reason for _, _, reason in want]
-    assert all(outcome.done and outcome.done.score == -1e9 for outcome in list(got.outcomes.values())[len(want) :])
-    return got
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])

@@ -1,7 +1,7 @@
 """Beam search token- and score-exact with `transformers`, through the real engine and model runner.
 
 Random fp32 models of two shapes, every width from 1 to 8. All searches on one model run side by side in one batch, on
-small pages that beams cross again and again.
+small pages that beams cross again and again. Distinct candidates score what transformers makes of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.load import load_model
 from chatcache.model.runner import Runner
-from chatcache.types import BeamSearchParams, CandidateDone, Failed, GenerateRequest, Tokens
+from chatcache.types import BeamSearchParams, CandidateDone, Failed, GenerateRequest, Params, SamplingParams, Tokens
 from tests.model.families import Sample, make_sample
 
 MAX_TOKENS = 20
@@ -29,7 +29,7 @@ Ranked = list[tuple[list[int], float]]
 @dataclass(frozen=True)
 class Search:
     prompt: tuple[int, ...]
-    params: BeamSearchParams
+    params: Params
     eos: tuple[int, ...]
 
 
@@ -56,11 +56,12 @@ class Shape:
                 elif isinstance(event, CandidateDone):
                     scores[event.request_id, event.index] = event.score
         assert engine.health().num_page_copies > 0
-        keys = [[(str(n), i) for i in range(s.params.n or s.params.beam_width)] for n, s in enumerate(searches)]
+        keys = [sorted(key for key in tokens if key[0] == str(number)) for number in range(len(searches))]
         return [[(tokens[key], scores[key]) for key in candidates] for candidates in keys]
 
     def theirs(self, search: Search) -> Ranked:
         params, prompt = search.params, torch.tensor([search.prompt])
+        assert isinstance(params, BeamSearchParams)
         got = self.sample.oracle.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -137,3 +138,25 @@ def test_other_ends_equal_generate(shape: Shape) -> None:
         params = [BeamSearchParams(beam_width=w, max_tokens=MAX_TOKENS, min_tokens=min_tokens) for w in (2, 5)]
         prompts = shape.sample.prompts[1:3]
         agree(shape, [Search(prompt, param, eos) for prompt, param in zip(prompts, params, strict=True)])
+
+
+def test_distinct_candidates_score_their_probability(shape: Shape) -> None:
+    """Beside beams in one batch: no two alike, each worth what transformers' logits say at that temperature."""
+    temperatures = (0.5, 1.0, 2.0)
+    searches = [
+        Search(
+            prompt, SamplingParams(n=6, distinct=True, seed=place, temperature=t, max_tokens=MAX_TOKENS, top_k=20), EOS
+        )
+        for place, (prompt, t) in enumerate(zip(shape.sample.prompts, temperatures, strict=False))
+    ]
+    beams = Search(shape.sample.prompts[0], BeamSearchParams(beam_width=4, max_tokens=MAX_TOKENS), EOS)
+    for search, temperature, answer in zip(searches, temperatures, shape.ours([*searches, beams])[:-1], strict=True):
+        assert len({tuple(tokens) for tokens, _ in answer}) == len(answer) == 6
+        for tokens, score in answer:
+            with torch.inference_mode():
+                logits = shape.sample.oracle(torch.tensor([[*search.prompt, *tokens]])).logits[0]
+            scaled = logits[len(search.prompt) - 1 : -1] / temperature
+            best = scaled.topk(20).values
+            chosen = scaled.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            assert (chosen >= best[:, -1] - 1e-4).all()
+            assert score == pytest.approx(float((chosen - best.logsumexp(-1)).sum()), rel=1e-4, abs=1e-4)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from decimal import Decimal, localcontext
 
 import numpy as np
@@ -14,105 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.decode.actions import DrawSpec
 from chatcache.decode.distinct import child_seed, conditioned, log1mexp
-from chatcache.decode.factory import make_strategy
-from chatcache.sched.plan import F32
-from chatcache.types import GenerateRequest, ModelFacts, SamplingParams
-from tests.decode.decode_driver import Logits, Run, TableModel, draw, log_softmax, run
-from tests.decode.dense_beams import num_common
-
-PROMPT = (1, 0, 1)
-BYTES = tuple(bytes([0x61 + i]) for i in range(26))
-Output = tuple[int, ...]
-
-
-def ours(params: SamplingParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> Run:
-    facts = ModelFacts(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
-    request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    seed = params.seed or 0
-    return run(make_strategy(request, facts, seed=seed, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
-
-
-@dataclass(frozen=True)
-class Perturbed:
-    """A prefix, its log-probability, and its perturbed value given its parent's."""
-
-    output: Output
-    score: float
-    value: float
-    seed: int
-    reason: str
-
-
-class Everything:
-    """All prefixes of a model, perturbed top down with the noise the strategy would draw; nothing is pruned."""
-
-    def __init__(self, params: SamplingParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int):
-        self.params, self.logits, self.vocab_size = params, logits, vocab_size
-        self.eos, self.max_tokens = eos, max_tokens
-        self.levels = [[Perturbed((), 0.0, 0.0, params.seed or 0, "")]]
-        for _ in range(max_tokens):
-            grown = [child for prefix in self.levels[-1] for child in self.children(prefix)]
-            self.levels.append(sorted(grown, key=lambda prefix: -prefix.value))
-
-    def children(self, prefix: Perturbed) -> Iterator[Perturbed]:
-        if prefix.reason:
-            yield prefix  # finished: it stays in the running as it is
-            return
-        logprobs = self.logprobs(prefix.output)
-        spec = DrawSpec(width=self.vocab_size, seed=prefix.seed, temperature=1.0)
-        drawn = draw(logprobs, spec, len(PROMPT) + len(prefix.output))
-        perturbed = np.array(drawn.perturbed, np.longdouble) + np.longdouble(prefix.score)
-        parent = np.longdouble(prefix.value)
-        values = -np.log(np.exp(-parent) - np.exp(-perturbed.max()) + np.exp(-perturbed))
-        for token, value in zip(drawn.tokens, values.tolist(), strict=True):
-            output = (*prefix.output, token)
-            score, seed = prefix.score + float(logprobs[token]), child_seed(prefix.seed, token)
-            yield Perturbed(output, score, value, seed, self.end(output))
-
-    def logprobs(self, output: Output) -> F32:
-        """The distribution drawn from: edited, then divided by the temperature."""
-        params, logits = self.params, self.logits(PROMPT + output).copy()
-        for token in range(self.vocab_size):
-            if token in PROMPT + output:
-                scale = params.repetition_penalty
-                logits[token] = logits[token] / scale if logits[token] > 0 else logits[token] * scale
-            count = output.count(token)
-            logits[token] += (params.logit_bias or {}).get(token, 0.0)
-            logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
-            if len(output) < params.min_tokens and token in self.eos:
-                logits[token] = -np.inf
-        return log_softmax((logits / np.float32(params.temperature)).astype(np.float32))
-
-    def end(self, output: Output) -> str:
-        text = "".join(chr(0x61 + token) for token in output)
-        stopped = len(output) >= self.params.min_tokens and any(text.endswith(stop) for stop in self.params.stop)
-        return "stop" if output[-1] in self.eos or stopped else "length" if len(output) == self.max_tokens else ""
-
-    def told(self, length: int) -> list[int]:
-        """How many tokens of each candidate are final after `length` steps: all of those at the top that are finished
-        and of the first live one, what all have in common of the others."""
-        best = self.levels[length][: self.params.n]
-        first_live = next((i for i, prefix in enumerate(best) if not prefix.reason), len(best))
-        shared = num_common([prefix.output for prefix in best])
-        return [len(prefix.output) if i <= first_live else shared for i, prefix in enumerate(best)]
-
-
-def check(params: SamplingParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> None:
-    everything = Everything(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens)
-    want = everything.levels[-1][: params.n]
-    got = ours(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens)
-    outcomes = list(got.outcomes.values())
-    assert list(got.outcomes) == list(range(params.n))
-    assert [tuple(outcome.tokens) for outcome in outcomes[: len(want)]] == [prefix.output for prefix in want]
-    for outcome, prefix in zip(outcomes, want, strict=False):
-        assert outcome.done is not None
-        assert outcome.done.score == pytest.approx(prefix.score, abs=1e-4)
-        assert outcome.done.finish_reason == prefix.reason
-    assert all(outcome.done and outcome.done.score == -1e9 for outcome in outcomes[len(want) :])
-    for step, pieces in enumerate(got.pieces[:-1], start=1):
-        assert [pieces.get(i, 0) for i in range(len(everything.told(step)))] == everything.told(step)
+from chatcache.types import SamplingParams
+from tests.decode.all_outputs import PROMPT, Everything, Output, check, distinct_run
+from tests.decode.decode_driver import TableModel, log_softmax
 
 
 @given(
@@ -169,7 +72,7 @@ def test_candidates_are_included_as_often_as_without_replacement(n: int) -> None
     included: Counter[Output] = Counter()
     first: Counter[Output] = Counter()
     for seed in range(num_seeds):
-        outcomes = ours(SamplingParams(n=n, distinct=True, seed=seed), logits, **shape).outcomes  # type: ignore[arg-type]
+        outcomes = distinct_run(SamplingParams(n=n, distinct=True, seed=seed), logits, **shape).outcomes  # type: ignore[arg-type]
         outputs = [tuple(outcome.tokens) for outcome in outcomes.values()]
         assert len(set(outputs)) == n
         included.update(outputs)
@@ -196,7 +99,7 @@ def inclusion(probability: dict[Output, float], n: int) -> dict[Output, float]:
 def test_a_token_s_logprob_is_raw() -> None:
     logits = TableModel(12, 3)
     params = SamplingParams(n=4, distinct=True, seed=1, temperature=0.7, logprobs=2)
-    for outcome in ours(params, logits, vocab_size=12, eos=(5,), max_tokens=8).outcomes.values():
+    for outcome in distinct_run(params, logits, vocab_size=12, eos=(5,), max_tokens=8).outcomes.values():
         assert outcome.done is not None
         assert len(outcome.logprobs) == len(outcome.tokens)
         scaled = 0.0
@@ -210,7 +113,7 @@ def test_a_token_s_logprob_is_raw() -> None:
 
 def test_branches_are_as_many_as_candidates_at_most() -> None:
     for n in (1, 3, 8):
-        got = ours(
+        got = distinct_run(
             SamplingParams(n=n, distinct=True, seed=n), TableModel(30, 1), vocab_size=30, eos=(5,), max_tokens=12
         )
         assert got.most_alive <= n
@@ -232,13 +135,13 @@ def test_conditioning_is_stable(value: float) -> None:
     """Against long doubles where those suffice, and finite and ordered where they do not."""
     gaps = [0.0, 1e-12, 1e-7, 1e-3, 0.5, 1.0, 20.0, 45.0]
     perturbed = [1.25 - gap for gap in gaps]
-    got = conditioned(value, -2.0, perturbed)
+    got = [conditioned(value, one - 2.0, ahead=gap) for one, gap in zip(perturbed, gaps, strict=True)]
     assert got[0] == value and got == sorted(got, reverse=True)
     exact = np.array(perturbed, np.longdouble) - 2
     want = -np.log(np.exp(-np.longdouble(value)) - np.exp(-exact[0]) + np.exp(-exact))
     if abs(value) < 10:
         assert got == pytest.approx(want.astype(float).tolist(), abs=1e-9)
-    far = conditioned(value, -800.0, [900.0, 899.0, 0.0, -900.0])
+    far = [conditioned(value, one - 800.0, ahead=900.0 - one) for one in (900.0, 899.0, 0.0, -900.0)]
     assert all(math.isfinite(one) for one in far) and far == sorted(far, reverse=True)
 
 
