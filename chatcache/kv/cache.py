@@ -238,16 +238,22 @@ class KVCache:
         else:
             self.pool.describe(page, content)
 
-    def turn_pages(self, filled: Sequence[tuple[PageTable, bytes]]) -> list[int] | None:
-        """Commit to each table the tokens that fill all it has reserved, and give each one more page: all, or None.
+    def turn_pages(self, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
+        """Note that each table's last page is full, and give each one more page: all of them, or None and no change.
 
-        Returns the new pages, told to nobody else: the tables count them as known to the runner.
+        `tokens` are the pages' tokens, one page after another, those included that the tables know: some or all.
+        Returns the new pages; the tables take them for known to the runner, so the caller has to tell it.
         """
-        pages = self.pool.allocate(len(filled))
+        pages = self.pool.allocate(len(tables))
         if pages is None:
             return None
-        for (table, tokens), page in zip(filled, pages, strict=True):
-            self.commit(table, tokens)
+        size, start = self._page_bytes, 0
+        for table, page in zip(tables, pages, strict=True):
+            if table.num_tokens < table.num_reserved:
+                content = page_content(table.key, tokens[start : start + size])
+                self._publish(table.own[-1], content)
+                table.num_tokens, table.key, table.tail = table.num_reserved, content.key, b""
+            start += size
             table.own.append(page)
             table.num_reserved += self.page_size
             table.changed_from += 1

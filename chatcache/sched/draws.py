@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,6 @@ from chatcache.decode.actions import DrawSpec
 from chatcache.sched.plan import I32, Draws, LogitEdit, LogitMask
 
 MASK_64 = 2**64 - 1
-_ARRAYS = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
 
 
 def draws_of(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
@@ -34,45 +35,48 @@ def draws_of(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence
 
 def joined(first: Draws, second: Draws) -> Draws:
     """Put `second`, which has neither edits nor masks, after `first`."""
-    arrays = {name: np.concatenate((getattr(first, name), getattr(second, name))) for name in _ARRAYS}
-    return Draws(**arrays, edits=first.edits, masks=first.masks)
-
-
-class DrawTable:
-    """One spec without edit and mask per slot, ready to be gathered."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._draws = draws_of([DrawSpec()] * num_slots, [0] * num_slots, [0] * num_slots)
-
-    def put(self, slot: int, spec: DrawSpec) -> None:
-        table = self._draws
-        table.width[slot] = spec.width
-        table.seed[slot] = spec.seed & MASK_64
-        table.lane[slot] = spec.lane
-        table.temperature[slot] = spec.temperature
-        table.top_k[slot] = spec.top_k
-        table.top_p[slot] = spec.top_p
-        table.min_p[slot] = spec.min_p
-        table.num_top[slot] = spec.num_top
-
-    def take(self, slots: NDArray[np.intp]) -> Draws:
-        """Return the specs of `slots` as draws of rows and positions yet unknown."""
-        return Draws(**{name: getattr(self._draws, name)[slots] for name in _ARRAYS})
+    pairs = zip(arrays_of(first), arrays_of(second), strict=True)
+    return replace(_draws([np.concatenate(pair) for pair in pairs]), edits=first.edits, masks=first.masks)
 
 
 def placed(draws: Draws, row: I32, position: I32) -> Draws:
-    """Return the same draws from other rows and positions; they share all other arrays."""
-    return Draws(
-        row,
-        draws.width,
-        draws.seed,
-        draws.lane,
-        position,
-        draws.temperature,
-        draws.top_k,
-        draws.top_p,
-        draws.min_p,
-        draws.num_top,
-        draws.edits,
-        draws.masks,
+    """Return draws without edits and masks from other rows and positions; they share all other arrays."""
+    _, width, seed, lane, _, *rest = arrays_of(draws)
+    return _draws((row, width, seed, lane, position, *rest))
+
+
+def arrays_of(draws: Draws) -> tuple[NDArray[Any], ...]:
+    """Return the arrays in the order in which `Draws` takes them."""
+    return (
+        *(draws.row, draws.width, draws.seed, draws.lane, draws.position),
+        *(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.num_top),
     )
+
+
+def _draws(arrays: Sequence[NDArray[Any]]) -> Draws:
+    row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top = arrays
+    return Draws(row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top)
+
+
+# A table of draws: one `Draws` whose cells are written one by one, and from which plans are copied.
+
+
+def blank_draws(num_draws: int) -> Draws:
+    return draws_of([DrawSpec()] * num_draws, [0] * num_draws, [0] * num_draws)
+
+
+def put(table: Draws, place: int, spec: DrawSpec) -> None:
+    """Write a spec without edit and mask into a table."""
+    table.width[place] = spec.width
+    table.seed[place] = spec.seed & MASK_64
+    table.lane[place] = spec.lane
+    table.temperature[place] = spec.temperature
+    table.top_k[place] = spec.top_k
+    table.top_p[place] = spec.top_p
+    table.min_p[place] = spec.min_p
+    table.num_top[place] = spec.num_top
+
+
+def first_of(table: Draws, count: int) -> Draws:
+    """Copy the first `count` draws of a table."""
+    return _draws([array[:count].copy() for array in arrays_of(table)])

@@ -7,61 +7,48 @@ nothing is looked up; once in `page_size` steps its page is full, which `turn_pa
     enter   a drawn branch has been extended, and its next step is clear
     leave   somebody is about to touch its pages: fork, close, preempt; or there is no page left for it
 
-The page table of a steady branch lags behind: the tokens computed since it was last told are in `branch.outputs` and
-counted here; `flush` tells it. Whoever reads what a table says of its tokens flushes first, whoever changes a table
-lets the branch leave first (which flushes).
+The page table of a steady branch lags behind by up to a page: what has been computed of the page being filled is kept
+here, and told to the table when the page is full or somebody wants to know (`flush`). Whoever reads what a table says
+of its tokens flushes first; whoever changes a table lets the branch leave first, which flushes, too.
+
+    place         0    1    2    3    4              who leaves, leaves a hole; before the next step the rest moves up,
+    branch       b7   b9    -   b4   b12             sorted by the order of service
+    num_computed 31   80    .   64   17
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chatcache.kv.cache import KVCache
 from chatcache.kv.keys import TOKEN_BYTES
-from chatcache.kv.pool import BrokenInvariant
-from chatcache.kv.table import PageTable
-from chatcache.sched.draws import DrawTable, placed
+from chatcache.sched.draws import arrays_of, blank_draws, first_of, placed, put
 from chatcache.sched.plan import I32, Draws, Rows
 from chatcache.sched.request import Branch, LiveRequest
 
 NO_TOKEN = -1  # drawn, and not extended since
 ORDINAL_BITS = 20
-
 _NO_UPDATES = np.zeros((0, 3), np.int32)
-_NO_POSITIONS = np.zeros(0, np.int32)
-
-Slots = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyRows:
-    """The steady branches of one step in the order of service: one row of one token, and one draw of it, each.
+    """The steady branches of one step, the oldest request's first: one row of one token, and one draw of it, each.
 
-    Shapes: slots [B], and so are the arrays of `rows` and `draws`. `draws.row` counts from 0.
+    Everything is parallel to `branches`; `draws.row` counts from 0.
     """
 
-    slots: Slots
     branches: list[Branch]
     rows: Rows
     draws: Draws
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What stays the same from step to step while nobody enters or leaves; in the order of service, [B] each."""
-
-    slots: Slots
-    branches: list[Branch]
-    row_slots: I32
-    ones: I32
-    draws: Draws
-
-
 class SteadyBranches:
-    """Those of the branches with a slot that are steady. Arrays are by slot.
+    """Those of the branches with a slot that are steady. Arrays are by place, but for the two that say otherwise.
 
     `unsettled`: running requests with a branch that is not steady; they have to be served branch by branch.
     """
@@ -70,16 +57,27 @@ class SteadyBranches:
         self.unsettled: set[LiveRequest] = set()
         self.num_branches = 0
         self._kv = kv
+        self._num_places = 0
+        self._is_taken = np.zeros(num_slots, bool)
         self._branches = np.full(num_slots, None, object)
-        self._is_steady = np.zeros(num_slots, bool)
+        self._tables = np.full(num_slots, None, object)
+        self._slot = np.zeros(num_slots, np.int32)
         self._turn = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int32)
-        self._num_counted = np.zeros(num_slots, np.int32)  # of those, how many its request was told of
+        self._num_counted = np.zeros(num_slots, np.int32)  # how many of those its request was told of
         self._num_reserved = np.zeros(num_slots, np.int32)
         self._next_token = np.zeros(num_slots, np.int32)
-        self._token_at = self._next_token.data  # the same cells: one is reached faster so
-        self._specs = DrawTable(num_slots)
-        self._known_order: _Order | None = None
+        self._cell = np.zeros(num_slots, np.int64)  # where in `_page_tokens` the next token goes
+        self._draws = blank_draws(num_slots)
+        self._page_tokens = np.zeros(num_slots * kv.page_size, "<i4")  # by slot: those of the page being filled
+        self._place = np.zeros(num_slots, np.int32)  # by slot
+        self._place_at, self._token_at = self._place.data, self._next_token.data  # the same: one cell is faster so
+        self._arrays: tuple[NDArray[Any], ...] = (
+            *(self._branches, self._tables, self._slot, self._turn, self._num_computed, self._num_counted),
+            *(self._num_reserved, self._next_token, self._cell, *arrays_of(self._draws)),
+        )
+        self._in_order = True
+        self._standing: SteadyRows | None = None  # what stays the same of `rows` while nobody comes or goes
 
     # -- who is steady --------------------------------------------------------------------------------------------
 
@@ -93,15 +91,22 @@ class SteadyBranches:
         specs = request.strategy.draws(branch.id)
         if len(specs) != 1 or specs[0].edit is not None or specs[0].mask is not None:
             return
-        slot = branch.slot
-        self._specs.put(slot, specs[0])
-        self._branches[slot] = branch
-        self._is_steady[slot] = branch.is_steady = True
-        self._turn[slot] = (request.turn << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
-        self._num_computed[slot] = self._num_counted[slot] = table.num_tokens
-        self._num_reserved[slot] = table.num_reserved
-        self._next_token[slot] = int.from_bytes(branch.outputs[-TOKEN_BYTES:], "little", signed=True)
-        self._known_order = None
+        if self._num_places == len(self._slot):
+            self._move_up()
+        place, slot, size = self._num_places, branch.slot, self._kv.page_size
+        self._is_taken[place] = branch.is_steady = True
+        self._branches[place], self._tables[place] = branch, table
+        self._slot[place], self._place[slot] = slot, place
+        self._turn[place] = (request.turn << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
+        self._num_computed[place] = self._num_counted[place] = table.num_tokens
+        self._num_reserved[place] = table.num_reserved
+        self._next_token[place] = int.from_bytes(branch.outputs[-TOKEN_BYTES:], "little", signed=True)
+        self._cell[place] = (slot + 1) * size - (table.num_reserved - table.num_tokens)
+        self._page_tokens[slot * size : slot * size + table.num_tail_tokens] = np.frombuffer(table.tail, "<i4")
+        put(self._draws, place, specs[0])
+        self._in_order = self._in_order and (place == 0 or bool(self._turn[place - 1] < self._turn[place]))
+        self._standing = None
+        self._num_places += 1
         self.num_branches += 1
         request.num_steady += 1
 
@@ -111,21 +116,23 @@ class SteadyBranches:
             return
         if not forget:
             self.flush(branch)
-        self._branches[branch.slot] = None
-        self._is_steady[branch.slot] = branch.is_steady = False
-        self._known_order = None
+        place = self._place_at[branch.slot]
+        self._branches[place] = self._tables[place] = None
+        self._is_taken[place] = branch.is_steady = self._in_order = False
+        self._standing = None
         self.num_branches -= 1
         branch.request.num_steady -= 1
         self.unsettled.add(branch.request)
 
     def flush(self, branch: Branch) -> None:
         """Tell a steady branch's table of all that has been computed."""
-        table = branch.table
-        if branch.is_steady and table is not None:
-            num_computed = int(self._num_computed[branch.slot])
-            self._kv.commit(table, branch.span(table.num_tokens, num_computed))
-            branch.request.num_computed_tokens += num_computed - int(self._num_counted[branch.slot])
-            self._num_counted[branch.slot] = num_computed
+        if not branch.is_steady:
+            return
+        place = self._place_at[branch.slot]
+        table, num_computed, stop = self._tables[place], int(self._num_computed[place]), int(self._cell[place])
+        self._kv.commit(table, self._page_tokens[stop - (num_computed - table.num_tokens) : stop].tobytes())
+        branch.request.num_computed_tokens += num_computed - int(self._num_counted[place])
+        self._num_counted[place] = num_computed
 
     def flush_all(self) -> None:
         for branch in self._members():
@@ -135,17 +142,13 @@ class SteadyBranches:
         for branch in self._members():
             self.leave(branch)
 
-    def _members(self) -> list[Branch]:
-        members: list[Branch] = self._branches[self._is_steady].tolist()
-        return members
-
     def is_drawn(self, branch: Branch) -> bool:
         """Say whether a steady branch waits for its next token."""
-        return self._token_at[branch.slot] == NO_TOKEN
+        return self._token_at[self._place_at[branch.slot]] == NO_TOKEN
 
     def extend(self, branch: Branch, token: int) -> None:
         """Append `token` to a steady branch that was drawn."""
-        self._token_at[branch.slot] = token
+        self._token_at[self._place_at[branch.slot]] = token
         branch.append(token)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -155,58 +158,70 @@ class SteadyBranches:
 
         Branches that nobody extended since they were drawn have nothing to compute: they go, too.
         """
-        slots = self._order().slots
-        for branch in self._branches[slots[self._next_token[slots] == NO_TOKEN]].tolist():
-            self.leave(branch)
-        slots = self._order().slots
-        full = slots[self._num_computed[slots] == self._num_reserved[slots]]
+        self._move_up()
+        if (undecided := self._next_token[: self._num_places] == NO_TOKEN).any():
+            for branch in self._branches[: self._num_places][undecided].tolist():
+                self.leave(branch)
+            self._move_up()
+        count = self._num_places
+        full = np.flatnonzero(self._num_computed[:count] == self._num_reserved[:count])
         if not len(full):
             return _NO_UPDATES
-        branches: list[Branch] = self._branches[full].tolist()
-        pages = self._kv.turn_pages([_filled(branch) for branch in branches])
+        size, slots = self._kv.page_size, self._slot[full]
+        tokens = self._page_tokens.reshape(-1, size)[slots].tobytes()
+        pages = self._kv.turn_pages(self._tables[full].tolist(), tokens)
         if pages is None:
-            for branch in branches:
+            for branch in self._branches[full].tolist():
                 self.leave(branch)
             return _NO_UPDATES
-        index = self._num_reserved[full] // self._kv.page_size
-        self._num_reserved[full] += self._kv.page_size
-        return np.stack((full, index, pages), axis=1).astype(np.int32)
+        updates = np.empty((len(full), 3), np.int32)
+        updates[:, 0] = slots
+        updates[:, 1] = self._num_reserved[full] // size
+        updates[:, 2] = pages
+        self._num_reserved[full] += size
+        self._cell[full] -= size
+        return updates
 
     def rows(self) -> SteadyRows:
         """Lay out one row and one draw of every steady branch."""
-        order = self._order()
-        start = self._num_computed[order.slots]
+        self._move_up()
+        count, standing = self._num_places, self._standing
+        if standing is None:
+            slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
+            draws = placed(first_of(self._draws, count), numbers, numbers)
+            standing = SteadyRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws)
+            self._standing = standing
+        start, rows, draws = self._num_computed[:count].copy(), standing.rows, standing.draws
         return SteadyRows(
-            order.slots,
-            order.branches,
-            Rows(order.row_slots, start, order.ones, self._next_token[order.slots]),
-            placed(order.draws, order.draws.row, start + 1),
+            standing.branches,
+            Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy()),
+            placed(draws, draws.row, start + 1),
         )
 
     def advance(self, rows: SteadyRows) -> None:
-        """Note that the rows have been computed and drawn."""
-        slots = rows.slots[self._is_steady[rows.slots]]  # nobody enters between plan and commit, but some may leave
-        self._num_computed[slots] += 1
-        self._next_token[slots] = NO_TOKEN
+        """Note that the rows have been computed and drawn. Nobody enters between plan and commit."""
+        count = len(rows.branches)
+        self._page_tokens[self._cell[:count]] = rows.rows.tokens
+        self._cell[:count] += 1
+        self._num_computed[:count] += 1
+        self._next_token[:count] = NO_TOKEN
 
-    def _order(self) -> _Order:
-        """Return the steady branches in the order of service: oldest request first, its branches as they came."""
-        order = self._known_order
-        if order is None:
-            slots = np.flatnonzero(self._is_steady)
-            slots = slots[np.argsort(self._turn[slots])]
-            count = len(slots)
-            draws = placed(self._specs.take(slots), np.arange(count, dtype=np.int32), _NO_POSITIONS)
-            order = _Order(
-                slots, self._branches[slots].tolist(), slots.astype(np.int32), np.ones(count, np.int32), draws
-            )
-            self._known_order = order
-        return order
+    def _members(self) -> list[Branch]:
+        members: list[Branch] = self._branches[self._is_taken].tolist()
+        return members
 
-
-def _filled(branch: Branch) -> tuple[PageTable, bytes]:
-    """Return the table and the tokens it has yet to hear of: all but the newest, which is yet to be computed."""
-    table = branch.table
-    if table is None:
-        raise BrokenInvariant(f"branch {branch.id} of {branch.request.request_id} is steady without pages")
-    return table, branch.span(table.num_tokens, branch.num_tokens - 1)
+    def _move_up(self) -> None:
+        """Close the holes and restore the order of service: the oldest request first, its branches as they came."""
+        if self._in_order:
+            return
+        places = np.flatnonzero(self._is_taken)
+        turns = self._turn[places]
+        if (turns[1:] < turns[:-1]).any():
+            places = places[np.argsort(turns)]
+        count = self._num_places = len(places)
+        for array in self._arrays:
+            array[:count] = array[places]
+        self._branches[count:] = self._tables[count:] = None
+        self._is_taken[:count], self._is_taken[count:] = True, False
+        self._place[self._slot[:count]] = np.arange(count, dtype=np.int32)
+        self._in_order = True
