@@ -72,10 +72,11 @@ class SteadyBranches:
         self._page_tokens = np.zeros(num_slots * kv.page_size, "<i4")  # by slot: those of the page being filled
         self._place = np.zeros(num_slots, np.int32)  # by slot
         self._place_at, self._token_at = self._place.data, self._next_token.data  # the same: one cell is faster so
-        self._arrays: tuple[NDArray[Any], ...] = (
+        self._arrays: list[NDArray[Any]] = [
             *(self._branches, self._tables, self._slot, self._turn, self._num_computed, self._num_counted),
-            *(self._num_reserved, self._next_token, self._cell, *arrays_of(self._draws)),
-        )
+            *(self._num_reserved, self._next_token, self._cell),
+        ]
+        self._arrays += arrays_of(self._draws)
         self._in_order = True
         self._standing: SteadyRows | None = None  # what stays the same of `rows` while nobody comes or goes
 
