@@ -22,6 +22,7 @@ from chatcache.errors import EngineFault, InvalidRequest, Overloaded
 from chatcache.kv.audit import PageUsage, check, page_usage
 from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
+from chatcache.sched.audit import check_tokens
 from chatcache.sched.batch import Step
 from chatcache.sched.cost import RECOMPUTE, CostModel
 from chatcache.sched.fairness import FAIR, VirtualCounters
@@ -294,7 +295,9 @@ class Engine:
 
     def check(self) -> None:
         """Verify pages, tables and reference counts against each other. Raises: BrokenInvariant."""
-        check(self._kv, self._scheduler.tables(), [request.host_pages for request in self._scheduler.requests()])
+        tables = self._scheduler.tables()
+        check(self._kv, tables, [request.host_pages for request in self._scheduler.requests()])
+        check_tokens(self._kv, self._scheduler.running)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that finished requests left behind; refused (False) while requests run."""

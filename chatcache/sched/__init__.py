@@ -13,5 +13,6 @@ that decodes one token are all the same case.
     batch.py      collects the granted rows of one step and turns them into a plan
     draws.py      what to draw, as arrays
     queue.py      admission: who may start, who waits for a twin
+    audit.py      the proof that tables know their branches' tokens
     scheduler.py  the loop's two halves: plan() before the runner, commit() and apply() after it
 """
