@@ -241,7 +241,7 @@ class KVCache:
     def turn_pages(self, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
         """Note that each table's last page is full, and give each one more page: all of them, or None and no change.
 
-        `tokens` are the pages' tokens, one page after another, those included that the tables know: some or all.
+        For tables that are filling the last, private page of all they have reserved. `tokens` are the pages' tokens, one page after another, those included that the tables know: some or all.
         Returns the new pages; the tables take them for known to the runner, so the caller has to tell it.
         """
         pages = self.pool.allocate(len(tables))

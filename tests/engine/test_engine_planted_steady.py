@@ -1,4 +1,4 @@
-"""What steady branches put off, leave out or keep is kept right: each of these plausible bugs makes the property fail."""
+"""Nothing is lost that steady branches put off or keep: each of these plausible bugs makes the property fail."""
 
 from __future__ import annotations
 

@@ -215,8 +215,8 @@ class Machine:
             line.num_public = min(line.num_public, kept // self.page_size)
 
     def turn_pages(self) -> None:
-        """Lines fill what they have reserved without telling; then all of them get one more page, or none."""
-        lines = [line for line in self.lines if line.table.num_reserved > len(line.tokens)][:3]
+        """Lines fill the private page they are at without telling; then all of them get one more page, or none."""
+        lines = [line for line in self.lines if self.is_at_its_last_page(line.table)][:3]
         for line in lines:
             line.is_told()
         filled: list[tuple[PageTable, bytes]] = []
@@ -225,12 +225,17 @@ class Machine:
             assert self.read(line.row, len(line.tokens)) == line.cells
             self.write(line, new)
             filled.append((line.table, token_bytes(new)))
-        pages = self.kv.turn_pages(filled)
+        whole = [table.tail + tokens for table, tokens in filled]
+        pages = self.kv.turn_pages([line.table for line in lines], b"".join(whole))
         for number, line in enumerate(lines):
             if pages is None:
                 self.kv.commit(*filled[number])
             else:
                 line.row.append(pages[number])
+
+    def is_at_its_last_page(self, table: PageTable) -> bool:
+        num_left = table.num_reserved - table.num_tokens
+        return 0 < num_left <= self.page_size and table.num_reserved > table.num_public_pages * self.page_size
 
     def close(self) -> None:
         if self.lines:
