@@ -241,8 +241,9 @@ class KVCache:
     def turn_pages(self, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
         """Note that each table's last page is full, and give each one more page: all of them, or None and no change.
 
-        For tables that are filling the last, private page of all they have reserved. `tokens` are the pages' tokens, one page after another, those included that the tables know: some or all.
-        Returns the new pages; the tables take them for known to the runner, so the caller has to tell it.
+        For tables that are filling the last page they have reserved, a private one. `tokens` are the pages' tokens, one
+        page after another, those included that the tables know: some or all. Returns the new pages; the tables take
+        them for known to the runner, so the caller has to tell it.
         """
         pages = self.pool.allocate(len(tables))
         if pages is None:

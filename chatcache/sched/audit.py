@@ -18,9 +18,7 @@ def check_tokens(kv: KVCache, running: Iterable[LiveRequest]) -> None:
     for request in running:
         for branch in request.branches.values():
             if branch.table is not None and _known_tokens(kv, branch.table) != branch.span(0, branch.table.num_tokens):
-                raise BrokenInvariant(
-                    f"branch {branch.id} of {request.request_id}: its pages know other tokens"
-                )
+                raise BrokenInvariant(f"branch {branch.id} of {request.request_id}: its pages know other tokens")
 
 
 def _known_tokens(kv: KVCache, table: PageTable) -> bytes | None:
