@@ -16,7 +16,7 @@ FINISH_CANCELLED = "cancelled"
 MAX_N = 64
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1) of one request: they cross the bus in one frame
+MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1) of one request: what one answer carries
 
 
 def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
@@ -144,7 +144,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     fork_of: ForkPoint | None = None
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """Natural log-probability of the chosen token under the model's raw logits, and the `top` alternatives."""
 
     logprob: float

@@ -7,10 +7,11 @@ so a frame that is not one of them is refused before anything acts on it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.errors import (
@@ -23,9 +24,19 @@ from chatcache.errors import (
     Overloaded,
     UnsupportedParameter,
 )
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
+from chatcache.types import (
+    EngineEvent,
+    EngineHealth,
+    Explanation,
+    GenerateRequest,
+    ModelFacts,
+    PageAccounts,
+    Started,
+    TokenLogprob,
+)
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
+PART_LOGPROBS = 4096
 _HEADER = struct.Struct(">I")
 _KINDS: dict[str, type[ChatcacheError]] = {
     kind.__name__: kind
@@ -126,6 +137,16 @@ class Accounted(msgspec.Struct, frozen=True, tag="accounted"):
     value: PageAccounts
 
 
+class Scored(msgspec.Struct, frozen=True, tag="scored"):
+    """Prompt log-probabilities of a request whose `Started` comes behind without them.
+
+    There may be hundreds of thousands: they travel in parts, and stay encoded until somebody reads them.
+    """
+
+    request_id: str
+    part: bytes
+
+
 class Events(msgspec.Struct, frozen=True, tag="events"):
     """One step's events; `health` is there when the last one told is older than a moment."""
 
@@ -135,10 +156,11 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
 
 Command = Boot | Submit | Abort | Ask | Explain | Stop
 Reply = Answer | Explained | Accounted
-Notice = Loading | Loaded | LoadFailed | Reply | Events
+Notice = Loading | Loaded | LoadFailed | Reply | Scored | Events
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_scores: msgspec.msgpack.Decoder[list[TokenLogprob | None]] = msgspec.msgpack.Decoder(list[TokenLogprob | None])
 _notices: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 
 
@@ -159,6 +181,11 @@ def encode_notice(notice: Notice) -> Iterator[bytes]:
 
     An answer that does not fit becomes a fault. Raises: FrameTooLarge for a single event that does not.
     """
+    if isinstance(notice, Events):
+        for event in notice.events:
+            if isinstance(event, Started) and event.prompt_logprobs:
+                yield from _encode_scores(event)
+        notice = Events(tuple(map(_without_scores, notice.events)), notice.health)
     try:
         yield encode(notice)
     except FrameTooLarge as error:
@@ -175,6 +202,24 @@ def encode_notice(notice: Notice) -> Iterator[bytes]:
 def decode_command(body: bytes) -> Command:
     """Raises: msgspec.DecodeError or ValidationError for anything that is not a command."""
     return _commands.decode(body)
+
+
+def _without_scores(event: EngineEvent) -> EngineEvent:
+    return replace(event, prompt_logprobs=()) if isinstance(event, Started) else event
+
+
+def _encode_scores(event: Started) -> Iterator[bytes]:
+    """Frame a prompt's log-probabilities in parts of about `PART_LOGPROBS`."""
+    entries = event.prompt_logprobs
+    last = entries[-1]
+    step = max(1, PART_LOGPROBS // (1 + (len(last.top) if last is not None else 0)))
+    for start in range(0, len(entries), step):
+        yield encode(Scored(event.request_id, _encoder.encode(entries[start : start + step])))
+
+
+def decode_scores(parts: Iterable[bytes]) -> tuple[TokenLogprob | None, ...]:
+    """Put the parts of a prompt's log-probabilities together. Takes a while: for a thread beside the event loop."""
+    return tuple(entry for part in parts for entry in _scores.decode(part))
 
 
 class _Call(msgspec.Struct):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from chatcache.bus.codec import Command, Events, Loaded, LoadFailed, Notice, Reply, Stop, from_fault, to_fault
+from chatcache.bus.codec import Command, Events, Loaded, LoadFailed, Notice, Reply, Scored, Stop, from_fault, to_fault
 from chatcache.bus.loop import SteppedEngine, run_engine
 from chatcache.bus.switchboard import Switchboard
 from chatcache.errors import ChatcacheError, EngineFault
@@ -135,7 +135,7 @@ class ThreadedEngine:
             loop.call_soon_threadsafe(self._receive, notice)
 
     def _receive(self, notice: Notice) -> None:
-        if isinstance(notice, Reply | Events):
+        if isinstance(notice, Reply | Scored | Events):
             self._board.receive(notice)
         elif isinstance(notice, Loaded):
             self.facts, self._board.health = notice.facts, notice.health

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from msgspec.structs import replace
+
+from chatcache.bus.codec import decode_scores
 from chatcache.errors import InvalidRequest, NotFound
-from chatcache.types import TERMINAL, EngineEvent, Failed
+from chatcache.types import TERMINAL, EngineEvent, Failed, Started
 
 RETENTION_S = 60.0
 
@@ -20,6 +23,7 @@ class EventLog:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.scores: list[bytes] = []  # the prompt's log-probabilities, as they came (`codec.Scored`)
         self._events: list[EngineEvent] = []
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -96,6 +100,12 @@ class EventLogs:
             loop = asyncio.get_running_loop()
             self._expiry[log.request_id] = loop.call_later(self._retention_s, self.drop, log.request_id)
 
+    def add_scores(self, request_id: str, part: bytes) -> None:
+        """File prompt log-probabilities, ahead of the `Started` that tells of them."""
+        log = self._logs.get(request_id)
+        if log is not None:
+            log.scores.append(part)
+
     def drop(self, request_id: str) -> None:
         """Forget a log; readers already on it read to its end. Unknown ids are ignored."""
         self._logs.pop(request_id, None)
@@ -117,6 +127,8 @@ class EventLogs:
         if log is None:
             raise NotFound(f"request {request_id!r} is not known")
         async for event in log.read(after):
+            if isinstance(event, Started) and log.scores:
+                event = replace(event, prompt_logprobs=await asyncio.to_thread(decode_scores, log.scores))
             if isinstance(event, TERMINAL):
                 self.drop(request_id)
             yield event

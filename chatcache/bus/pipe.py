@@ -22,6 +22,7 @@ from chatcache.bus.codec import (
     Loading,
     Notice,
     Reply,
+    Scored,
     Stop,
     from_fault,
 )
@@ -221,7 +222,7 @@ class EngineProcess:
 
     def _receive(self, notice: Notice) -> None:
         self._heard_at = time.monotonic()
-        if isinstance(notice, Reply | Events):
+        if isinstance(notice, Reply | Scored | Events):
             self._board.receive(notice)
         elif isinstance(notice, Loading):
             self._load_fraction, self._detail = notice.fraction, notice.detail

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, cast
 
-from chatcache.bus.codec import Abort, Answer, Ask, Command, Events, Explain, Reply, Submit, from_fault
+from chatcache.bus.codec import Abort, Answer, Ask, Command, Events, Explain, Reply, Scored, Submit, from_fault
 from chatcache.bus.log import RETENTION_S, EventLogs
 from chatcache.errors import ChatcacheError
 from chatcache.types import EngineEvent, EngineHealth, Explanation, Finished, GenerateRequest, PageAccounts
@@ -70,8 +70,11 @@ class Switchboard:
         finally:
             del self._calls[call]
 
-    def receive(self, notice: Reply | Events) -> None:
+    def receive(self, notice: Reply | Scored | Events) -> None:
         """File what the engine said."""
+        if isinstance(notice, Scored):
+            self._logs.add_scores(notice.request_id, notice.part)
+            return
         if isinstance(notice, Reply):
             future = self._calls.get(notice.call)
             if future is not None and not future.done():

@@ -7,6 +7,8 @@ from chatcache.errors import ChatcacheError, EngineFault
 from chatcache.sched.request import LiveRequest
 from chatcache.types import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 
+MAX_TOKENS_PER_EVENT = 4096  # what a search holds back may be long, and has to travel
+
 
 class Outbox:
     """Numbers and keeps events. `open` and a terminal event frame every accepted request."""
@@ -34,7 +36,10 @@ class Outbox:
         match output:
             case Emit(index, token_ids, logprobs):
                 request.num_output_tokens += len(token_ids)
-                self._events.append(Tokens(request.request_id, self._next(request), index, token_ids, logprobs))
+                for start in range(0, len(token_ids), MAX_TOKENS_PER_EVENT):
+                    part = slice(start, start + MAX_TOKENS_PER_EVENT)
+                    seq = self._next(request)
+                    self._events.append(Tokens(request.request_id, seq, index, token_ids[part], logprobs[part]))
             case Done(index, finish_reason, stop_reason, score):
                 self._events.append(
                     CandidateDone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chatcache.gateway.jsonio import encoded
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import TokenLogprob
 
@@ -20,7 +21,7 @@ def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[T
 
 
 def prompt_logprobs(tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> list[object]:
-    """vLLM's shape: per prompt token, its own and the top tokens by id; None for the first.
+    """vLLM's shape: per prompt token, its own and the top tokens by id; None for the first. Rows are encoded already.
 
     `rank` is None for a token beyond the alternatives asked for.
     """
@@ -35,7 +36,7 @@ def prompt_logprobs(tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[
             rows.append(None)
             continue
         row = {str(other): entry(other, logprob, rank) for rank, (other, logprob) in enumerate(scored.top, start=1)}
-        rows.append({str(token): row.pop(str(token), entry(token, scored.logprob, None)), **row})
+        rows.append(encoded({str(token): row.pop(str(token), entry(token, scored.logprob, None)), **row}))
     return rows
 
 

@@ -93,11 +93,16 @@ def notices_of(notice: codec.Notice) -> list[codec.Notice]:
     return [codec.decode_notice(body) for body in bodies]
 
 
-@pytest.mark.parametrize("num_top", [0, MAX_TOP_LOGPROBS])
-def test_the_most_prompt_logprobs_that_are_admitted_fit_a_frame(num_top: int) -> None:
-    entry = TokenLogprob(-1.5, ((2**17, -1.5),) * num_top)
-    started = Started("r" * 256, 1, 1, 0, (entry,) * (MAX_PROMPT_LOGPROBS // (num_top + 1)))
-    assert notices_of(codec.Events((started,))) == [codec.Events((started,))]
+@pytest.mark.parametrize("num_top", [0, 1, MAX_TOP_LOGPROBS])
+def test_the_most_prompt_logprobs_that_are_admitted_go_in_small_parts(num_top: int) -> None:
+    entries = (None, *[TokenLogprob(-1.5, ((2**17, -1.5),) * num_top)] * (MAX_PROMPT_LOGPROBS // (num_top + 1) - 1))
+    started, other = Started("r", 1, 1, 0, entries), Failed("s", 1, "no")
+    frames = list(codec.encode_notice(codec.Events((other, started), EngineHealth(ready=True))))
+    assert max(map(len, frames)) < 200_000, "none takes long to read"
+    *parts, events = [codec.decode_notice(body) for body in codec.FrameBuffer().feed(b"".join(frames))]
+    assert events == codec.Events((other, Started("r", 1, 1, 0)), EngineHealth(ready=True))
+    assert all(isinstance(part, codec.Scored) and part.request_id == "r" for part in parts)
+    assert codec.decode_scores(part.part for part in parts if isinstance(part, codec.Scored)) == entries
 
 
 def test_events_over_one_frame_go_in_several_in_order_the_health_last() -> None:

@@ -11,7 +11,16 @@ from chatcache.bus.inproc import ThreadedEngine
 from chatcache.bus.pipe import EngineProcess
 from chatcache.config import EngineConfig
 from chatcache.errors import ContextTooLong, InvalidRequest, Overloaded
-from chatcache.types import BeamSearchParams, EngineEvent, Finished, GenerateRequest, Params, SamplingParams, Tokens
+from chatcache.types import (
+    BeamSearchParams,
+    EngineEvent,
+    Finished,
+    GenerateRequest,
+    Params,
+    SamplingParams,
+    Started,
+    Tokens,
+)
 from tests.bus.bus_engines import FAST, build_fake
 
 Client = ThreadedEngine | EngineProcess
@@ -127,3 +136,13 @@ async def test_a_full_queue_refuses_and_what_was_accepted_ends(client: Client) -
         assert isinstance([event async for event in client.events(request_id)][-1], Finished)
     await client.submit(long(0, max_tokens=3))
     assert len(tokens_of([event async for event in client.events("r0")])[0]) == 3
+
+
+async def test_prompt_logprobs_cross_as_the_engine_says_them(client: Client) -> None:
+    prompt = tuple(number % 64 for number in range(900))
+    params = SamplingParams(max_tokens=2, prompt_logprobs=20)
+    request = GenerateRequest(request_id="r", prompt=prompt, params=params)
+    await client.submit(request)
+    events = [event async for event in client.events("r")]
+    assert events == alone(request)
+    assert isinstance(events[0], Started) and len(events[0].prompt_logprobs) == 900
