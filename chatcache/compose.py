@@ -26,14 +26,17 @@ Progress = Callable[[float, str], None]
 def build_engine(config: EngineConfig, progress: Progress | None = None, *, need_tokenizer: bool = True) -> Engine:
     """Load the model into an engine. `progress` hears a fraction 0..1 and what is being done.
 
-    Without `need_tokenizer` a folder may lack one: token ids go in and come out, stop strings are not available.
+    Without `need_tokenizer` a folder may lack one: token ids go in and come out; there are no stop strings then, and no
+    structured outputs.
     Raises: ModelFolderError naming the file and the reason.
     """
     from chatcache.engine.engine import Engine
 
     tokenizer = load_tokenizer(config) if need_tokenizer or has_tokenizer(config) else None
     runner = load_runner(config, progress)
-    return Engine(runner, runner.facts, config, token_bytes=tokenizer.token_bytes if tokenizer else None)
+    if tokenizer is None:
+        return Engine(runner, runner.facts, config)
+    return Engine(runner, runner.facts, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
 
 
 def load_runner(config: EngineConfig, progress: Progress | None = None) -> Runner:

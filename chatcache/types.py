@@ -41,6 +41,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     choice: tuple[str, ...] = ()
     grammar: str | None = None
 
+    def __post_init__(self) -> None:
+        _as_tuples(self, "choice")
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
     """How to draw `n` candidates for one prompt.

@@ -22,6 +22,7 @@ from chatcache.bus.codec import (
     Submit,
     to_fault,
 )
+from chatcache.bus.verdicts import Verdicts
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest
 from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
 
@@ -40,6 +41,7 @@ class SteppedEngine(Protocol):
     def facts(self) -> ModelFacts: ...
     def add(self, request: GenerateRequest) -> Any: ...
     def abort(self, request_id: str) -> Any: ...
+    def is_preparing(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
     def step(self) -> Sequence[EngineEvent]: ...
     def health(self) -> EngineHealth: ...
@@ -63,6 +65,7 @@ class Inbox(Protocol):
 def run_engine(engine: SteppedEngine, inbox: Inbox, send: Send) -> None:
     """Serve commands until `Stop` or the end of the inbox. Blocks on the inbox while there is nothing to compute."""
     told_at = 0.0
+    verdicts = Verdicts(send)
     while True:
         try:
             commands = inbox.read(block=not engine.has_work())
@@ -71,10 +74,10 @@ def run_engine(engine: SteppedEngine, inbox: Inbox, send: Send) -> None:
         for command in commands:
             if isinstance(command, Stop):
                 return
-            _obey(engine, command, send)
+            _obey(engine, command, send, verdicts)
         if not engine.has_work():
             continue
-        events = tuple(engine.step())
+        events = verdicts.settle(engine.step(), engine.is_preparing)
         now = time.monotonic()
         due = now - told_at >= HEALTH_INTERVAL_S or not engine.has_work()
         if events or due:
@@ -83,7 +86,7 @@ def run_engine(engine: SteppedEngine, inbox: Inbox, send: Send) -> None:
             told_at = now
 
 
-def _obey(engine: SteppedEngine, command: Command, send: Send) -> None:
+def _obey(engine: SteppedEngine, command: Command, send: Send, verdicts: Verdicts) -> None:
     """Apply one command. A refusal is an answer; anything unforeseen ends this call, not the loop."""
     if isinstance(command, Abort):
         engine.abort(command.request_id)
@@ -95,7 +98,14 @@ def _obey(engine: SteppedEngine, command: Command, send: Send) -> None:
         except Exception:
             log.exception("%s failed", type(command).__name__)
             reply = Answer(command.call, fault=to_fault(EngineFault("the engine failed at this; its log says how")))
-        send(reply)
+        if isinstance(command, Submit) and engine.is_preparing(command.request.request_id) and _is_yes(reply):
+            verdicts.await_for(command.request.request_id, command.call)
+        else:
+            send(reply)
+
+
+def _is_yes(reply: Reply) -> bool:
+    return isinstance(reply, Answer) and reply.fault is None
 
 
 def _answer(engine: SteppedEngine, command: Submit | Ask | Explain) -> Reply:

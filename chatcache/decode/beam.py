@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from chatcache.decode.actions import Advance, Done, DrawSpec, Grown, Output
+from chatcache.decode.constraint import Constraint
 from chatcache.decode.groups import Beam, Drawn, Group, num_drawn
 from chatcache.decode.hypotheses import Hypothesis
 from chatcache.decode.lineage import Lineage
@@ -42,16 +44,19 @@ class BeamStrategy:
     ones end at what was emitted, with a score of -1e9.
     """
 
-    def __init__(self, params: BeamSearchParams, rules: StopRules, *, vocab_size: int) -> None:
+    def __init__(
+        self, params: BeamSearchParams, rules: StopRules, *, vocab_size: int, constraint: Constraint | None = None
+    ) -> None:
         self._params = params
+        self._constraint = constraint
         self._num_returned = params.n if params.n is not None else params.beam_width
         # Temperature 0: a draw of width 1 (one beam, nothing terminal) is the most likely token, not a sample.
-        width = min(num_drawn(params, rules), vocab_size)
+        width = min(num_drawn(params, rules, constraint), vocab_size)
         self._spec = DrawSpec(width=width, temperature=0.0, num_top=params.logprobs or 0)
         self._tree = TokenTree()
         self._stream = Stream(self._tree, self._num_returned, with_logprobs=params.logprobs is not None)
         self._lineage = Lineage(self._tree.root)
-        self._groups = [Group(params, rules, self._tree) for _ in range(params.num_beam_groups)]
+        self._groups = [Group(params, rules, self._tree, constraint) for _ in range(params.num_beam_groups)]
         self._returnable: list[Hypothesis] = []  # these, or better ones, will be returned
         self._num_streamed = 0
 
@@ -65,10 +70,13 @@ class BeamStrategy:
 
     @property
     def steady(self) -> bool:
-        return True
+        return self._constraint is None
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        return (self._spec,)
+        if self._constraint is None:
+            return (self._spec,)
+        beam = next(beam for group in self._groups for beam in group.beams if beam.node.branch == branch)
+        return (replace(self._spec, mask=self._constraint.mask(beam.guide, beam.trail.num_tokens)),)
 
     def advance(self, drawn: Drawn) -> Advance:
         crowd: Counter[int] = Counter()

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Output
+from chatcache.decode.constraint import Constraint, Guide, follow
 from chatcache.decode.lineage import Lineage
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import START, Ended, StopRules, Trail
@@ -45,6 +46,7 @@ class Prefix:
     edits: LogitEdits
     spec: DrawSpec
     ended: Ended | None = None
+    guide: Guide | None = None
 
 
 class DistinctStrategy:
@@ -56,9 +58,17 @@ class DistinctStrategy:
     """
 
     def __init__(
-        self, params: SamplingParams, rules: StopRules, *, seed: int, prompt: Sequence[int], vocab_size: int
+        self,
+        params: SamplingParams,
+        rules: StopRules,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        vocab_size: int,
+        constraint: Constraint | None = None,
     ) -> None:
         self._rules = rules
+        self._constraint = constraint
         self._num_candidates = params.n
         self._with_logprobs = params.logprobs is not None
         spec = DrawSpec(
@@ -70,7 +80,7 @@ class DistinctStrategy:
             min_p=params.min_p,
             num_top=params.logprobs or 0,
         )
-        edits = LogitEdits(params, prompt, rules.terminal_ids if rules.min_tokens > 0 else ())
+        edits = LogitEdits(params, prompt, rules.terminal_ids if rules.min_tokens > 0 and constraint is None else ())
         self._tree = TokenTree()
         self._stream = Stream(self._tree, params.n, with_logprobs=self._with_logprobs)
         self._lineage = Lineage(self._tree.root)
@@ -95,6 +105,9 @@ class DistinctStrategy:
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         prefix = self._live[branch]
         edit = prefix.edits.edit(ban=prefix.trail.num_tokens < self._rules.min_tokens)
+        if self._constraint is not None:
+            mask = self._constraint.mask(prefix.guide, prefix.trail.num_tokens)
+            return (replace(prefix.spec, edit=edit, mask=mask),)
         return (prefix.spec if edit is None else replace(prefix.spec, edit=edit),)
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
@@ -139,10 +152,11 @@ class DistinctStrategy:
         node = self._tree.grow(prefix.node, token, candidates.entry(place) if self._with_logprobs else None)
         edits = prefix.edits.fork()
         edits.record(token)
-        trail, ended = self._rules.follow(prefix.trail, token)
+        guide = None if self._constraint is None else self._constraint.fork(prefix.guide)
+        trail, ended = follow(self._rules, prefix.trail, token, guide)
         node.ended = ended is not None
         spec = replace(prefix.spec, seed=child_seed(prefix.spec.seed, token))
-        return Prefix(node, prefix.score + logprob, value, trail, edits, spec, ended)
+        return Prefix(node, prefix.score + logprob, value, trail, edits, spec, ended, guide)
 
     def _outputs(self) -> Iterator[Output]:
         """Emit what cannot change any more.

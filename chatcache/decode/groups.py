@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chatcache.decode.actions import Candidates
+from chatcache.decode.constraint import Constraint, DeadEnd, Guide, follow
 from chatcache.decode.hypotheses import Hypotheses, Hypothesis
 from chatcache.decode.stop import START, StopRules, Trail
 from chatcache.decode.streaming import Node, TokenTree
@@ -32,13 +33,17 @@ class Beam:
     node: Node
     total: float = 0.0
     trail: Trail = START
+    guide: Guide | None = None
 
 
 class Group:
     """The live beams of one group, best first (none once it is over), and its hypotheses."""
 
-    def __init__(self, params: BeamSearchParams, rules: StopRules, tree: TokenTree) -> None:
+    def __init__(
+        self, params: BeamSearchParams, rules: StopRules, tree: TokenTree, constraint: Constraint | None = None
+    ) -> None:
         self._rules = rules
+        self._constraint = constraint
         self._tree = tree
         self._width = params.beam_width // params.num_beam_groups
         self._penalty = params.diversity_penalty
@@ -52,26 +57,35 @@ class Group:
         """Choose the continuations that live on, and return those that ended, best first, the kept ones or not.
 
         `crowd` counts the tokens that earlier groups have just chosen; this group's are added.
+        Raises: DeadEnd if nothing is left, and nothing was found; what else a constraint raises.
         """
         old, self.beams = self.beams, []
         ended: list[Hypothesis] = []
+        dead_end: DeadEnd | None = None
         for rank, (beam, place, token, total) in enumerate(self._ranked(old, drawn, crowd)):
             if len(self.beams) == self._width and rank >= self._width:
                 break
-            trail, why = self._rules.follow(beam.trail, token)
+            guide = None if self._constraint is None else self._constraint.fork(beam.guide)
+            try:
+                trail, why = follow(self._rules, beam.trail, token, guide)
+            except DeadEnd as error:
+                dead_end = error
+                continue
             has_room = len(self.beams) < self._width if why is None else rank < self._width
             if not has_room:
                 continue
             entry = drawn[beam.node.branch][0].entry(place) if self._with_logprobs else None
             node = self._tree.grow(beam.node, token, entry)
             if why is None:
-                self.beams.append(Beam(node, total, trail))
+                self.beams.append(Beam(node, total, trail, guide))
             else:
                 node.ended = True
                 ended.append(Hypothesis(self.hypotheses.score(total, trail.num_tokens), node, why))
         crowd.update(beam.node.token for beam in self.beams)
         crowd.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)
         self.hypotheses.add(ended)
+        if dead_end is not None and not self.beams and not self.hypotheses.kept:
+            raise dead_end
         for beam in old:
             self._tree.release(beam.node)
         if self.beams and self.hypotheses.settled(self.beams[0].total, self.beams[0].trail.num_tokens):
@@ -95,7 +109,8 @@ class Group:
         if crowd and self._penalty:
             scores = logprobs - np.array([self._penalty * crowd[token] for token in tokens.tolist()], np.float32)
         totals = scores + np.array([beam.total for beam in beams], dtype=np.float32)[owners]
-        banned = self._rules.banned(beams[0].trail)  # in lockstep all beams are of one length
+        # In lockstep all beams are of one length. A constraint's mask has left out what is banned.
+        banned = self._rules.banned(beams[0].trail) if self._constraint is None else ()
         possible = np.flatnonzero((tokens >= 0) & (logprobs > -np.inf) & ~np.isin(tokens, banned))
         for place in possible[np.argsort(-totals[possible], kind="stable")[: self._num_ranked]].tolist():
             yield beams[owners[place]], int(places[place]), int(tokens[place]), float(totals[place])
@@ -106,13 +121,14 @@ def num_ranked(width: int, rules: StopRules) -> int:
     return max(2, 1 + len(rules.terminal_ids)) * width
 
 
-def num_drawn(params: BeamSearchParams, rules: StopRules) -> int:
+def num_drawn(params: BeamSearchParams, rules: StopRules, constraint: Constraint | None = None) -> int:
     """Return how many of a branch's most likely tokens suffice to choose exactly as from the whole vocabulary.
 
     Without a penalty: `width` tokens that live on, and the terminal ids before them; all that are ranked where a stop
-    string may end any token. A penalty moves back at most as many different tokens as earlier groups have chosen: so
-    many more make sure that the best of the penalised order are there.
+    string, or the end of a grammar, may come with any token. A penalty moves back at most as many different tokens as
+    earlier groups have chosen: so many more make sure that the best of the penalised order are there.
     """
     width = params.beam_width // params.num_beam_groups
     num_crowded = params.beam_width - width if params.diversity_penalty > 0.0 else 0
-    return (num_ranked(width, rules) if rules.has_stop_strings else width) + len(rules.terminal_ids) + num_crowded
+    any_may_end = rules.has_stop_strings or constraint is not None
+    return (num_ranked(width, rules) if any_may_end else width) + len(rules.terminal_ids) + num_crowded

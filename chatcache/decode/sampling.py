@@ -21,6 +21,7 @@ from chatcache.decode.actions import (
     Output,
     Retire,
 )
+from chatcache.decode.constraint import Constraint, Guide, follow
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import START, StopRules, Trail
 from chatcache.types import SamplingParams, TokenLogprob
@@ -35,6 +36,7 @@ class _Lane:
     index: int
     spec: DrawSpec
     edits: LogitEdits
+    guide: Guide | None = None
     trail: Trail = START
     score: float = 0.0
 
@@ -42,8 +44,17 @@ class _Lane:
 class SamplingStrategy:
     """Draw `best_of` candidates (`n` if that is None). Branch ids are lane numbers: the root goes on as lane 0."""
 
-    def __init__(self, params: SamplingParams, rules: StopRules, *, seed: int, prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        rules: StopRules,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        constraint: Constraint | None = None,
+    ) -> None:
         self._rules = rules
+        self._constraint = constraint
         self._num_lanes = params.n if params.best_of is None else params.best_of
         self._num_top = params.logprobs
         self._spec = DrawSpec(
@@ -54,7 +65,8 @@ class SamplingStrategy:
             min_p=params.min_p,
             num_top=params.logprobs or 0,
         )
-        self._root_edits = LogitEdits(params, prompt, rules.terminal_ids if rules.min_tokens > 0 else ())
+        bannable = rules.terminal_ids if rules.min_tokens > 0 and constraint is None else ()
+        self._root_edits = LogitEdits(params, prompt, bannable)
         self._lanes: dict[int, _Lane] = {}
         self._started = False
 
@@ -68,15 +80,15 @@ class SamplingStrategy:
 
     @property
     def steady(self) -> bool:
-        return self._started and self._root_edits.empty
+        return self._started and self._root_edits.empty and self._constraint is None
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         if self._started:
             lane = self._lanes[branch]
-            return (self._edited(lane.spec, lane.edits, lane.trail),)
+            return (self._edited(lane.spec, lane.edits, lane.trail, lane.guide),)
         if branch != ROOT:
             raise KeyError(branch)
-        root = self._edited(self._spec, self._root_edits, START)
+        root = self._edited(self._spec, self._root_edits, START, None)
         return (root, *(replace(root, lane=lane) for lane in range(1, self._num_lanes)))
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
@@ -94,7 +106,8 @@ class SamplingStrategy:
         """Turn the root's draws into lanes: forks first, then the root's own step."""
         self._started = True
         for index, candidate in enumerate(candidates):
-            lane = _Lane(index, replace(self._spec, lane=index), self._root_edits.fork())
+            guide = None if self._constraint is None else self._constraint.fork(None)
+            lane = _Lane(index, replace(self._spec, lane=index), self._root_edits.fork(), guide)
             self._lanes[index] = lane
             if not self._take(lane, candidate, outputs):
                 del self._lanes[index]
@@ -107,7 +120,7 @@ class SamplingStrategy:
         token, logprob = candidate.tokens[0], candidate.logprobs[0]
         lane.score += logprob
         lane.edits.record(token)
-        lane.trail, ended = self._rules.follow(lane.trail, token)
+        lane.trail, ended = follow(self._rules, lane.trail, token, lane.guide)
         logprobs = (TokenLogprob(logprob, candidate.top),) if self._num_top is not None else ()
         outputs.append(Emit(lane.index, (token,), logprobs))
         if ended is not None:
@@ -118,6 +131,8 @@ class SamplingStrategy:
         del self._lanes[branch]
         return Retire(branch)
 
-    def _edited(self, spec: DrawSpec, edits: LogitEdits, trail: Trail) -> DrawSpec:
+    def _edited(self, spec: DrawSpec, edits: LogitEdits, trail: Trail, guide: Guide | None) -> DrawSpec:
         edit = edits.edit(ban=trail.num_tokens < self._rules.min_tokens)
+        if self._constraint is not None:
+            return replace(spec, edit=edit, mask=self._constraint.mask(guide, trail.num_tokens))
         return spec if edit is None else replace(spec, edit=edit)

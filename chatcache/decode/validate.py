@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from chatcache.decode.constraint_grammar import check_structured_outputs
 from chatcache.errors import InvalidRequest
 from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, BeamSearchParams, Params, SamplingParams
 
@@ -102,6 +103,8 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
     _integer("min_tokens", params.min_tokens, 0, MAX_TOKENS if params.max_tokens is None else params.max_tokens)
     if params.logprobs is not None:
         _integer("logprobs", params.logprobs, 0, MAX_TOP_LOGPROBS)
+    if params.structured_outputs is not None:
+        check_structured_outputs(params.structured_outputs)
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
         _flag(name, getattr(params, name))
     _length("stop", params.stop, "strings", MAX_STOP_STRINGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from chatcache.config import EngineConfig
 from chatcache.decode.actions import Advance
@@ -15,6 +15,7 @@ from chatcache.engine.admission import check_policies, check_prompt
 from chatcache.engine.client import ModelRunner
 from chatcache.engine.intake import Intake, StrategyFactory
 from chatcache.engine.outbox import Outbox
+from chatcache.engine.preparing import Preparing
 from chatcache.engine.results import bad_draws, candidates_of, check_shapes
 from chatcache.engine.scoring import collect_scores
 from chatcache.engine.selfcheck import SelfCheck
@@ -32,6 +33,7 @@ from chatcache.sched.scheduler import Scheduler
 from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
 
 MAX_REMEMBERED_NAMESPACES = 1024
+PREPARING_WAIT_S = 0.005
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +41,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """Continues prompts. After `add`, call `step` while `has_work`; each call returns the new events.
 
-    `token_bytes[id]` is what a token adds to the text; stop strings need it. `make_strategy` is `decode`'s, replaceable
-    so that tests can decode in ways of their own, and so is the `clock` (seconds) that times the runner.
+    `token_bytes[id]` is what a token adds to the text, `special_ids` are no text: stop strings and structured outputs
+    need them. `make_strategy` is `decode`'s, replaceable so that tests can decode in ways of their own, and so is the
+    `clock` (seconds) that times the runner.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Engine:
         config: EngineConfig,
         token_bytes: Sequence[bytes] | None = None,
         *,
+        special_ids: Collection[int] = (),
         make_strategy: StrategyFactory = make_strategy,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -83,12 +87,14 @@ class Engine:
             max_model_len=self._max_model_len,
             most_branches=min(self._scheduler.num_slots, config.max_num_batched_tokens),
             token_bytes=token_bytes,
+            special_ids=special_ids,
             make_strategy=make_strategy,
         )
         self._self_check = SelfCheck(self._kv, self._scheduler, strict=config.strict)
         self._usage = UsageGauge(self._scheduler)
         self._namespaces: dict[str, None] = {}  # the latest ones, oldest first
         self._requests: dict[str, LiveRequest] = {}
+        self._preparing = Preparing()
         self._outbox = Outbox()
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -104,20 +110,34 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
         max_tokens = self._intake.check(request)
-        if len(self._scheduler.waiting) >= self._config.max_num_waiting:
+        if len(self._scheduler.waiting) + len(self._preparing) >= self._config.max_num_waiting:
             raise Overloaded(f"{self._config.max_num_waiting} requests are waiting already; try again later")
-        live = self._intake.accept(request, max_tokens)
+        ticket = self._intake.grammar(request)
+        live = self._intake.accept(request, max_tokens, ticket)
         self._remember(request.namespace)
         self._requests[request.request_id] = live
         self._outbox.open(request.request_id)
-        self._scheduler.add(live)
+        if ticket is None or (ticket.ready and ticket.failure() is None):
+            self._scheduler.add(live)
+        else:
+            self._preparing.add(live, ticket)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages are free when this returns. Unknown and finished ids are ignored."""
         request = self._requests.pop(request_id, None)
-        if request is not None:
+        if request is None:
+            return
+        if request in self._preparing:
+            self._preparing.remove(request)
+            self._outbox.finished(request, cancelled=True)
+        else:
             num_pages = self._scheduler.finish(request)
             self._outbox.finished(request, cancelled=True, num_pages_freed=num_pages)
+
+    def is_preparing(self, request_id: str) -> bool:
+        """Whether the request's grammar is still being compiled; a `Failed` event will tell if it is no good."""
+        request = self._requests.get(request_id)
+        return request is not None and request in self._preparing
 
     def has_work(self) -> bool:
         return bool(self._requests) or len(self._outbox) > 0
@@ -135,6 +155,8 @@ class Engine:
 
         Raises: BrokenInvariant, in a strict engine whose books do not add up when it falls idle.
         """
+        if self._preparing:
+            self._admit_prepared()
         try:
             step = self._scheduler.plan()
         except Exception:
@@ -146,6 +168,15 @@ class Engine:
         if not self._requests:
             self._self_check.run_if_due()
         return self._outbox.take()
+
+    def _admit_prepared(self) -> None:
+        """Queue the requests whose grammar is compiled now; wait a little for one if there is nothing else to do."""
+        alone = len(self._preparing) == len(self._requests)
+        for request, failure in self._preparing.take(PREPARING_WAIT_S if alone else 0.0):
+            if failure is None:
+                self._scheduler.add(request)
+            else:
+                self._close_failed(request, failure)
 
     def _run(self, step: Step) -> None:
         try:
@@ -214,7 +245,7 @@ class Engine:
         self._scheduler.finish(request, forget=True)
         self._close_failed(request, error)
 
-    def _close_failed(self, request: LiveRequest, error: Exception) -> None:
+    def _close_failed(self, request: LiveRequest, error: BaseException) -> None:
         del self._requests[request.request_id]
         self._outbox.failed(request, error)
 
@@ -252,7 +283,7 @@ class Engine:
             num_host_pages=host.pool.num_usable if host is not None else 0,
             num_host_pages_in_use=host.pool.num_in_use if host is not None else 0,
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_waiting=len(self._scheduler.waiting) + len(self._preparing),
             num_steps=self._scheduler.num_steps,
             num_preemptions=self._scheduler.num_preemptions,
             num_swap_preemptions=self._scheduler.swaps.num_preemptions,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from hashlib import blake2b
 
 from chatcache.config import EngineConfig
 from chatcache.decode.actions import Strategy
+from chatcache.decode.constraint_compiler import Grammars, Ticket
 from chatcache.decode.validate import validate_params
 from chatcache.engine.admission import (
     check_branches,
@@ -41,6 +42,7 @@ class Intake:
         max_model_len: int,
         most_branches: int,
         token_bytes: Sequence[bytes] | None,
+        special_ids: Collection[int],
         make_strategy: StrategyFactory,
     ) -> None:
         self._facts = facts
@@ -49,6 +51,7 @@ class Intake:
         self._max_model_len = max_model_len
         self._most_branches = most_branches
         self._token_bytes = token_bytes
+        self._grammars = Grammars(token_bytes, facts, special_ids)
         self._make_strategy = make_strategy
         self._num_accepted = 0
 
@@ -65,13 +68,27 @@ class Intake:
         check_branches(request.params, self._most_branches)
         return resolve_max_tokens(request, self._capacity, self._max_model_len)
 
-    def accept(self, request: GenerateRequest, max_tokens: int) -> LiveRequest:
+    def grammar(self, request: GenerateRequest) -> Ticket | None:
+        """Begin to compile what the output must match, if it must match anything.
+
+        Raises: InvalidRequest for what can be told at once.
+        """
+        outputs = request.params.structured_outputs
+        return None if outputs is None else self._grammars.start(outputs)
+
+    def accept(self, request: GenerateRequest, max_tokens: int, ticket: Ticket | None) -> LiveRequest:
         """Make a checked request live.
 
         Raises: InvalidRequest for what its strategy cannot do here.
         """
+        constrained = {} if ticket is None else {"ticket": ticket}
         strategy = self._make_strategy(
-            request, self._facts, seed=self._seed(request), max_tokens=max_tokens, token_bytes=self._token_bytes
+            request,
+            self._facts,
+            seed=self._seed(request),
+            max_tokens=max_tokens,
+            token_bytes=self._token_bytes,
+            **constrained,
         )
         page_size, branches = self._capacity.page_size, num_branches(request.params)
         live = LiveRequest(

@@ -64,7 +64,7 @@ class Outbox:
             )
         )
 
-    def failed(self, request: LiveRequest, error: Exception) -> None:
+    def failed(self, request: LiveRequest, error: BaseException) -> None:
         """Report an error. Only catalogued ones are quoted; anything else is a bug and keeps its text to itself."""
         known = error if isinstance(error, ChatcacheError) else EngineFault("The request failed while it was computed.")
         self._events.append(

@@ -83,8 +83,12 @@ class LLM:
         )
         self._tokenizer = compose.load_tokenizer(self.config) if compose.has_tokenizer(self.config) else None
         self._runner = compose.load_runner(self.config)
-        token_bytes = self._tokenizer.token_bytes if self._tokenizer else None
-        self._open: Engine | None = Engine(self._runner, self._runner.facts, self.config, token_bytes)
+        token_bytes, special_ids = (
+            (self._tokenizer.token_bytes, self._tokenizer.special_ids) if self._tokenizer else (None, frozenset())
+        )
+        self._open: Engine | None = Engine(
+            self._runner, self._runner.facts, self.config, token_bytes, special_ids=special_ids
+        )
         self._numbers = itertools.count()
 
     def __enter__(self) -> Self:

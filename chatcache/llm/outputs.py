@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineFault, InvalidRequest
 from chatcache.types import (
     Beams,
     BeamSearchParams,
@@ -91,7 +91,7 @@ class Collector:
     def take(self, event: EngineEvent) -> bool:
         """Note an event; True when it was the last.
 
-        Raises: EngineFault for a request that failed.
+        Raises: InvalidRequest for a request that turned out to be one, EngineFault for one that failed otherwise.
         """
         if isinstance(event, Started):
             self._num_cached = event.num_cached_tokens
@@ -105,7 +105,8 @@ class Collector:
         elif isinstance(event, CandidateDone):
             self._candidates.setdefault(event.index, _Candidate()).done = event
         elif isinstance(event, Failed):
-            raise EngineFault(event.message, code=event.code, param=event.param)
+            kind = InvalidRequest if 400 <= event.status < 500 else EngineFault
+            raise kind(event.message, code=event.code, param=event.param)
         return isinstance(event, Finished)
 
     def output(self, tokenizer: Tokenizer | None) -> RequestOutput:

@@ -55,6 +55,9 @@ class CountingEngine:
             request, produced, seq = self._running.pop(request_id)
             self._ended.append(Finished(request_id, seq + 1, len(request.prompt), 0, produced, cancelled=True))
 
+    def is_preparing(self, request_id: str) -> bool:
+        return False
+
     def has_work(self) -> bool:
         return bool(self._running or self._ended)
 

@@ -1,0 +1,36 @@
+"""Requests that are accepted but whose grammar is still being compiled, beside the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chatcache.decode.constraint_compiler import Ticket
+from chatcache.sched.request import LiveRequest
+
+
+class Preparing:
+    """In the order of their arrival; one that is slow holds up no other."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[LiveRequest, Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __contains__(self, request: LiveRequest) -> bool:
+        return request in self._tickets
+
+    def add(self, request: LiveRequest, ticket: Ticket) -> None:
+        self._tickets[request] = ticket
+
+    def remove(self, request: LiveRequest) -> None:
+        del self._tickets[request]
+
+    def take(self, timeout_s: float) -> Iterator[tuple[LiveRequest, BaseException | None]]:
+        """Yield those that are ready, each with what went wrong, if anything did; wait so long for the first."""
+        if timeout_s and not any(ticket.ready for ticket in self._tickets.values()):
+            next(iter(self._tickets.values())).grammars.wait(timeout_s)
+        for request, ticket in list(self._tickets.items()):
+            if ticket.ready:
+                del self._tickets[request]
+                yield request, ticket.failure()
