@@ -1,0 +1,87 @@
+"""What the engine child offers, through the command, the pipe and the wire, with a model that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.cli.servers import Server, serving
+
+KEYS = ("sk-first-tenant", "sk-second-tenant")
+SYSTEM = "Answer everybody alike, whoever they may be and whatever they may want to know of you."
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    cwd = tmp_path_factory.mktemp("tuned")
+    (cwd / "system.txt").write_text(SYSTEM + "\n")
+    keys = [argument for key in KEYS for argument in ("--api-key", key)]
+    more = ("--scheduling-policy", "priority", "--preemption", "swap", "--swap-memory", "1MiB", *keys)
+    with serving(folder, cwd, "--public-prompt", "system.txt", *more) as server:
+        server.ready()
+        yield server
+
+
+@pytest.fixture(params=KEYS)
+def client(tuned: Server, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tuned.url}/v1", api_key=request.param, max_retries=0) as client:
+        yield client
+
+
+def post(server: Server, path: str, key: str, **body: Any) -> Any:
+    response = httpx.post(f"{server.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_the_banner_tells_of_swapping_and_of_what_is_public(tuned: Server) -> None:
+    assert "128 host pages, 1 MiB" in tuned.output
+    assert "1 system prompt(s) shared by all tenants" in tuned.output
+    assert "2 API key(s)" in tuned.output
+
+
+def test_the_declared_prompt_is_shared_by_the_tenants(tuned: Server) -> None:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Secret"}]
+    for key, shared in zip(KEYS, (False, True), strict=True):
+        told = post(tuned, "/v1/cache/explain", key, messages=messages)
+        answer = post(tuned, "/v1/chat/completions", key, messages=messages, max_tokens=2, ignore_eos=True)
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == told["cached_tokens"] == (told["public_tokens"] // 16 * 16 if shared else 0)
+        assert told["public_tokens"] > 16 and told["page_size"] == 16
+    assert post(tuned, "/v1/cache/explain", KEYS[0], messages=messages)["miss"] is None
+
+
+def test_accounts_reach_through_the_pipe(tuned: Server) -> None:
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    held = httpx.get(f"{tuned.url}/v1/cache/accounts", headers=headers, timeout=30).json()
+    assert (held["scope"], held["pages_in_use"], held["requests"]) == ("tenant", 0, [])
+    assert held["page_bytes"] == 8192
+
+
+def test_an_openai_client_asks_for_it_all(client: openai.OpenAI) -> None:
+    extra = {"prompt_logprobs": 2, "priority": -1, "best_of": 3, "ignore_eos": True}
+    chat = client.chat.completions.create(
+        model="tiny-llama", messages=[{"role": "user", "content": "Hi"}], n=2, max_tokens=4, extra_body=extra
+    )
+    assert len(chat.choices) == 2 and chat.model_extra is not None
+    rows = chat.model_extra["prompt_logprobs"]
+    assert chat.usage is not None and rows[0] is None and len(rows) == chat.usage.prompt_tokens
+    scores = [(choice.model_extra or {})["score"] for choice in chat.choices]
+    assert scores == sorted(scores, reverse=True)
+    groups = {"beam_width": 4, "num_beam_groups": 2, "diversity_penalty": 9.0, "ignore_eos": True}
+    beams = client.completions.create(model="tiny-llama", prompt="Hi", n=4, max_tokens=4, extra_body=groups)
+    assert len(beams.choices) == 4
+    drawn = {"distinct": True, "ignore_eos": True}
+    distinct = client.completions.create(model="tiny-llama", prompt="Hi", n=5, max_tokens=2, extra_body=drawn)
+    assert len({choice.text for choice in distinct.choices}) > 1
+
+
+def test_metrics_name_the_host_pages(tuned: Server) -> None:
+    text = httpx.get(f"{tuned.url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=30).text
+    assert 'chatcache_kv_host_pages{state="free"} 128.0' in text
+    assert "chatcache_broken_invariants_total 0.0" in text and 'chatcache_preemptions_total{kind="swap"} 0.0' in text
