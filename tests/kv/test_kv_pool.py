@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chatcache.kv.chain import Chain, Scope
 from chatcache.kv.keys import PageContent, page_content, page_keys, private_key, root_key, token_bytes
@@ -59,6 +63,43 @@ def test_blank_pages_go_first_then_the_least_recently_released_tails_before_head
     order = [page for _ in range(7) for page in pool.allocate(1) or ()]
     assert set(order[:3]) == blank
     assert order[3:] == [old[1], old[0], new[1], new[0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_eviction_follows_the_written_order(seed: int) -> None:
+    """Blank pages first; then idle ones, least recently released first, tails before heads: beside a plain list."""
+    rng = random.Random(seed)
+    pool = PagePool(24)
+    chains = {bytes([i]) * 32: chain(*(((i, j),) for j in range(rng.randint(1, 5))), parent=bytes([i]) * 32)
+              for i in range(1, 7)}  # fmt: skip
+    held: dict[bytes, list[int]] = {}
+    order: list[int] = []  # idle pages, next to go first
+    for _ in range(60):
+        name = rng.choice(list(chains))
+        if name in held:
+            pages = held.pop(name)
+            pool.release(pages)
+            order += reversed(pages)
+            continue
+        found = lookup(pool, chains[name])
+        pool.retain(found)
+        order = [page for page in order if page not in found]
+        num_lacking = len(chains[name]) - len(found)
+        num_blank = pool.num_free - pool.num_idle
+        fresh = pool.allocate(num_lacking)
+        if fresh is None:
+            assert num_lacking > num_blank + len(order)
+            pool.release(found)
+            order += reversed(found)
+            continue
+        evicted, order = order[: max(num_lacking - num_blank, 0)], order[max(num_lacking - num_blank, 0) :]
+        assert set(evicted) <= set(fresh) and fresh[len(fresh) - len(evicted) :] == evicted
+        for page, content in zip(fresh, chains[name][len(found) :], strict=True):
+            pool.publish(page, content)
+        held[name] = found + fresh
+        assert list(pool._idle) == order
+        pool.check()
 
 
 def test_a_hit_makes_a_page_the_most_recent_again() -> None:
