@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from chatcache.kv.chain import Chain, Scope, name_pages
 from chatcache.kv.explain import explain
-from chatcache.kv.host import HostTier, Load
+from chatcache.kv.host import HostTier
 from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, private_key, root_key, token_bytes
 from chatcache.kv.matching import PrefixMatch, longest_match, longest_match_in_both, no_match
-from chatcache.kv.pool import NULL_PAGE, BrokenInvariant, PagePool
-from chatcache.kv.table import PageTable, fold, let_go, unfold
+from chatcache.kv.pool import BrokenInvariant, PagePool
+from chatcache.kv.restoring import lengthen
+from chatcache.kv.table import PageTable, fold, let_go, rewind, unfold
 from chatcache.kv.tails import PageCopy, Tails
 from chatcache.types import Explanation
 
@@ -114,36 +115,7 @@ class KVCache:
 
     def extend(self, table: PageTable, match: PrefixMatch) -> bool:
         """Lengthen a table of full pages, with which the match begins, to all of it; False if there is no room."""
-        first = table.num_pages
-        pages = match.pages[first:]
-        loads = [(index - first, host_page) for index, host_page in match.loads if index >= first]
-        present = [page for page in pages if page != NULL_PAGE]
-        self.pool.retain(present)
-        fresh = self.pool.allocate(len(loads))
-        if fresh is None:
-            self.pool.release(present)
-            return False
-        num_full = match.num_tokens // self.page_size - first
-        for page, (index, host_page) in zip(fresh, loads, strict=True):
-            pages[index] = page
-            self._load(page, host_page, is_full=index < num_full)
-        table.own += pages
-        table.num_tokens = table.num_reserved = match.num_tokens
-        table.key, table.tail = match.key, match.tail
-        table.num_public_pages = match.scope.num_public_tokens // self.page_size
-        return True
-
-    def _load(self, page: int, host_page: int, *, is_full: bool) -> None:
-        host = self._tier()
-        content = host.pool.content(host_page) if is_full else None
-        if content is not None:
-            self.pool.describe(page, content)
-        host.load(page, Load(host_page, content))
-
-    def _tier(self) -> HostTier:
-        if self.host is None:
-            raise BrokenInvariant("there is no host tier")
-        return self.host
+        return lengthen(self.pool, self.host, self.page_size, table, match)
 
     # -- making room ----------------------------------------------------------------------------------------------
 
@@ -290,7 +262,7 @@ class KVCache:
         if not 0 <= num_tokens <= table.num_tokens:
             raise BrokenInvariant(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
         if num_tokens < table.num_tokens:
-            self._rewind_names(table, num_tokens)
+            rewind(self.pool, table, self.page_size, num_tokens)
         while num_tokens < table.num_base_pages * self.page_size:
             unfold(self.pool, table)
         kept = self.num_pages_for(num_tokens) - table.num_base_pages
@@ -299,19 +271,6 @@ class KVCache:
         table.num_tokens = table.num_reserved = num_tokens
         table.changed_from = min(table.changed_from, table.num_pages)
         self._cancel_loads()
-
-    def _rewind_names(self, table: PageTable, num_tokens: int) -> None:
-        index, num_left = divmod(num_tokens, self.page_size)
-        tokens = table.tail
-        if index < table.num_tokens // self.page_size:
-            content = self.pool.content(table.page_at(index))
-            if content is None:
-                raise BrokenInvariant(f"table entry {index} is full but nothing is known of its contents")
-            tokens, table.key = content.tokens, content.parent
-        if index < table.num_public_pages:
-            table.num_public_pages = index
-            table.key = private_key(table.key, table.namespace)
-        table.tail = tokens[: num_left * TOKEN_BYTES]
 
     # -- the end --------------------------------------------------------------------------------------------------
 

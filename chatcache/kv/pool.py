@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from chatcache.kv.chain import Chain
-from chatcache.kv.keys import TOKEN_BYTES, PageContent
+from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content
 
 NULL_PAGE = 0
 MAX_SCANNED_CHILDREN = 64
@@ -179,7 +179,8 @@ class PagePool:
     ) -> tuple[int, int] | None:
         """Find the published page after `parent` that begins with most of `tokens`: (page, number of tokens).
 
-        Looks at the newest MAX_SCANNED_CHILDREN continuations only; a popular prompt has thousands.
+        Of a popular parent's thousands of continuations only the newest MAX_SCANNED_CHILDREN are compared; the others
+        are found if `tokens` begins with all they have.
         """
         best: tuple[int, int] | None = None
         for page in self._newest_children(parent):
@@ -188,7 +189,18 @@ class PagePool:
             num_common = num_common_tokens(self._content_of(page).tokens, tokens)
             if num_common > (best[1] if best else 0):
                 best = page, num_common
+        if len(self._children.get(parent, ())) > MAX_SCANNED_CHILDREN:
+            best = self._longest_beginning(parent, tokens, best[1] if best else 0, among) or best
         return best
+
+    def _longest_beginning(
+        self, parent: bytes, tokens: bytes, num_known: int, among: Collection[int] | None
+    ) -> tuple[int, int] | None:
+        for num_tokens in range(len(tokens) // TOKEN_BYTES, num_known, -1):
+            page = self.find(page_content(parent, tokens[: num_tokens * TOKEN_BYTES]))
+            if page is not None and (among is None or page in among):
+                return page, num_tokens
+        return None
 
     def beginnings(self, parent: bytes, tokens: bytes) -> list[int]:
         """List the published pages after `parent` whose tokens `tokens` begins with."""

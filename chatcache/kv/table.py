@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from chatcache.kv.keys import TOKEN_BYTES
+from chatcache.kv.keys import TOKEN_BYTES, private_key
 from chatcache.kv.pool import BrokenInvariant, PagePool
 
 
@@ -136,3 +136,18 @@ def let_go(pool: PagePool, segment: Segment | None) -> None:
             return
         pool.release(segment.pages)
         segment = segment.parent
+
+
+def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int) -> None:
+    """Take the table's names back to its first `num_tokens` tokens, fewer than it has."""
+    index, num_left = divmod(num_tokens, page_size)
+    tokens = table.tail
+    if index < table.num_tokens // page_size:
+        content = pool.content(table.page_at(index))
+        if content is None:
+            raise BrokenInvariant(f"table entry {index} is full but nothing is known of its contents")
+        tokens, table.key = content.tokens, content.parent
+    if index < table.num_public_pages:
+        table.num_public_pages = index
+        table.key = private_key(table.key, table.namespace)
+    table.tail = tokens[: num_left * TOKEN_BYTES]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pytest
 
-from chatcache.kv import audit, cache, chain, matching
+from chatcache.kv import audit, cache, chain, matching, restoring
+from chatcache.kv import table as tables
 from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Chain
 from chatcache.kv.host import HostTier, Load
@@ -127,25 +128,25 @@ def wrong_parent(patch: Patch) -> None:
 
 
 def truncated_table_keeps_its_key(patch: Patch) -> None:
-    original = KVCache._rewind_names
+    original = tables.rewind
 
-    def rewind_names(self: KVCache, table: PageTable, num_tokens: int) -> None:
+    def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int) -> None:
         key = table.key
-        original(self, table, num_tokens)
+        original(pool, table, page_size, num_tokens)
         table.key = key
 
-    patch.setattr(KVCache, "_rewind_names", rewind_names)
+    patch.setattr(cache, "rewind", rewind)
 
 
 def truncated_public_tokens_stay_public(patch: Patch) -> None:
-    original = KVCache._rewind_names
+    original = tables.rewind
 
-    def rewind_names(self: KVCache, table: PageTable, num_tokens: int) -> None:
+    def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int) -> None:
         num_public, table.num_public_pages = table.num_public_pages, 0
-        original(self, table, num_tokens)
+        original(pool, table, page_size, num_tokens)
         table.num_public_pages = num_public
 
-    patch.setattr(KVCache, "_rewind_names", rewind_names)
+    patch.setattr(cache, "rewind", rewind)
 
 
 def fork_forgets_to_hold_the_tail(patch: Patch) -> None:
@@ -204,7 +205,7 @@ def last_token_matched(patch: Patch) -> None:
 
 
 def namespace_not_mixed_in(patch: Patch) -> None:
-    for module in (audit, cache, chain):
+    for module in (audit, cache, chain, tables):
         patch.setattr(module, "private_key", lambda key, namespace: key)
 
 
@@ -237,13 +238,13 @@ def published_before_the_copy_to_the_host(patch: Patch) -> None:
 
 
 def published_before_the_copy_from_the_host(patch: Patch) -> None:
-    def load(self: KVCache, page: int, host_page: int, *, is_full: bool) -> None:
-        content = self._tier().pool.content(host_page) if is_full else None
+    def load(pool: PagePool, host: HostTier, page: int, host_page: int, *, is_full: bool) -> None:
+        content = host.pool.content(host_page) if is_full else None
         if content is not None:
-            self.pool.publish(page, content)
-        self._tier().load(page, Load(host_page, content))
+            pool.publish(page, content)
+        host.load(page, Load(host_page, content))
 
-    patch.setattr(KVCache, "_load", load)
+    patch.setattr(restoring, "load", load)
 
 
 def tail_published_before_it_came_from_the_host(patch: Patch) -> None:

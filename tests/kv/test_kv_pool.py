@@ -71,7 +71,7 @@ def test_eviction_follows_the_written_order(seed: int) -> None:
     """Blank pages first; then idle ones, least recently released first, tails before heads: beside a plain list."""
     rng = random.Random(seed)
     pool = PagePool(24)
-    chains = {bytes([i]) * 32: chain(*(((i, j),) for j in range(rng.randint(1, 5))), parent=bytes([i]) * 32)
+    chains = {bytes([i]) * 32: chain(*((i, j) for j in range(rng.randint(1, 5))), parent=bytes([i]) * 32)
               for i in range(1, 7)}  # fmt: skip
     held: dict[bytes, list[int]] = {}
     order: list[int] = []  # idle pages, next to go first
