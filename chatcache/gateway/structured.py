@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.errors import InvalidRequest
 from chatcache.gateway.wire import JsonSchemaFields, ResponseFormat, StructuredFields, TextFormat
 from chatcache.types import StructuredOutputs
 
@@ -20,11 +20,6 @@ def structured_outputs(
     text_format: TextFormat | None = None,
 ) -> StructuredOutputs | None:
     """The constraint of a request, None for free text. Raises: InvalidRequest naming the field."""
-    if structured is not None:
-        raise UnsupportedParameter("structured_outputs is not supported here", param="structured_outputs")
-    for name, form in (("response_format", response_format), ("text", text_format)):
-        if form is not None and form.type != "text":
-            raise UnsupportedParameter(f"{name} is not supported here", param=name)
     if structured is None:
         if response_format is not None:
             return _format(response_format.type, response_format.json_schema, "response_format", ".json_schema")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,20 @@ def test_metrics_name_the_host_pages(tuned: Server) -> None:
     text = httpx.get(f"{tuned.url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=30).text
     assert 'chatcache_kv_host_pages{state="free"} 128.0' in text
     assert "chatcache_broken_invariants_total 0.0" in text and 'chatcache_preemptions_total{kind="swap"} 0.0' in text
+
+
+def test_answers_keep_to_a_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="tiny-llama",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=60,
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}},
+    )
+    assert json.loads(answer.choices[0].message.content or "").keys() == {"ok"}

@@ -7,8 +7,10 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -221,3 +223,54 @@ def collect(connection: openai.resources.responses.responses.ResponsesConnection
             assert event.response.output_text == text
             return event.response
     raise AssertionError("the connection ended early")
+
+
+class Legs(pydantic.BaseModel):
+    count: Literal[2, 4]
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+    tame: bool
+    legs: Legs
+    nicknames: Annotated[list[Literal["Rex", "Mia"]], pydantic.Field(max_length=2)]
+
+
+def test_parsed_answers_are_what_the_class_says(client: openai.OpenAI) -> None:
+    """The hash model knows no JSON: what can be parsed was kept to the schema."""
+    answer = client.chat.completions.parse(model=MODEL, messages=USER, response_format=Pet, n=3, seed=1, max_tokens=300)
+    for choice in answer.choices:
+        assert isinstance(choice.message.parsed, Pet)
+        assert choice.message.parsed == Pet.model_validate_json(choice.message.content or "")
+        assert choice.finish_reason == "stop"
+
+
+def test_streamed_answers_are_parsed_as_they_come(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model=MODEL, messages=USER, response_format=Pet, seed=2, max_tokens=300
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Pet)
+
+
+def test_a_schema_that_cannot_be_kept_is_a_bad_request(client: openai.OpenAI) -> None:
+    schema = {"name": "x", "schema": {"type": "no such type"}, "strict": True}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=USER, extra_body=form)
+    assert caught.value.param == "response_format"
+    assert "structured_outputs" not in caught.value.message
+
+
+def test_vllm_spellings_pass_through_the_client(client: openai.OpenAI) -> None:
+    choice = {"structured_outputs": {"choice": ["red", "green"]}}
+    answer = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=20, extra_body=choice)
+    assert answer.choices[0].message.content in ("red", "green")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="x", best_of=3, stream=True)
+    assert (caught.value.param, caught.value.code) == ("best_of", "unsupported_parameter")
+    best = client.completions.create(model=MODEL, prompt="x", best_of=3, n=2, max_tokens=4)
+    assert len(best.choices) == 2
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="x", extra_body={"num_beam_groups": 2})
+    assert caught.value.param == "num_beam_groups"

@@ -77,7 +77,8 @@ class Server:
 
         def build() -> Engine:
             self.engine_gate.wait()
-            self.inner = Engine(self.runner, facts, self.engine_config, tokenizer.token_bytes)
+            special = tokenizer.special_ids
+            self.inner = Engine(self.runner, facts, self.engine_config, tokenizer.token_bytes, special_ids=special)
             return self.inner
 
         self._build = build

@@ -40,7 +40,7 @@ from tests.gateway.serving import MAX_MODEL_LEN, Server, slowed, wait_until
         ({"input": "x", "background": True}, "background", 400),
         ({"input": "x", "generate": False}, "generate", 400),
         ({"input": "x", "tools": [{}]}, "tools", 400),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text", 400),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type", 400),
         ({"input": "x", "stream_id": 5}, "stream_id", 400),
         ({"input": "x", "metadata": {str(n): "x" for n in range(17)}}, "metadata", 400),
         ({"type": "response.steer"}, "type", 400),

@@ -1,0 +1,148 @@
+"""Constraints over the wire: the hash model draws at random, so whatever keeps the form was kept to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from websockets.sync.client import ClientConnection
+
+from tests.gateway.frames import ask, receive, send, text_of
+from tests.gateway.serving import Server
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+USER = [{"role": "user", "content": "Say"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
+
+
+def is_pet(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"kind", "legs"} and value["kind"] in ("cat", "dog") and 0 <= value["legs"] <= 9
+
+
+def is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+def is_plate(text: str) -> bool:
+    return re.fullmatch("[A-C]{2}-[0-9]{3}", text) is not None
+
+
+# what the client sends, and what the answer must be
+FORMS: dict[str, tuple[dict[str, Any], Any]] = {
+    "regex": ({"structured_outputs": {"regex": "[A-C]{2}-[0-9]{3}"}}, is_plate),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no", "maybe é"]}}, {"yes", "no", "maybe é"}.__contains__),
+    "json": ({"structured_outputs": {"json": SCHEMA}}, is_pet),
+    "json as text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, is_pet),
+    "grammar": ({"structured_outputs": {"grammar": 'start: ("ab" | "ba")~3'}}, re.compile("(ab|ba){3}").fullmatch),
+    "json_schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}},
+        is_pet,
+    ),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "n": {"n": 4, "seed": 1},
+    "best_of": {"n": 2, "best_of": 4, "seed": 2},
+    "distinct": {"n": 2, "distinct": True, "seed": 3},
+    "beams": {"beam_width": 3, "n": 2},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_answer_has_the_form(server: Server, name: str, mode: str) -> None:
+    fields, holds = FORMS[name]
+    status, _, answer = server.post(CHAT, messages=USER, max_tokens=120, **fields, **MODES[mode])
+    assert status == 200, answer
+    texts = [choice["message"]["content"] for choice in answer["choices"] if choice.get("score") != -1e9]
+    assert texts and all(holds(text) for text in texts), texts
+    assert {choice["finish_reason"] for choice in answer["choices"]} <= {"stop", "length"}
+
+
+def test_any_json_object(server: Server) -> None:
+    """Endless ones are cut at the limit; those that end are objects."""
+    body = {"messages": USER, "max_tokens": 60, "n": 16, "seed": 5, "response_format": {"type": "json_object"}}
+    choices = server.post(CHAT, **body)[2]["choices"]
+    ended = [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert all(is_object(text) for text in ended)
+    assert all(choice["message"]["content"].lstrip().startswith("{") for choice in choices)
+
+
+def test_completions_and_streams_too(server: Server) -> None:
+    fields, holds = FORMS["json_schema"]
+    (choice,) = server.post(COMPLETIONS, prompt="Say", max_tokens=120, temperature=0, **fields)[2]["choices"]
+    assert holds(choice["text"])
+    frames = server.stream(CHAT, messages=USER, max_tokens=120, temperature=0, **fields)[1].decode().split("\n\n")
+    chunks = [json.loads(frame[6:]) for frame in frames if frame.startswith("data: {")]
+    streamed = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    assert holds(streamed)
+
+
+def test_responses_take_the_flat_form(socket: ClientConnection) -> None:
+    text = {"format": {"type": "json_schema", "name": "pet", "schema": SCHEMA, "strict": True}}
+    response = ask(socket, input="Say", text=text, max_output_tokens=120, ignore_eos=False)
+    assert is_pet(text_of(response))
+    assert response["text"] == text
+    plain = ask(socket, input="Say", text={"format": {"type": "text"}})
+    assert plain["text"] == {"format": {"type": "text"}}
+    plate = ask(socket, input="Say", structured_outputs={"regex": "[A-C]{2}-[0-9]{3}"}, ignore_eos=False)
+    assert is_plate(text_of(plate))
+
+
+NAMED = {"name": "pet", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: nothing_there"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"type": "thing"}}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "structured_outputs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.name"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**NAMED, "name": "a b"}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**NAMED, "schema": {"type": "thing"}}}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+    ],
+)
+def test_what_is_no_constraint_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
+    status, _, answer = server.post(CHAT, messages=USER, max_tokens=4, **fields)
+    assert status == 400, answer
+    assert answer["error"]["param"] == param, answer
+    assert param.split(".")[0] in answer["error"]["message"], answer
+
+
+def test_a_bad_schema_of_a_response_is_called_by_its_name(socket: ClientConnection) -> None:
+    send(socket, input="x", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "thing"}}})
+    assert receive(socket)["error"]["param"] == "text"
+    send(socket, input="x", text={"format": {"type": "json_schema", "name": "x"}})
+    assert receive(socket)["error"]["param"] == "text.format.schema"
