@@ -4,26 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from chatcache.decode.actions import DrawSpec
-from chatcache.decode.distinct import child_seed
+from chatcache.decode.distinct import DistinctStrategy, child_seed
 from chatcache.decode.factory import make_strategy
+from chatcache.decode.stop import StopRules
 from chatcache.sched.plan import F32
 from chatcache.types import GenerateRequest, ModelFacts, SamplingParams
 from tests.decode.decode_driver import Logits, Run, draw, log_softmax, run
 from tests.decode.dense_beams import num_common
+from tests.decode.toy_grammar import ToyConstraint, ToyGrammar
 
 PROMPT = (1, 0, 1)
 BYTES = tuple(bytes([0x61 + i]) for i in range(26))
 Output = tuple[int, ...]
 
 
-def distinct_run(params: SamplingParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> Run:
+def distinct_run(
+    params: SamplingParams,
+    logits: Logits,
+    *,
+    vocab_size: int,
+    eos: Output,
+    max_tokens: int,
+    grammar: ToyGrammar | None = None,
+) -> Run:
     """Run the strategy on a toy model."""
     facts = ModelFacts(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    if grammar is not None:
+        rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=BYTES)
+        constraint = cast(Any, ToyConstraint(grammar, params.min_tokens))
+        shape = {"seed": params.seed or 0, "prompt": PROMPT, "vocab_size": vocab_size, "constraint": constraint}
+        return run(DistinctStrategy(params, rules, **shape), PROMPT, logits)
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
     seed = params.seed or 0
     return run(make_strategy(request, facts, seed=seed, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
@@ -43,9 +59,18 @@ class Perturbed:
 class Everything:
     """All prefixes of a model, perturbed top down with the noise the strategy would draw; nothing is pruned."""
 
-    def __init__(self, params: SamplingParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int):
+    def __init__(
+        self,
+        params: SamplingParams,
+        logits: Logits,
+        *,
+        vocab_size: int,
+        eos: Output,
+        max_tokens: int,
+        grammar: ToyGrammar | None = None,
+    ) -> None:
         self.params, self.logits, self.vocab_size = params, logits, vocab_size
-        self.eos, self.max_tokens = eos, max_tokens
+        self.eos, self.max_tokens, self.grammar = eos, max_tokens, grammar
         self.levels = [[Perturbed((), 0.0, 0.0, params.seed or 0, "")]]
         for _ in range(max_tokens):
             grown = [child for prefix in self.levels[-1] for child in self.children(prefix)]
@@ -76,14 +101,17 @@ class Everything:
             count = output.count(token)
             logits[token] += (params.logit_bias or {}).get(token, 0.0)
             logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
-            if len(output) < params.min_tokens and token in self.eos:
+            if self.grammar is not None and token not in self.grammar.allowed(output, params.min_tokens):
+                logits[token] = -np.inf
+            if self.grammar is None and len(output) < params.min_tokens and token in self.eos:
                 logits[token] = -np.inf
         return log_softmax((logits / np.float32(params.temperature)).astype(np.float32))
 
     def end(self, output: Output) -> str:
         text = "".join(chr(0x61 + token) for token in output)
         stopped = len(output) >= self.params.min_tokens and any(text.endswith(stop) for stop in self.params.stop)
-        return "stop" if output[-1] in self.eos or stopped else "length" if len(output) == self.max_tokens else ""
+        stopped |= output[-1] in self.eos or (self.grammar is not None and self.grammar.over(output))
+        return "stop" if stopped else "length" if len(output) == self.max_tokens else ""
 
     def told(self, length: int) -> list[int]:
         """How many tokens of each candidate are final after `length` steps: all of those at the top that are finished
@@ -94,11 +122,20 @@ class Everything:
         return [len(prefix.output) if i <= first_live else shared for i, prefix in enumerate(best)]
 
 
-def check(params: SamplingParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> None:
+def check(
+    params: SamplingParams,
+    logits: Logits,
+    *,
+    vocab_size: int,
+    eos: Output,
+    max_tokens: int,
+    grammar: ToyGrammar | None = None,
+) -> None:
     """Compare candidates, scores, and what is told when, with all outputs."""
-    everything = Everything(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens)
+    shape: dict[str, Any] = {"vocab_size": vocab_size, "eos": eos, "max_tokens": max_tokens, "grammar": grammar}
+    everything = Everything(params, logits, **shape)
     want = everything.levels[-1][: params.n]
-    got = distinct_run(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens)
+    got = distinct_run(params, logits, **shape)
     outcomes = list(got.outcomes.values())
     assert list(got.outcomes) == list(range(params.n))
     assert [tuple(outcome.tokens) for outcome in outcomes[: len(want)]] == [prefix.output for prefix in want]

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chatcache.decode.actions import Candidates, Done, DrawSpec, Emit, Extend, Fork, Grown, Retire, Strategy
 from chatcache.sched.plan import F32
 from chatcache.types import TokenLogprob
 
+Bools = NDArray[np.bool_]
 Logits = Callable[[tuple[int, ...]], F32]
 
 
@@ -52,6 +54,13 @@ def edited(logits: F32, spec: DrawSpec) -> F32:
     return result
 
 
+def allowed(size: int, spec: DrawSpec) -> Bools:
+    """Say which tokens a draw's mask leaves."""
+    if spec.mask is None:
+        return np.ones(size, bool)
+    return np.unpackbits(spec.mask.astype("<u4").view(np.uint8), bitorder="little")[:size].astype(bool)
+
+
 def gumbel(seed: int, lane: int, position: int, size: int) -> F32:
     return np.random.default_rng([seed, lane, position]).gumbel(size=size).astype(np.float32)
 
@@ -64,7 +73,8 @@ def top_alternatives(logits: F32, num_top: int) -> tuple[tuple[int, float], ...]
 def draw(logits: F32, spec: DrawSpec, position: int) -> Candidates:
     """Draw as `sched.plan.Draws` says (top_k, top_p and min_p are the runner's and not simulated)."""
     if spec.width > 1 and spec.temperature > 0:
-        scores = log_softmax(edited(logits, spec) / np.float32(spec.temperature))
+        left = np.where(allowed(len(logits), spec), edited(logits, spec), np.float32(-np.inf))
+        scores = log_softmax((left / np.float32(spec.temperature)).astype(np.float32))
         perturbed = scores + gumbel(spec.seed, spec.lane, position, len(scores))
         order = [t for t in np.argsort(-perturbed, kind="stable")[: spec.width].tolist() if scores[t] > -np.inf]
         top = top_alternatives(logits, spec.num_top)
@@ -75,8 +85,9 @@ def draw(logits: F32, spec: DrawSpec, position: int) -> Candidates:
     changed = edited(logits, spec)
     if spec.width > 1:
         scores = log_softmax(changed)
-        best = np.argsort(-scores, kind="stable")[: spec.width]
-        return Candidates(tuple(best.tolist()), tuple(scores[best].tolist()), top)
+        may = allowed(len(logits), spec)
+        best = [token for token in np.argsort(-scores, kind="stable").tolist() if may[token]][: spec.width]
+        return Candidates(tuple(best), tuple(scores[best].tolist()), top)
     if spec.temperature == 0:
         token = int(changed.argmax())
     else:

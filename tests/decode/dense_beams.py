@@ -4,21 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 
+from chatcache.decode.beam import BeamStrategy
 from chatcache.decode.factory import make_strategy
+from chatcache.decode.stop import StopRules
 from chatcache.types import BeamSearchParams, GenerateRequest, ModelFacts
 from tests.decode.decode_driver import Logits, Run, log_softmax, run
+from tests.decode.toy_grammar import ToyConstraint, ToyGrammar
 
 PROMPT = (4, 2)
 BYTES = tuple(bytes([0x61 + i]) for i in range(26))
 Output = tuple[int, ...]
 
 
-def beam_run(params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> Run:
+def beam_run(
+    params: BeamSearchParams,
+    logits: Logits,
+    *,
+    vocab_size: int,
+    eos: Output,
+    max_tokens: int,
+    grammar: ToyGrammar | None = None,
+) -> Run:
     """Run the strategy on a toy model."""
     facts = ModelFacts(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    if grammar is not None:
+        rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=BYTES)
+        constraint = cast(Any, ToyConstraint(grammar, params.min_tokens))
+        return run(BeamStrategy(params, rules, vocab_size=vocab_size, constraint=constraint), PROMPT, logits)
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
     return run(make_strategy(request, facts, seed=0, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
 
@@ -35,9 +51,18 @@ class DenseBeams:
     `agreed`: after each step, how many leading tokens all live beams and all hypotheses that may be returned share.
     """
 
-    def __init__(self, params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int):
+    def __init__(
+        self,
+        params: BeamSearchParams,
+        logits: Logits,
+        *,
+        vocab_size: int,
+        eos: Output,
+        max_tokens: int,
+        grammar: ToyGrammar | None = None,
+    ) -> None:
         self.params, self.logits, self.vocab_size = params, logits, vocab_size
-        self.eos, self.max_tokens = eos, max_tokens
+        self.eos, self.max_tokens, self.grammar = eos, max_tokens, grammar
         self.width = params.beam_width // params.num_beam_groups
         self.groups = [DenseGroup() for _ in range(params.num_beam_groups)]
         self.agreed: list[int] = []
@@ -64,7 +89,7 @@ class DenseBeams:
         for total, output in group.beams:
             raw = log_softmax(self.logits(PROMPT + output))
             for token in np.argsort(-raw, kind="stable").tolist():  # equal sums: the more likely token first
-                if not (length <= self.params.min_tokens and token in self.eos):
+                if self.may_follow(output, token):
                     grown.append((np.float32(np.float32(raw[token] - lost[token]) + total), (*output, token)))
         grown.sort(key=lambda pair: -pair[0])
         grown = grown[: max(2, 1 + len(self.eos)) * self.width]
@@ -78,10 +103,16 @@ class DenseBeams:
             group.beams = []
         return chosen
 
+    def may_follow(self, output: Output, token: int) -> bool:
+        if self.grammar is not None:
+            return token in self.grammar.allowed(output, self.params.min_tokens)
+        return len(output) >= self.params.min_tokens or token not in self.eos
+
     def end(self, output: Output, length: int) -> str:
         text = "".join(chr(0x61 + token) for token in output)
         stopped = length >= self.params.min_tokens and any(text.endswith(stop) for stop in self.params.stop)
-        return "stop" if output[-1] in self.eos or stopped else "length" if length == self.max_tokens else ""
+        stopped |= output[-1] in self.eos or (self.grammar is not None and self.grammar.over(output))
+        return "stop" if stopped else "length" if length == self.max_tokens else ""
 
     def over(self, group: DenseGroup, length: int) -> bool:
         if len(group.kept) < self.width:
@@ -99,14 +130,24 @@ def num_common(outputs: list[Output]) -> int:
     return next((i for i, tokens in enumerate(zip(*outputs)) if len(set(tokens)) > 1), min(map(len, outputs)))  # noqa: B905
 
 
-def check(params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: Output, max_tokens: int) -> Run:
+def check(
+    params: BeamSearchParams,
+    logits: Logits,
+    *,
+    vocab_size: int,
+    eos: Output,
+    max_tokens: int,
+    grammar: ToyGrammar | None = None,
+) -> Run:
     """Compare our search with the dense one, to the bit; return ours."""
-    want = DenseBeams(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens).run()
-    got = beam_run(params, logits, vocab_size=vocab_size, eos=eos, max_tokens=max_tokens)
+    shape: dict[str, Any] = {"vocab_size": vocab_size, "eos": eos, "max_tokens": max_tokens, "grammar": grammar}
+    want, got = DenseBeams(params, logits, **shape).run(), beam_run(params, logits, **shape)
     outcomes = list(got.outcomes.values())[: len(want)]
     ends = [outcome.done for outcome in outcomes]
     assert [tuple(outcome.tokens) for outcome in outcomes] == [output for _, output, _ in want]
     assert [end and end.score for end in ends] == [score for score, _, _ in want]
     assert [end and end.finish_reason for end in ends] == [reason for _, _, reason in want]
-    assert all(outcome.done and outcome.done.score == -1e9 for outcome in list(got.outcomes.values())[len(want) :])
+    for outcome in list(got.outcomes.values())[len(want) :]:  # there are no more outputs
+        assert outcome.done and outcome.done.score == -1e9
+        assert all(tuple(outcome.tokens) == output[: len(outcome.tokens)] for _, output, _ in want)
     return got

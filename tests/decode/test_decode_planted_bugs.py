@@ -51,7 +51,7 @@ def search_distinct() -> None:
 
 
 def the_draw_is_as_wide_as_without_groups(patch: Patch) -> None:
-    patch.setattr(beam, "num_drawn", lambda params, rules: params.beam_width // params.num_beam_groups + 2)
+    patch.setattr(beam, "num_drawn", lambda params, *_: params.beam_width // params.num_beam_groups + 2)
 
 
 def the_crowd_is_forgotten(patch: Patch) -> None:
