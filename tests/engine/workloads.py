@@ -33,7 +33,7 @@ from chatcache.errors import ContextTooLong
 from chatcache.kv.pool import PagePool
 from chatcache.sched.draws import draws_of
 from chatcache.sched.limits import worst_case_pages
-from chatcache.sched.plan import StepResult
+from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.types import (
     BeamSearchParams,
     CandidateDone,
@@ -117,6 +117,7 @@ class Answer:
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
     done: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     prompt: tuple[Any, ...] = ()
+    failed: bool = False
 
     def take(self, output: Output | Tokens | CandidateDone) -> None:
         if isinstance(output, Emit | Tokens):
@@ -191,8 +192,29 @@ class Arrival:
     cancelled_at: int | None
 
 
+class Crashing(FakeRunner):
+    """Raises in some steps, having spoilt everything that the plan would have written: in `crashes`, and in
+    `swap_crashes`, which counts only those that move pages to or from the host."""
+
+    crashes: frozenset[int] = frozenset()
+    swap_crashes: frozenset[int] = frozenset()
+    num_swaps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        moves = bool(len(plan.swaps_out) or len(plan.swaps_in))
+        self.num_swaps += moves
+        if plan.step not in self.crashes and not (moves and self.num_swaps in self.swap_crashes):
+            return super().execute(plan)
+        self.host_cells[plan.swaps_out[:, 1]] = POISON
+        for pages in (plan.swaps_in[:, 1], plan.copies[:, 1]):
+            self.cells[pages] = POISON
+        raise RuntimeError("crashed as planned")
+
+
 @dataclass(frozen=True)
 class Workload:
+    """Requests and the engine they come to. Its runner crashes in some steps: see `Crashing`."""
+
     arrivals: tuple[Arrival, ...]
     num_pages: int
     page_size: int
@@ -202,10 +224,13 @@ class Workload:
     num_host_pages: int = 0
     preemption: str = "auto"
     policy: str = "fcfs"
+    crashes: frozenset[int] = frozenset()
+    swap_crashes: frozenset[int] = frozenset()
 
     def engine(self) -> tuple[Engine, FakeRunner]:
         capacity = fake_capacity(self.num_pages, self.page_size, self.num_slots, 256, self.num_host_pages)
-        runner = FakeRunner(capacity, VOCAB)
+        runner = Crashing(capacity, VOCAB)
+        runner.crashes, runner.swap_crashes = self.crashes, self.swap_crashes
         config = EngineConfig(
             max_num_batched_tokens=self.budget,
             max_num_seqs=self.num_slots,
@@ -276,14 +301,16 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
     assert (health.num_pages_in_use, health.num_host_pages_in_use) == (0, 0)
     assert health.num_self_checks > 0 or not health.num_steps
     for request_id, seen in events.items():
-        check_events(request_id, seen)
+        check_events(request_id, seen, may_fail=bool(workload.crashes or workload.swap_crashes))
+        if isinstance(seen[-1], Failed):
+            answers[request_id].failed = True
     return answers
 
 
-def check_events(request_id: str, events: list[EngineEvent]) -> None:
+def check_events(request_id: str, events: list[EngineEvent], *, may_fail: bool = False) -> None:
     """Numbered without a gap, `Started` before any token, exactly one terminal event, at the end."""
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
-    assert isinstance(events[-1], Finished), (request_id, events[-1])
+    assert isinstance(events[-1], Finished | Failed if may_fail else Finished), (request_id, events[-1])
     assert not any(isinstance(event, Finished | Failed) for event in events[:-1])
     if len(events) > 1:
         assert isinstance(events[0], Started)
@@ -298,7 +325,7 @@ def assert_equals_alone(workload: Workload, *, audit: bool = True) -> None:
         if request.request_id not in answers:
             continue
         expected, got = alone(request), answers[request.request_id]
-        if arrival.cancelled_at is None:
+        if arrival.cancelled_at is None and not got.failed:
             assert got == expected
         else:
             assert expected.begins_with(got)
@@ -406,4 +433,6 @@ def workloads(draw: st.DrawFn, tight: bool = False) -> Workload:
         num_host_pages=num_host_pages,
         preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"] if num_host_pages else ["auto"])),
         policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "fair"])),
+        crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({9}), frozenset({5, 20, 33})])),
+        swap_crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({1}), frozenset({2, 3})])),
     )
