@@ -5,6 +5,7 @@
     prefill.py    rows of many new tokens: pages gathered, then torch's matrix multiplications
     pages.py      the page store: layout, reads, copies, swaps
     rope.py       rotation and page write in one pass
+    invariant.py  the same operations, of which no bit depends on batch, chunk or threads
     fused.py      norms and the activation in one pass each
     vectors.py    registers of float32 for numba
     launch.py     compile once per machine, run on torch's threads

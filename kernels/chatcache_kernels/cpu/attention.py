@@ -42,7 +42,7 @@ def paged_attention(
             out[part] = attend_row(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
         most_few = max((count for count in counts if count <= few), default=0)
     if most_few:
-        _decode(q, out, pages, layer, batch, most_few, scale, window, softcap, sinks)
+        attend_pages(q, out, pages, layer, batch, most_few, scale, window, softcap, sinks)
     return out
 
 
@@ -53,7 +53,7 @@ def register_lanes(page_size: int, head_dim: int) -> int:
     return next(fitting, 0)
 
 
-def _decode(
+def attend_pages(
     q: Tensor,
     out: Tensor,
     pages: KVPages,
@@ -65,7 +65,7 @@ def _decode(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Run the decode kernel over the rows of at most `max_tokens` new tokens."""
+    """Run the decode kernel over the rows of at most `max_tokens` new tokens, into `out`; other rows are left alone."""
     num_rows, table_stride = batch.tables.shape[0], batch.tables.stride(0)
     _, num_heads, head_dim = q.shape
     num_kv_heads, num_threads = pages.num_kv_heads, torch.get_num_threads()

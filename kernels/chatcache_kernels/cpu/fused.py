@@ -27,7 +27,7 @@ SILU_JOB, _PACK_SILU = record("gate_up out num_rows width")
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to unit root mean square, then by `weight`. Shapes: x [..., C], weight [C]."""
-    if not _fits(x, weight):
+    if not norm_fits(x, weight):
         return reference.rms_norm(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual). Shapes: x, residual [T, C], weight [C]."""
-    if not _fits(x, weight) or residual.dtype != x.dtype:
+    if not norm_fits(x, weight) or residual.dtype != x.dtype:
         return reference.add_rms_norm(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
     out, summed = torch.empty_like(x), torch.empty_like(x)
@@ -48,7 +48,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], gate first -> [T, I]."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if width % _LANES or gate_up.dtype not in KINDS:
+    if not silu_fits(gate_up):
         return reference.silu_mul(gate_up)
     gate_up = gate_up.contiguous()
     out = torch.empty(num_rows, width, dtype=gate_up.dtype)
@@ -57,8 +57,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def _fits(x: Tensor, weight: Tensor) -> bool:
+def norm_fits(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether a norm takes the kernel rather than torch."""
     return x.shape[-1] % _LANES == 0 and x.dtype in KINDS and weight.dtype == x.dtype and weight.is_contiguous()
+
+
+def silu_fits(gate_up: Tensor) -> bool:
+    """Tell whether the activation takes the kernel rather than torch."""
+    return gate_up.shape[1] % (2 * _LANES) == 0 and gate_up.dtype in KINDS
 
 
 def _norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: int, eps: float) -> None:

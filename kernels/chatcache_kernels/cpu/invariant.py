@@ -1,0 +1,117 @@
+"""The operations of `cpu` with one promise more: no bit of a token's result depends on anything but its own row.
+
+Not on the rows beside it, their number or order, not on how many of its row's tokens are computed at once, and not on
+the number of threads. Norms, the activation, rotation and page writes keep it as they are, since each token is computed
+alone. Attention keeps it when every row takes the decode kernel: its splits and tiles lie at fixed positions, and what
+a query may not see adds exact zeros. (torch's flash attention, which `cpu` prefills with, sums by chunk.)
+
+Shapes that would be left to torch, whose reductions promise nothing, are refused: ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..types import AttentionBatch, KVPages
+from . import fused
+from .attention import FEW_QUERIES, attend_pages, register_lanes
+from .decode import SPLIT, max_queries, partial_floats
+from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
+from .rope import rope_write, write_pages
+
+__all__ = [
+    "add_rms_norm",
+    "allocate_pages",
+    "copy_pages",
+    "paged_attention",
+    "read_pages",
+    "rms_norm",
+    "rope_write",
+    "silu_mul",
+    "swap_in",
+    "swap_out",
+    "write_pages",
+]
+
+MAX_PARTIAL_FLOATS = 1 << 23  # of one launch; long prompts over long contexts take several
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend as `cpu.paged_attention` does, every row by the decode kernel, long ones in pieces."""
+    if not register_lanes(pages.page_size, pages.head_dim):
+        raise ValueError(f"heads of {pages.head_dim} in pages of {pages.page_size} tokens: 8 must divide both")
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    most = max(1, FEW_QUERIES * pages.num_kv_heads // q.shape[1])
+    if batch.max_new_tokens > most:
+        batch = _cut(batch, most)
+    for part in _launches(batch, q.shape[1], pages):
+        attend_pages(q, out, pages, layer, part, part.max_new_tokens, scale, window, softcap, sinks)
+    return out
+
+
+def _cut(batch: AttentionBatch, most: int) -> AttentionBatch:
+    """Return the same tokens as rows of at most `most` tokens each, in the same order."""
+    counts, start = batch.num_tokens.numpy(), batch.start.numpy()
+    pieces = -(-counts // most)
+    row = np.repeat(np.arange(len(counts)), pieces)
+    done = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    num_tokens = np.minimum(counts[row] - done, most).astype(np.int32)
+    offsets = np.concatenate((np.zeros(1, np.int32), np.cumsum(num_tokens, dtype=np.int32)))
+    arrays = {"start": (start[row] + done).astype(np.int32), "num_tokens": num_tokens, "offsets": offsets}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return replace(batch, tables=batch.tables[torch.from_numpy(row)], max_new_tokens=most, **tensors)
+
+
+def _launches(batch: AttentionBatch, num_heads: int, pages: KVPages) -> Iterator[AttentionBatch]:
+    """Yield the rows in groups whose partial results fit the memory they may take."""
+    num_rows = batch.tables.shape[0]
+    splits = -(-batch.max_context_tokens // SPLIT)
+    queries = max_queries(batch.max_new_tokens, num_heads, pages.num_kv_heads)
+    each = pages.num_kv_heads * splits * partial_floats(queries, pages.head_dim)
+    size = max(1, MAX_PARTIAL_FLOATS // max(each, 1)) if splits > 1 else max(num_rows, 1)
+    if size >= num_rows:
+        yield batch
+        return
+    for first in range(0, num_rows, size):
+        rows = slice(first, first + size)
+        names = ("tables", "start", "num_tokens")
+        tensors = {name: getattr(batch, name)[rows] for name in names}
+        yield replace(batch, offsets=batch.offsets[first : first + size + 1], **tensors)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise as `cpu.rms_norm` does."""
+    _require(fused.norm_fits(x, weight), x)
+    return fused.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add and normalise as `cpu.add_rms_norm` does."""
+    _require(fused.norm_fits(x, weight) and residual.dtype == x.dtype, x)
+    return fused.add_rms_norm(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Activate as `cpu.silu_mul` does."""
+    _require(fused.silu_fits(gate_up), gate_up)
+    return fused.silu_mul(gate_up)
+
+
+def _require(fits: bool, x: Tensor) -> None:
+    if not fits:
+        raise ValueError(f"rows of {x.shape[-1]} {x.dtype} numbers: 16 must divide norms and activations, of one dtype")

@@ -1,0 +1,139 @@
+"""cpu.invariant: every token's bits are those of its row computed one token at a time, whatever the batch."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from chatcache_kernels import cpu, reference
+from chatcache_kernels.cpu import invariant
+from chatcache_kernels.types import AttentionBatch, KVPages
+from torch import Tensor
+
+SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+PAGE = 16
+
+
+class Histories:
+    """Rows of keys, values and queries in one store; every slot without a token is NaN."""
+
+    def __init__(self, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        noise = torch.Generator().manual_seed(SEED)
+        counts = [-(-length // PAGE) for length in lengths]
+        num_pages = sum(counts) + 1
+        self.pages: KVPages = cpu.allocate_pages(1, num_pages, PAGE, kv_heads, dim, dtype)
+        self.pages.k.fill_(torch.nan), self.pages.v.fill_(torch.nan)
+        order = (torch.randperm(num_pages - 1, generator=noise) + 1).int()
+        self.tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+        for row, count in enumerate(counts):
+            self.tables[row, :count] = order[sum(counts[:row]) :][:count]
+        start, ends = torch.zeros(len(lengths)), torch.tensor(lengths)
+        k, v = torch.randn(2, sum(lengths), kv_heads, dim, generator=noise).to(dtype).unbind(0)
+        cpu.write_pages(self.pages, 0, k, v, AttentionBatch.build(self.tables, start, ends, PAGE).slots)
+        self.q = [torch.randn(length, heads, dim, generator=noise).to(dtype) for length in lengths]
+
+    def attend(
+        self, parts: Sequence[tuple[int, int, int]], module: ModuleType = invariant, **options: object
+    ) -> Tensor:
+        """Attend for parts (row, first, end), as one batch."""
+        rows, first, end = torch.tensor(parts).unbind(1)
+        batch = AttentionBatch.build(self.tables[rows], first, end - first, PAGE)
+        q = torch.cat([self.q[row][a:b] for row, a, b in parts])
+        out: Tensor = module.paged_attention(q, self.pages, 0, batch, 0.3, **options)
+        return out
+
+
+OPTIONS = {"plain": {}, "window": {"window": 100}, "capped": {"softcap": 3.0}, "sinks": {"sinks": torch.randn(6)}}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_the_same_in_any_chunk_and_company(option: str, dtype: torch.dtype) -> None:
+    """Contexts on both sides of a split, chunks that neither page nor split divides, three threads."""
+    options, draw = OPTIONS[option], random.Random(SEED)
+    lengths = (513, 512, 37, 1, 1050)
+    histories = Histories(lengths, 6, 2, 64, dtype)
+    alone = [
+        torch.cat([histories.attend([(row, p, p + 1)], **options) for p in range(length)])
+        for row, length in enumerate(lengths)
+    ]
+    whole = histories.attend([(row, 0, length) for row, length in enumerate(lengths)], **options)
+    assert torch.equal(whole, torch.cat(alone)), f"seed {SEED}"
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for _ in range(8):
+            parts = []
+            for row in draw.sample(range(len(lengths)), draw.randrange(1, len(lengths) + 1)):
+                first = draw.randrange(lengths[row])
+                parts.append((row, first, min(lengths[row], first + draw.choice((1, 1, 5, 64, 333)))))
+            got = histories.attend(parts, **options)
+            expected = torch.cat([alone[row][first:end] for row, first, end in parts])
+            assert torch.equal(got, expected), f"seed {SEED}: {parts}"
+
+
+def test_partial_results_of_a_long_context_may_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    histories = Histories((1500, 600), 4, 2, 32, torch.float32)
+    parts = [(0, 1400, 1500), (1, 0, 600), (0, 90, 91)]
+    once = histories.attend(parts)
+    monkeypatch.setattr(invariant, "MAX_PARTIAL_FLOATS", 40_000)
+    assert torch.equal(histories.attend(parts), once)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_attention_is_attention(option: str) -> None:
+    histories = Histories((300, 900), 6, 2, 64, torch.float32)
+    parts = [(1, 200, 900), (0, 0, 300)]
+    got = histories.attend(parts, **OPTIONS[option])
+    plain = reference.allocate_pages(1, histories.pages.num_pages, PAGE, 2, 64, torch.float32)
+    slots = torch.arange(PAGE, histories.pages.num_pages * PAGE)
+    reference.write_pages(plain, 0, *cpu.read_pages(histories.pages, 0, slots), slots)
+    histories.pages = plain
+    expected = histories.attend(parts, reference, **OPTIONS[option])
+    torch.testing.assert_close(got, expected, atol=3e-5, rtol=3e-5)
+
+
+def test_the_fast_path_makes_no_such_promise() -> None:
+    """Else the tests above could not fail: its flash attention sums by chunk."""
+    histories = Histories((400,), 6, 2, 64, torch.float32)
+    whole, halves = (
+        [histories.attend([(0, a, b)], cpu) for a, b in cuts] for cuts in ([(0, 400)], [(0, 151), (151, 400)])
+    )
+    assert not torch.equal(torch.cat(whole), torch.cat(halves))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_norms_activation_and_rotation_are_computed_alone(dtype: torch.dtype) -> None:
+    torch.set_num_threads(3)
+    x, residual = torch.randn(2, 700, 96).to(dtype).unbind(0)
+    weight = torch.randn(96).to(dtype)
+    for function in (
+        lambda rows: invariant.rms_norm(x[rows], weight, 1e-5),
+        lambda rows: invariant.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
+        lambda rows: invariant.silu_mul(x[rows]),
+        lambda rows: reference.rope(x[rows].view(-1, 4, 24), *residual[rows, :22].float().split(11, 1)),
+    ):
+        alone = torch.cat([function(slice(row, row + 1)) for row in range(700)])
+        for rows in (slice(0, 700), slice(3, 40), slice(699, 700)):
+            assert torch.equal(function(rows), alone[rows])
+
+
+def test_what_would_be_left_to_torch_is_refused() -> None:
+    narrow = torch.randn(3, 20)
+    with pytest.raises(ValueError, match="rows of 20 .* numbers: 16 must divide"):
+        invariant.rms_norm(narrow, torch.ones(20), 1e-5)
+    with pytest.raises(ValueError, match="16 must divide"):
+        invariant.add_rms_norm(narrow, narrow, torch.ones(20), 1e-5)
+    with pytest.raises(ValueError, match="16 must divide"):
+        invariant.silu_mul(narrow)
+    with pytest.raises(ValueError, match="of one dtype"):
+        invariant.add_rms_norm(torch.randn(3, 32), torch.randn(3, 32).bfloat16(), torch.ones(32), 1e-5)
+    histories = Histories((20,), 4, 2, 16, torch.float32)
+    pages = replace(histories.pages, head_dim=12)
+    batch = AttentionBatch.build(histories.tables, torch.tensor([0]), torch.tensor([20]), PAGE)
+    with pytest.raises(ValueError, match="heads of 12 in pages of 16 tokens: 8 must divide both"):
+        invariant.paged_attention(torch.randn(20, 4, 12), pages, 0, batch, 1.0)
