@@ -114,10 +114,10 @@ class Network(Protocol):
         ...
 
 
-def choose_backend(name: str, device: torch.device) -> tuple[str, AttentionBackend]:
+def choose_backend(name: str, device: torch.device, *, deterministic: bool = False) -> tuple[str, AttentionBackend]:
     """Return the name and module of the kernels for `name` (auto | reference | cpu).
 
-    Raises: ModelFolderError for a backend that this device or installation lacks.
+    Raises: ModelFolderError for a backend that this device or installation lacks, or that is not `deterministic`.
     """
     if name == "auto":
         name = "cpu" if device.type == "cpu" and _exists("cpu") else "reference"
@@ -125,7 +125,10 @@ def choose_backend(name: str, device: torch.device) -> tuple[str, AttentionBacke
         raise ModelFolderError(f"attention backend {name!r} is not available; choose auto, reference or cpu")
     if name == "cpu" and device.type != "cpu":
         raise ModelFolderError(f"attention backend 'cpu' does not run on {device}")
-    return name, cast(AttentionBackend, importlib.import_module(f"chatcache_kernels.{name}"))
+    if deterministic and name != "cpu":
+        raise ModelFolderError(f"deterministic needs the attention backend 'cpu', and on {device} that is {name!r}")
+    module = "cpu.invariant" if deterministic else name
+    return name, cast(AttentionBackend, importlib.import_module(f"chatcache_kernels.{module}"))
 
 
 def allocate(kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int) -> KVPages:

@@ -16,7 +16,7 @@ from torch import Tensor
 from chatcache.errors import ModelFolderError
 from chatcache.model.arch import Architecture
 from chatcache.model.attention import AttentionStep, Geometry
-from chatcache.model.linear import Linear
+from chatcache.model.linear import MakeLinear, Product, fast_linear
 from chatcache.model.rope import rope_tables
 from chatcache.model.weights import Weights
 
@@ -28,13 +28,13 @@ class Layer:
     """One block's weights. `qkv` gives H query, Hkv key and Hkv value heads side by side; `gate_up` gate first."""
 
     attention_norm: Tensor
-    qkv: Linear
+    qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Linear
+    out: Product
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
     window: int | None
 
 
@@ -42,7 +42,13 @@ class Decoder:
     """A loaded model of the native family. Satisfies `attention.Network`."""
 
     def __init__(
-        self, arch: Architecture, geometry: Geometry, embedding: Tensor, layers: list[Layer], norm: Tensor, head: Linear
+        self,
+        arch: Architecture,
+        geometry: Geometry,
+        embedding: Tensor,
+        layers: list[Layer],
+        norm: Tensor,
+        head: Product,
     ) -> None:
         self.arch = arch
         self.geometry = geometry
@@ -98,13 +104,18 @@ class Decoder:
 
 
 def load_decoder(
-    arch: Architecture, weights: Weights, dtype: torch.dtype, device: torch.device, progress: Progress
+    arch: Architecture,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    make_linear: MakeLinear = fast_linear,
 ) -> Decoder:
     """Build a decoder from a folder's tensors, converted and fused as they are copied.
 
     Raises: ModelFolderError for a tensor that is missing or of the wrong shape.
     """
-    take = _Taker(weights, dtype, device)
+    take = _Taker(weights, dtype, device, make_linear)
     a = arch
     embedding = take("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
     layers = []
@@ -112,7 +123,7 @@ def load_decoder(
         progress(index / a.num_layers, f"layer {index + 1} of {a.num_layers}")
         layers.append(_load_layer(a, index, take))
     norm = take("model.norm.weight", a.hidden_size)
-    head = Linear(embedding if a.tied else take("lm_head.weight", a.vocab_size, a.hidden_size))
+    head = make_linear(embedding if a.tied else take("lm_head.weight", a.vocab_size, a.hidden_size), None)
     geometry = Geometry(a.num_layers, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device)
     return Decoder(a, geometry, embedding, layers, norm, head)
 
@@ -142,19 +153,21 @@ def _load_layer(a: Architecture, index: int, take: _Taker) -> Layer:
 class _Taker:
     """Copies tensors out of the mapped files."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear) -> None:
         self.weights, self.dtype, self.device = weights, dtype, device
+        self.make_linear = make_linear
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         return self._into([self.weights.get(name, shape)])
 
-    def linear(self, base: str, widths: dict[str, int], num_inputs: int, bias: bool) -> Linear:
+    def linear(self, base: str, widths: dict[str, int], num_inputs: int, bias: bool) -> Product:
         """Return one layer for several projections, stacked in the order given."""
         get = self.weights.get
         weight = self._into([get(f"{base}.{name}.weight", (width, num_inputs)) for name, width in widths.items()])
         if not bias:
-            return Linear(weight)
-        return Linear(weight, self._into([get(f"{base}.{name}.bias", (width,)) for name, width in widths.items()]))
+            return self.make_linear(weight, None)
+        biases = [get(f"{base}.{name}.bias", (width,)) for name, width in widths.items()]
+        return self.make_linear(weight, self._into(biases))
 
     def _into(self, parts: list[Tensor]) -> Tensor:
         """Stack along the first dimension in one allocation, never aliasing the file."""

@@ -17,7 +17,10 @@ from chatcache.errors import ModelFolderError
 from chatcache.model.arch import Architecture, is_native, read_architecture
 from chatcache.model.attention import Geometry, Network, allocate, choose_backend
 from chatcache.model.decoder import check_unused, load_decoder
+from chatcache.model.deterministic import TokenByToken, check_determinism
 from chatcache.model.folder import eos_token_ids, model_name, read_config, resolve_model_path, weight_files
+from chatcache.model.invariant import InvariantLinears
+from chatcache.model.linear import fast_linear
 from chatcache.model.runner import Runner
 from chatcache.model.threads import limit_threads
 from chatcache.model.weights import Weights
@@ -48,7 +51,11 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
     weights = Weights(weight_files(folder))
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    backend, kernels = choose_backend(config.attention, device)
+    if config.deterministic and device.type != "cpu":
+        raise ModelFolderError(f"deterministic works on CPUs only so far, and this model would run on {device}")
+    backend, kernels = choose_backend(config.attention, device, deterministic=config.deterministic)
+    if device.type == "cpu":
+        limit_threads(weights.num_parameters * dtype.itemsize)
     network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, say)
     geometry = network.geometry
     capacity = plan_capacity(config, geometry, max_model_len)
@@ -66,8 +73,9 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
         device=str(device),
         attention=backend,
     )
-    if device.type == "cpu":
-        limit_threads(facts.weight_bytes)
+    if config.deterministic:
+        say(0.96, "checking that results do not depend on the batch")
+        check_determinism(network, kernels, config.page_size, max_model_len)
     runner = Runner(network, kernels, pages, capacity, facts)
     say(0.97, "warming up")
     runner.warm_up()
@@ -94,14 +102,20 @@ def _load_network(
         arch = read_architecture(raw, where)
         check_unused(weights, arch, folder)
         length = context_length(config, arch)
-        decoder = load_decoder(arch, weights, dtype, device, part)
+        make_linear = InvariantLinears() if config.deterministic else fast_linear
+        decoder = load_decoder(arch, weights, dtype, device, part, make_linear)
         decoder.extend_positions(length)
         return decoder, length
     from chatcache.model.hf import load_transformers
 
     part(0.0, "loading through transformers")
     network = load_transformers(folder, raw, dtype, device)
-    return network, _bounded(config, network.max_position)
+    length = _bounded(config, network.max_position)
+    if not config.deterministic:
+        return network, length
+    torch.set_num_threads(1)  # how torch shares its work among threads is nobody's promise
+    log.warning("deterministic: this model runs through transformers, on one thread, one token at a time")
+    return TokenByToken(network), length
 
 
 def context_length(config: EngineConfig, arch: Architecture) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +38,7 @@ class Histories:
         cpu.write_pages(self.pages, 0, k, v, AttentionBatch.build(self.tables, start, ends, PAGE).slots)
         self.q = [torch.randn(length, heads, dim, generator=noise).to(dtype) for length in lengths]
 
-    def attend(
-        self, parts: Sequence[tuple[int, int, int]], module: ModuleType = invariant, **options: object
-    ) -> Tensor:
+    def attend(self, parts: Sequence[tuple[int, int, int]], module: ModuleType = invariant, **options: Any) -> Tensor:
         """Attend for parts (row, first, end), as one batch."""
         rows, first, end = torch.tensor(parts).unbind(1)
         batch = AttentionBatch.build(self.tables[rows], first, end - first, PAGE)
@@ -48,7 +47,12 @@ class Histories:
         return out
 
 
-OPTIONS = {"plain": {}, "window": {"window": 100}, "capped": {"softcap": 3.0}, "sinks": {"sinks": torch.randn(6)}}
+OPTIONS: Mapping[str, Any] = {
+    "plain": {},
+    "window": {"window": 100},
+    "capped": {"softcap": 3.0},
+    "sinks": {"sinks": torch.randn(6)},
+}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -111,12 +115,14 @@ def test_rows_of_norms_activation_and_rotation_are_computed_alone(dtype: torch.d
     torch.set_num_threads(3)
     x, residual = torch.randn(2, 700, 96).to(dtype).unbind(0)
     weight = torch.randn(96).to(dtype)
-    for function in (
+    cos, sin = residual[:, :11], residual[:, 11:22]
+    functions: list[Callable[[slice], Tensor]] = [
         lambda rows: invariant.rms_norm(x[rows], weight, 1e-5),
         lambda rows: invariant.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
         lambda rows: invariant.silu_mul(x[rows]),
-        lambda rows: reference.rope(x[rows].view(-1, 4, 24), *residual[rows, :22].float().split(11, 1)),
-    ):
+        lambda rows: reference.rope(x[rows].view(-1, 4, 24), cos[rows], sin[rows]),
+    ]
+    for function in functions:
         alone = torch.cat([function(slice(row, row + 1)) for row in range(700)])
         for rows in (slice(0, 700), slice(3, 40), slice(699, 700)):
             assert torch.equal(function(rows), alone[rows])
@@ -124,7 +130,7 @@ def test_rows_of_norms_activation_and_rotation_are_computed_alone(dtype: torch.d
 
 def test_what_would_be_left_to_torch_is_refused() -> None:
     narrow = torch.randn(3, 20)
-    with pytest.raises(ValueError, match="rows of 20 .* numbers: 16 must divide"):
+    with pytest.raises(ValueError, match=r"rows of 20 .* numbers: 16 must divide"):
         invariant.rms_norm(narrow, torch.ones(20), 1e-5)
     with pytest.raises(ValueError, match="16 must divide"):
         invariant.add_rms_norm(narrow, narrow, torch.ones(20), 1e-5)

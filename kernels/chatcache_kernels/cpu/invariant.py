@@ -70,11 +70,16 @@ def _cut(batch: AttentionBatch, most: int) -> AttentionBatch:
     pieces = -(-counts // most)
     row = np.repeat(np.arange(len(counts)), pieces)
     done = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
-    num_tokens = np.minimum(counts[row] - done, most).astype(np.int32)
-    offsets = np.concatenate((np.zeros(1, np.int32), np.cumsum(num_tokens, dtype=np.int32)))
-    arrays = {"start": (start[row] + done).astype(np.int32), "num_tokens": num_tokens, "offsets": offsets}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return replace(batch, tables=batch.tables[torch.from_numpy(row)], max_new_tokens=most, **tensors)
+    num_tokens = np.minimum(counts[row] - done, most)
+    return AttentionBatch(
+        tables=batch.tables[torch.from_numpy(row)],
+        start=torch.from_numpy((start[row] + done).astype(np.int32)),
+        num_tokens=torch.from_numpy(num_tokens.astype(np.int32)),
+        offsets=torch.from_numpy(np.concatenate(([0], np.cumsum(num_tokens))).astype(np.int32)),
+        slots=batch.slots,
+        max_new_tokens=most,
+        max_context_tokens=batch.max_context_tokens,
+    )
 
 
 def _launches(batch: AttentionBatch, num_heads: int, pages: KVPages) -> Iterator[AttentionBatch]:
@@ -88,10 +93,9 @@ def _launches(batch: AttentionBatch, num_heads: int, pages: KVPages) -> Iterator
         yield batch
         return
     for first in range(0, num_rows, size):
-        rows = slice(first, first + size)
-        names = ("tables", "start", "num_tokens")
-        tensors = {name: getattr(batch, name)[rows] for name in names}
-        yield replace(batch, offsets=batch.offsets[first : first + size + 1], **tensors)
+        rows, ends = slice(first, first + size), batch.offsets[first : first + size + 1]
+        tables, start, num_tokens = batch.tables[rows], batch.start[rows], batch.num_tokens[rows]
+        yield replace(batch, tables=tables, start=start, num_tokens=num_tokens, offsets=ends)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
