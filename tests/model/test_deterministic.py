@@ -1,0 +1,199 @@
+"""The parts of level 2: products, single tokens, the check at load, and who is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from chatcache.config import EngineConfig
+from chatcache.errors import ModelFolderError
+from chatcache.model import invariant
+from chatcache.model import load as loading
+from chatcache.model.attention import AttentionStep, Geometry, Network, choose_backend
+from chatcache.model.decoder import Decoder
+from chatcache.model.deterministic import TokenByToken, check_determinism
+from chatcache.model.invariant import SIZES, InvariantLinear, InvariantLinears, agreeing_sizes, cut, probes
+from chatcache.model.linear import Product, fast_linear
+from chatcache.model.load import load_model
+from chatcache.model.runner import Runner
+from chatcache.model.weights import Weights
+from tests.model.families import FAMILIES, Sample
+
+LAYERS = ("qkv", "out", "gate_up", "down")
+
+Get = Callable[[str], Sample]
+Load = Callable[..., Runner]
+
+
+@pytest.fixture(params=[1, 3], ids=["1-thread", "3-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(960, 576), (64, 1536), (199, 64), (36, 101)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_do_not_see_the_batch(
+    dtype: torch.dtype, shape: tuple[int, int], has_bias: bool, threads: int
+) -> None:
+    weight, x = torch.randn(shape).to(dtype), torch.randn(300, shape[1]).to(dtype)
+    bias = torch.randn(shape[0]).to(dtype) if has_bias else None
+    layer = InvariantLinears()(weight.clone(), bias)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for first, end in ((0, 300), (0, 2), (1, 34), (5, 12), (3, 3), (17, 150)):
+        assert torch.equal(layer(x[first:end]), alone[first:end])
+    assert torch.equal(layer(x.flip(0)), alone.flip(0))
+    assert torch.equal(layer(x.mT.contiguous().mT), alone)
+    torch.set_num_threads(1)
+    assert torch.equal(layer(x), alone)
+    want = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(alone.float(), want, atol=1e-3 if dtype == torch.float32 else 0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[:6], (2, 16, 1024), (16,)])
+def test_tiles_cover_all_rows(sizes: tuple[int, ...]) -> None:
+    for num_rows in (*range(1, 80), 500, 1023, 1025, 3000):
+        tiles = list(cut(num_rows, sizes))
+        assert set(tiles) <= set(sizes)
+        assert sum(tiles[:-1]) < num_rows <= sum(tiles)
+        if sizes in (SIZES, SIZES[:6]):
+            assert sum(tiles) - num_rows < max(tiles[-1] // 2, 1)
+    assert list(cut(0, sizes)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_sees_another_order_of_addition(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that add up halves apart from `limit` rows on: sizes from there on are not used."""
+    for limit in (2, 8, 64):
+
+        def packed(weight: Tensor, bias: Tensor | None, limit: int = limit) -> Product:
+            w, half = weight.float(), weight.shape[1] // 2
+
+            def product(x: Tensor) -> Tensor:
+                rows = [row @ w.T if len(x) < limit else row[:half] @ w[:, :half].T + row[half:] @ w[:, half:].T
+                        for row in x.float()]  # fmt: skip
+                return torch.stack(rows).to(weight.dtype)
+
+            return product
+
+        monkeypatch.setattr(invariant, "packed_product", packed)
+        found = agreeing_sizes(64, 64, dtype, has_bias=False)
+        assert found == tuple(size for size in SIZES if (size < limit) == (limit > invariant.REFERENCE_ROWS)), limit
+
+
+def test_products_that_depend_on_neighbours_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(weight: Tensor, bias: Tensor | None) -> Product:
+        return lambda x: functional.linear(x, weight) + x.sum() * 1e-20
+
+    monkeypatch.setattr(invariant, "packed_product", packed)
+    with pytest.raises(ModelFolderError, match=r"deterministic: .* weight of 64 x 32 .* depend on the batch"):
+        agreeing_sizes(64, 32, torch.float32, has_bias=False)
+    monkeypatch.setattr(invariant, "packed_product", lambda *_: None)
+    with pytest.raises(ModelFolderError, match="deterministic: oneDNN has no product for a weight of 4 x 6"):
+        InvariantLinears()(torch.ones(4, 6))
+
+
+def test_most_probes_cancel() -> None:
+    weight, rows = probes(600, 128, torch.bfloat16)
+    assert (weight.double() @ rows[:4].double().T).abs().max() == 0
+    assert (weight.float() @ rows[:4].float().T).abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "phi3-native", "opt", "gpt-oss-sinks"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_families_pass_the_check(name: str, dtype: str, sample_of: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = FAMILIES[name].native
+    if not native:
+        monkeypatch.setattr(loading, "is_native", lambda *_: False)
+    folder = str(sample_of(name).folder)
+    runner = load_model(EngineConfig(model=folder, dtype=dtype, kv_memory_bytes=4 << 20, deterministic=True))
+    assert runner._kernels is choose_backend("cpu", torch.device("cpu"), deterministic=True)[1]
+    if not native:
+        assert isinstance(runner._network, TokenByToken)
+        return
+    assert isinstance(runner._network, Decoder)
+    products = [runner._network._head, *(getattr(layer, name) for layer in runner._network._layers for name in LAYERS)]
+    assert all(isinstance(product, InvariantLinear) for product in products)
+
+
+GEOMETRY = Geometry(1, 2, 16, 40, torch.float32, torch.device("cpu"))
+
+
+@dataclass
+class Lying:
+    """A network whose logits are a token's, plus what all tokens of the step sum up to, times `share`."""
+
+    share: float
+    geometry: Geometry = GEOMETRY
+
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
+        out = torch.outer(tokens.float() + 1, torch.arange(40) + 1.0) + self.share * tokens.sum()
+        return out[drawn]
+
+    def forward_parts(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_network_that_sees_its_batch_is_refused_unless_run_token_by_token(wrapped: bool) -> None:
+    kernels = choose_backend("cpu", torch.device("cpu"), deterministic=True)[1]
+    check_determinism(Lying(0.0), kernels, 8, 99)
+    network: Network = TokenByToken(Lying(0.001)) if wrapped else Lying(0.001)
+    for max_model_len in (99, 2):
+        if wrapped:
+            check_determinism(network, kernels, 8, max_model_len)
+        else:
+            with pytest.raises(ModelFolderError, match="deterministic: this model's logits depend on the batch"):
+                check_determinism(network, kernels, 8, max_model_len)
+
+
+def test_the_fast_path_does_not_pass_the_check(sample_of: Get, load: Load) -> None:
+    """On every machine tried so far; where it does pass, level 2 costs nothing and this test may go."""
+    runner = load(sample_of("llama").folder, attention="cpu")
+    with pytest.raises(ModelFolderError, match="depend on the batch"):
+        check_determinism(runner._network, choose_backend("reference", torch.device("cpu"))[1], 8, 99)
+
+
+def test_who_is_refused(sample_of: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = sample_of("llama")
+
+    def refusal(folder: Path, **options: Any) -> str:
+        with pytest.raises(ModelFolderError) as caught:
+            load_model(EngineConfig(model=str(folder), kv_memory_bytes=4 << 20, deterministic=True, **options))
+        return str(caught.value)
+
+    assert refusal(sample.folder, attention="reference").startswith("deterministic needs the attention backend 'cpu'")
+    assert "8 must divide both" in refusal(sample.folder, page_size=12)
+    folder = Path(shutil.copytree(sample.folder, tmp_path / "odd"))
+    narrow = {**json.loads((folder / "config.json").read_text()), "intermediate_size": 90}
+    (folder / "config.json").write_text(json.dumps(narrow))
+    get = Weights.get
+    monkeypatch.setattr(
+        Weights,
+        "get",
+        lambda self, name, shape: torch.zeros(shape) if 90 in shape else get(self, name, shape),
+    )
+    assert "rows of 180 torch.float32 numbers: 16 must divide" in refusal(folder, dtype="float32")
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("meta"))
+    assert refusal(sample.folder, dtype="float32") == (
+        "deterministic works on CPUs only so far, and this model would run on meta"
+    )
+
+
+def test_a_fast_layer_keeps_the_plain_weight_where_onednn_cannot() -> None:
+    weight, x = torch.randn(8, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    assert torch.equal(fast_linear(weight)(x), functional.linear(x, weight))
