@@ -254,15 +254,18 @@ class KVCache:
         child.changed_from = news if news < num_pages else num_pages
         return child
 
-    def truncate(self, table: PageTable, num_tokens: int) -> None:
-        """Forget everything after the first `num_tokens` tokens of the table.
+    def truncate(self, table: PageTable, num_tokens: int, scope: Scope | None = None) -> None:
+        """Forget everything after the first `num_tokens` tokens of the table, which then goes on in `scope`.
 
-        What is then written is private, even where public tokens have been cut: it may be something else.
+        Without one what is then written is private, even where public tokens have been cut: it may be something else.
         """
         if not 0 <= num_tokens <= table.num_tokens:
             raise BrokenInvariant(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
-        if num_tokens < table.num_tokens:
-            rewind(self.pool, table, self.page_size, num_tokens)
+        if scope is not None and scope.namespace != table.namespace:
+            raise BrokenInvariant(f"a table of namespace {table.namespace!r} cannot go on in {scope.namespace!r}")
+        if num_tokens < table.num_tokens or scope is not None:
+            num_public_pages = scope.num_public_tokens // self.page_size if scope is not None else 0
+            rewind(self.pool, table, self.page_size, num_tokens, num_public_pages)
         while num_tokens < table.num_base_pages * self.page_size:
             unfold(self.pool, table)
         kept = self.num_pages_for(num_tokens) - table.num_base_pages

@@ -138,8 +138,11 @@ def let_go(pool: PagePool, segment: Segment | None) -> None:
         segment = segment.parent
 
 
-def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int) -> None:
-    """Take the table's names back to its first `num_tokens` tokens, fewer than it has."""
+def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, num_public_pages: int) -> None:
+    """Take the table's names back to its first `num_tokens` tokens.
+
+    Where public tokens have been cut, the table goes on in public only up to `num_public_pages`.
+    """
     index, num_left = divmod(num_tokens, page_size)
     tokens = table.tail
     if index < table.num_tokens // page_size:
@@ -148,6 +151,7 @@ def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int) ->
             raise BrokenInvariant(f"table entry {index} is full but nothing is known of its contents")
         tokens, table.key = content.tokens, content.parent
     if index < table.num_public_pages:
-        table.num_public_pages = index
-        table.key = private_key(table.key, table.namespace)
+        table.num_public_pages = max(index, num_public_pages)
+        if table.num_public_pages == index:
+            table.key = private_key(table.key, table.namespace)
     table.tail = tokens[: num_left * TOKEN_BYTES]

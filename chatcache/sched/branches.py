@@ -40,7 +40,7 @@ class Branches:
         if source.table is None:
             raise BrokenInvariant(f"branch {source.id} of {source.request.request_id} has no pages to fork")
         branch.table = self._kv.fork(source.table)
-        self._kv.truncate(branch.table, num_tokens)
+        self._kv.truncate(branch.table, num_tokens, branch.request.scope)
         branch.slot = self._slots.fork(source.slot, branch.table.changed_from)
 
     def close(self, branch: Branch, *, forget: bool = False) -> None:

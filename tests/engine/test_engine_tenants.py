@@ -8,7 +8,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import MAX_REMEMBERED_NAMESPACES, Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import InvalidRequest
-from chatcache.types import EngineEvent, GenerateRequest, SamplingParams, Started
+from chatcache.types import EngineEvent, ForkPoint, GenerateRequest, SamplingParams, Started
 
 VOCAB = 64
 PUBLIC = tuple(i % 60 + 1 for i in range(40))
@@ -55,6 +55,26 @@ def test_tenants_that_arrive_together_compute_the_system_prompt_once() -> None:
     for name in "abc":
         eng.add(request(name, f"tenant:{name}", (ord(name) - 90,) * 30))
     assert cached(drain(eng)) == {"a": 0, "b": 32, "c": 32}
+
+
+def test_a_live_fork_does_not_go_on_in_public() -> None:
+    """It forks from a system prompt that is still being computed, and goes on with words of its own."""
+    runner = FakeRunner(fake_capacity(), VOCAB)
+    eng = Engine(runner, fake_facts(VOCAB), EngineConfig(max_num_batched_tokens=20))
+    eng.add(request("a", "tenant:a", (7,) * 30))
+    eng.step()
+    secret = (*PUBLIC[:20], *(9,) * 30)
+    fork = GenerateRequest(
+        request_id="b",
+        prompt=secret,
+        params=SamplingParams(max_tokens=5),
+        namespace="tenant:a",
+        fork_of=ForkPoint("a"),
+    )
+    eng.add(fork)
+    drain(eng)
+    told = eng.explain((*secret, 1), "tenant:b", num_public_tokens=40)
+    assert told.num_cached_tokens == 20, "the beginning of the system prompt, and not a word after it"
 
 
 @pytest.mark.parametrize("num_public_tokens", [-1, 44])

@@ -198,8 +198,10 @@ class Machine:
         row = parent.row[: table.changed_from]
         child = Line(table, parent.scope, parent.num_public, list(parent.tokens), list(parent.cells), row)
         self.lines.append(child)
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.3:
             self.cut(child)
+        elif self.rng.random() < 0.5:
+            self.go_on_elsewhere(child)
 
     def truncate(self) -> None:
         if self.lines:
@@ -213,6 +215,17 @@ class Machine:
         del line.row[line.table.num_pages :]
         if kept < num_tokens:
             line.num_public = min(line.num_public, kept // self.page_size)
+
+    def go_on_elsewhere(self, line: Line) -> None:
+        """Another prompt with the same beginning takes over, which has public tokens of its own."""
+        num_tokens = len(line.tokens)
+        kept = self.rng.choice([num_tokens, self.rng.randint(0, num_tokens)])
+        line.scope = Scope(line.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
+        self.kv.truncate(line.table, kept, line.scope)
+        line.cut(kept)
+        del line.row[line.table.num_pages :]
+        if kept // self.page_size < line.num_public:
+            line.num_public = max(line.scope.num_public_tokens, kept) // self.page_size
 
     def turn_pages(self) -> None:
         """Lines fill the private page they are at without telling; then all of them get one more page, or none."""

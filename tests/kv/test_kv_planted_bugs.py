@@ -130,9 +130,9 @@ def wrong_parent(patch: Patch) -> None:
 def truncated_table_keeps_its_key(patch: Patch) -> None:
     original = tables.rewind
 
-    def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int) -> None:
+    def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, num_public_pages: int) -> None:
         key = table.key
-        original(pool, table, page_size, num_tokens)
+        original(pool, table, page_size, num_tokens, num_public_pages)
         table.key = key
 
     patch.setattr(cache, "rewind", rewind)
@@ -141,12 +141,21 @@ def truncated_table_keeps_its_key(patch: Patch) -> None:
 def truncated_public_tokens_stay_public(patch: Patch) -> None:
     original = tables.rewind
 
-    def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int) -> None:
+    def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, num_public_pages: int) -> None:
         num_public, table.num_public_pages = table.num_public_pages, 0
-        original(pool, table, page_size, num_tokens)
+        original(pool, table, page_size, num_tokens, num_public_pages)
         table.num_public_pages = num_public
 
     patch.setattr(cache, "rewind", rewind)
+
+
+def fork_keeps_the_public_part_of_its_source(patch: Patch) -> None:
+    original = KVCache.truncate
+
+    def truncate(self: KVCache, table: PageTable, num_tokens: int, scope: chain.Scope | None = None) -> None:
+        original(self, table, num_tokens, scope if num_tokens < table.num_tokens else None)
+
+    patch.setattr(KVCache, "truncate", truncate)
 
 
 def fork_forgets_to_hold_the_tail(patch: Patch) -> None:
@@ -281,6 +290,7 @@ BUGS: list[Callable[[Patch], None]] = [
     wrong_parent,
     truncated_table_keeps_its_key,
     truncated_public_tokens_stay_public,
+    fork_keeps_the_public_part_of_its_source,
     fork_forgets_to_hold_the_tail,
     fork_forgets_to_hold_the_segment,
     fork_keeps_the_parents_reservation,
