@@ -83,9 +83,10 @@ class Guide:
 
     def _step(self, tokens: list[int]) -> None:
         matcher = self._matcher
-        words = self._constraint.look(matcher) if matcher.consume_tokens(tokens) else None
-        accepting = words is not None and matcher.is_accepting()
-        if words is None or matcher.is_error():
+        consumed = matcher.consume_tokens(tokens)
+        accepting = consumed and matcher.is_accepting()
+        words = self._constraint.look(matcher) if consumed else None
+        if words is None:
             raise _Broken(matcher.get_error())
         self.words, self.accepting = words, accepting
 

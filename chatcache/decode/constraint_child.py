@@ -36,8 +36,8 @@ class ByteTokens:
     tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>")
     special_token_ids = (256,)
 
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
 
 
 def main() -> None:

@@ -41,7 +41,9 @@ LIMITS: dict[str, Any] = {
 MAX_GRAMMARS = 64
 MAX_GROWTH_BYTES = 256 << 20  # of all remembered grammars together, while they are used
 MAX_REASON_CHARS = 300
+DEAD_END = "NoExtension"  # how the library's message begins where no token fits
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_STATE = re.compile(r"<(?:non-verbose/|backtrace|state)>")
 _LISTING = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the mark under one
 
 
@@ -120,18 +122,26 @@ class Grammars:
         began = time.perf_counter()
         limits = self._library.LLParserLimits(**LIMITS)
         matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        words = None if matcher.is_error() else self.look(matcher.deep_copy())
-        if words is None or matcher.is_error():
+        if matcher.is_error():
             raise _refusal(matcher.get_error())
+        first = matcher.deep_copy()
+        words, accepting = self.look(first), matcher.is_accepting()
+        if words is None:
+            raise _refusal(first.get_error())
         if not words.any():
-            raise InvalidRequest(f"{PARAM}: nothing but the empty text matches", param=PARAM)
-        return Compiled(matcher, words, matcher.is_accepting(), time.perf_counter() - began)
+            what = (
+                "nothing but the empty text matches" if accepting else "no token of this model begins a text that does"
+            )
+            raise InvalidRequest(f"{PARAM}: {what}", param=PARAM)
+        return Compiled(matcher, words, accepting, time.perf_counter() - began)
 
     def look(self, matcher: Any) -> U32 | None:
-        """Return the ordinary tokens that `matcher` allows next, None if it cannot say."""
+        """Return the ordinary tokens that `matcher` allows next (none at a dead end), None if it has failed."""
         words = np.zeros(-(-self._tokenizer.vocab_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        return None if matcher.is_error() else words[: len(self.ordinary)] & self.ordinary
+        if matcher.is_error():
+            return words[: len(self.ordinary)] * 0 if matcher.get_error().startswith(DEAD_END) else None
+        return words[: len(self.ordinary)] & self.ordinary
 
     def resident_bytes(self) -> int:
         """Return what memory this process has now; always 0 where the system does not say."""
@@ -198,7 +208,7 @@ class _Vocabulary:
         self.eos_token_id = size
         self.special_token_ids = [size, *sorted(token for token in special_ids if token < size)]
 
-    def __call__(self, text: bytes) -> list[int]:
+    def __call__(self, text: bytes | str) -> list[int]:
         return []  # asked for forced tokens only, and nothing is forced
 
 
@@ -219,7 +229,7 @@ def _refusal(reason: str) -> InvalidRequest:
 
 def one_line(text: str) -> str:
     """Shorten a library's message: no listing of the grammar, no line ends, bounded."""
-    lines = text.split("<non-verbose/>")[0].splitlines()
+    lines = _STATE.split(text)[0].splitlines()
     short = " ".join(" ".join(line for line in lines if not _LISTING.match(line)).split())
     return short if len(short) <= MAX_REASON_CHARS else short[: MAX_REASON_CHARS - 3] + "..."
 

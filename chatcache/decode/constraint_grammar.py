@@ -17,6 +17,7 @@ MAX_JSON_WHITESPACE = 20  # characters in one place: a model that likes new line
 
 PARAM = "structured_outputs"
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar")
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)  # strings, comments, regexes
 # Every tokenisation of the allowed text is allowed; the model chooses, not a tokenizer that the engine lacks.
 _OPTIONS = '%llguidance {"no_forcing": true}'
 
@@ -40,9 +41,10 @@ def check_structured_outputs(outputs: object) -> None:
 def lark_of(outputs: StructuredOutputs) -> str:
     """Return the grammar of outputs that `check_structured_outputs` has accepted.
 
-    Raises: InvalidRequest for a schema that is not JSON, or not a schema at all.
+    Raises: InvalidRequest for a schema that is not JSON, or not a schema at all; for a grammar that names tokens.
     """
     if outputs.grammar is not None:
+        _refuse_tokens(outputs.grammar)
         return f"{outputs.grammar}\n{_OPTIONS}\n"
     if outputs.json is not None:
         start = _schema(outputs.json)
@@ -53,6 +55,13 @@ def lark_of(outputs: StructuredOutputs) -> str:
     else:
         return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, outputs.choice))}\n{_OPTIONS}\n"
     return f"start: {start}\n{_OPTIONS}\n"
+
+
+def _refuse_tokens(grammar: str) -> None:
+    """Refuse `<name>` and `<[id]>`, the notation's symbols for single tokens: what is asked for is text."""
+    named = re.search(r"<[^<>\s]+>", _QUOTED.sub(" ", grammar))
+    if named is not None:
+        raise InvalidRequest(f"{PARAM}.grammar names the token {named[0]:.40}; it must describe text", param=PARAM)
 
 
 def _text(name: str, value: object, limit: int) -> None:

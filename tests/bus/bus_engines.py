@@ -134,3 +134,9 @@ def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)
 def process(model: str = "") -> EngineProcess:
     """A client over a child that runs `build`."""
     return EngineProcess(EngineConfig(model=model), "tests.bus.bus_engines:build", policy=FAST, log_level="error")
+
+
+def build_spelling(config: EngineConfig, progress: object) -> Engine:
+    """The real engine over the fake runner, every token a byte."""
+    runner = FakeRunner(vocab_size=256, eos=None)
+    return Engine(runner, fake_facts(256, ()), config, tuple(bytes([byte]) for byte in range(256)))

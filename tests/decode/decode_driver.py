@@ -88,6 +88,8 @@ def draw(logits: F32, spec: DrawSpec, position: int) -> Candidates:
         may = allowed(len(logits), spec)
         best = [token for token in np.argsort(-scores, kind="stable").tolist() if may[token]][: spec.width]
         return Candidates(tuple(best), tuple(scores[best].tolist()), top)
+    changed = np.where(allowed(len(logits), spec), changed, np.float32(-np.inf))
+    assert changed.max() > -np.inf
     if spec.temperature == 0:
         token = int(changed.argmax())
     else:

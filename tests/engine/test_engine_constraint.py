@@ -1,0 +1,191 @@
+"""Constrained requests in the engine: beside others, preempted, failing alone, and compiled while others decode."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from chatcache.config import EngineConfig
+from chatcache.decode.constraint import Guide
+from chatcache.decode.constraint_checker import GrammarChecker
+from chatcache.engine.engine import Engine
+from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
+from chatcache.errors import InvalidRequest, Overloaded
+from chatcache.types import (
+    BeamSearchParams,
+    CandidateDone,
+    EngineEvent,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Params,
+    SamplingParams,
+    StructuredOutputs,
+    Tokens,
+)
+from tests.decode.toy_vocab import CONTROL, EOS, PIECES, VOCAB_SIZE, text_of
+
+REGEX = StructuredOutputs(regex="(ab|[0-9]{2}|é)+x")
+SCHEMA = StructuredOutputs(
+    json=json.dumps({"type": "object", "properties": {"a": {"enum": [1, 22, "b"]}}, "required": ["a"]})
+)
+
+
+def engine(num_pages: int = 512, **settings: Any) -> Engine:
+    runner = FakeRunner(fake_capacity(num_pages, page_size=4, num_host_pages=64), VOCAB_SIZE, eos=EOS)
+    config = EngineConfig(strict=True, **settings)
+    return Engine(runner, fake_facts(VOCAB_SIZE, (EOS,)), config, PIECES, special_ids=(EOS, CONTROL))
+
+
+def request(name: str, params: Params, length: int = 6) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt=tuple(range(len(name), len(name) + length)), params=params)
+
+
+def drain(engine: Engine, most: int = 5000) -> list[EngineEvent]:
+    events: list[EngineEvent] = []
+    for _ in range(most):
+        if not engine.has_work():
+            return events
+        events += engine.step()
+        engine.check()
+    raise AssertionError("the engine stalls")
+
+
+def outputs(events: Sequence[EngineEvent], name: str) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for event in events:
+        if isinstance(event, Tokens) and event.request_id == name:
+            found.setdefault(event.index, []).extend(event.token_ids)
+    return found
+
+
+def terminal(events: Sequence[EngineEvent], name: str) -> EngineEvent:
+    (last,) = [e for e in events if e.request_id == name and isinstance(e, Finished | Failed)]
+    return last
+
+
+MIXED: dict[str, Params] = {
+    "n8": SamplingParams(n=8, seed=1, max_tokens=30, structured_outputs=REGEX),
+    "json": SamplingParams(n=2, seed=2, max_tokens=60, structured_outputs=SCHEMA),
+    "beams": BeamSearchParams(beam_width=4, max_tokens=24, structured_outputs=REGEX),
+    "distinct": SamplingParams(n=4, seed=3, distinct=True, max_tokens=24, structured_outputs=REGEX),
+    "best": SamplingParams(n=1, best_of=3, seed=4, max_tokens=24, structured_outputs=REGEX),
+    "plain": SamplingParams(n=2, seed=5, max_tokens=40, ignore_eos=True),
+    "greedy": SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=REGEX),
+}
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_requests_answer_as_with_endless_memory(preemption: str) -> None:
+    """The state is the strategy's: neither swap nor recompute can disturb it."""
+    roomy, tight = engine(), engine(num_pages=68, preemption=preemption)
+    events: list[list[EngineEvent]] = []
+    for each in (roomy, tight):
+        for name, params in MIXED.items():
+            each.add(request(name, params))
+        events.append(drain(each))
+    assert roomy.health().num_preemptions == 0 and tight.health().num_preemptions > 0
+    for name, params in MIXED.items():
+        assert isinstance(terminal(events[1], name), Finished)
+        assert outputs(events[0], name) == outputs(events[1], name)
+        dones = [e for e in events[1] if isinstance(e, CandidateDone) and e.request_id == name]
+        complete = [text_of(outputs(events[1], name)[e.index]).decode() for e in dones if e.finish_reason == "stop"]
+        if params.structured_outputs is REGEX:
+            assert all(re.fullmatch(REGEX.regex or "", text) for text in complete)
+        elif params.structured_outputs is SCHEMA:
+            assert all(json.loads(text)["a"] in (1, 22, "b") for text in complete)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, type("Panic", (BaseException,), {})])
+def test_a_fault_in_one_constraint_ends_that_request_only(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy = engine()
+    names = {f"r{i}": SamplingParams(n=2, seed=i, max_tokens=12, structured_outputs=REGEX) for i in range(3)}
+    for name, params in names.items():
+        healthy.add(request(name, params))
+    want = drain(healthy)
+
+    step = Guide._step
+    calls: list[int] = []
+
+    def faulty(self: Guide, tokens: list[int]) -> None:
+        calls.append(1)
+        if len(calls) == 12:  # in the third step or so, of somebody
+            raise kind("injected")
+        step(self, tokens)
+
+    eng = engine()
+    monkeypatch.setattr(Guide, "_step", faulty)
+    for name, params in names.items():
+        eng.add(request(name, params))
+    events = drain(eng)
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert len(failed) == 1 and failed[0].status == 500
+    assert "injected" not in failed[0].message
+    for name in names:
+        if name != failed[0].request_id:
+            assert outputs(events, name) == outputs(want, name)
+
+
+def test_others_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(30) else "?")
+    eng = engine(max_num_waiting=3)
+    eng.add(request("slow", MIXED["n8"]))
+    eng.add(request("plain", MIXED["plain"]))
+    assert eng.is_preparing("slow") and not eng.is_preparing("plain")
+    events: list[EngineEvent] = []
+    for _ in range(60):
+        events += eng.step()
+        eng.check()
+    assert isinstance(terminal(events, "plain"), Finished)
+    assert eng.is_preparing("slow") and eng.health().num_waiting == 1 and eng.has_work()
+    for name in ("b", "c"):
+        eng.add(request(name, MIXED["json"]))
+    with pytest.raises(Overloaded):
+        eng.add(request("d", MIXED["plain"]))
+    eng.abort("b")
+    gate.set()
+    events += drain(eng)
+    cancelled = terminal(events, "b")
+    assert isinstance(cancelled, Finished) and cancelled.cancelled
+    assert isinstance(terminal(events, "slow"), Finished) and isinstance(terminal(events, "c"), Finished)
+    assert not eng.is_preparing("slow")
+
+
+def test_a_grammar_that_is_no_good_fails_its_request_as_invalid() -> None:
+    eng = engine()
+    eng.add(request("bad", SamplingParams(structured_outputs=StructuredOutputs(regex="a(?=b)"))))
+    eng.add(request("good", MIXED["greedy"]))
+    events = drain(eng)
+    failure = terminal(events, "bad")
+    assert isinstance(failure, Failed) and failure.seq == 1
+    assert (failure.status, failure.param, failure.code) == (400, "structured_outputs", "invalid_constraint")
+    assert isinstance(terminal(events, "good"), Finished)
+
+
+def test_what_can_be_told_at_once_is_refused_at_the_door() -> None:
+    eng = engine()
+    with pytest.raises(InvalidRequest, match="is not JSON"):
+        eng.add(request("bad", SamplingParams(structured_outputs=StructuredOutputs(json="{"))))
+    with pytest.raises(InvalidRequest, match="exactly one of"):
+        eng.add(request("bad", BeamSearchParams(structured_outputs=StructuredOutputs())))
+    plain = Engine(FakeRunner(fake_capacity(), VOCAB_SIZE), fake_facts(VOCAB_SIZE), EngineConfig())
+    with pytest.raises(InvalidRequest, match="need a model with a tokenizer"):
+        plain.add(request("bad", MIXED["greedy"]))
+    assert not eng.has_work() and not plain.has_work()
+
+
+def test_a_known_grammar_needs_no_wait() -> None:
+    eng = engine()
+    eng.add(request("first", MIXED["greedy"]))
+    drain(eng)
+    eng.add(request("second", MIXED["greedy"]))
+    assert not eng.is_preparing("second")
+    assert isinstance(terminal(drain(eng), "second"), Finished)
