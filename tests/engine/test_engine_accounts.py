@@ -47,7 +47,7 @@ def with_conversations(workload: Workload) -> Workload:
     return replace(workload, arrivals=arrivals)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
 def test_charges_add_up_to_the_pages_in_use_at_every_step(workload: Workload) -> None:
     engine, _ = with_conversations(workload).engine()
