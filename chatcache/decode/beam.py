@@ -30,10 +30,8 @@ from chatcache.decode.groups import Beam, Drawn, Group, num_drawn
 from chatcache.decode.hypotheses import Hypothesis
 from chatcache.decode.lineage import Lineage
 from chatcache.decode.stop import StopRules
-from chatcache.decode.streaming import Stream, TokenTree
+from chatcache.decode.streaming import NO_SCORE, Stream, TokenTree
 from chatcache.types import FINISH_LENGTH, BeamSearchParams, LiveBeam
-
-NO_SCORE = -1.0e9
 
 
 class BeamStrategy:
@@ -86,6 +84,9 @@ class BeamStrategy:
                 ended += group.advance(drawn, crowd)
         self._file(ended)
         beams = [beam for group in self._groups for beam in group.beams]
+        dead_ends = [group.dead_end for group in self._groups if group.dead_end is not None]
+        if dead_ends and not beams and not self._returnable:
+            raise dead_ends[0]  # nothing is left, and nothing was found
         actions = self._lineage.move(list(dict.fromkeys(beam.node for beam in beams)))
         outputs = self._agreed(len(beams)) if beams else self._results()
         return Advance(actions, (*outputs, *self._watched(beams)), finished=not beams)

@@ -1,4 +1,6 @@
-r"""Sampling without replacement: n candidates, no two alike, by stochastic beam search on the same forks as beams.
+"""Sampling without replacement: n candidates, no two alike, by stochastic beam search on the same forks as beams.
+
+Alike means token by token; two candidates may still spell the same text in different tokens.
 
 Give every possible output y the value log p(y) + standard Gumbel noise: the n largest values are a sample without
 replacement, as if one drew n times from p and struck out what had been drawn (the Gumbel top-k trick). No need to look
@@ -28,10 +30,9 @@ from chatcache.decode.constraint import Constraint, Guide, follow
 from chatcache.decode.lineage import Lineage
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import START, Ended, StopRules, Trail
-from chatcache.decode.streaming import Node, Stream, TokenTree
+from chatcache.decode.streaming import NO_SCORE, Node, Stream, TokenTree
 from chatcache.types import FINISH_LENGTH, SamplingParams
 
-NO_SCORE = -1.0e9
 _MASK = 2**64 - 1
 
 

@@ -51,25 +51,37 @@ class Group:
         self._num_ranked = num_ranked(self._width, rules)
         self.hypotheses = Hypotheses(params, self._width, rules.max_tokens)
         self.beams = [Beam(tree.root)]
+        self.dead_end: DeadEnd | None = None
         tree.root.num_holds += 1
 
     def advance(self, drawn: Drawn, crowd: Counter[int]) -> list[Hypothesis]:
         """Choose the continuations that live on, and return those that ended, best first, the kept ones or not.
 
         `crowd` counts the tokens that earlier groups have just chosen; this group's are added.
-        Raises: DeadEnd if nothing is left, and nothing was found; what else a constraint raises.
+        Raises: what a constraint raises, but for dead ends; the last of them is kept in `dead_end`.
         """
         old, self.beams = self.beams, []
+        ended = self._choose(old, drawn, crowd)
+        crowd.update(beam.node.token for beam in self.beams)
+        crowd.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)
+        self.hypotheses.add(ended)
+        for beam in old:
+            self._tree.release(beam.node)
+        if self.beams and self.hypotheses.settled(self.beams[0].total, self.beams[0].trail.num_tokens):
+            self._end()
+        return ended
+
+    def _choose(self, old: list[Beam], drawn: Drawn, crowd: Counter[int]) -> list[Hypothesis]:
+        """Add the best continuations that live on to the beams; return those that ended."""
         ended: list[Hypothesis] = []
-        dead_end: DeadEnd | None = None
         for rank, (beam, place, token, total) in enumerate(self._ranked(old, drawn, crowd)):
             if len(self.beams) == self._width and rank >= self._width:
                 break
             guide = None if self._constraint is None else self._constraint.fork(beam.guide)
             try:
                 trail, why = follow(self._rules, beam.trail, token, guide)
-            except DeadEnd as error:
-                dead_end = error
+            except DeadEnd as dead_end:
+                self.dead_end = dead_end
                 continue
             has_room = len(self.beams) < self._width if why is None else rank < self._width
             if not has_room:
@@ -81,15 +93,6 @@ class Group:
             else:
                 node.ended = True
                 ended.append(Hypothesis(self.hypotheses.score(total, trail.num_tokens), node, why))
-        crowd.update(beam.node.token for beam in self.beams)
-        crowd.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)
-        self.hypotheses.add(ended)
-        if dead_end is not None and not self.beams and not self.hypotheses.kept:
-            raise dead_end
-        for beam in old:
-            self._tree.release(beam.node)
-        if self.beams and self.hypotheses.settled(self.beams[0].total, self.beams[0].trail.num_tokens):
-            self._end()
         return ended
 
     def _end(self) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from chatcache.decode.actions import Emit
 from chatcache.types import TokenLogprob
 
+NO_SCORE = -1.0e9  # of a candidate that does not exist
+
 
 class Node:
     """A token after those of `parent`. `num_holds` leaves end here; `id` is unique in its tree, the root's is 0.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chatcache.decode.beam import BeamStrategy
+from chatcache.decode.constraint import DeadEnd
+from chatcache.decode.stop import StopRules
 from chatcache.types import BeamSearchParams, SamplingParams
 from tests.decode import all_outputs, dense_beams
-from tests.decode.decode_driver import TableModel
-from tests.decode.dense_beams import Output
-from tests.decode.toy_grammar import ToyGrammar
+from tests.decode.decode_driver import Run, TableModel, run
+from tests.decode.toy_grammar import Output, ToyConstraint, ToyGrammar, ToyGuide
 
 VOCAB = 10
 
@@ -71,3 +76,46 @@ def test_distinct_candidates_within_a_grammar_equal_every_output_perturbed(
     )
     rules = ToyGrammar(5, (1,), grammar, num_states=4)
     all_outputs.check(params, TableModel(5, model, 1.0), vocab_size=5, eos=(1,), max_tokens=4, grammar=rules)
+
+
+class Pit(ToyGuide):
+    """After one of `fatal` the grammar goes on, but no token does."""
+
+    fatal: frozenset[int]
+
+    def consume(self, token: int) -> bool:
+        if token in self.fatal:
+            raise DeadEnd("no token goes on", param="structured_outputs")
+        return super().consume(token)
+
+
+class Pits(ToyConstraint):
+    def __init__(self, grammar: ToyGrammar, fatal: frozenset[int]) -> None:
+        super().__init__(grammar, 0)
+        self.fatal = fatal
+
+    def fork(self, guide: ToyGuide | None) -> ToyGuide:
+        pit = Pit(self.grammar, guide.output if guide is not None else ())
+        pit.fatal = self.fatal
+        return pit
+
+
+def search_among_pits(fatal: frozenset[int]) -> Run:
+    params = BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=1.0)
+    rules = StopRules(max_tokens=5, eos_ids=(9,))
+    constraint = cast(Any, Pits(Anything(VOCAB, (9,), 0), fatal))
+    strategy = BeamStrategy(params, rules, vocab_size=VOCAB, constraint=constraint)
+    return run(strategy, (1,), TableModel(VOCAB, 3))
+
+
+class Anything(ToyGrammar):
+    def state(self, output: Output) -> int:
+        return 0
+
+
+def test_a_dead_end_is_an_error_only_where_nothing_else_is_found() -> None:
+    """Beams walk around it as long as one of any group can."""
+    got = search_among_pits(frozenset({0, 2, 4, 5}))
+    assert all(outcome.done and not {0, 2, 4, 5} & set(outcome.tokens) for outcome in got.outcomes.values())
+    with pytest.raises(DeadEnd, match="no token goes on"):
+        search_among_pits(frozenset(range(9)))
