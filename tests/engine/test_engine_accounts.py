@@ -16,7 +16,8 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import ContextTooLong
 from chatcache.types import GenerateRequest, PageAccounts, SamplingParams, Tokens
-from tests.engine.workloads import Workload, workloads
+from tests.engine.generated import workloads
+from tests.engine.workloads import Workload
 
 
 def charges(engine: Engine) -> dict[str, float]:

@@ -10,6 +10,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.kv.cache import KVCache
+from chatcache.kv.chain import Chain
 from chatcache.types import (
     BeamSearchParams,
     EngineEvent,
@@ -99,7 +100,12 @@ def test_no_name_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     said = output(steps(eng, 7), "source")
     named: list[object] = []
     original = KVCache.chain
-    monkeypatch.setattr(KVCache, "chain", lambda self, *args: (named.append(args), original(self, *args))[1])
+
+    def chain(self: KVCache, *args: Any) -> Chain:
+        named.append(args)
+        return original(self, *args)
+
+    monkeypatch.setattr(KVCache, "chain", chain)
     eng.add(ask("fork", (*PROMPT, *said[:6], 50), fork_of=ForkPoint("source")))
     eng.step()
     assert not named

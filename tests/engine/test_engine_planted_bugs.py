@@ -15,7 +15,8 @@ from chatcache.sched.batch import Batch, Step
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
 from chatcache.sched.slots import Slots
-from tests.engine.workloads import Workload, assert_equals_alone, workloads
+from tests.engine.generated import workloads
+from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from chatcache.kv.cache import KVCache
 from chatcache.kv.pool import BrokenInvariant
@@ -15,7 +16,8 @@ from chatcache.kv.table import PageTable
 from chatcache.sched.plan import I32
 from chatcache.sched.request import Branch
 from chatcache.sched.steady import SteadyBranches, SteadyRows
-from tests.engine.workloads import Workload, assert_equals_alone, workloads
+from tests.engine.generated import workloads
+from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
 Steady = SteadyBranches
@@ -229,7 +231,7 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> 
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(workloads())
+    @given(st.one_of(workloads(), workloads(tight=True)))
     def property_holds(workload: Workload) -> None:
         assert_equals_alone(workload)
 

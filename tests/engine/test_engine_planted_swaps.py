@@ -17,7 +17,8 @@ from chatcache.kv.table import PageTable
 from chatcache.sched.limits import worst_case_pages
 from chatcache.sched.swap import Swaps
 from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.engine.workloads import VOCAB, Arrival, Workload, assert_equals_alone
+from tests.engine.oracle import VOCAB
+from tests.engine.workloads import Arrival, Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
 

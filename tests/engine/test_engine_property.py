@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 
-from tests.engine.workloads import Workload, assert_equals_alone, workloads
+from tests.engine.generated import workloads
+from tests.engine.workloads import Workload, assert_equals_alone
 
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 TIGHT = settings(QUICK, max_examples=60)

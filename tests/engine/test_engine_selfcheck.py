@@ -111,11 +111,11 @@ def test_a_strict_engine_raises(breakage: Callable[[Engine], None]) -> None:
     eng = engine(strict=True)
     serve(eng)
     breakage(eng)
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     eng.add(GenerateRequest(request_id="b", prompt=(50, 51), params=params))
+    eng.step()
     with pytest.raises(BrokenInvariant):
-        while eng.has_work():
-            eng.step()
+        eng.step()
 
 
 def test_a_large_pool_is_gone_through_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

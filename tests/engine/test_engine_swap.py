@@ -45,8 +45,8 @@ class Recording(FakeRunner):
 def engine(num_pages: int = 20, num_host_pages: int = 100, runner: Recording | None = None, **settings: Any) -> Engine:
     clock = settings.pop("clock", None)
     extra = {"clock": clock} if clock else {}
-    config = EngineConfig(**({"preemption": "swap", "strict": True} | settings))
-    return Engine(runner or Recording(num_pages, num_host_pages), fake_facts(VOCAB), config, **extra)
+    chosen: dict[str, Any] = {"preemption": "swap", "strict": True} | settings
+    return Engine(runner or Recording(num_pages, num_host_pages), fake_facts(VOCAB), EngineConfig(**chosen), **extra)
 
 
 def long_one(name: str, first: int, params: Params | None = None) -> GenerateRequest:

@@ -1,0 +1,48 @@
+"""Short ways to drive an engine over the fake runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
+from chatcache.types import (
+    EngineEvent,
+    GenerateRequest,
+    Params,
+    SamplingParams,
+    Tokens,
+)
+
+VOCAB = 64
+
+
+def engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
+    factory = settings.pop("make_strategy", None)
+    runner = runner or FakeRunner(fake_capacity(), VOCAB)
+    extra = {"make_strategy": factory} if factory else {}
+    return Engine(runner, fake_facts(VOCAB), EngineConfig(**({"strict": True} | settings)), **extra)
+
+
+def request(
+    request_id: str = "a", num_tokens: int = 20, params: Params | None = None, **fields: Any
+) -> GenerateRequest:
+    prompt = fields.pop("prompt", tuple(i % (VOCAB - 1) + 1 for i in range(num_tokens)))
+    params = params or SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(request_id=request_id, prompt=prompt, params=params, **fields)
+
+
+def drain(engine: Engine) -> list[EngineEvent]:
+    events: list[EngineEvent] = []
+    for _ in range(1000):
+        if not engine.has_work():
+            return events
+        events += engine.step()
+        engine.check()
+    raise AssertionError("the engine stalls")
+
+
+def output(events: list[EngineEvent], request_id: str = "a", index: int = 0) -> list[int]:
+    parts = [e for e in events if isinstance(e, Tokens) and (e.request_id, e.index) == (request_id, index)]
+    return [token for part in parts for token in part.token_ids]

@@ -1,0 +1,124 @@
+"""Hypothesis makes up workloads: any at all, and tight ones."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from chatcache.engine.admission import num_branches
+from chatcache.sched.limits import worst_case_pages
+from chatcache.types import (
+    BeamSearchParams,
+    ForkPoint,
+    GenerateRequest,
+    SamplingParams,
+)
+from tests.engine.oracle import VOCAB, WANDER, Wander, alone
+from tests.engine.workloads import Arrival, Workload
+
+_FAMILIES = [tuple(int(t) for t in np.random.default_rng(i).integers(1, VOCAB, 48)) for i in range(3)]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, ...]:
+    """Prompts of a few families, so that prefixes are often shared."""
+    family = draw(st.sampled_from(_FAMILIES))
+    shared = draw(st.integers(1, 40))
+    own = draw(st.lists(st.integers(1, VOCAB - 1), max_size=8))
+    return (*family[:shared], *own)
+
+
+@st.composite
+def requests(draw: st.DrawFn, number: int, tight: bool = False) -> GenerateRequest:
+    kind = draw(st.sampled_from(["greedy", "sample", "sample", "n", "distinct", "beam", "beam", WANDER]))
+    max_tokens = draw(st.integers(10, 40) if tight else st.one_of(st.integers(1, 12), st.integers(13, 40)))
+    params: SamplingParams | BeamSearchParams
+    if kind == "beam":
+        width, groups = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (3, 3), (6, 2)]))
+        params = BeamSearchParams(
+            beam_width=width,
+            n=draw(st.sampled_from([None, 1, 2])),
+            num_beam_groups=groups,
+            diversity_penalty=draw(st.sampled_from([0.0, 0.5])) if groups > 1 else 0.0,
+            stream_beams=draw(st.booleans()),
+            logprobs=draw(st.sampled_from([None, 2])),
+            max_tokens=max_tokens,
+            length_penalty=draw(st.sampled_from([0.0, 1.0])),
+            early_stopping=draw(st.one_of(st.booleans(), st.just("never"))),
+        )
+    else:
+        several = draw(st.integers(2, 6))
+        n = {"n": several, "distinct": several, WANDER: Wander.max_branches}.get(kind, 1)
+        params = SamplingParams(
+            n=n,
+            distinct=kind == "distinct",
+            max_tokens=max_tokens,
+            seed=draw(st.integers(0, 99)),
+            temperature=0.0 if kind == "greedy" else draw(st.sampled_from([0.7, 1.5])),
+            top_k=draw(st.sampled_from([0, 5])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+            logprobs=draw(st.sampled_from([None, 2])),
+            prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
+            ignore_eos=tight or draw(st.sampled_from([True, True, False])),
+        )
+    namespace = WANDER if kind == WANDER else draw(st.sampled_from(["", "", "other"]))
+    prompt = draw(prompts())
+    num_public = draw(st.sampled_from([0, 0, len(prompt) // 2, len(prompt)]))
+    return GenerateRequest(
+        request_id=f"r{number}",
+        prompt=prompt,
+        params=params,
+        namespace=namespace,
+        num_public_tokens=num_public,
+        priority=draw(st.sampled_from([0, 0, -1, 5])),
+    )
+
+
+@st.composite
+def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False) -> Arrival:
+    """Ask on from somewhere within an answer that may still be streaming, hint included."""
+    request = draw(requests(number, tight))
+    lines = alone(source.request).tokens
+    index = draw(st.sampled_from(sorted(lines)))
+    line = (*source.request.prompt, *lines[index])
+    prompt = (*line[: draw(st.integers(1, len(line)))], *draw(st.lists(st.integers(1, VOCAB - 1), max_size=4)))
+    namespace = draw(st.sampled_from([source.request.namespace, request.namespace]))
+    if namespace.startswith(WANDER) != request.namespace.startswith(WANDER):
+        namespace = request.namespace
+    point = ForkPoint(source.request.request_id, draw(st.sampled_from([0, index])))
+    fork = replace(request, prompt=prompt, namespace=namespace, num_public_tokens=0, fork_of=point)
+    return Arrival(fork, source.step + draw(st.integers(1, 12)), None)
+
+
+@st.composite
+def workloads(draw: st.DrawFn, tight: bool = False) -> Workload:
+    """Any workload; or a `tight` one: long requests, many for their pool, that preempt each other."""
+    arrivals: list[Arrival] = []
+    for number in range(draw(st.integers(3, 8) if tight else st.integers(1, 7))):
+        step = draw(st.sampled_from([0, 0, 0, 1, 3, 9]))
+        cancelled_at = draw(st.one_of(st.none(), st.none(), st.none(), st.integers(step, step + 15)))
+        if arrivals and draw(st.integers(0, 2)) == 0:
+            arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)), tight)))
+        else:
+            arrivals.append(Arrival(draw(requests(number, tight)), step, cancelled_at))
+    page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    largest = max(
+        worst_case_pages(len(r.prompt), r.params.max_tokens or 1, num_branches(r.params), page_size)
+        for r in (arrival.request for arrival in arrivals)
+    )
+    num_host_pages = draw(st.sampled_from([12, 40, 300] if tight else [0, 3, 20, 300]))
+    spare = [0, 1, 2, 4] if tight else [-1, 0, 0, 1, 2, 4, 8, 200]
+    return Workload(
+        tuple(arrivals),
+        num_pages=max(1 + largest + draw(st.sampled_from(spare)), 2),
+        page_size=page_size,
+        num_slots=draw(st.sampled_from([16, 32] if tight else [7, 10, 16, 32])),
+        budget=draw(st.sampled_from([7, 11, 24, 64, 512])),
+        caching=draw(st.sampled_from([True, True, True, False])),
+        num_host_pages=num_host_pages,
+        preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"] if num_host_pages else ["auto"])),
+        policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "fair"])),
+        crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({9}), frozenset({5, 20, 33})])),
+        swap_crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({1}), frozenset({2, 3})])),
+    )

@@ -1,0 +1,167 @@
+"""What a request must answer, computed alone from plain lists: no pages, no scheduler, no neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from chatcache.decode.actions import (
+    Advance,
+    BranchAction,
+    Candidates,
+    Done,
+    DrawSpec,
+    Emit,
+    Extend,
+    Fork,
+    Output,
+    Retire,
+)
+from chatcache.decode.actions import Strategy as DecodeStrategy
+from chatcache.decode.factory import make_strategy
+from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts, history_of
+from chatcache.engine.fake_sampling import log_softmax, top_candidates
+from chatcache.sched.draws import draws_of
+from chatcache.sched.plan import StepResult
+from chatcache.types import (
+    CandidateDone,
+    GenerateRequest,
+    TokenLogprob,
+    Tokens,
+)
+
+VOCAB = 32
+FACTS = fake_facts(vocab_size=VOCAB)
+WANDER = "wander"  # a namespace prefix that asks for the wandering strategy
+
+
+class Wander:
+    """Fork and retire all over the place, as the drawn tokens say: up to 7 branches, children of retired parents too.
+
+    A branch's id spells its ancestry in base 4, so ids are unique and do not depend on who is drawn first.
+    """
+
+    max_branches = 7
+    lockstep = False
+    steady = True
+
+    def __init__(self, seed: int, max_tokens: int) -> None:
+        self._seed = seed
+        self._max_tokens = max_tokens
+        self._outputs: dict[int, tuple[int, ...]] = {0: ()}
+        self._parents: set[int] = set()
+
+    def draws(self, branch: int) -> tuple[DrawSpec, ...]:
+        return (DrawSpec(width=3, seed=self._seed),)
+
+    def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
+        actions: list[BranchAction] = []
+        outputs: list[Output] = []
+        for branch, (candidates,) in drawn.items():
+            self._advance(branch, candidates.tokens, actions, outputs)
+        return Advance(tuple(actions), tuple(outputs), finished=not self._outputs)
+
+    def _advance(
+        self, branch: int, tokens: tuple[int, ...], actions: list[BranchAction], outputs: list[Output]
+    ) -> None:
+        before = self._outputs[branch]
+        whim = (sum(tokens) + len(before) + self._seed) % 8
+        last = len(before) + 1 >= self._max_tokens
+        grown = not last and branch < 4 and branch not in self._parents  # two generations, everybody once
+        if grown and whim <= 2:
+            self._parents.add(branch)
+            for number in range(1, 3):
+                child = branch * 4 + number
+                actions.append(Fork(branch, child, tokens[number]))
+                self._outputs[child] = (*before, tokens[number])
+        if last or (grown and whim == 2) or whim == 7:
+            actions.append(Retire(branch))
+            del self._outputs[branch]
+            outputs += [Emit(branch, (*before, tokens[0])), Done(branch, "stop")]
+        else:
+            actions.append(Extend(branch, tokens[0]))
+            self._outputs[branch] = (*before, tokens[0])
+
+
+def strategy_for(request: GenerateRequest, facts: Any, **settings: Any) -> DecodeStrategy:
+    """Build the strategy of a request; `wander` namespaces get the wandering one."""
+    if request.namespace.startswith(WANDER):
+        return Wander(settings["seed"], settings["max_tokens"])
+    return make_strategy(request, facts, **settings)
+
+
+@dataclass
+class Answer:
+    """What one request produced."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    done: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    prompt: tuple[Any, ...] = ()
+    failed: bool = False
+
+    def take(self, output: Output | Tokens | CandidateDone) -> None:
+        if isinstance(output, Emit | Tokens):
+            self.tokens.setdefault(output.index, []).extend(output.token_ids)
+            self.logprobs.setdefault(output.index, []).extend(output.logprobs)
+        elif isinstance(output, Done | CandidateDone):
+            self.done[output.index] = (output.finish_reason, output.stop_reason, output.score)
+
+    def begins_with(self, other: Answer) -> bool:
+        """Say whether `other` is a beginning of this answer."""
+        return all(self.tokens.get(i, [])[: len(tokens)] == tokens for i, tokens in other.tokens.items())
+
+
+def prompt_scores(request: GenerateRequest, runner: FakeRunner) -> tuple[TokenLogprob | None, ...]:
+    """Score every prompt token after those before it, without any pages."""
+    num_top = request.params.prompt_logprobs
+    if num_top is None:
+        return ()
+    scores: list[TokenLogprob | None] = [None]
+    for position, token in enumerate(request.prompt[1:], 1):
+        logprobs = log_softmax(runner.logits(history_of(request.prompt[:position])))
+        ids, values = top_candidates(logprobs, num_top)
+        scores.append(TokenLogprob(float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))))
+    return tuple(scores)
+
+
+def alone(request: GenerateRequest, *, seed: int = 0) -> Answer:
+    """Answer a request from plain lists of tokens: no pages, no scheduler, no steps shared with anybody."""
+    runner = FakeRunner(fake_capacity(2), VOCAB)
+    max_tokens = request.params.max_tokens or 16
+    seed = getattr(request.params, "seed", None) or seed
+    strategy = strategy_for(request, FACTS, seed=seed, max_tokens=max_tokens, token_bytes=None)
+    branches = {0: list(request.prompt)}
+    answer, finished = Answer(prompt=prompt_scores(request, runner)), False
+    while not finished:
+        drawn: dict[int, tuple[Candidates, ...]] = {}
+        for branch, tokens in branches.items():
+            specs = list(strategy.draws(branch))
+            draws = draws_of(specs, [0] * len(specs), [len(tokens)] * len(specs))
+            result = runner.draw(draws, [history_of(tokens)], tokens[-1:])
+            drawn[branch] = tuple(_candidates(result, draw, spec) for draw, spec in enumerate(specs))
+        advance = strategy.advance(drawn)
+        finished = advance.finished
+        for action in advance.actions:
+            if isinstance(action, Fork):
+                branches[action.child] = [*branches[action.parent], action.token]
+            elif isinstance(action, Extend):
+                branches[action.branch].append(action.token)
+            else:
+                del branches[action.branch]
+        for output in advance.outputs:
+            answer.take(output)
+    return answer
+
+
+def _candidates(result: StepResult, draw: int, spec: DrawSpec) -> Candidates:
+    """Read one draw's cells out of a result."""
+    ids = [token for token in result.tokens[draw].tolist()[: spec.width] if token >= 0]
+    top = zip(result.top_tokens[draw].tolist(), result.top_logprobs[draw].tolist(), strict=True)
+    distinct = spec.width > 1 and spec.temperature > 0
+    noisy = result.perturbed[draw].tolist() if distinct and result.perturbed is not None else []
+    logprobs = result.logprobs[draw].tolist()[: len(ids)]
+    raw = result.raw_logprobs[draw].tolist() if distinct and result.raw_logprobs is not None else []
+    alternatives = tuple(top)[: spec.num_top]
+    return Candidates(tuple(ids), tuple(logprobs), alternatives, tuple(noisy[: len(ids)]), tuple(raw[: len(ids)]))
