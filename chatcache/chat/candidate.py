@@ -56,12 +56,15 @@ class Candidate:
         rest = self._tokenizer.encode_after(self._prefix_text + text, shown[len(text) :])
         return (*self._prefix_ids, *ids[:kept], *rest)
 
-    def start(self, turn: Turn, num_tokens: int | None) -> ReplyStart:
-        """As far as it goes now, or its first `num_tokens`. Raises: InvalidRequest naming `fork_at`."""
+    def first_ids(self, num_tokens: int | None) -> tuple[int, ...]:
+        """The settled ids so far, or the first `num_tokens` of them. Raises: InvalidRequest naming `fork_at`."""
         ids = self.settled_ids
         if num_tokens is not None:
             check_fork_at(num_tokens, len(ids))
-            ids = ids[:num_tokens]
+        return ids[:num_tokens]
+
+    def start(self, turn: Turn, ids: tuple[int, ...]) -> ReplyStart:
+        """What a fork behind `ids` begins with. Long ones take a while: for a thread beside the event loop."""
         ids, text = whole_characters(self._tokenizer, self.prompt, ids, skip_special_tokens=self._skip_special_tokens)
         return ReplyStart(turn, self.index, self.prompt, ids, text, is_running=True)
 

@@ -48,7 +48,7 @@ class Run(Protocol):
         """Which candidate will be stored as that message."""
         ...
 
-    def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
+    async def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
         """Candidate `index` as far as it goes now, or its first tokens. Raises: InvalidRequest."""
         ...
 

@@ -44,7 +44,7 @@ async def start_response(
     fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     model = await gateway.ready(fields.model)
-    running = _running_reply(gateway, owner, fields)
+    running = await _running_reply(gateway, owner, fields)
     request = turn_request(fields, owner, gateway.model_name, running)
     if fields.stream_beams and not watched:
         raise UnsupportedParameter("stream_beams needs the subprotocol chatcache.v1", param="stream_beams")
@@ -117,9 +117,11 @@ class ResponseRun:
         """Which candidate will be stored as that message."""
         return self._frames.item_ids.index(item_id) if item_id in self._frames.item_ids else None
 
-    def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
+    async def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
         """Candidate `index` as far as it goes now, or its first tokens. Raises: InvalidRequest."""
-        return self._reply.candidates[index].start(self._planned.turn, num_tokens)
+        candidate = self._reply.candidates[index]
+        ids = candidate.first_ids(num_tokens)  # now; it grows meanwhile
+        return await asyncio.to_thread(candidate.start, self._planned.turn, ids)
 
     async def cancel(self) -> None:
         """Ask for an early end; the log then ends with the receipt. Calling again changes nothing."""
@@ -189,7 +191,7 @@ class ResponseRun:
         }
 
 
-def _running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyStart | None:
+async def _running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyStart | None:
     """The reply to continue, where it is still being generated: as far as it goes, or up to `fork_at`.
 
     Raises: InvalidRequest.
@@ -204,7 +206,7 @@ def _running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> Repl
         found = gateway.runs[fields.previous_response_id], 0
     if found is None or found[0].owner != owner:
         return None
-    start = found[0].start_of(found[1], fields.fork_at)
+    start = await found[0].start_of(found[1], fields.fork_at)
     if not start.ids:
         name = "previous_item_id" if fields.previous_item_id is not None else "previous_response_id"
         raise InvalidRequest(f"{name}: nothing has been said there yet", param=name, code="nothing_to_fork")
