@@ -62,6 +62,15 @@ def test_chatml_counts_to_the_end_of_the_system_turn() -> None:
     assert num_public(tokenizer, longer) == expected
 
 
+def test_a_token_that_the_system_text_shares_with_a_user_is_not_public() -> None:
+    tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    public, alone = PublicPrompts(["Be kind."]), tokenizer.encode("Be kind.\n")
+    assert tokenizer.encode("\n\n") != tokenizer.encode("\n") * 2, "another text, please: these must be one token"
+    for said, count in (("Hi", len(alone)), ("\nHi", len(alone) - 1)):
+        messages = chat(said, system="Be kind.")
+        assert public.num_tokens(tokenizer, messages, assemble(tokenizer, messages)) == count
+
+
 @pytest.mark.parametrize("said", [SYSTEM, SYSTEM + "\n"])
 def test_a_line_end_of_the_file_does_not_matter(said: str) -> None:
     assert num_public(tiny_tokenizer(), chat("Hi", system=said)) > 10

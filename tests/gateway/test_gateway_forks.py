@@ -174,7 +174,7 @@ def test_nobody_forks_what_another_tenant_is_being_told(shared: Server) -> None:
     ):
         response, items = begin(mine, 3)
         for place in ({"previous_response_id": response["id"]}, {"previous_item_id": items[0]}):
-            for more in ({}, {"input": "x"}, {"fork_at": 1}):
+            for more in ({}, {"input": "x"}, {"fork_at": 1}, {"fork_at": 10**6}):
                 send(other, **place, **more)
                 frame = receive(other)
                 assert (frame["type"], frame["status"]) == ("error", 404)

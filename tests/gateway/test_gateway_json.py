@@ -62,7 +62,7 @@ def test_refused(name: str) -> None:
 def test_brackets_in_text_are_text() -> None:
     """However many: a log or a program is a legitimate message."""
     text = '{"a": [1, "\\"]}:' * 50_000
-    body = {"messages": [{"content": text}, {"content": "\\"}], "more": [[1]] * 100}
+    body = {"messages": [{"content": text}, {"content": "\\"}], "more": [[1]] * 100, "many": ["{:"] * MAX_NODES}
     assert text.count("{") + text.count("[") + text.count(":") > MAX_NODES
     assert decode_object(json.dumps(body)) == body
     assert decode_object(json.dumps(body).encode()) == body
