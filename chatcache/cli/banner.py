@@ -28,6 +28,7 @@ class Banner:
     ) -> None:
         self._name = escape(engine.served_model_name or engine.model)
         self._kv_memory_bytes = engine.kv_memory_bytes
+        self._deterministic = ", deterministic" if engine.deterministic else ""
         self._server = server
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         self._url = f"http://{host}:{address[1]}{server.root_path}"
@@ -70,7 +71,7 @@ class Banner:
         num_public = len(self._server.public_prompts)
         return [
             ("model", f"[bold]{self._name}[/]  {facts.num_parameters / 1e6:,.1f} M parameters"),
-            ("compute", f"{facts.dtype} on {facts.device}, {facts.attention} attention"),
+            ("compute", f"{facts.dtype} on {facts.device}, {facts.attention} attention{self._deterministic}"),
             (
                 "KV pages",
                 f"{health.num_pages:,} pages of {health.page_size} tokens, {format_size(page_bytes)} each, "

@@ -103,6 +103,10 @@ SwapMemory = Annotated[
         metavar="SIZE",
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    _flag("deterministic", "Logits that depend on nothing but the tokens, to the bit; slower.", show_default=False),
+]
 NoPrefixCaching = Annotated[bool, _flag("no-prefix-caching", "Compute every prompt anew.", show_default=False)]
 Seed = Annotated[int, _flag("seed", "Base of the draws of requests that name no seed.", min=0, max=2**63 - 1)]
 ServedModelName = Annotated[

@@ -35,6 +35,7 @@ def serve(
     scheduling_policy: options.SchedulingPolicy = "fcfs",
     preemption: options.Preemption = "auto",
     swap_memory: options.SwapMemory = None,
+    deterministic: options.Deterministic = False,
     no_prefix_caching: options.NoPrefixCaching = False,
     seed: options.Seed = ENGINE.seed,
     served_model_name: options.ServedModelName = None,
@@ -63,6 +64,7 @@ def serve(
         scheduling_policy=scheduling_policy,
         preemption=preemption,
         swap_memory_bytes=swap_memory,
+        deterministic=deterministic,
         enable_prefix_caching=not no_prefix_caching,
         seed=seed,
     )

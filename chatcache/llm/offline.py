@@ -44,7 +44,8 @@ class LLM:
     share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
 
     `scheduling_policy`: fcfs | priority | fair. `preemption` when pages run out: auto | swap | recompute; `swap_memory`
-    is what the host keeps swapped pages in, 0 for none.
+    is what the host keeps swapped pages in, 0 for none. `deterministic`: logits do not depend, to the bit, on batch,
+    chunking, cache or preemption; slower.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LLM:
         scheduling_policy: str = "fcfs",
         preemption: str = "auto",
         swap_memory: int | str | None = None,
+        deterministic: bool = False,
         seed: int = 0,
     ) -> None:
         self.config = EngineConfig(
@@ -79,6 +81,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             preemption=preemption,
             swap_memory_bytes=None if swap_memory is None else parse_size(swap_memory),
+            deterministic=deterministic,
             seed=seed,
         )
         self._tokenizer = compose.load_tokenizer(self.config) if compose.has_tokenizer(self.config) else None

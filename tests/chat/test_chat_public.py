@@ -66,7 +66,7 @@ def test_a_token_that_the_system_text_shares_with_a_user_is_not_public() -> None
     tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     public, alone = PublicPrompts(["Be kind."]), tokenizer.encode("Be kind.\n")
     assert tokenizer.encode("\n\n") != tokenizer.encode("\n") * 2, "another text, please: these must be one token"
-    for said, count in (("Hi", len(alone)), ("\nHi", len(alone) - 1)):
+    for said, count in (("Hi", len(alone)), ("\n", len(alone) - 1)):
         messages = chat(said, system="Be kind.")
         assert public.num_tokens(tokenizer, messages, assemble(tokenizer, messages)) == count
 

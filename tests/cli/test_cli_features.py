@@ -22,7 +22,18 @@ def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     cwd = tmp_path_factory.mktemp("tuned")
     (cwd / "system.txt").write_text(SYSTEM + "\n")
     keys = [argument for key in KEYS for argument in ("--api-key", key)]
-    more = ("--scheduling-policy", "priority", "--preemption", "swap", "--swap-memory", "1MiB", *keys)
+    more = (
+        "--deterministic",
+        "--attention",
+        "cpu",
+        "--scheduling-policy",
+        "priority",
+        "--preemption",
+        "swap",
+        "--swap-memory",
+        "1MiB",
+        *keys,
+    )
     with serving(folder, cwd, "--public-prompt", "system.txt", *more) as server:
         server.ready()
         yield server
@@ -103,3 +114,9 @@ def test_answers_keep_to_a_schema(client: openai.OpenAI) -> None:
         response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}},
     )
     assert json.loads(answer.choices[0].message.content or "").keys() == {"ok"}
+
+
+def test_determinism_that_cannot_be_had_ends_the_start(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, "--deterministic") as server:  # with the reference attention, that is
+        assert server.wait() == 78
+        assert "deterministic needs the attention backend 'cpu'" in server.output

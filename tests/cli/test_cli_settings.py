@@ -88,6 +88,7 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         "scheduling-policy": "fair",
         "preemption": "swap",
         "swap-memory": "1GiB",
+        "deterministic": "true",
         "no-prefix-caching": "true",
         "seed": "11",
         "served-model-name": "name",
@@ -101,7 +102,7 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         "log-level": "debug",
     }
     Path("kind.txt").write_text("Be kind.\n")
-    switches = ("no-prefix-caching",)
+    switches = ("no-prefix-caching", "deterministic")
     flags = [values["model"], *(f"--{name}" for name in switches)]
     for name, value in values.items():
         if name not in ("model", *switches):
@@ -134,6 +135,7 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
             scheduling_policy="fair",
             preemption="swap",
             swap_memory_bytes=2**30,
+            deterministic=True,
             seed=11,
         ),
         ServerConfig(

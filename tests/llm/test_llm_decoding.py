@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chatcache import LLM, BeamSearchParams, SamplingParams
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequest, ModelFolderError
 
 PROMPT = [7, 8, 9, *range(30, 60)]
 
@@ -117,3 +117,8 @@ def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
 def test_policies_that_are_none_are_refused(folder: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         LLM(str(folder), dtype="float32", attention="reference", kv_memory="4MiB", **options)
+
+
+def test_determinism_is_asked_of_the_loader(folder: Any) -> None:
+    with pytest.raises(ModelFolderError, match="deterministic needs"):
+        LLM(str(folder), dtype="float32", attention="reference", kv_memory="4MiB", deterministic=True)
