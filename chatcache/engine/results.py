@@ -57,6 +57,8 @@ def bad_draws(draws: Draws, result: StepResult, vocab_size: int) -> list[tuple[i
     Unused cells (id -1) are fine behind at least one that is used.
     """
     tokens, logprobs = result.tokens, result.logprobs
+    if not len(tokens):
+        return []
     wrong = _impossible(tokens, logprobs, vocab_size)
     wrong[:, 0] |= tokens[:, 0] < 0
     if tokens.shape[1] > 1:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
 from chatcache.model.runner import Runner
 from chatcache.model.tables import PageTables
 from chatcache.sched.plan import Rows, StepPlan, StepResult
+from chatcache.types import GenerateRequest, SamplingParams, Tokens
 from tests.model.drive import Driver, make_draws
 from tests.model.families import VOCAB, Sample
 
@@ -80,3 +83,16 @@ def test_a_token_without_a_page_is_refused(sample_of: Get, load: Load) -> None:
     plan = StepPlan(0, none, none, none[:, :2], rows, make_draws([{}]))
     with pytest.raises(ValueError, match="position 0 has no page"):
         runner.execute(plan)
+
+
+def test_an_engine_takes_steps_that_draw_nothing(sample_of: Get, load: Load) -> None:
+    """A prompt alone, longer than a step: its first chunks draw from nobody."""
+    sample = sample_of("llama")
+    runner = load(sample.folder)
+    engine = Engine(runner, runner.facts, EngineConfig(page_size=8, max_num_batched_tokens=9))
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    engine.add(GenerateRequest(request_id="one", prompt=sample.prompts[3], params=params))
+    events = [event for _ in range(30) if engine.has_work() for event in engine.step()]
+    assert [token for event in events if isinstance(event, Tokens) for token in event.token_ids] == [
+        *sample.answers[3][:4]
+    ]
