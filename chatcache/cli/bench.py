@@ -47,6 +47,7 @@ def bench(
     page_size: options.PageSize = 16,
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
+    deterministic: options.Deterministic = False,
 ) -> None:
     """Measure the engine, each figure beside what this machine allows."""
     from chatcache.bench.report import print_report, to_json
@@ -61,6 +62,7 @@ def bench(
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        deterministic=deterministic,
     )
     with Console(stderr=True).status("loading") as status:
         report = run_bench(

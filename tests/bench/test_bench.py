@@ -26,6 +26,7 @@ from chatcache.cli import app
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_facts
+from chatcache.errors import ModelFolderError
 from chatcache.types import BeamSearchParams, SamplingParams
 
 QUICK = EngineConfig(dtype="float32", attention="reference", kv_memory_bytes=2**24)
@@ -141,3 +142,9 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads((tmp_path / "out.json").read_text())
     assert torch.get_num_threads() == json.loads(result.stdout)["num_threads"]
+
+
+def test_the_deterministic_model_can_be_measured() -> None:
+    """The flag reaches the loader: the reference attention cannot be had so."""
+    result = CliRunner().invoke(app, ["bench", "latency", "--deterministic", "--attention", "reference"])
+    assert isinstance(result.exception, ModelFolderError) and "deterministic" in result.exception.message
