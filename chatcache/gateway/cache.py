@@ -16,10 +16,11 @@ from chatcache.gateway.body import read_json
 from chatcache.gateway.context import Model, gateway_of, owner_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.metrics import page_states
 from chatcache.gateway.params import check_token, conversation_id, input_messages, to_messages
 from chatcache.gateway.wire import ExplainFields
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import Explanation, PageAccounts
+from chatcache.types import EngineHealth, Explanation, PageAccounts
 
 _SHOWN_TOKENS = 16
 
@@ -58,7 +59,9 @@ async def accounts(request: Request) -> Response:
     gateway, owner = gateway_of(request), owner_of(request)
     model = await gateway.ready(None)
     held = await gateway.engine.accounts()
-    return json_response(_accounts_json(held, None if gateway.is_open else (owner, model.service.live_of(owner))))
+    if gateway.is_open:
+        return json_response({**_accounts_json(held, None), "pool": _pool_json(await gateway.health())})
+    return json_response(_accounts_json(held, (owner, model.service.live_of(owner))))
 
 
 async def _prompt(fields: ExplainFields, model: Model, owner: str, model_name: str) -> tuple[Sequence[Message], Prompt]:
@@ -144,6 +147,17 @@ def _accounts_json(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None
         "page_bytes": held.page_bytes,
         "requests": _charges(requests),
         "conversations": _charges(conversations),
+    }
+
+
+def _pool_json(health: EngineHealth) -> dict[str, object]:
+    """The page map: every page in one state, as of a moment ago."""
+    return {
+        "page_size": health.page_size,
+        **page_states(health),
+        "waste": round(health.waste_fraction, 4),
+        "host_pages": health.num_host_pages,
+        "host_pages_in_use": health.num_host_pages_in_use,
     }
 
 

@@ -78,16 +78,19 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("chatcache_output_tokens", "Tokens generated.", health.num_output_tokens)
 
 
-def _pages(health: EngineHealth) -> Iterator[Metric]:
-    """The states are disjoint and add up to the pool: `shared` pages are held by several branches, `active` by one."""
+def page_states(health: EngineHealth) -> dict[str, int]:
+    """Count pages by state; they add up to the pool. `shared` pages are held by several branches, `active` by one."""
     num_shared = min(health.num_pages_shared, health.num_pages_in_use)  # as of slightly different moments
-    states = {
+    return {
         "active": health.num_pages_in_use - num_shared,
         "shared": num_shared,
         "cached": health.num_pages_idle,
         "free": max(0, health.num_pages - health.num_pages_in_use - health.num_pages_idle),
     }
-    yield _labelled(GaugeMetricFamily, "chatcache_kv_pages", "KV pages by state.", "state", states)
+
+
+def _pages(health: EngineHealth) -> Iterator[Metric]:
+    yield _labelled(GaugeMetricFamily, "chatcache_kv_pages", "KV pages by state.", "state", page_states(health))
     yield GaugeMetricFamily("chatcache_kv_bytes", "Bytes of the page pool.", health.kv_bytes)
     yield GaugeMetricFamily("chatcache_kv_waste_ratio", "Cells of held pages without a token.", health.waste_fraction)
     num_held = health.num_host_pages_in_use

@@ -122,6 +122,8 @@ def test_accounts_of_an_open_server_add_up(server: Server, socket: ClientConnect
         assert [charge["id"] for charge in held["requests"]] == [response["id"]]
         assert [charge["id"] for charge in held["conversations"]] == [response["conversation"]["id"]]
         assert held["requests"][0]["pages"] == held["pages_in_use"] > 0
+        assert sum(held["pool"][state] for state in ("active", "shared", "cached", "free")) == server.num_pages - 1
+        assert held["pool"]["active"] + held["pool"]["shared"] > 0 and held["pool"]["page_size"] == PAGE_SIZE
         send(socket, "response.cancel", response_id=response["id"])
         until_end(socket)
     wait_until(lambda: server.request("GET", ACCOUNTS)[2]["pages_in_use"] == 0, "no page in use")
@@ -136,6 +138,7 @@ def test_a_tenant_is_told_its_own_figures(shared: Server) -> None:
         mine = shared.request("GET", ACCOUNTS, None, ONE)[2]
         theirs = shared.request("GET", ACCOUNTS, None, TWO)[2]
     assert mine["scope"] == theirs["scope"] == "tenant"
+    assert "pool" not in mine and "pool" not in theirs
     assert len(mine["requests"]) == 1 and mine["requests"][0]["pages"] == mine["pages_in_use"] > 0
     assert (theirs["requests"], theirs["pages_in_use"]) == ([], 0)
     status, _, answer = shared.request("GET", ACCOUNTS)
