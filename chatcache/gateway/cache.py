@@ -73,6 +73,8 @@ async def _prompt(fields: ExplainFields, model: Model, owner: str, model_name: s
             "send one of prompt, messages, or the fields of a response.create (input, previous_response_id ...)",
             param="messages",
         )
+    if fields.instructions is not None and not given[2]:
+        raise InvalidRequest("instructions go with input; messages have a system message", param="instructions")
     if fields.messages is not None:
         messages = to_messages(fields.messages, "messages")
         return messages, await model.service.prompt(messages, owner)

@@ -79,6 +79,8 @@ def test_a_stored_conversation_can_be_asked_about(server: Server, socket: Client
         ({}, 400, "messages"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, 400, "messages"),
         ({"prompt": [10**6]}, 400, "prompt"),
+        ({"prompt": "x", "instructions": "y"}, 400, "instructions"),
+        ({"input": "x", "previous_item_id": "msg_x", "fork_at": 1}, 400, "fork_at"),
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [1] * 5000}, 400, "prompt"),
         ({"prompt": 5}, 400, "prompt"),
