@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chatcache.decode.actions import Candidates
 from chatcache.decode.constraint import Constraint
 from chatcache.decode.stop import StopRules
 from chatcache.errors import InvalidRequest
@@ -203,6 +204,13 @@ def test_forks_have_states_of_their_own() -> None:
         assert shuffled.outcomes == together.outcomes
     assert sample(outputs, n=1, logit_bias=CLOSING, seed=3).outcomes[0] == together.outcomes[0]
     assert len({tuple(outcome.tokens) for outcome in together.outcomes.values()}) == 8
+
+
+def test_a_constrained_strategy_is_never_steady() -> None:
+    strategy = strategy_of(SamplingParams(structured_outputs=StructuredOutputs(regex="ab")))
+    assert strategy.draws(0)[0].mask is not None and not strategy.steady
+    strategy.advance({0: (Candidates((BYTE["a"],), (-1.0,)),)})
+    assert not strategy.steady
 
 
 def test_a_candidate_ends_when_nothing_may_follow_and_draws_no_eos_for_it() -> None:

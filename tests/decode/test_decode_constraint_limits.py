@@ -238,6 +238,7 @@ def test_a_grammar_used_up_by_one_request_still_serves_the_others(
     assert walk(neighbour, b"abc")
     with pytest.raises(InvalidRequest, match=r"took too much: .*too many states"):
         walk(hog, "日本 é".encode() * 40)
+    assert not own._cache, "nobody else is given what is used up"
     twin = neighbour.fork()
     assert walk(neighbour, b"def") and walk(twin, b"xyz"), "both begin anew, behind the scenes"
     newcomer = Constraint(compiled(outputs, own), RULES).fork(None)
