@@ -36,7 +36,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, *, need
     runner = load_runner(config, progress)
     if tokenizer is None:
         return Engine(runner, runner.facts, config)
-    return Engine(runner, runner.facts, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
+    engine = Engine(runner, runner.facts, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
+    engine.prepare_constraints()
+    return engine
 
 
 def load_runner(config: EngineConfig, progress: Progress | None = None) -> Runner:

@@ -24,7 +24,7 @@ from chatcache.sched.plan import U32
 from chatcache.types import FINISH_LENGTH, FINISH_STOP
 
 # What a request's walk through its grammar may take: a start, and so much more for every token.
-START_CPU_S = 0.5
+START_CPU_S = 0.25
 TOKEN_CPU_S = 0.002
 MAX_GROWTH_BYTES = 256 << 20
 MAX_REBUILD_S = 0.1

@@ -2,7 +2,7 @@
 
 A grammar is first tried in the checker's child process, where time, memory and stack are bounded; then compiled in this
 process in a thread of its own, without the interpreter's lock. Until that is done its request waits for it, nobody
-else does. llguidance is imported when the first request asks.
+else does. llguidance is imported when somebody asks for it.
 
 llguidance shares what it learns of a grammar (its lexer's states) among all copies of a matcher, and shares its
 failures too. So a compiled grammar that failed, or has grown large, is not given to new requests.
@@ -32,7 +32,7 @@ from chatcache.types import ModelFacts, StructuredOutputs
 
 # What one step through a grammar may cost (14,000 units of fuel a ms), and a whole grammar.
 LIMITS: dict[str, Any] = {
-    "step_lexer_fuel": 100_000,
+    "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
     "max_lexer_states": 50_000,
     "precompute_large_lexemes": False,
@@ -90,13 +90,10 @@ class Grammars:
         grammar = lark_of(outputs)
         if self._token_bytes is None:
             raise InvalidRequest(f"{PARAM} need a model with a tokenizer", param=PARAM)
-        if self._library is None:
-            try:
-                self._library = importlib.import_module("llguidance")
-            except ImportError:
-                raise InvalidRequest(
-                    f"{PARAM} need the package llguidance, which is not installed on this server", param=PARAM
-                ) from None
+        if not self._has_library():
+            raise InvalidRequest(
+                f"{PARAM} need the package llguidance, which is not installed on this server", param=PARAM
+            )
         future = self._cache.get(grammar)
         if future is None or (future.done() and future.exception() is not None):
             self._executor = self._executor or ThreadPoolExecutor(1, "chatcache-grammar")
@@ -108,6 +105,12 @@ class Grammars:
         while len(self._cache) > MAX_GRAMMARS:
             self._drop(next(iter(self._cache)))
         return Ticket(self, grammar, future)
+
+    def prepare(self) -> None:
+        """Learn the vocabulary now, if that is possible: it takes the interpreter's lock for up to a second, which
+        would hold up whoever decodes while the first constrained request comes in."""
+        if self._token_bytes is not None and self._has_library():
+            self._learn_vocabulary()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a compile is over, or was since the last call."""
@@ -172,9 +175,20 @@ class Grammars:
         if reason:
             raise _refusal(reason)
         if self._tokenizer is None:
-            vocabulary = _Vocabulary(self._token_bytes or (), self._facts, self._special_ids)
-            self._tokenizer = self._library.LLTokenizer(vocabulary, eos_token=[vocabulary.eos_token_id])
+            self._learn_vocabulary()
         return self.compile(grammar)
+
+    def _learn_vocabulary(self) -> None:
+        vocabulary = _Vocabulary(self._token_bytes or (), self._facts, self._special_ids)
+        self._tokenizer = self._library.LLTokenizer(vocabulary, eos_token=[vocabulary.eos_token_id])
+
+    def _has_library(self) -> bool:
+        if self._library is None:
+            try:
+                self._library = importlib.import_module("llguidance")
+            except ImportError:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

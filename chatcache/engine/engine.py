@@ -134,6 +134,10 @@ class Engine:
             num_pages = self._scheduler.finish(request)
             self._outbox.finished(request, cancelled=True, num_pages_freed=num_pages)
 
+    def prepare_constraints(self) -> None:
+        """Do now what the first request with structured outputs would have to wait for; nothing where it cannot be."""
+        self._intake.prepare_constraints()
+
     def is_preparing(self, request_id: str) -> bool:
         """Whether the request's grammar is still being compiled; a `Failed` event will tell if it is no good."""
         request = self._requests.get(request_id)

@@ -68,6 +68,9 @@ class Intake:
         check_branches(request.params, self._most_branches)
         return resolve_max_tokens(request, self._capacity, self._max_model_len)
 
+    def prepare_constraints(self) -> None:
+        self._grammars.prepare()
+
     def grammar(self, request: GenerateRequest) -> Ticket | None:
         """Begin to compile what the output must match, if it must match anything.
 

@@ -116,6 +116,15 @@ def test_without_the_library_a_constraint_is_refused(own: Grammars, monkeypatch:
     with pytest.raises(InvalidRequest, match="need the package llguidance, which is not installed") as caught:
         own.start(StructuredOutputs(regex="a"))
     assert caught.value.param == "structured_outputs"
+    own.prepare()  # nothing to do, nothing to say
+
+
+def test_what_is_prepared_is_not_done_again(own: Grammars) -> None:
+    own.prepare()
+    tokenizer = own._tokenizer
+    compiled(StructuredOutputs(regex="a"), own)
+    assert tokenizer is not None and own._tokenizer is tokenizer
+    Grammars(None, FACTS).prepare()
 
 
 def test_without_a_tokenizer_a_constraint_is_refused() -> None:
