@@ -7,5 +7,6 @@ sheet: read bandwidth over a buffer as large as the weights, matmul rate in the 
     shapes.py    random-weight model folders in the shapes people know
     driver.py    step an engine and keep the times
     measures.py  latency, throughput, beam, prefix
+    kv.py        pages and scheduler steps alone, beside their goals
     report.py    figures as a table or JSON
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +43,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     figures: tuple[Figure, ...]
 
 
+class KVReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of `bench kv`. The figures are medians of `repeats`."""
+
+    bench: str
+    page_size: int
+    repeats: int
+    figures: tuple[Figure, ...]
+
+
 def rate(name: str, per_s: float, limit_per_s: float, limit_name: str, unit: str = "tokens/s") -> Figure:
     """A speed beside its limit."""
     return Figure(
@@ -53,7 +64,7 @@ def compared(name: str, value: float, unit: str, other: float, other_name: str) 
     return Figure(name=name, value=value, unit=unit, limit=other, limit_name=other_name, ratio=value / other)
 
 
-def to_json(report: Report) -> str:
+def to_json(report: Report | KVReport) -> str:
     return msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
 
 
@@ -69,12 +80,20 @@ def print_report(report: Report, console: Console) -> None:
         f"{report.dtype} matmul {report.matmul_flops_per_s / 1e9:,.0f} GFLOP/s",
         soft_wrap=True,
     )
-    table = Table(
-        "figure", "measured", "limit or peer", "ratio", "of what", box=None, padding=(0, 2), header_style="dim"
-    )
+    _print_figures(report.figures, console, "limit or peer")
+
+
+def print_kv_report(report: KVReport, console: Console) -> None:
+    """Print a row per figure."""
+    console.print(f"[bold]{report.bench}[/]  pages of {report.page_size}; CPU time, medians of {report.repeats}")
+    _print_figures(report.figures, console, "goal")
+
+
+def _print_figures(figures: Sequence[Figure], console: Console, beside: str) -> None:
+    table = Table("figure", "measured", beside, "ratio", "of what", box=None, padding=(0, 2), header_style="dim")
     for column in (1, 2, 3):
         table.columns[column].justify = "right"
-    for figure in report.figures:
+    for figure in figures:
         limit = "" if figure.limit is None else f"{_digits(figure.limit)} {figure.unit}"
         ratio = "" if figure.ratio is None else f"{figure.ratio:.3f}"
         table.add_row(figure.name, f"{_digits(figure.value)} {figure.unit}", limit, ratio, figure.limit_name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -11,10 +11,14 @@ from rich.console import Console
 from chatcache.cli import options
 from chatcache.config import EngineConfig
 
+if TYPE_CHECKING:
+    from chatcache.bench.report import KVReport, Report
+
 TABLE_WIDTH = 120
 
 Which = Annotated[
-    Literal["latency", "throughput", "beam", "prefix"], typer.Argument(help="What to measure.", show_default=False)
+    Literal["latency", "throughput", "beam", "prefix", "kv"],
+    typer.Argument(help="What to measure.", show_default=False),
 ]
 ShapeName = Annotated[
     Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b"] | None,
@@ -49,8 +53,11 @@ def bench(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     deterministic: options.Deterministic = False,
 ) -> None:
-    """Measure the engine, each figure beside what this machine allows."""
-    from chatcache.bench.report import print_report, to_json
+    """Measure the engine, each figure beside what this machine allows (kv: beside its goal; no model is loaded)."""
+    if which == "kv":
+        _bench_kv(page_size, repeats, as_json, out)
+        return
+    from chatcache.bench.report import print_report
     from chatcache.bench.run import run_bench
 
     config = EngineConfig(
@@ -75,11 +82,31 @@ def bench(
             repeats=repeats,
             say=status.update,
         )
+    console = _deliver(report, as_json, out)
+    if console is not None:
+        print_report(report, console)
+
+
+def _bench_kv(page_size: int, repeats: int, as_json: bool, out: Path | None) -> None:
+    from chatcache.bench.kv import KVLoad, run_kv_bench
+    from chatcache.bench.report import print_kv_report
+
+    with Console(stderr=True).status("pages") as status:
+        report = run_kv_bench(KVLoad(page_size=page_size, repeats=repeats), status.update)
+    console = _deliver(report, as_json, out)
+    if console is not None:
+        print_kv_report(report, console)
+
+
+def _deliver(report: Report | KVReport, as_json: bool, out: Path | None) -> Console | None:
+    """Write JSON where it is wanted; return a console if a table is wanted, too."""
+    from chatcache.bench.report import to_json
+
     if out is not None:
         out.write_text(to_json(report) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(to_json(report))
-    else:
-        console = Console(highlight=False)
-        console.width = max(console.width, TABLE_WIDTH)
-        print_report(report, console)
+        return None
+    console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
+    return console
