@@ -220,15 +220,17 @@ class KVCache:
         pages = self.pool.allocate(len(tables))
         if pages is None:
             return None
-        size, start = self._page_bytes, 0
+        publish = self.pool.publish if self._enable_matching else self.pool.describe
+        size, page_bytes, start = self.page_size, self._page_bytes, 0
         for table, page in zip(tables, pages, strict=True):
-            if table.num_tokens < table.num_reserved:
-                content = page_content(table.key, tokens[start : start + size])
-                self._publish(table.own[-1], content)
-                table.num_tokens, table.key, table.tail = table.num_reserved, content.key, b""
-            start += size
-            table.own.append(page)
-            table.num_reserved += self.page_size
+            num_reserved, own, stop = table.num_reserved, table.own, start + page_bytes
+            if table.num_tokens < num_reserved:
+                content = page_content(table.key, tokens[start:stop])
+                publish(own[-1], content)
+                table.num_tokens, table.key, table.tail = num_reserved, content.key, b""
+            start = stop
+            own.append(page)
+            table.num_reserved = num_reserved + size
             table.changed_from += 1
         return pages
 

@@ -57,8 +57,7 @@ def private_key(key: bytes, namespace: str) -> bytes:
 def page_content(parent: bytes, tokens: bytes) -> PageContent:
     """Name the page that holds `tokens` after `parent`. Parents are KEY_BYTES long, so the split is unambiguous."""
     hasher = _PAGE.copy()
-    hasher.update(parent)
-    hasher.update(tokens)
+    hasher.update(parent + tokens)
     return PageContent(hasher.digest(), parent, tokens)
 
 

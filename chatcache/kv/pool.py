@@ -137,9 +137,15 @@ class PagePool:
 
     def publish(self, page: int, content: PageContent) -> None:
         """Note the contents of a held page and let it be matched, after execution only. The first of equals wins."""
-        self.describe(page, content)
+        if not self.refs[page]:
+            raise BrokenInvariant(f"page {page} was published but nobody holds it")
+        self._content[page] = content
         if self._index.setdefault(content.key, page) == page:
-            self._children.setdefault(content.parent, {})[page] = None
+            siblings = self._children.get(content.parent)
+            if siblings is None:
+                self._children[content.parent] = {page: None}
+            else:
+                siblings[page] = None
 
     def withdraw(self, page: int) -> None:
         """Take the page out of the index, if it is in: nobody will match it any more. Its holders keep it."""

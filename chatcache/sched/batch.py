@@ -28,6 +28,9 @@ class Scored(NamedTuple):
     num_tokens: int
 
 
+_EMPTY = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3)}
+
+
 class Drawn(NamedTuple):
     """`branch` is drawn in draws first_draw .. first_draw + num_draws - 1 of the plan."""
 
@@ -209,6 +212,8 @@ def _targets(scored: Scored) -> Iterator[int]:
 
 
 def _table(rows: Sequence[Sequence[int]], columns: int = 3) -> I32:
+    if not len(rows):
+        return _EMPTY[columns]
     return np.array(rows, np.int32).reshape(-1, columns)
 
 

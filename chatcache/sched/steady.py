@@ -65,16 +65,18 @@ class SteadyBranches:
         self._turn = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int32)
         self._num_counted = np.zeros(num_slots, np.int32)  # how many of those its request was told of
-        self._num_reserved = np.zeros(num_slots, np.int32)
+        self._num_pages = np.zeros(num_slots, np.int32)
         self._next_token = np.zeros(num_slots, np.int32)
-        self._cell = np.zeros(num_slots, np.int64)  # where in `_page_tokens` the next token goes
+        self._cell = np.zeros(num_slots, np.int64)  # the cell of `_page_tokens` where the next token goes
+        self._end = np.zeros(num_slots, np.int64)  # the one after the last of its page
         self._draws = blank_draws(num_slots)
-        self._page_tokens = np.zeros(num_slots * kv.page_size, "<i4")  # by slot: those of the page being filled
+        self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: those of the page being filled
+        self._cells = self._page_tokens.reshape(-1)
         self._place = np.zeros(num_slots, np.int32)  # by slot
         self._place_at, self._token_at = self._place.data, self._next_token.data  # the same: one cell is faster so
         self._arrays: list[NDArray[Any]] = [
             *(self._branches, self._tables, self._slot, self._turn, self._num_computed, self._num_counted),
-            *(self._num_reserved, self._next_token, self._cell),
+            *(self._num_pages, self._next_token, self._cell, self._end),
         ]
         self._arrays += arrays_of(self._draws)
         self._in_order = True
@@ -100,10 +102,11 @@ class SteadyBranches:
         self._slot[place], self._place[slot] = slot, place
         self._turn[place] = (request.turn << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
         self._num_computed[place] = self._num_counted[place] = table.num_tokens
-        self._num_reserved[place] = table.num_reserved
+        self._num_pages[place] = table.num_pages
         self._next_token[place] = int.from_bytes(branch.outputs[-TOKEN_BYTES:], "little", signed=True)
-        self._cell[place] = (slot + 1) * size - (table.num_reserved - table.num_tokens)
-        self._page_tokens[slot * size : slot * size + table.num_tail_tokens] = np.frombuffer(table.tail, "<i4")
+        self._end[place] = end = (slot + 1) * size
+        self._cell[place] = end - (table.num_reserved - table.num_tokens)
+        self._page_tokens[slot, : table.num_tail_tokens] = np.frombuffer(table.tail, "<i4")
         put(self._draws, place, specs[0])
         self._in_order = self._in_order and (place == 0 or bool(self._turn[place - 1] < self._turn[place]))
         self._standing = None
@@ -131,7 +134,7 @@ class SteadyBranches:
             return
         place = self._place_at[branch.slot]
         table, num_computed, stop = self._tables[place], int(self._num_computed[place]), int(self._cell[place])
-        self._kv.commit(table, self._page_tokens[stop - (num_computed - table.num_tokens) : stop].tobytes())
+        self._kv.commit(table, self._cells[stop - (num_computed - table.num_tokens) : stop].tobytes())
         branch.request.num_computed_tokens += num_computed - int(self._num_counted[place])
         self._num_counted[place] = num_computed
 
@@ -160,27 +163,26 @@ class SteadyBranches:
         Branches that nobody extended since they were drawn have nothing to compute: they go, too.
         """
         self._move_up()
-        if (undecided := self._next_token[: self._num_places] == NO_TOKEN).any():
-            for branch in self._branches[: self._num_places][undecided].tolist():
+        undecided = (self._next_token[: self._num_places] == NO_TOKEN).nonzero()[0]
+        if len(undecided):
+            for branch in self._branches[undecided].tolist():
                 self.leave(branch)
             self._move_up()
         count = self._num_places
-        full = np.flatnonzero(self._num_computed[:count] == self._num_reserved[:count])
+        full = (self._cell[:count] == self._end[:count]).nonzero()[0]
         if not len(full):
             return _NO_UPDATES
-        size, slots = self._kv.page_size, self._slot[full]
-        tokens = self._page_tokens.reshape(-1, size)[slots].tobytes()
-        pages = self._kv.turn_pages(self._tables[full].tolist(), tokens)
+        slots = self._slot[full]
+        pages = self._kv.turn_pages(self._tables[full].tolist(), self._page_tokens[slots].tobytes())
         if pages is None:
             for branch in self._branches[full].tolist():
                 self.leave(branch)
             return _NO_UPDATES
+        num_pages = self._num_pages[full]
+        self._num_pages[full] = num_pages + 1
+        self._cell[full] -= self._kv.page_size
         updates = np.empty((len(full), 3), np.int32)
-        updates[:, 0] = slots
-        updates[:, 1] = self._num_reserved[full] // size
-        updates[:, 2] = pages
-        self._num_reserved[full] += size
-        self._cell[full] -= size
+        updates[:, 0], updates[:, 1], updates[:, 2] = slots, num_pages, pages
         return updates
 
     def rows(self) -> SteadyRows:
@@ -202,7 +204,7 @@ class SteadyBranches:
     def advance(self, rows: SteadyRows) -> None:
         """Note that the rows have been computed and drawn. Nobody enters between plan and commit."""
         count = len(rows.branches)
-        self._page_tokens[self._cell[:count]] = rows.rows.tokens
+        self._cells[self._cell[:count]] = rows.rows.tokens
         self._cell[:count] += 1
         self._num_computed[:count] += 1
         self._next_token[:count] = NO_TOKEN
