@@ -7,6 +7,7 @@ somebody is about to write into one that somebody else reads.
 
     keys.py       a page's name: a hash chain over its tokens and everything before them
     chain.py      the names of a whole prompt, and who may find them: public pages, then a tenant's own
+    children.py   which published pages follow which
     pool.py       all pages: reference counts, the index of names, the idle ones in eviction order
     matching.py   what of a prompt is already computed
     explain.py    why not more of it is

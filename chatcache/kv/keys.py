@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +28,7 @@ _TENANT = blake2b(digest_size=KEY_BYTES, person=b"chatcache tenant")
 _PAGE = blake2b(digest_size=KEY_BYTES, person=b"chatcache page")
 
 
-class PageContent(NamedTuple):
+class PageContent(msgspec.Struct, frozen=True, gc=False):
     """What a page holds: `tokens` (little-endian int32) after everything that `parent` names.
 
     Fewer than `page_size` tokens for the tail of a finished branch, which has a key of its own.

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from chatcache.kv.chain import Chain
+from chatcache.kv.children import Children
 from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content
 
 NULL_PAGE = 0
@@ -41,7 +42,7 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._content: list[PageContent | None] = [None] * num_pages
         self._index: dict[bytes, int] = {}
-        self._children: dict[bytes, dict[int, None]] = {}  # parent key -> published pages, oldest first
+        self._children = Children()  # the published pages by what they follow
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names, oldest first, for `was_evicted`
         self._max_evicted = min(4 * num_pages, MAX_EVICTED_KEYS)
 
@@ -141,11 +142,7 @@ class PagePool:
             raise BrokenInvariant(f"page {page} was published but nobody holds it")
         self._content[page] = content
         if self._index.setdefault(content.key, page) == page:
-            siblings = self._children.get(content.parent)
-            if siblings is None:
-                self._children[content.parent] = {page: None}
-            else:
-                siblings[page] = None
+            self._children.add(content.parent, page)
 
     def withdraw(self, page: int) -> None:
         """Take the page out of the index, if it is in: nobody will match it any more. Its holders keep it."""
@@ -153,10 +150,7 @@ class PagePool:
         if content is None or self._index.get(content.key) != page:
             return
         del self._index[content.key]
-        siblings = self._children[content.parent]
-        del siblings[page]
-        if not siblings:
-            del self._children[content.parent]
+        self._children.remove(content.parent, page)
         if page in self._idle:
             del self._idle[page]
             self._content[page] = None
@@ -195,7 +189,7 @@ class PagePool:
             num_common = num_common_tokens(self._content_of(page).tokens, tokens)
             if num_common > (best[1] if best else 0):
                 best = page, num_common
-        if len(self._children.get(parent, ())) > MAX_SCANNED_CHILDREN:
+        if len(self._children.of(parent)) > MAX_SCANNED_CHILDREN:
             best = self._longest_beginning(parent, tokens, best[1] if best else 0, among) or best
         return best
 
@@ -210,7 +204,7 @@ class PagePool:
 
     def beginnings(self, parent: bytes, tokens: bytes) -> list[int]:
         """List the published pages after `parent` whose tokens `tokens` begins with."""
-        children = self._children.get(parent, {})
+        children = self._children.of(parent)
         return [page for page in children if tokens.startswith(self._content_of(page).tokens)]
 
     def children(self, parent: bytes) -> Iterator[PageContent]:
@@ -223,7 +217,7 @@ class PagePool:
         return key in self._evicted and key not in self._index
 
     def _newest_children(self, parent: bytes) -> Iterator[int]:
-        return islice(reversed(self._children.get(parent, {})), MAX_SCANNED_CHILDREN)
+        return islice(reversed(self._children.of(parent)), MAX_SCANNED_CHILDREN)
 
     def forget_all(self) -> None:
         """Empty the index: idle pages become blank, held ones stay with their holders."""
@@ -273,7 +267,7 @@ class PagePool:
                 yield f"page {page} is idle={page in self._idle}, its contents noted={content is not None}"
             elif content is not None and self._index.get(content.key) != page:
                 yield f"page {page} is idle but cannot be matched"
-            elif content is not None and page not in self._children.get(content.parent, {}):
+            elif content is not None and page not in self._children.of(content.parent):
                 yield f"page {page} is in the index but not among its parent's children"
         for page in self._blank[first : first + num_pages]:
             if self.refs[page] or self._content[page] is not None:
@@ -284,9 +278,9 @@ class PagePool:
             content = self._content[page]
             if content is None or content.key != key:
                 yield f"the index names page {page}, which holds something else"
-            elif page not in self._children.get(content.parent, {}):
+            elif page not in self._children.of(content.parent):
                 yield f"page {page} is in the index but not among its parent's children"
-        if sum(map(len, self._children.values())) != len(self._index):
+        if len(self._children) != len(self._index):
             yield "a page is among its parent's children but not in the index"
 
 

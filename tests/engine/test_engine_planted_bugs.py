@@ -73,7 +73,7 @@ def evicted_page_stays_in_the_index(patch: Patch) -> None:
             content = contents[page]
             if content is not None and index.get(content.key) == page:
                 self._index[content.key], self._content[page] = page, content
-                self._children.setdefault(content.parent, {})[page] = None
+                self._children.add(content.parent, page)
         return pages
 
     patch.setattr(PagePool, "allocate", allocate)

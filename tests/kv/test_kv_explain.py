@@ -176,5 +176,5 @@ def test_any_explanation_is_true_and_changes_nothing(seed: int, page_size: int) 
 
 def snapshot(pool: PagePool) -> object:
     """Everything the pool knows, orders included."""
-    children = {key: list(pages) for key, pages in pool._children.items()}
+    children = dict(pool._children)
     return list(pool.refs), list(pool._blank), list(pool._idle), list(pool._index), list(pool._evicted), children
