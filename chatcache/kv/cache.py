@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from chatcache.kv.chain import Chain, Scope, name_pages
 from chatcache.kv.explain import explain
 from chatcache.kv.host import HostTier
-from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, private_key, root_key, token_bytes
+from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, page_contents, private_key, root_key, token_bytes
 from chatcache.kv.matching import PrefixMatch, longest_match, longest_match_in_both, no_match
 from chatcache.kv.pool import BrokenInvariant, PagePool
 from chatcache.kv.restoring import lengthen
@@ -220,17 +220,16 @@ class KVCache:
         pages = self.pool.allocate(len(tables))
         if pages is None:
             return None
-        publish = self.pool.publish if self._enable_matching else self.pool.describe
-        size, page_bytes, start = self.page_size, self._page_bytes, 0
-        for table, page in zip(tables, pages, strict=True):
-            num_reserved, own, stop = table.num_reserved, table.own, start + page_bytes
-            if table.num_tokens < num_reserved:
-                content = page_content(table.key, tokens[start:stop])
-                publish(own[-1], content)
-                table.num_tokens, table.key, table.tail = num_reserved, content.key, b""
-            start = stop
-            own.append(page)
-            table.num_reserved = num_reserved + size
+        contents = page_contents([table.key for table in tables], tokens, self._page_bytes)
+        filled = [table.own[-1] for table in tables]
+        if self._enable_matching:
+            self.pool.publish_all(filled, contents)
+        else:
+            self.pool.describe_all(filled, contents)
+        for table, page, content in zip(tables, pages, contents, strict=True):
+            table.num_tokens, table.key, table.tail = table.num_reserved, content.key, b""
+            table.num_reserved += self.page_size
+            table.own.append(page)
             table.changed_from += 1
         return pages
 

@@ -61,6 +61,19 @@ def page_content(parent: bytes, tokens: bytes) -> PageContent:
     return PageContent(hasher.digest(), parent, tokens)
 
 
+def page_contents(parents: Sequence[bytes], tokens: bytes, page_bytes: int) -> list[PageContent]:
+    """Name one page after each parent; `tokens` are the pages' own, one after another."""
+    blank, contents, start = _PAGE.copy, list[PageContent](), 0
+    for parent in parents:
+        stop = start + page_bytes
+        page = tokens[start:stop]
+        hasher = blank()
+        hasher.update(parent + page)
+        contents.append(PageContent(hasher.digest(), parent, page))
+        start = stop
+    return contents
+
+
 def page_keys(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
     """Name a run of pages of which the first follows `parent`: the keys that `page_content` gives them one by one."""
     blank, keys = _PAGE.copy, list[bytes]()

@@ -132,17 +132,25 @@ class PagePool:
 
     def describe(self, page: int, content: PageContent) -> None:
         """Note the final contents of a held page without letting anybody match it."""
-        if not self.refs[page]:
-            raise BrokenInvariant(f"page {page} was described but nobody holds it")
-        self._content[page] = content
+        self.describe_all((page,), (content,))
+
+    def describe_all(self, pages: Sequence[int], contents: Sequence[PageContent]) -> None:
+        refs, known = self.refs, self._content
+        for page, content in zip(pages, contents, strict=True):
+            if not refs[page]:
+                raise BrokenInvariant(f"page {page} was described but nobody holds it")
+            known[page] = content
 
     def publish(self, page: int, content: PageContent) -> None:
         """Note the contents of a held page and let it be matched, after execution only. The first of equals wins."""
-        if not self.refs[page]:
-            raise BrokenInvariant(f"page {page} was published but nobody holds it")
-        self._content[page] = content
-        if self._index.setdefault(content.key, page) == page:
-            self._children.add(content.parent, page)
+        self.publish_all((page,), (content,))
+
+    def publish_all(self, pages: Sequence[int], contents: Sequence[PageContent]) -> None:
+        self.describe_all(pages, contents)
+        index, add_child = self._index.setdefault, self._children.add
+        for page, content in zip(pages, contents, strict=True):
+            if index(content.key, page) == page:
+                add_child(content.parent, page)
 
     def withdraw(self, page: int) -> None:
         """Take the page out of the index, if it is in: nobody will match it any more. Its holders keep it."""

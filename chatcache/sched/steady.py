@@ -79,6 +79,7 @@ class SteadyBranches:
             *(self._num_pages, self._next_token, self._cell, self._end),
         ]
         self._arrays += arrays_of(self._draws)
+        self._told: list[Branch] = []  # their tables know of the full page, by an untimely flush
         self._in_order = True
         self._standing: SteadyRows | None = None  # what stays the same of `rows` while nobody comes or goes
 
@@ -89,8 +90,8 @@ class SteadyBranches:
         request, table = branch.request, branch.table
         if table is None or branch.num_tokens != table.num_tokens + 1 or not request.strategy.steady:
             return
-        if table.changed_from < table.num_pages or (table.tail and table.num_reserved == table.num_tokens):
-            return  # the runner has yet to hear of its pages, or its tail may be others' too
+        if table.changed_from < table.num_pages or table.num_reserved == table.num_tokens:
+            return  # the runner has yet to hear of its pages, or it has no cell of its own for the token
         specs = request.strategy.draws(branch.id)
         if len(specs) != 1 or specs[0].edit is not None or specs[0].mask is not None:
             return
@@ -137,6 +138,8 @@ class SteadyBranches:
         self._kv.commit(table, self._cells[stop - (num_computed - table.num_tokens) : stop].tobytes())
         branch.request.num_computed_tokens += num_computed - int(self._num_counted[place])
         self._num_counted[place] = num_computed
+        if stop == self._end[place]:
+            self._told.append(branch)  # its page need not be named again; rare enough to be left to others
 
     def flush_all(self) -> None:
         for branch in self._members():
@@ -162,6 +165,9 @@ class SteadyBranches:
 
         Branches that nobody extended since they were drawn have nothing to compute: they go, too.
         """
+        for branch in self._told:
+            self.leave(branch)
+        self._told.clear()
         self._move_up()
         undecided = (self._next_token[: self._num_places] == NO_TOKEN).nonzero()[0]
         if len(undecided):
