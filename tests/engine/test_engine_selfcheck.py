@@ -10,6 +10,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.engine.selfcheck import MAX_PAGES
+from chatcache.kv.children import Children
 from chatcache.kv.pool import BrokenInvariant, PagePool
 from chatcache.types import Finished, GenerateRequest, SamplingParams
 
@@ -57,7 +58,7 @@ def idle_page_of_nobody(eng: Engine) -> None:
 
 def child_without_a_parent(eng: Engine) -> None:
     pool = eng.scheduler.kv.pool
-    pool._children.clear()
+    pool._children = Children()
 
 
 def blank_page_that_is_held(eng: Engine) -> None:
