@@ -36,24 +36,12 @@ async def completions(request: Request) -> Response:
     body = await read_json(request)
     base, fields, sampling = read(body, CompletionBase), read(body, CompletionFields), read(body, SamplingFields)
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
-    check_stream(base, sampling)
-    echoed_logprobs = fields.logprobs if fields.echo else None
-    if echoed_logprobs is not None and base.stream:
-        raise UnsupportedParameter("echo with logprobs cannot be streamed", param="echo")
+    asked = _asked(base, fields, sampling)
     model = await gateway.ready(base.model)
-    asked = Asked(
-        max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
-        logprobs=fields.logprobs,
-        prompt_logprobs=_most(base.prompt_logprobs, echoed_logprobs),
-        structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
-    )
     params = to_params(sampling, asked, model.tokenizer.vocab_size)
     prompts = await _prompts(fields, model.service)
     width = num_candidates(params)
-    most = max(width, sampling.best_of or 1)
-    if len(prompts) * most > MAX_N:
-        name = "n" if most == width else "best_of"
-        raise InvalidRequest(f"prompts x {name} must be at most {MAX_N}, got {len(prompts)} x {most}", param="prompt")
+    _check_width(len(prompts), width, sampling)
     priority = gateway.priority(base.priority)
     completion_id = new_id("cmpl", "-")
     shape = CompletionShape(
@@ -89,6 +77,26 @@ async def completions(request: Request) -> Response:
         return merged([generation(reply, gateway.metrics) for reply in replies], width)
 
     return await respond(request, events, replies, shape, stream=bool(base.stream), headers=ignored_header(ignored))
+
+
+def _asked(base: CompletionBase, fields: CompletionFields, sampling: SamplingFields) -> Asked:
+    check_stream(base, sampling)
+    echoed_logprobs = fields.logprobs if fields.echo else None
+    if echoed_logprobs is not None and base.stream:
+        raise UnsupportedParameter("echo with logprobs cannot be streamed", param="echo")
+    return Asked(
+        max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
+        logprobs=fields.logprobs,
+        prompt_logprobs=_most(base.prompt_logprobs, echoed_logprobs),
+        structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
+    )
+
+
+def _check_width(num_prompts: int, width: int, sampling: SamplingFields) -> None:
+    most = max(width, sampling.best_of or 1)
+    if num_prompts * most > MAX_N:
+        name = "n" if most == width else "best_of"
+        raise InvalidRequest(f"prompts x {name} must be at most {MAX_N}, got {num_prompts} x {most}", param="prompt")
 
 
 async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:

@@ -34,14 +34,7 @@ async def chat_completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.ready(base.model)
-    check_stream(base, sampling)
-    asked = Asked(
-        max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else base.max_tokens,
-        logprobs=_logprobs(chat),
-        prompt_logprobs=base.prompt_logprobs,
-        structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
-    )
-    params = to_params(sampling, asked, model.tokenizer.vocab_size)
+    params = to_params(sampling, _asked(base, chat, sampling), model.tokenizer.vocab_size)
     owner = owner_of(request)
     prompt = await model.service.prompt(messages, owner)
     engine_request = GenerateRequest(
@@ -75,6 +68,16 @@ async def chat_completions(request: Request) -> Response:
         shape,
         stream=bool(base.stream),
         headers=ignored_header(ignored),
+    )
+
+
+def _asked(base: CompletionBase, chat: ChatFields, sampling: SamplingFields) -> Asked:
+    check_stream(base, sampling)
+    return Asked(
+        max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else base.max_tokens,
+        logprobs=_logprobs(chat),
+        prompt_logprobs=base.prompt_logprobs,
+        structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
     )
 
 

@@ -46,17 +46,7 @@ async def start_response(
     model = await gateway.ready(fields.model)
     running = await _running_reply(gateway, owner, fields)
     request = turn_request(fields, owner, gateway.model_name, running)
-    if fields.stream_beams and not watched:
-        raise UnsupportedParameter("stream_beams needs the subprotocol chatcache.v1", param="stream_beams")
-    asked = Asked(
-        max_tokens=fields.max_output_tokens,
-        logprobs=_logprobs(fields),
-        structured_outputs=structured_outputs(
-            sampling.structured_outputs, text_format=fields.text.format if fields.text is not None else None
-        ),
-        stream_beams=bool(fields.stream_beams),
-    )
-    params = to_params(sampling, asked, model.tokenizer.vocab_size)
+    params = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
     planned = await model.conversations.plan(request)
     engine_request = GenerateRequest(
         request_id=planned.turn.id,
@@ -189,6 +179,19 @@ class ResponseRun:
             "pages_freed": event.num_pages_freed,
             "stop_latency_ms": round(latency_s * 1000, 3),
         }
+
+
+def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> Asked:
+    if fields.stream_beams and not watched:
+        raise UnsupportedParameter("stream_beams needs the subprotocol chatcache.v1", param="stream_beams")
+    return Asked(
+        max_tokens=fields.max_output_tokens,
+        logprobs=_logprobs(fields),
+        structured_outputs=structured_outputs(
+            sampling.structured_outputs, text_format=fields.text.format if fields.text is not None else None
+        ),
+        stream_beams=bool(fields.stream_beams),
+    )
 
 
 async def _running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyStart | None:
