@@ -5,7 +5,15 @@ the promise is kept that every accepted request ends in exactly one terminal eve
 
     client.py     the two protocols at the edges: ModelRunner below, EngineClient above
     engine.py     the loop
+    build.py      the scheduler that the configuration asks for
     admission.py  what is refused at the door, with the numbers
+    intake.py     from a caller's request to a live one
+    preparing.py  requests whose grammar is still being compiled
+    results.py    a step's result, read with suspicion
+    scoring.py    prompt log-probabilities, step by step
     outbox.py     events, numbered 1, 2, 3, ... per request
+    selfcheck.py  the books, checked whenever the engine falls idle
+    health.py     what the engine tells of itself
+    accounts.py   who holds the pages
     fake.py       a runner without a model, which reads its history back through simulated pages
 """

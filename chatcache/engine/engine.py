@@ -11,8 +11,10 @@ from chatcache.config import EngineConfig
 from chatcache.decode.actions import Advance
 from chatcache.decode.factory import make_strategy
 from chatcache.engine.accounts import UsageGauge, page_accounts
-from chatcache.engine.admission import check_policies, check_prompt
+from chatcache.engine.admission import check_prompt
+from chatcache.engine.build import build_scheduler
 from chatcache.engine.client import ModelRunner
+from chatcache.engine.health import Totals, with_pages, with_traffic
 from chatcache.engine.intake import Intake, StrategyFactory
 from chatcache.engine.outbox import Outbox
 from chatcache.engine.preparing import Preparing
@@ -21,12 +23,9 @@ from chatcache.engine.scoring import collect_scores
 from chatcache.engine.selfcheck import SelfCheck
 from chatcache.errors import EngineFault, InvalidRequest, Overloaded
 from chatcache.kv.audit import PageUsage, check, page_usage
-from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
 from chatcache.sched.audit import check_tokens
 from chatcache.sched.batch import Step
-from chatcache.sched.cost import RECOMPUTE, CostModel
-from chatcache.sched.fairness import FAIR, VirtualCounters
 from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
@@ -62,24 +61,10 @@ class Engine:
         self._config = config
         self._clock = clock
         self._capacity = capacity = runner.capacity()
-        check_policies(config, capacity)
         limits = (facts.max_model_len, capacity.max_model_len, config.max_model_len or capacity.max_model_len)
         self._max_model_len = min(limits)
-        self._kv = KVCache(
-            capacity.num_pages,
-            capacity.page_size,
-            facts.digest,
-            config.enable_prefix_caching,
-            capacity.num_host_pages if config.preemption != RECOMPUTE else 0,
-        )
-        self._cost = CostModel(config.preemption, capacity.swap_page_s)
-        self._scheduler = Scheduler(
-            self._kv,
-            num_slots=min(config.max_num_seqs, capacity.num_slots),
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            cost=self._cost,
-            counters=VirtualCounters() if config.scheduling_policy == FAIR else None,
-        )
+        self._scheduler = build_scheduler(config, capacity, facts.digest)
+        self._kv = self._scheduler.kv
         self._intake = Intake(
             facts,
             config,
@@ -96,9 +81,7 @@ class Engine:
         self._requests: dict[str, LiveRequest] = {}
         self._preparing = Preparing()
         self._outbox = Outbox()
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_output_tokens = 0
+        self._totals = Totals()
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -203,7 +186,7 @@ class Engine:
         started_s = self._clock()
         result = self._runner.execute(plan)
         rows = plan.rows
-        self._cost.prefill.note(len(rows.tokens), len(rows.slot), self._clock() - started_s)
+        self._scheduler.swaps.cost.prefill.note(len(rows.tokens), len(rows.slot), self._clock() - started_s)
         return result
 
     def _advance(self, step: Step, result: StepResult, faults: dict[LiveRequest, Exception]) -> None:
@@ -224,13 +207,13 @@ class Engine:
     def _report(self, request: LiveRequest, advance: Advance) -> None:
         if not request.started:
             request.started = True
-            self._num_prompt_tokens += request.num_prompt_tokens
-            self._num_cached_tokens += request.num_cached_tokens or 0
+            self._totals.num_prompt_tokens += request.num_prompt_tokens
+            self._totals.num_cached_tokens += request.num_cached_tokens or 0
             self._outbox.started(request)
         num_before = request.num_output_tokens
         for output in advance.outputs:
             self._outbox.output(request, output)
-        self._num_output_tokens += request.num_output_tokens - num_before
+        self._totals.num_output_tokens += request.num_output_tokens - num_before
         if advance.finished:
             del self._requests[request.request_id]
             num_pages = self._scheduler.finish(request)
@@ -271,36 +254,19 @@ class Engine:
 
     def health(self) -> EngineHealth:
         """Cheap enough to ask 20 times a second; sharing and waste are at most a second old."""
-        pool, host, usage = self._kv.pool, self._kv.host, self._usage.read()
-        return EngineHealth(
+        facts = EngineHealth(
             ready=True,
             model=self._config.served_model_name or self._facts.name,
             max_model_len=self._max_model_len,
             scheduling_policy=self._config.scheduling_policy,
             page_size=self._capacity.page_size,
-            num_pages=pool.num_usable,
-            num_pages_in_use=pool.num_in_use,
-            num_pages_idle=pool.num_idle,
             kv_bytes=self._capacity.kv_bytes,
-            num_pages_shared=usage.num_shared,
-            waste_fraction=usage.waste_fraction,
-            num_host_pages=host.pool.num_usable if host is not None else 0,
-            num_host_pages_in_use=host.pool.num_in_use if host is not None else 0,
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting) + len(self._preparing),
-            num_steps=self._scheduler.num_steps,
-            num_preemptions=self._scheduler.num_preemptions,
-            num_swap_preemptions=self._scheduler.swaps.num_preemptions,
-            num_pages_swapped_out=host.num_pages_out if host is not None else 0,
-            num_pages_swapped_in=host.num_pages_in if host is not None else 0,
+            num_waiting=len(self._preparing),
             num_self_checks=self._self_check.num_checks,
             num_broken_invariants=self._self_check.num_broken,
-            num_page_copies=self._scheduler.num_page_copies,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=self._num_output_tokens,
             load_fraction=1.0,
         )
+        return with_pages(with_traffic(facts, self._scheduler, self._totals), self._kv, self._usage.read())
 
     def stats(self) -> PageUsage:
         """Count what the pages are used for. O(pages held): for metrics and tests."""

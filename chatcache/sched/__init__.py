@@ -13,6 +13,10 @@ that decodes one token are all the same case.
     batch.py      collects the granted rows of one step and turns them into a plan
     draws.py      what to draw, as arrays
     queue.py      admission: who may start, who waits for a twin
+    fairness.py   whose turn it is between namespaces
+    forks.py      starting on what a running request has computed
+    cost.py       swap or recompute: what is cheaper here
+    swap.py       what preempted requests keep in host memory
     audit.py      the proof that tables know their branches' tokens
     scheduler.py  the loop's two halves: plan() before the runner, commit() and apply() after it
 """

@@ -1,0 +1,58 @@
+"""What the engine tells of itself, put together from those who know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from chatcache.kv.audit import PageUsage
+from chatcache.kv.cache import KVCache
+from chatcache.sched.scheduler import Scheduler
+from chatcache.types import EngineHealth
+
+
+@dataclass(slots=True)
+class Totals:
+    """Tokens since the engine started."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+def with_traffic(health: EngineHealth, scheduler: Scheduler, totals: Totals) -> EngineHealth:
+    """Add who runs and waits, and what has been done since the start."""
+    return replace(
+        health,
+        num_running=len(scheduler.running),
+        num_waiting=health.num_waiting + len(scheduler.waiting),
+        num_steps=scheduler.num_steps,
+        num_preemptions=scheduler.num_preemptions,
+        num_swap_preemptions=scheduler.swaps.num_preemptions,
+        num_page_copies=scheduler.num_page_copies,
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_cached_tokens=totals.num_cached_tokens,
+        num_output_tokens=totals.num_output_tokens,
+    )
+
+
+def with_pages(health: EngineHealth, kv: KVCache, usage: PageUsage) -> EngineHealth:
+    """Add what the pages are used for, on the device and on the host."""
+    health = replace(
+        health,
+        num_pages=kv.pool.num_usable,
+        num_pages_in_use=kv.pool.num_in_use,
+        num_pages_idle=kv.pool.num_idle,
+        num_pages_shared=usage.num_shared,
+        waste_fraction=usage.waste_fraction,
+    )
+    if kv.host is None:
+        return health
+    return replace(
+        health,
+        num_host_pages=kv.host.pool.num_usable,
+        num_host_pages_in_use=kv.host.pool.num_in_use,
+        num_pages_swapped_out=kv.host.num_pages_out,
+        num_pages_swapped_in=kv.host.num_pages_in,
+    )
