@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,13 @@ class Grammars:
         if self._statm >= 0:
             weakref.finalize(self, os.close, self._statm)
         self._news = threading.Event()  # set whenever a compile is over
-        self.ordinary = _ordinary_words(token_bytes or (), facts.vocab_size, self._special_ids)
+
+    @cached_property
+    def ordinary(self) -> U32:
+        """The tokens that are text, as a mask's words: all that a grammar can ever allow."""
+        pieces = enumerate(self._token_bytes or ())
+        text_ids = [token for token, piece in pieces if piece and token not in self._special_ids]
+        return bits_of(text_ids, self._facts.vocab_size)
 
     def start(self, outputs: StructuredOutputs) -> Ticket:
         """Begin to compile, or find it done.
@@ -231,10 +238,6 @@ def bits_of(ids: Collection[int], vocab_size: int) -> U32:
     flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     flags[[token for token in ids if 0 <= token < vocab_size]] = 1
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
-
-
-def _ordinary_words(token_bytes: Sequence[bytes], vocab_size: int, special_ids: Collection[int]) -> U32:
-    return bits_of([i for i, text in enumerate(token_bytes) if text and i not in special_ids], vocab_size)
 
 
 def _refusal(reason: str) -> InvalidRequest:

@@ -36,8 +36,9 @@ def allowed_logits(raw: F32, edit: LogitEdit | None, mask: LogitMask | None) -> 
     """Return the logits [V] that a draw is made from: edited, and -inf where the mask has no bit."""
     logits = raw.copy()
     if edit is not None:
-        chosen = logits[edit.ids]
-        logits[edit.ids] = np.where(chosen > 0, chosen / edit.scale, chosen * edit.scale) + edit.add
+        known = (edit.ids >= 0) & (edit.ids < len(logits))  # an EOS id may lie beyond the logits
+        ids, scale = edit.ids[known], edit.scale[known]
+        logits[ids] = np.where(logits[ids] > 0, logits[ids] / scale, logits[ids] * scale) + edit.add[known]
     if mask is not None:
         bits = np.unpackbits(mask.words.astype("<u4").view(np.uint8), bitorder="little")[: len(logits)].astype(bool)
         logits[: len(bits)][~bits] = -np.inf

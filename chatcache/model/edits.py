@@ -43,12 +43,20 @@ def apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
     for row, mask in enumerate(masks):
         size = min(len(mask.words), words.shape[1])
         words[row, :size] = mask.words[:size]
-    draws = to_device(np.array([mask.draw for mask in masks], np.int64), logits.device)
-    logits[draws] = logits[draws].masked_fill_(~_bits(words, logits.shape[-1], logits.device), -torch.inf)
+    forbidden = _forbidden(words, logits.shape[-1], logits.device)
+    draws = [mask.draw for mask in masks]
+    if draws == list(range(len(logits))):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        at = to_device(np.array(draws, np.int64), logits.device)
+        logits[at] = logits[at].masked_fill_(forbidden, -torch.inf)
 
 
-def _bits(words: NDArray[np.uint32], vocab_size: int, device: torch.device) -> Tensor:
-    """Spread the words' bits over a vocabulary. Shapes: [M, W] -> bool [M, V]. Only the words travel to the device."""
-    eights = to_device(words.astype("<u4").view(np.uint8), device)[:, :, None]
-    bits = eights.bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=device))
+def _forbidden(words: NDArray[np.uint32], vocab_size: int, device: torch.device) -> Tensor:
+    """Spread the bits that are not set over a vocabulary. Shapes: [M, W] -> bool [M, V]. Only words go to a device."""
+    eights = (~words).astype("<u4").view(np.uint8)
+    if device.type == "cpu":
+        flags = np.unpackbits(eights, axis=1, count=vocab_size, bitorder="little")
+        return torch.from_numpy(flags.view(np.bool_))
+    bits = to_device(eights, device)[:, :, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=device))
     return bits.view(len(words), -1)[:, :vocab_size] != 0

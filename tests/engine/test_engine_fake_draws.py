@@ -140,3 +140,10 @@ def test_the_first_of_many_is_the_one_drawn_alone() -> None:
         spec = {"seed": 7, "lane": lane, "temperature": 0.8, "top_p": 0.9}
         result = draw(fake(), DrawSpec(width=1, **spec), DrawSpec(width=4, **spec))  # type: ignore[arg-type]
         assert result.tokens[0, 0] == result.tokens[1, 0]
+
+
+def test_edits_beyond_the_vocabulary_change_nothing() -> None:
+    runner = fake(vocab_size=10)
+    ids, ones = np.array([-1, 3, 10, 999], np.int32), np.ones(4, np.float32)
+    result = draw(runner, DrawSpec(temperature=0.0, edit=(ids, ones, 90 * ones)))
+    assert result.tokens[0, 0] == 3
