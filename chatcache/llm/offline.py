@@ -130,7 +130,10 @@ class LLM:
         params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Find the most likely continuations of each prompt, best first."""
+        """Find the most likely continuations of each prompt, best first, each with its score.
+
+        Groups, constraints and stop strings are fields of the params; `stream_beams` adds `live_beams` to the outputs.
+        """
         return self._run(self._prompts(prompts), params or BeamSearchParams(), use_tqdm)
 
     def chat(
