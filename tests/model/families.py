@@ -114,19 +114,24 @@ class Sample:
 
 def make_sample(name: str, folder: Path) -> Sample:
     """Build, save and question one model."""
+    torch.manual_seed(sum(map(ord, name)))
+    oracle = save_random(FAMILIES[name].config(), folder, norms_at=0.0 if "gemma" in name else 1.0)
+    prompts = tuple(tuple(torch.randint(0, VOCAB, (length,)).tolist()) for length in PROMPT_LENGTHS)
+    return Sample(name, folder, oracle, prompts, tuple(_greedy(oracle, prompt) for prompt in prompts))
+
+
+def save_random(config: Any, folder: Path, norms_at: float = 1.0) -> Any:
+    """Save a model of random weights, norms around `norms_at`, and return transformers' object of it."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(sum(map(ord, name)))
-    config = FAMILIES[name].config()
     # eager: sdpa knows no soft-cap, and older releases of transformers leave it out without a word
     oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter_name, weight in oracle.named_parameters():
-            is_norm = weight.ndim == 1 and parameter_name.endswith("weight")
-            weight.normal_(1.0 if is_norm and "gemma" not in name else 0.0, 0.2)
+        for name, weight in oracle.named_parameters():
+            is_norm = weight.ndim == 1 and name.endswith("weight")
+            weight.normal_(norms_at if is_norm else 0.0, 0.2)
     oracle.save_pretrained(folder)
-    prompts = tuple(tuple(torch.randint(0, VOCAB, (length,)).tolist()) for length in PROMPT_LENGTHS)
-    return Sample(name, folder, oracle, prompts, tuple(_greedy(oracle, prompt) for prompt in prompts))
+    return oracle
 
 
 def _greedy(oracle: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:

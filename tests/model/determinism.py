@@ -1,0 +1,225 @@
+"""Run one workload in many ways, and write down the bits of every logit and log-probability that came of it.
+
+Run as a script it prints a digest of them: what a new process makes of the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.model.load import load_model
+from chatcache.model.runner import Runner
+from chatcache.sched.plan import Draws, KVCapacity, StepPlan, StepResult
+from chatcache.types import Failed, GenerateRequest, SamplingParams, Started, Tokens
+from tests.model.families import VOCAB, save_random
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 1536,  # wide enough for oneDNN to add up in other orders for other numbers of rows
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SHAPES = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
+}
+NUM_REQUESTS = 33
+MAX_TOKENS = 6
+PAGE = 16
+
+Cell = tuple[int, ...]  # (seed, lane, position) of a draw, each request with a seed of its own; or the tokens before it
+Bits = Mapping[Cell | str, bytes]
+
+
+def save_shape(name: str, folder: Path) -> Path:
+    """Save the random model of a shape."""
+    torch.manual_seed(sum(map(ord, name)))
+    save_random(SHAPES[name](), folder)
+    return folder
+
+
+def load(folder: Path, dtype: str, *, deterministic: bool = True) -> Runner:
+    return load_model(
+        EngineConfig(
+            model=str(folder),
+            dtype=dtype,
+            attention="cpu",
+            page_size=PAGE,
+            kv_memory_bytes=8 << 20,
+            deterministic=deterministic,
+        )
+    )
+
+
+def make_requests() -> list[GenerateRequest]:
+    """Return prompts that share beginnings of any length, one of them longer than a split of the attention kernel."""
+    draw = random.Random(5)
+    shared = [draw.randrange(VOCAB) for _ in range(530)]
+    requests = []
+    for number in range(NUM_REQUESTS):
+        common = 520 if number == 3 else draw.choice((0, 0, 7, 16, 33, 60))
+        own = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 40))]
+        params = SamplingParams(
+            temperature=(0.0, 1.0, 0.8)[number % 3],
+            top_p=0.95 if number % 4 == 1 else 1.0,
+            top_k=20 if number % 5 == 2 else 0,
+            seed=number,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=1 if number % 8 == 0 else None,
+        )
+        prompt = tuple(shared[:common] + own)
+        requests.append(GenerateRequest(request_id=str(number), prompt=prompt, params=params))
+    return requests
+
+
+@dataclass
+class Recorder:
+    """A runner that keeps the logits it draws from, and may say that it has fewer pages. An `engine.ModelRunner`."""
+
+    runner: Runner
+    num_pages: int | None = None
+    by_tokens: bool = False
+    bits: dict[Cell | str, bytes] = field(default_factory=dict)
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    def capacity(self) -> KVCapacity:
+        capacity = self.runner.capacity()
+        return capacity if self.num_pages is None else replace(capacity, num_pages=self.num_pages)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        sampler = self.runner._sampler
+        sample = sampler.sample
+        self._follow(plan)
+
+        def spy(logits: torch.Tensor, index: NDArray[np.intp], draws: Draws) -> StepResult:
+            for draw, row in enumerate(index.tolist()):
+                self.write(self.cell_of(plan, draw), logits[row].view(torch.int16).numpy().tobytes())
+            return sample(logits, index, draws)
+
+        sampler.sample = spy  # type: ignore[method-assign]
+        try:
+            return self.runner.execute(plan)
+        finally:
+            del sampler.sample  # of the instance: the class has its own
+
+    def cell_of(self, plan: StepPlan, draw: int) -> Cell:
+        if self.by_tokens:
+            return tuple(self._tokens[int(plan.rows.slot[plan.draws.row[draw]])])
+        return int(plan.draws.seed[draw]), int(plan.draws.lane[draw]), int(plan.draws.position[draw])
+
+    def _follow(self, plan: StepPlan) -> None:
+        """Note each slot's tokens; what came from the prefix cache is not known."""
+        for source, target, _ in plan.forks.tolist():
+            self._tokens[target] = self._tokens.get(source, [])
+        first = 0
+        for slot, start, count in np.stack((plan.rows.slot, plan.rows.start, plan.rows.num_tokens), 1).tolist():
+            tokens = plan.rows.tokens[first : first + count].tolist()
+            self._tokens[slot] = self._tokens.get(slot, [])[:start] + tokens
+            first += count
+
+    def write(self, cell: Cell | str, bits: bytes) -> None:
+        """Note what a cell holds. A cell may be computed twice, by a second round or after preemption."""
+        if self.bits.setdefault(cell, bits) != bits:
+            self.bits[cell] = b"differs from itself"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to run a workload. `budget`: tokens a step; `order`: 1, -1 or a seed to shuffle by; `arrivals`: requests that
+    come in each step, 0 for all at once; `num_pages`: of a smaller pool."""
+
+    batch: int = 1
+    budget: int = 2048
+    cache: bool = False
+    order: int = 1
+    arrivals: int = 0
+    rounds: int = 1
+    num_pages: int | None = None
+    preemption: str = "auto"
+
+    def engine(self, recorder: Recorder) -> Engine:
+        config = EngineConfig(
+            page_size=PAGE,
+            max_num_seqs=self.batch,
+            max_num_batched_tokens=max(self.budget, self.batch),
+            enable_prefix_caching=self.cache,
+            preemption=self.preemption,
+        )
+        return Engine(recorder, recorder.runner.facts, config)
+
+    def ordered(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+        if self.order in (1, -1):
+            return list(requests[:: self.order])
+        return random.Random(self.order).sample(list(requests), len(requests))
+
+
+def run(
+    runner: Runner, requests: Sequence[GenerateRequest], way: Way, *, by_tokens: bool = False
+) -> tuple[Bits, Engine]:
+    """Return what came of the requests, and the engine for its counters."""
+    recorder = Recorder(runner, way.num_pages, by_tokens)
+    engine = way.engine(recorder)
+    for _ in range(way.rounds):
+        left = way.ordered(requests)
+        outputs: dict[str, list[Any]] = {request.request_id: [] for request in requests}
+        while left or engine.has_work():
+            arrivals, left = (left, []) if not way.arrivals else (left[: way.arrivals], left[way.arrivals :])
+            for request in arrivals:
+                engine.add(request)
+            for event in engine.step():
+                assert not isinstance(event, Failed), event
+                if isinstance(event, Tokens):
+                    outputs[event.request_id] += [*event.token_ids, *event.logprobs]
+                if isinstance(event, Started):
+                    outputs[event.request_id] += [event.prompt_logprobs]
+        for request_id, output in outputs.items():
+            recorder.write(request_id, repr(output).encode())
+    assert bool(engine.health().num_cached_tokens) == way.cache
+    return recorder.bits, engine
+
+
+def alone(runner: Runner, requests: Iterable[GenerateRequest]) -> dict[Cell | str, bytes]:
+    """Return what comes of each request with an engine to itself, its prompt in one chunk."""
+    bits: dict[Cell | str, bytes] = {}
+    for request in requests:
+        bits |= run(runner, [request], Way())[0]
+    return bits
+
+
+def differing(got: Bits, expected: Bits) -> list[Cell | str]:
+    """Return the cells of `got` that are not as expected."""
+    return [cell for cell, bits in got.items() if expected.get(cell) != bits]
+
+
+def digest(bits: Bits) -> str:
+    whole = hashlib.sha256()
+    for cell in sorted(bits, key=repr):
+        whole.update(repr(cell).encode() + bits[cell])
+    return whole.hexdigest()
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        for dtype in ("float32", "bfloat16"):
+            print(digest(run(load(Path(folder), dtype), make_requests(), Way(batch=7, budget=50, cache=True))[0]))

@@ -1,0 +1,193 @@
+"""The determinism matrix: whatever the way a request is run, every logit it is drawn from has the bits of the solo run.
+
+Each cell runs the same requests another way and compares the logits of every draw, the tokens and every reported
+log-probability, bit by bit, with what comes of each request alone: its own engine, an empty cache, the prompt in one
+chunk. Sampled tokens go back into the model, so one bit that differs is hard to miss.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from chatcache_kernels import cpu
+from msgspec.structs import replace
+
+from chatcache.model import invariant
+from chatcache.model import load as loading
+from chatcache.model.runner import Runner
+from chatcache.types import BeamSearchParams, GenerateRequest, SamplingParams
+from tests.model.determinism import (
+    MAX_TOKENS,
+    SHAPES,
+    Bits,
+    Way,
+    alone,
+    differing,
+    digest,
+    load,
+    make_requests,
+    run,
+    save_shape,
+)
+
+DTYPES = ("float32", "bfloat16")
+MODELS = [f"{shape}-{dtype}" for shape in SHAPES for dtype in DTYPES]
+REQUESTS = make_requests()
+
+FEW = REQUESTS[4:7]
+LONG = REQUESTS[2:5]
+WAYS: dict[str, tuple[Sequence[GenerateRequest], Way]] = {
+    **{
+        f"batch{batch}-chunk{budget}-{'cached' if cache else 'uncached'}": (
+            {1: FEW, 2: REQUESTS[4:10], 7: REQUESTS[4:18], 32: REQUESTS}[batch],
+            Way(batch, budget, cache, order=budget + batch, arrivals=batch // 2, rounds=1 + cache),
+        )
+        for batch in (1, 2, 7, 32)
+        for budget in (5, 37, 2048)
+        for cache in (False, True)
+        if budget >= batch or batch < 32  # a step holds a token of every branch at least
+    },
+    "in-order": (REQUESTS, Way(32, 300)),
+    "backwards": (REQUESTS, Way(32, 300, order=-1)),
+}
+
+
+class Solo:
+    """Runners, loaded once, and what each request comes to alone."""
+
+    def __init__(self, folder_of: Callable[[str], Path]) -> None:
+        self._folder_of = folder_of
+        self._made: dict[str, tuple[Runner, Bits]] = {}
+
+    def __call__(self, model: str) -> tuple[Runner, Bits]:
+        if model not in self._made:
+            shape, dtype = model.split("-")
+            runner = load(self._folder_of(shape), dtype)
+            self._made[model] = runner, alone(runner, REQUESTS)
+        return self._made[model]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folders = {shape: save_shape(shape, tmp_path_factory.mktemp(shape)) for shape in SHAPES}
+    return folders.__getitem__
+
+
+@pytest.fixture(scope="module")
+def solo(folder_of: Callable[[str], Path]) -> Solo:
+    return Solo(folder_of)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_matrix(model: str, way: str, solo: Solo) -> None:
+    """Batch size x order x chunk size x cache. A cached way runs twice: the second time on the first one's pages."""
+    runner, expected = solo(model)
+    requests, how = WAYS[way]
+    got, _ = run(runner, requests, how)
+    assert len(got) == len(requests) * (MAX_TOKENS + 1)
+    assert not differing(got, expected)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("model", ["llama-float32", "qwen3-bfloat16"])
+def test_preempted_and_resumed(model: str, preemption: str, solo: Solo) -> None:
+    runner, _ = solo(model)
+    params = SamplingParams(temperature=1.0, max_tokens=70, ignore_eos=True, logprobs=1)
+    requests = [
+        GenerateRequest(request_id=str(n), prompt=REQUESTS[n].prompt[:20], params=replace(params, seed=n))
+        for n in range(6)
+    ]
+    got, engine = run(runner, requests, Way(6, 37, num_pages=20, preemption=preemption))
+    health = engine.health()
+    assert health.num_preemptions >= 3
+    assert (health.num_pages_swapped_in > 0) == (preemption == "swap")
+    assert not differing(got, alone(runner, requests))
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(n=5, temperature=1.0, seed=77, max_tokens=8, ignore_eos=True),
+    BeamSearchParams(beam_width=4, max_tokens=8, ignore_eos=True),
+], ids=["samples", "beams"])  # fmt: skip
+@pytest.mark.parametrize("model", MODELS)
+def test_a_fork_equals_a_copy(model: str, params: SamplingParams | BeamSearchParams, solo: Solo) -> None:
+    """Branches that share pages and copy them on write, against each branch's tokens computed from nothing."""
+    runner, _ = solo(model)
+    request = GenerateRequest(request_id="one", prompt=REQUESTS[1].prompt, params=params)
+    forked = run(runner, [request], Way(8), by_tokens=True)[0]
+    histories = [cell for cell in forked if isinstance(cell, tuple)]
+    assert len(histories) > 20
+    for tokens in histories:
+        copy = GenerateRequest(request_id="one", prompt=tokens, params=SamplingParams(temperature=0.0, max_tokens=1))
+        assert run(runner, [copy], Way(), by_tokens=True)[0][tokens] == forked[tokens]
+
+
+@pytest.mark.parametrize("model", ["llama-float32", "qwen3-bfloat16"])
+def test_threads_change_nothing(
+    model: str, solo: Solo, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = solo(model)
+    monkeypatch.setattr(loading, "limit_threads", lambda num_bytes: None)
+    torch.set_num_threads(3)
+    try:
+        runner = load(folder_of(model.split("-")[0]), model.split("-")[1])
+        for batch in (1, 7):
+            assert not differing(run(runner, REQUESTS[:10], Way(batch, 50))[0], expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_new_process_makes_the_same_bits(solo: Solo, folder_of: Callable[[str], Path]) -> None:
+    root = Path(__file__).resolve().parents[2]
+    code = root / "tests" / "model" / "determinism.py"
+    path = os.pathsep.join((str(root), str(root / "kernels")))
+    folders = [str(folder_of(shape)) for shape in SHAPES]
+    out = subprocess.run(
+        [sys.executable, str(code), *folders], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert not out.returncode, out.stderr
+    assert out.stdout.split() == [digest(solo(model)[1]) for model in MODELS]
+
+
+def test_without_the_option_bits_do_differ(folder_of: Callable[[str], Path]) -> None:
+    """Else the matrix could not fail. What differs depends on the machine; on all tried, chunks of a prompt do."""
+    for model in MODELS:
+        shape, dtype = model.split("-")
+        runner = load(folder_of(shape), dtype, deterministic=False)
+        expected = alone(runner, LONG)
+        got, _ = run(runner, LONG, Way(1, 37))
+        assert differing(got, expected), model
+
+
+def test_planted_product_of_all_rows_at_once(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN adds up in another order for other numbers of rows, here for 1 and more than 32."""
+    monkeypatch.setattr(invariant, "cut", lambda num_rows, sizes: iter([num_rows] if num_rows else []))
+    bad = [model for model in MODELS if differing(run(solo(model)[0], LONG, Way(1, 37))[0], solo(model)[1])]
+    assert bad, "on this machine products do not depend on the number of rows"
+
+
+def test_planted_attention_by_chunk(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in MODELS:
+        runner, expected = solo(model)
+        monkeypatch.setattr(runner._kernels, "paged_attention", cpu.paged_attention)
+        assert differing(run(runner, LONG, Way(1, 37))[0], expected), model
+
+
+def test_planted_neighbour(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A millionth part of a batch's other row in one layer's activations."""
+    runner, expected = solo("llama-float32")
+    plain = runner._kernels.silu_mul
+
+    def planted(gate_up: torch.Tensor) -> torch.Tensor:
+        out = plain(gate_up)
+        return out + 1e-6 * out.roll(1, 0) * (len(out) == 3)
+
+    monkeypatch.setattr(runner._kernels, "silu_mul", planted)
+    assert not differing(run(runner, LONG, Way(1))[0], expected)
+    assert differing(run(runner, LONG, Way(3))[0], expected)
