@@ -54,14 +54,14 @@ def main() -> None:
     threading.stack_size(spec["stack_bytes"])
     write_frame(sys.stdout.buffer, "ready")
     while True:
-        _alarm(signal.SIGALRM, IDLE_S)
+        _alarm("ITIMER_REAL", IDLE_S)
         text = read_frame(sys.stdin.buffer)
-        _alarm(signal.SIGALRM, 0)
+        _alarm("ITIMER_REAL", 0)
         if text is None:
             return
-        _alarm(signal.SIGPROF, spec["cpu_s"])
+        _alarm("ITIMER_PROF", spec["cpu_s"])
         answer = _in_thread(llguidance.LLMatcher, tokenizer, text, limits)
-        _alarm(signal.SIGPROF, 0)
+        _alarm("ITIMER_PROF", 0)
         write_frame(sys.stdout.buffer, answer)
         if _status_field(1) > MAX_IDLE_BYTES:
             return
@@ -102,10 +102,10 @@ def _try(matcher: Any) -> str:
     return ""
 
 
-def _alarm(number: int, seconds: float) -> None:
+def _alarm(timer: str, seconds: float) -> None:
+    """End this process when a timer, of real (ITIMER_REAL) or of computing time (ITIMER_PROF), has run out; 0: never."""
     if hasattr(signal, "setitimer"):
-        which = signal.ITIMER_PROF if number == getattr(signal, "SIGPROF", None) else signal.ITIMER_REAL
-        signal.setitimer(which, seconds)
+        signal.setitimer(getattr(signal, timer), seconds)
 
 
 def _status_field(index: int) -> int:
