@@ -1,8 +1,8 @@
 """Try a grammar in a child process before the engine compiles it: time, memory and stack are bounded there.
 
-One child at a time, kept while it behaves. Whatever kills it is the grammar's fault, and said so. The library has limits
-of its own, but within them a schema of 19 KB (500 patternProperties) compiled for 69 s, 100 intersected regexes for
-longer than anybody waited, and 4,000 rules in a chain overflowed the stack of the whole process.
+One child at a time, kept while it behaves. Whatever kills it is the grammar's fault, and said so. The library has
+limits of its own, but within them a schema of 19 KB (500 patternProperties) compiled for 69 s, 100 intersected regexes
+for longer than anybody waited, and 4,000 rules in a chain overflowed the stack of the whole process.
 """
 
 from __future__ import annotations

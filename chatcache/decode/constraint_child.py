@@ -103,7 +103,7 @@ def _try(matcher: Any) -> str:
 
 
 def _alarm(timer: str, seconds: float) -> None:
-    """End this process when a timer, of real (ITIMER_REAL) or of computing time (ITIMER_PROF), has run out; 0: never."""
+    """End this process when a timer, of real time (ITIMER_REAL) or of computing (ITIMER_PROF), runs out; 0: never."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(getattr(signal, timer), seconds)
 
