@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.engine.generated import workloads
@@ -20,4 +21,12 @@ def test_any_workload_equals_each_request_alone(workload: Workload) -> None:
 @TIGHT
 @given(workloads(tight=True))
 def test_any_workload_on_a_tight_pool_equals_each_request_alone(workload: Workload) -> None:
+    assert_equals_alone(workload)
+
+
+@pytest.mark.long
+@settings(QUICK, max_examples=10_000)
+@given(workloads(tight=True))
+def test_ten_thousand_tight_workloads(workload: Workload) -> None:
+    """Also: within 1,000 steps each, nobody preempted more than five times, the first in turn never."""
     assert_equals_alone(workload)
