@@ -1,4 +1,4 @@
-"""Suite-wide rules: under CI a skip is a failure, and GPU tests are deselected where no GPU is."""
+"""Suite-wide rules: under CI a skip is a failure, GPU tests are deselected where no GPU is, engines are strict."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+from chatcache.engine.selfcheck import SelfCheck
+from chatcache.kv.cache import KVCache
+from chatcache.sched.scheduler import Scheduler
+
+MAX_STRICT_PAGES = 20_000
 
 # Tests run in several processes side by side. OpenMP teams that share cores with others mostly wait for a member that
 # is not running, so every process (and every server a test starts) gets one thread.
@@ -30,6 +36,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if id(item) not in unwanted]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def strict_engines() -> Iterator[None]:
+    """Let every engine in this process raise when its books do not add up; those of huge pools look at a part only."""
+    original = SelfCheck.__init__
+
+    def init(self: SelfCheck, kv: KVCache, scheduler: Scheduler, *, strict: bool = False) -> None:
+        original(self, kv, scheduler, strict=strict or kv.pool.num_pages <= MAX_STRICT_PAGES)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelfCheck, "__init__", init)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

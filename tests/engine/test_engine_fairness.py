@@ -102,7 +102,7 @@ def test_two_backlogged_namespaces_are_served_alike() -> None:
     assert gaps["fair"] <= BOUND < gaps["fcfs"] / 3
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, LONGEST), st.integers(1, 40)), min_size=3, max_size=3),
     st.permutations(["a", "b", "c"]),

@@ -17,7 +17,9 @@ from chatcache.types import Finished, GenerateRequest, SamplingParams
 
 def engine(*, strict: bool = False, num_pages: int = 64) -> Engine:
     runner = FakeRunner(fake_capacity(num_pages, num_host_pages=32), 64)
-    return Engine(runner, fake_facts(64), EngineConfig(strict=strict))
+    eng = Engine(runner, fake_facts(64), EngineConfig(strict=strict))
+    eng._self_check._strict = strict  # in tests all are, unless they say otherwise
+    return eng
 
 
 def serve(eng: Engine, name: str = "a") -> bool:
