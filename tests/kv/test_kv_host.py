@@ -1,97 +1,16 @@
-"""The host tier against a memory of plain lists that executes every plan's copies in the documented order."""
+"""The host tier, step by step: what leaves, what comes back, and what nobody may find."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from chatcache.kv.audit import check
-from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
-from chatcache.kv.keys import token_bytes
-from chatcache.kv.pool import BrokenInvariant
-from chatcache.kv.table import PageTable
-
-P = 4
-
-
-class Machine:
-    """A cache, and cells that hold tokens: pages[p][offset], host[h][offset]."""
-
-    def __init__(self, num_pages: int = 32, num_host_pages: int = 16, caching: bool = True) -> None:
-        self.kv = KVCache(num_pages, P, "digest", caching, num_host_pages)
-        self.cells = [[-1] * P for _ in range(num_pages)]
-        self.host_cells = [[-1] * P for _ in range(num_host_pages)]
-        self.held: list[list[int]] = []
-
-    def write(self, table: PageTable, tokens: list[int]) -> None:
-        """Run one step that computes these tokens into the table."""
-        copies = self.kv.reserve([(table, table.num_tokens + len(tokens))])
-        assert copies is not None
-        self.move(list(copies))
-        pages = table.pages()
-        for position, token in enumerate(tokens, table.num_tokens):
-            self.cells[pages[position // P]][position % P] = token
-        self.kv.commit(table, token_bytes(tokens))
-        self.kv.settle()
-
-    def move(self, copies: list[tuple[int, int]] | None = None) -> tuple[int, int]:
-        """Execute the step's copies; return how many pages went out and in."""
-        assert self.kv.host is not None
-        outs, ins = self.kv.host.moves()
-        for page, host_page in outs:
-            self.host_cells[host_page] = list(self.cells[page])
-        for host_page, page in ins:
-            self.cells[page] = list(self.host_cells[host_page])
-        for src, dst in copies or []:
-            self.cells[dst] = list(self.cells[src])
-        return len(outs), len(ins)
-
-    def step(self) -> tuple[int, int]:
-        moves = self.move()
-        self.kv.settle()
-        return moves
-
-    def read(self, table: PageTable) -> list[int]:
-        return [token for page in table.pages() for token in self.cells[page]][: table.num_tokens]
-
-    def swap_out(self, tables: list[PageTable]) -> list[int]:
-        host_pages = self.kv.swap_out(self.kv.contents(tables))
-        assert host_pages is not None
-        self.held.append(host_pages)
-        for table in tables:
-            self.kv.close(table)
-        return host_pages
-
-    def drop(self, host_pages: list[int]) -> None:
-        assert self.kv.host is not None
-        self.held.remove(host_pages)
-        self.kv.host.release(host_pages)
-
-    def start(self, tokens: list[int], host_pages: list[int] | None = None) -> PageTable | None:
-        chain = self.kv.own_chain(tokens, Scope())
-        return self.kv.restore(self.kv.match(chain, host_pages=host_pages or []))
-
-    def evict_all(self) -> None:
-        """Overwrite every free page of the device, as a busy neighbour would."""
-        pages = self.kv.pool.allocate(self.kv.pool.num_free)
-        assert pages is not None
-        for page in pages:
-            self.cells[page] = [-9] * P
-        self.kv.pool.release(pages)
-
-    def check(self, tables: list[PageTable]) -> None:
-        check(self.kv, tables, self.held)
-
-
-def opened(machine: Machine, tokens: list[int]) -> PageTable:
-    table = machine.start(tokens)
-    assert table is not None
-    return table
-
-
-TOKENS = list(range(100, 111))  # two full pages and a tail of three
+from chatcache.kv.host import HostTier
+from chatcache.kv.keys import PageContent, token_bytes
+from chatcache.kv.pool import BrokenInvariant, PagePool
+from tests.kv.host_machine import TOKENS, Machine, opened
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -297,68 +216,48 @@ def test_held_pages_that_were_dropped_are_seen() -> None:
         machine.check([])
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_random_lives_read_what_they_wrote(data: st.DataObject) -> None:
-    """Tables grow, fork, leave for the host and come back on tiny pools; each always reads its own tokens."""
-    caching = data.draw(st.booleans())
-    machine = Machine(data.draw(st.integers(10, 20)), data.draw(st.integers(2, 12)), caching)
-    tables: list[tuple[PageTable, list[int]]] = []
-    away: list[tuple[list[int], list[int]]] = []
-    for _ in range(data.draw(st.integers(5, 25))):
-        match data.draw(st.sampled_from(["new", "grow", "grow", "fork", "leave", "leave", "back", "back", "end"])):
-            case "new" if len(tables) < 3:
-                tokens = [data.draw(st.integers(0, 1))] * data.draw(st.integers(1, 9))
-                table = machine.start([*tokens, 9])
-                if table is not None:
-                    machine.step()
-                    known = tokens[: table.num_tokens]
-                    tables.append((table, known))
-                    grow(machine, tables, len(tables) - 1, tokens[table.num_tokens :])
-            case "grow" if tables:
-                index = data.draw(st.integers(0, len(tables) - 1))
-                grow(machine, tables, index, data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6)))
-            case "fork" if tables and len(tables) < 4:
-                table, tokens = tables[data.draw(st.integers(0, len(tables) - 1))]
-                child = machine.kv.fork(table)
-                kept = data.draw(st.integers(0, child.num_tokens))
-                machine.kv.truncate(child, kept)
-                tables.append((child, tokens[:kept]))
-            case "leave" if tables:
-                table, tokens = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
-                host_pages = machine.kv.swap_out(machine.kv.contents([table]))
-                machine.kv.close(table)
-                if host_pages is not None:
-                    machine.held.append(host_pages)
-                    away.append((host_pages, tokens))
-                machine.step()
-            case "back" if away:
-                host_pages, tokens = away[data.draw(st.integers(0, len(away) - 1))]
-                back = machine.start([*tokens, 9], host_pages)
-                if back is not None:
-                    assert back.num_tokens == len(tokens), "nothing is computed again"
-                    machine.drop(host_pages)
-                    away.remove((host_pages, tokens))
-                    machine.step()
-                    tables.append((back, tokens))
-            case "end" if tables:
-                machine.kv.close(tables.pop()[0])
-        machine.check([table for table, _ in tables])
-        for table, tokens in tables:
-            assert machine.read(table) == tokens
+def loads_outlive_their_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "cancel_unheld", lambda self, refs: None)
 
 
-def grow(machine: Machine, tables: list[tuple[PageTable, list[int]]], index: int, tokens: list[int]) -> None:
-    table, known = tables[index]
-    if not tokens:
-        return
-    copies = machine.kv.reserve([(table, table.num_tokens + len(tokens))])
-    if copies is None:
-        return
-    machine.move(list(copies))
-    pages = table.pages()
-    for position, token in enumerate(tokens, table.num_tokens):
-        machine.cells[pages[position // P]][position % P] = token
-    machine.kv.commit(table, token_bytes(tokens))
-    machine.kv.settle()
-    tables[index] = (table, [*known, *tokens])
+def pages_yet_to_come_are_copied_out(patch: pytest.MonkeyPatch) -> None:
+    original = HostTier._sort
+
+    def sort(self: HostTier, contents: dict[int, PageContent]) -> object:
+        coming, self._coming = self._coming, {}
+        try:
+            return original(self, contents)
+        finally:
+            self._coming = coming
+
+    def find(self: PagePool, content: PageContent) -> None:
+        """As if the host had let go of it meanwhile."""
+
+    patch.setattr(HostTier, "_sort", sort)
+    patch.setattr(PagePool, "find", find)
+
+
+def page_being_read_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "load", lambda self, page, load: self._coming.update({page: load}))
+    patch.setattr(HostTier, "abandon", lambda self: self._coming.clear())
+
+
+def beginnings_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagePool, "beginnings", lambda self, parent, tokens: [])
+
+
+@pytest.mark.parametrize(
+    ("bug", "check_of_it"),
+    [
+        (loads_outlive_their_pages, test_a_load_given_up_before_the_step_is_not_made),
+        (pages_yet_to_come_are_copied_out, test_a_load_given_up_before_the_step_is_not_made),
+        (page_being_read_is_not_pinned, test_a_page_being_read_is_not_overwritten),
+        (beginnings_are_not_forgotten, test_what_a_faulty_request_computed_is_forgotten_on_the_host_too),
+    ],
+)
+def test_planted_bugs_are_caught(
+    bug: Callable[[pytest.MonkeyPatch], None], check_of_it: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, BrokenInvariant)):
+        check_of_it()
