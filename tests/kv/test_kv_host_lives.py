@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from chatcache.kv.keys import token_bytes
 from chatcache.kv.table import PageTable
-from tests.kv.host_machine import Machine
+from tests.kv.host_machine import Machine, P
 
 
 @settings(max_examples=60, deadline=None)
