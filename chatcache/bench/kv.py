@@ -191,8 +191,8 @@ def _round(scheduler: Scheduler, num_steps: int) -> _StepTimes:
         start = clock()
         step = scheduler.plan()
         planned = clock()
-        if step is None:
-            raise ValueError("nobody is left to decode")
+        if step is None or len(step.plan.rows.slot) < len(scheduler.running):
+            raise ValueError("not every branch decodes in every step")
         scheduler.commit(step)
         committed = clock()
         for request in scheduler.running:
