@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from chatcache.errors import InvalidRequest
 from chatcache.types import FINISH_LENGTH, FINISH_STOP, ModelFacts, Params
 
@@ -21,8 +23,7 @@ class Ended:
     stop_reason: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Trail:
+class Trail(msgspec.Struct, frozen=True, gc=False):
     """What the rules remember of one branch: its length, and the last bytes a stop string could reach back to."""
 
     num_tokens: int = 0

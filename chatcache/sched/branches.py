@@ -111,6 +111,16 @@ class Branches:
             for branch in retired:
                 self.close(branch)
 
+    def go_on(self, request: LiveRequest, actions: Sequence[BranchAction]) -> bool:
+        """Take the short way where a request's only branch is steady and extended; return whether that was so."""
+        if len(actions) != 1 or len(request.branches) != 1 or not isinstance(action := actions[0], Extend):
+            return False
+        branch = request.branches.get(action.branch)
+        if branch is None or not branch.is_steady or not self._steady.is_drawn(branch):
+            return False
+        self._steady.extend(branch, action.token)
+        return True
+
     def settle(self, request: LiveRequest) -> None:
         """Let those branches be steady that can."""
         for branch in request.branches.values():

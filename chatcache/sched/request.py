@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from chatcache.types import ForkPoint, TokenLogprob
 
 ARRIVAL_BITS = 31
 MAX_PRIORITY = 2**11 - 1
+
+
+_INT32 = Struct("<i").pack
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +43,7 @@ class Branch:
     num_common: int = 0
 
     def append(self, token: int) -> None:
-        self.outputs += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+        self.outputs += _INT32(token)
         self.num_tokens += 1
 
     def tokens(self) -> I32:

@@ -243,6 +243,8 @@ class Scheduler:
 
         Raises: EngineFault if the actions break the contract of `decode.actions`; the request must then be finished.
         """
+        if self._branches.go_on(request, actions):
+            return
         num_before = len(request.branches)
         try:
             self._branches.apply(request, actions)

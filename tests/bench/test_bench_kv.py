@@ -49,8 +49,9 @@ def test_every_figure_stands_beside_its_goal() -> None:
 @pytest.mark.parametrize("title", ["3 branches", "3 branches, pages in step"])
 def test_a_step_is_plan_and_commit_and_its_longest_is_told(title: str) -> None:
     figures = {figure.name: figure.value for figure in run_kv_bench(SMALL, lambda _: None).figures}
+    # medians of two repeats are means, so they add up
     parts = {part: figures[f"{title}: {part}"] for part in ("step", "longest step", "plan", "commit", "apply")}
-    assert parts["step"] == pytest.approx(parts["plan"] + parts["commit"], rel=1e-6)  # of two repeats, a median is a mean
+    assert parts["step"] == pytest.approx(parts["plan"] + parts["commit"], rel=1e-6)
     assert parts["longest step"] >= parts["step"]
 
 
