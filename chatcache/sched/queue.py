@@ -87,9 +87,9 @@ class WaitingQueue:
             if request.max_branches > num_slots:
                 return None
             start = self._start(request, running)
-            if start.fork is None and self._is_twin(start, running):
+            if start.fork is None and self._is_twin(start):
                 continue
-            if running and not (self._fits(start, running) and self._keeps_promises(request, running)):
+            if running and not (self._fits(start) and self._keeps_promises(request, running)):
                 return None
             return start if forks == (start.fork is not None) else None
         return None
@@ -126,26 +126,26 @@ class WaitingQueue:
             request.chain = name_pages(request.leader.tokens(), request.scope)
         return self._kv.match(request.chain, most=request.num_matchable_tokens, host_pages=request.host_pages)
 
-    def _is_twin(self, start: Start, running: Sequence[LiveRequest]) -> bool:
+    def _is_twin(self, start: Start) -> bool:
         request, num_matched = start.request, start.match.num_tokens // self._kv.page_size
         keys = request.chain.keys if request.chain else []
         if num_matched >= len(keys) or request.num_matchable_tokens is not None:
             return False
         key = keys[num_matched]
-        return any(key in other.in_flight for other in running if other.in_flight)
+        return any(key in other.in_flight for other in self._steady.unsettled)
 
-    def _fits(self, start: Start, running: Sequence[LiveRequest]) -> bool:
-        return self._num_pages_wanted(start, running) <= self._kv.pool.num_free
+    def _fits(self, start: Start) -> bool:
+        return self._num_pages_wanted(start) <= self._kv.pool.num_free
 
-    def _num_pages_wanted(self, start: Start, running: Sequence[LiveRequest]) -> int:
-        """Count the free pages it takes to start: its own, those that running requests still lack for the tokens they
+    def _num_pages_wanted(self, start: Start) -> int:
+        """Count the free pages it takes to start: its own, those that running branches still lack for the tokens they
         have, and one for every branch to grow into."""
-        request, match, page_size = start.request, start.match, self._kv.page_size
+        request, match, steady, page_size = start.request, start.match, self._steady, self._kv.page_size
         num_full = (match.num_tokens if start.fork is None else start.fork.num_tokens) // page_size
         num_here = num_full - sum(1 for entry, _ in match.loads if entry < num_full)
-        lacking = sum(num_pages_lacking(self._kv, other) for other in (request, *running))
-        growth = request.max_branches + sum(len(other.branches) for other in running)
-        return lacking - num_here + match.num_idle + growth
+        lacking = sum(num_pages_lacking(self._kv, other) for other in (request, *steady.unsettled))
+        growth = request.max_branches + sum(other.num_unsteady for other in steady.unsettled) + steady.num_branches
+        return lacking + steady.num_pages_lacking() - num_here + match.num_idle + growth
 
     def _keeps_promises(self, request: LiveRequest, running: Sequence[LiveRequest]) -> bool:
         """Say whether no request that was preempted often would have to be once more.
@@ -165,9 +165,12 @@ class WaitingQueue:
 
 
 def num_pages_lacking(kv: KVCache, request: LiveRequest) -> int:
-    """Count the pages that the request's present tokens still need, what it has and what its branches share apart."""
+    """Count the pages that the request's present tokens still need, what it has and what its branches share apart;
+    those of steady branches are counted elsewhere."""
     total = 0
     for branch in request.branches.values():
+        if branch.is_steady:
+            continue
         has = branch.num_common // kv.page_size if branch.table is None else branch.table.num_pages
         total += max(kv.num_pages_for(branch.num_tokens) - has, 0)
     return total

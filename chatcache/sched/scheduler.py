@@ -8,7 +8,7 @@ before it gets here. Hence no deadlock and no livelock; and nobody is preempted 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
@@ -191,12 +191,16 @@ class Scheduler:
 
     def _stop(self, request: LiveRequest) -> None:
         """Take the request out of the running; its branches have gone their way."""
-        self.running.remove(request)
+        del self.running[bisect_left(self.running, request.turn, key=_turn)]
         self.swaps.stop(request)
         self._steady.unsettled.discard(request)
         self._slots.promised -= request.max_branches
         self._num_branches -= len(request.branches)
         request.in_flight = frozenset()
+
+    def _is_running(self, request: LiveRequest) -> bool:
+        place = bisect_left(self.running, request.turn, key=_turn)
+        return place < len(self.running) and self.running[place] is request
 
     def _preempt(self, request: LiveRequest) -> None:
         """Take all pages from a request. One that was only just started has nothing to lose: that does not count."""
@@ -260,7 +264,7 @@ class Scheduler:
         num_in_use = self.kv.pool.num_in_use
         for branch in request.branches.values():
             self._branches.close(branch, forget=forget)
-        if request in self.running:
+        if self._is_running(request):
             self._stop(request)
         else:
             self.waiting.remove(request)

@@ -158,6 +158,11 @@ class SteadyBranches:
         self._token_at[self._place_at[branch.slot]] = token
         branch.append(token)
 
+    def num_pages_lacking(self) -> int:
+        """Count the branches that need another page for the token they have."""
+        self._move_up()
+        return int(np.count_nonzero(self._cell[: self._num_places] == self._end[: self._num_places]))
+
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def turn_pages(self) -> I32:
