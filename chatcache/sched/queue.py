@@ -43,6 +43,7 @@ class WaitingQueue:
         self._lines: dict[str, list[LiveRequest]] = {}  # each in turn, none empty
         self._num_requests = 0
         self.num_forks = 0  # requests that hope to fork a running one
+        self._worn: set[LiveRequest] = set()  # living ones that were preempted often, running or not
 
     def __len__(self) -> int:
         return self._num_requests
@@ -59,6 +60,12 @@ class WaitingQueue:
         insort(self._lines.setdefault(name, []), request, key=_turn)
         self._num_requests += 1
         self.num_forks += request.fork_of is not None
+        if request.num_preemptions >= MAX_CHEAP_PREEMPTIONS:
+            self._worn.add(request)
+
+    def forget(self, request: LiveRequest) -> None:
+        """Note that a request has ended."""
+        self._worn.discard(request)
 
     def remove(self, request: LiveRequest) -> None:
         name = self._line_of(request)
@@ -153,11 +160,10 @@ class WaitingQueue:
         Whoever is preempted makes room for somebody before it. So one is safe if it and all before it fit at their
         worst, together; it does not start unless it is, and nobody starts who would change that.
         """
-        everybody = (request, *running)
-        if all(other.num_preemptions < MAX_CHEAP_PREEMPTIONS for other in everybody):
+        if not self._worn:
             return True
         total = needed = 0
-        for other in sorted(everybody, key=_turn):
+        for other in sorted((request, *running), key=_turn):
             total += other.num_worst_pages
             if other.num_preemptions >= MAX_CHEAP_PREEMPTIONS:
                 needed = total

@@ -269,6 +269,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self.swaps.drop(request)
+        self.waiting.forget(request)
         return num_in_use - self.kv.pool.num_in_use
 
     def abandon(self, step: Step) -> list[LiveRequest]:
