@@ -191,11 +191,12 @@ class PagePool:
         are found if `tokens` begins with all they have.
         """
         best: tuple[int, int] | None = None
+        first = tokens[:TOKEN_BYTES]
         for page in self._newest_children(parent):
             if among is not None and page not in among:
                 continue
-            num_common = num_common_tokens(self._content_of(page).tokens, tokens)
-            if num_common > (best[1] if best else 0):
+            known = self._content_of(page).tokens
+            if known.startswith(first) and (num_common := num_common_tokens(known, tokens)) > (best[1] if best else 0):
                 best = page, num_common
         if len(self._children.of(parent)) > MAX_SCANNED_CHILDREN:
             best = self._longest_beginning(parent, tokens, best[1] if best else 0, among) or best
