@@ -172,6 +172,11 @@ class Grammars:
         if future is not None and future.done() and future.exception() is None and future.result() is compiled:
             self._drop(grammar)
 
+    def abandon(self, grammar: str, future: Future[Compiled]) -> None:
+        """Take a grammar that nobody waits for out of the queue; one that is being compiled stays."""
+        if future.cancel() and self._cache.get(grammar) is future:
+            del self._cache[grammar]
+
     def _drop(self, grammar: str) -> None:
         future = self._cache.pop(grammar)
         if future.done() and future.exception() is None:
@@ -209,6 +214,10 @@ class Ticket:
     @property
     def ready(self) -> bool:
         return self.future.done()
+
+    def abandon(self) -> None:
+        """Say that nobody waits for this grammar any more, with this ticket or another."""
+        self.grammars.abandon(self.grammar, self.future)
 
     def failure(self) -> BaseException | None:
         """Return why there will be no grammar; None if there is one. Only when ready."""

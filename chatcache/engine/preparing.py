@@ -24,7 +24,10 @@ class Preparing:
         self._tickets[request] = ticket
 
     def remove(self, request: LiveRequest) -> None:
-        del self._tickets[request]
+        """Forget a request; a compile that was to begin for it alone does not, so that nobody waits behind it."""
+        ticket = self._tickets.pop(request)
+        if all(other.future is not ticket.future for other in self._tickets.values()):
+            ticket.abandon()
 
     def take(self, timeout_s: float) -> Iterator[tuple[LiveRequest, BaseException | None]]:
         """Yield those that are ready, each with what went wrong, if anything did; wait so long for the first."""

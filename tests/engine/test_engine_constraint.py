@@ -189,3 +189,31 @@ def test_a_known_grammar_needs_no_wait() -> None:
     eng.add(request("second", MIXED["greedy"]))
     assert not eng.is_preparing("second")
     assert isinstance(terminal(drain(eng), "second"), Finished)
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, checked = threading.Event(), list[str]()
+
+    def check(_: GrammarChecker, grammar: str) -> str:
+        checked.append(grammar)
+        return "" if gate.wait(30) else "?"
+
+    def choosing(*texts: str) -> SamplingParams:
+        return SamplingParams(structured_outputs=StructuredOutputs(choice=texts))
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    eng = engine()
+    eng.add(request("first", choosing("a")))
+    for at in range(5):
+        eng.add(request(f"gone{at}", choosing("b", "a" * (at + 1))))
+    for name in ("leaves", "stays", "comes back"):
+        eng.add(request(name, choosing("c", "ab")))
+    for name in ("first", *(f"gone{at}" for at in range(5)), "leaves"):
+        eng.abort(name)
+    eng.add(request("again", choosing("b", "a")))  # what was taken out of the queue can be asked for again
+    gate.set()
+    events = drain(eng)
+    for name in ("stays", "comes back", "again"):
+        finished = terminal(events, name)
+        assert isinstance(finished, Finished) and not finished.cancelled
+    assert len(checked) <= 3  # the one under way, and the two that are still wanted
