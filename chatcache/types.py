@@ -182,7 +182,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
-class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
     """New tokens of candidate `index`, in order. `logprobs` is empty unless asked for, else one per token."""
 
     request_id: str

@@ -16,4 +16,9 @@ the promise is kept that every accepted request ends in exactly one terminal eve
     health.py     what the engine tells of itself
     accounts.py   who holds the pages
     fake.py       a runner without a model, which reads its history back through simulated pages
+
+What a step costs beside the runner (4,096 sampling requests that each draw one token, by profile): about 30 % are the
+strategies' answers, 30 % events, 25 % applying the answers, 4 % plan and commit (see `chatcache bench kv`), the rest is
+sorting and looping. A fifth of it all is garbage collection, and was more: so what is made once per token is a struct
+without `gc`.
 """

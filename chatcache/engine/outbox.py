@@ -34,12 +34,8 @@ class Outbox:
 
     def output(self, request: LiveRequest, output: Output) -> None:
         match output:
-            case Emit(index, token_ids, logprobs):
-                request.num_output_tokens += len(token_ids)
-                for start in range(0, len(token_ids), MAX_TOKENS_PER_EVENT):
-                    part = slice(start, start + MAX_TOKENS_PER_EVENT)
-                    seq = self._next(request)
-                    self._events.append(Tokens(request.request_id, seq, index, token_ids[part], logprobs[part]))
+            case Emit():
+                self._tokens(request, output)
             case Done(index, finish_reason, stop_reason, score):
                 self._events.append(
                     CandidateDone(
@@ -49,6 +45,14 @@ class Outbox:
 
             case Grown(beams):
                 self._events.append(Beams(request.request_id, self._next(request), beams))
+
+    def _tokens(self, request: LiveRequest, emit: Emit) -> None:
+        index, token_ids, logprobs = emit.index, emit.token_ids, emit.logprobs
+        request.num_output_tokens += len(token_ids)
+        for start in range(0, len(token_ids), MAX_TOKENS_PER_EVENT):
+            part = slice(start, start + MAX_TOKENS_PER_EVENT)
+            seq = self._next(request)
+            self._events.append(Tokens(request.request_id, seq, index, token_ids[part], logprobs[part]))
 
     def finished(self, request: LiveRequest, *, cancelled: bool = False, num_pages_freed: int = 0) -> None:
         self._events.append(
