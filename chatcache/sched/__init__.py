@@ -20,8 +20,8 @@ that decodes one token are all the same case.
     audit.py      the proof that tables know their branches' tokens
     scheduler.py  the loop's two halves: plan() before the runner, commit() and apply() after it
 
-What a step costs: for each steady branch a few cells of a few arrays; 1 to 2 us for each page that is full, for its name
-and its place in the index; 3 to 5 us for each branch that is served by itself, plus what its strategy takes to say what to
-draw. Between steps everything falls out of the processor's caches, numpy's code included: the first call of a numpy
-function then costs more than the array it is given. So `steady` and `batch` use few different ones.
+What a step costs: for each steady branch a few cells of a few arrays; 1 to 2 us for each page that is full, for its
+name and its place in the index; 3 to 5 us for each branch that is served by itself, plus what its strategy takes to say
+what to draw. Between steps everything falls out of the processor's caches, numpy's code included: the first call of a
+numpy function then costs more than the array it is given. So `steady` and `batch` use few different ones.
 """
