@@ -101,8 +101,9 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
     if params.max_tokens is not None:
         _integer("max_tokens", params.max_tokens, 1, MAX_TOKENS)
     _integer("min_tokens", params.min_tokens, 0, MAX_TOKENS if params.max_tokens is None else params.max_tokens)
-    if params.logprobs is not None:
-        _integer("logprobs", params.logprobs, 0, MAX_TOP_LOGPROBS)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            _integer(name, getattr(params, name), 0, MAX_TOP_LOGPROBS)
     if params.structured_outputs is not None:
         check_structured_outputs(params.structured_outputs)
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):

@@ -31,6 +31,8 @@ def check_request_id(request_id: str) -> None:
 
 def check_priority(priority: int) -> None:
     """Raises: InvalidRequest."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequest(f"priority must be an integer, got {priority!r:.100}", param="priority")
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidRequest(
             f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {priority}", param="priority"

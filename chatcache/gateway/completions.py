@@ -26,7 +26,7 @@ from chatcache.gateway.stateless import Heard, generation, respond, usage
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import MAX_N, GenerateRequest
+from chatcache.types import MAX_N, MAX_PROMPT_LOGPROBS, GenerateRequest
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -42,6 +42,8 @@ async def completions(request: Request) -> Response:
     prompts = await _prompts(fields, model.service)
     width = num_candidates(params)
     _check_width(len(prompts), width, sampling)
+    with known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
+        _check_prompt_logprobs(prompts, width, asked.prompt_logprobs)
     priority = gateway.priority(base.priority)
     completion_id = new_id("cmpl", "-")
     shape = CompletionShape(
@@ -97,6 +99,19 @@ def _check_width(num_prompts: int, width: int, sampling: SamplingFields) -> None
     if num_prompts * most > MAX_N:
         name = "n" if most == width else "best_of"
         raise InvalidRequest(f"prompts x {name} must be at most {MAX_N}, got {num_prompts} x {most}", param="prompt")
+
+
+def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_top: int | None) -> None:
+    """Every choice shows its prompt's: bound them all, as the engine bounds one prompt's. Raises: InvalidRequest."""
+    if num_top is None:
+        return
+    num_tokens = width * sum(map(len, prompts))
+    if num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt logprobs ({num_top}) of {num_tokens} prompt tokens, each prompt n times, are more than one "
+            f"answer carries: prompt tokens x n x (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
+            param="prompt_logprobs",
+        )
 
 
 async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:

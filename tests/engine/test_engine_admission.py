@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from chatcache.engine.admission import check_prompt_logprobs
+from chatcache.engine.admission import check_priority, check_prompt_logprobs
 from chatcache.errors import InvalidRequest
 from chatcache.types import MAX_PROMPT_LOGPROBS, BeamSearchParams, GenerateRequest, Params, SamplingParams
 
@@ -21,3 +23,12 @@ def test_prompt_logprobs_are_bounded_by_what_one_answer_carries(kind: type[Param
     with pytest.raises(InvalidRequest, match=str(MAX_PROMPT_LOGPROBS)) as caught:
         check_prompt_logprobs(request(most + 1, 20))
     assert caught.value.param == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("priority", [2048, -2048, 10**30, 1.5, float("nan"), True, "1", None])
+def test_a_priority_is_an_integer_within_bounds(priority: Any) -> None:
+    for good in (-2047, 0, 2047):
+        check_priority(good)
+    with pytest.raises(InvalidRequest, match="priority must be") as caught:
+        check_priority(priority)
+    assert caught.value.param == "priority"

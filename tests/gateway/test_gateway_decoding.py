@@ -13,6 +13,7 @@ from websockets.sync.client import ClientConnection
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_facts
+from chatcache.gateway import completions
 from chatcache.types import (
     BeamSearchParams,
     CandidateDone,
@@ -208,6 +209,19 @@ def test_prompt_logprobs_are_the_engines_cached_or_not(server: Server) -> None:
         hello = tuple(tiny_tokenizer().encode("Hello there", add_special_tokens=True))
         for choice in answer["choices"]:
             check_rows(choice["prompt_logprobs"], IDS if choice["index"] < 2 else hello, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"), [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "logprobs")]
+)
+def test_prompt_logprobs_of_all_choices_are_bounded_together(
+    server: Server, asked: Any, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "MAX_PROMPT_LOGPROBS", 8 * len(IDS) * 21)
+    assert server.post(COMPLETIONS, prompt=[PROMPT] * 2, n=4, max_tokens=1, **asked)[0] == 200
+    status, _, answer = server.post(COMPLETIONS, prompt=[PROMPT] * 3, n=3, max_tokens=1, **asked)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert "at most" in answer["error"]["message"]
 
 
 def test_prompt_logprobs_of_a_chat(server: Server) -> None:
