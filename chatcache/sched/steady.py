@@ -79,7 +79,7 @@ class SteadyBranches:
             *(self._num_pages, self._next_token, self._cell, self._end),
         ]
         self._arrays += arrays_of(self._draws)
-        self._told: list[Branch] = []  # their tables know of the full page, by an untimely flush
+        self._told: list[Branch] = []  # their tables know of the full page already
         self._in_order = True
         self._standing: SteadyRows | None = None  # what stays the same of `rows` while nobody comes or goes
 
@@ -98,6 +98,7 @@ class SteadyBranches:
         if self._num_places == len(self._slot):
             self._move_up()
         place, slot, size = self._num_places, branch.slot, self._kv.page_size
+        put(self._draws, place, specs[0])  # first, as a faulty spec may not fit the arrays
         self._is_taken[place] = branch.is_steady = True
         self._branches[place], self._tables[place] = branch, table
         self._slot[place], self._place[slot] = slot, place
@@ -108,7 +109,6 @@ class SteadyBranches:
         self._end[place] = end = (slot + 1) * size
         self._cell[place] = end - (table.num_reserved - table.num_tokens)
         self._page_tokens[slot, : table.num_tail_tokens] = np.frombuffer(table.tail, "<i4")
-        put(self._draws, place, specs[0])
         self._in_order = self._in_order and (place == 0 or bool(self._turn[place - 1] < self._turn[place]))
         self._standing = None
         self._num_places += 1
@@ -119,9 +119,9 @@ class SteadyBranches:
         """Let the branch go if it is steady, its table up to date; not so if the table is to be forgotten anyway."""
         if not branch.is_steady:
             return
-        if not forget:
-            self.flush(branch)
         place = self._place_at[branch.slot]
+        if not forget:
+            self._tell(branch, place)
         self._branches[place] = self._tables[place] = None
         self._is_taken[place] = branch.is_steady = self._in_order = False
         self._standing = None
@@ -134,12 +134,15 @@ class SteadyBranches:
         if not branch.is_steady:
             return
         place = self._place_at[branch.slot]
+        self._tell(branch, place)
+        if self._cell[place] == self._end[place]:
+            self._told.append(branch)
+
+    def _tell(self, branch: Branch, place: int) -> None:
         table, num_computed, stop = self._tables[place], int(self._num_computed[place]), int(self._cell[place])
         self._kv.commit(table, self._cells[stop - (num_computed - table.num_tokens) : stop].tobytes())
         branch.request.num_computed_tokens += num_computed - int(self._num_counted[place])
         self._num_counted[place] = num_computed
-        if stop == self._end[place]:
-            self._told.append(branch)  # its page need not be named again; rare enough to be left to others
 
     def flush_all(self) -> None:
         for branch in self._members():
@@ -168,7 +171,8 @@ class SteadyBranches:
     def turn_pages(self) -> I32:
         """Give a page to each branch whose last one is full, or let all of these go; return table updates [U, 3].
 
-        Branches that nobody extended since they were drawn have nothing to compute: they go, too.
+        Two kinds are rare enough to be left to others, and go: those whose full page was flushed already, and those
+        that nobody extended since they were drawn, who have nothing to compute.
         """
         for branch in self._told:
             self.leave(branch)

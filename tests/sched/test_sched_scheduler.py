@@ -2,77 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import pytest
 
-from chatcache.decode.actions import Advance, Candidates, DrawSpec, Extend, Fork, Retire
+from chatcache.decode.actions import Extend, Fork, Retire
 from chatcache.errors import EngineFault
 from chatcache.kv.audit import check
-from chatcache.kv.cache import KVCache
-from chatcache.sched.batch import Step
-from chatcache.sched.request import Branch, LiveRequest
-from chatcache.sched.scheduler import Scheduler
-
-P = 4
-
-
-class Plain:
-    """Draws every branch once. The tests decide on actions themselves."""
-
-    def __init__(self, max_branches: int = 1, lockstep: bool = False) -> None:
-        self.max_branches = max_branches
-        self.lockstep = lockstep
-        self.steady = True
-
-    def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        return (DrawSpec(),)
-
-    def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
-        raise NotImplementedError
-
-
-class Bench:
-    """A scheduler, and short ways to drive it."""
-
-    def __init__(self, num_pages: int = 64, num_slots: int = 8, budget: int = 64, caching: bool = True) -> None:
-        self.kv = KVCache(num_pages, P, "digest", caching)
-        self.scheduler = Scheduler(self.kv, num_slots=num_slots, max_num_batched_tokens=budget)
-        self.arrivals = 0
-
-    def add(self, prompt: Sequence[int], max_branches: int = 1, lockstep: bool = False) -> LiveRequest:
-        request = LiveRequest(f"r{self.arrivals}", prompt, "", Plain(max_branches, lockstep), self.arrivals)
-        self.arrivals += 1
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> Step:
-        step = self.scheduler.plan()
-        assert step is not None
-        self.scheduler.commit(step)
-        check(self.kv, self.scheduler.tables())
-        return step
-
-    def decode(self, token: int = 5) -> Step:
-        """Run a step and extend every drawn branch."""
-        step = self.step()
-        for request in dict.fromkeys(branch.request for branch in drawn(step)):
-            branches = [branch.id for branch in drawn(step) if branch.request is request]
-            self.scheduler.apply(request, [Extend(branch, token) for branch in branches])
-        return step
-
-
-def drawn(step: Step) -> list[Branch]:
-    """The branches that are drawn."""
-    return [*(row.branch for row in step.drawn), *step.steady.branches]
-
-
-def rows(step: Step) -> list[tuple[str, int, int, int]]:
-    """(request, branch, start, number of tokens) of each row, the oldest request first."""
-    starts, counts = step.plan.rows.start.tolist(), step.plan.rows.num_tokens.tolist()
-    branches = zip(step.branches(), starts, counts, strict=True)
-    in_order = sorted(branches, key=lambda row: (row[0].request.arrival, row[0].id))
-    return [(branch.request.request_id, branch.id, start, count) for branch, start, count in in_order]
+from chatcache.sched.request import LiveRequest
+from tests.sched.sched_driver import Bench, Plain, drawn, rows
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_drawn_once() -> None:
@@ -127,8 +63,8 @@ def test_twins_wait_a_step_rather_than_compute_twice() -> None:
     stranger = bench.add([50, 51])
     assert rows(bench.step()) == [("r0", 0, 0, 10)]
     assert rows(bench.step()) == [("r0", 0, 10, 8), ("r2", 0, 0, 2)], "the stranger is not held up"
-    for drawn in (bench.scheduler.running[0].leader, stranger.leader):
-        bench.scheduler.apply(drawn.request, [Extend(0, 5)])
+    for leader in (bench.scheduler.running[0].leader, stranger.leader):
+        bench.scheduler.apply(leader.request, [Extend(0, 5)])
     step = bench.step()
     assert twin.num_cached_tokens == 16
     assert ("r1", 0, 16, 3) in rows(step)
