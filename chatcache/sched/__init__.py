@@ -14,6 +14,7 @@ that decodes one token are all the same case.
     draws.py      what to draw, as arrays
     queue.py      admission: who may start, who waits for a twin
     fairness.py   whose turn it is between namespaces
+    meter.py      what each of them was served
     forks.py      starting on what a running request has computed
     cost.py       swap or recompute: what is cheaper here
     swap.py       what preempted requests keep in host memory

@@ -9,7 +9,6 @@ before it gets here. Hence no deadlock and no livelock; and nobody is preempted 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
@@ -22,6 +21,7 @@ from chatcache.sched.batch import Batch, Step
 from chatcache.sched.branches import Branches
 from chatcache.sched.cost import CostModel
 from chatcache.sched.fairness import VirtualCounters
+from chatcache.sched.meter import Meter
 from chatcache.sched.queue import Start, WaitingQueue
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.slots import Slots
@@ -50,7 +50,7 @@ class Scheduler:
         self.num_page_copies = 0
         self.running: list[LiveRequest] = []  # oldest first
         self.swaps = Swaps(kv, cost or CostModel())
-        self._counters = counters
+        self._meter = Meter(counters) if counters is not None else None
         self._slots = Slots(num_slots)
         self._steady = SteadyBranches(kv, num_slots)
         self.waiting = WaitingQueue(kv, self._steady, counters)
@@ -185,9 +185,8 @@ class Scheduler:
         request.chain = None
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens if fork is None else fork.num_tokens
-            if self._counters is not None:
-                num_tokens = request.num_prompt_tokens - request.num_cached_tokens
-                self._counters.charge_input(request.namespace, num_tokens)
+            if self._meter is not None:
+                self._meter.charge_start(request)
 
     def _stop(self, request: LiveRequest) -> None:
         """Take the request out of the running; its branches have gone their way."""
@@ -232,15 +231,8 @@ class Scheduler:
         self._steady.advance(step.steady)
         self.kv.settle()
         self.swaps.settle()
-        if self._counters is not None:
-            self._charge(step, self._counters)
-
-    @staticmethod
-    def _charge(step: Step, counters: VirtualCounters) -> None:
-        for branch, _, num_draws in step.drawn:
-            counters.charge_output(branch.request.namespace, num_draws)
-        for namespace, count in Counter(branch.request.namespace for branch in step.steady.branches).items():
-            counters.charge_output(namespace, count)
+        if self._meter is not None:
+            self._meter.charge_step(step)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Move the request's branches as its strategy decided.
