@@ -18,15 +18,16 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from chatcache.decode.constraint_checker import GrammarChecker
 from chatcache.decode.constraint_grammar import PARAM, lark_of
+from chatcache.decode.constraint_queue import TurnQueue
 from chatcache.errors import InvalidRequest
 from chatcache.sched.plan import U32
 from chatcache.types import ModelFacts, StructuredOutputs
@@ -75,7 +76,7 @@ class Grammars:
         self._growth_bytes = 0
         self._library: Any = None
         self._tokenizer: Any = None
-        self._executor: ThreadPoolExecutor | None = None
+        self._queue: TurnQueue[Compiled] | None = None
         self._checker = GrammarChecker(LIMITS)
         self._statm = _open_statm()
         if self._statm >= 0:
@@ -89,8 +90,8 @@ class Grammars:
         text_ids = [token for token, piece in pieces if piece and token not in self._special_ids]
         return bits_of(text_ids, self._facts.vocab_size)
 
-    def start(self, outputs: StructuredOutputs) -> Ticket:
-        """Begin to compile, or find it done.
+    def start(self, outputs: StructuredOutputs, namespace: str = "") -> Ticket:
+        """Begin to compile, or find it done. Namespaces take turns.
 
         Raises: InvalidRequest for what can be told at once, or where llguidance or a tokenizer is missing.
         """
@@ -103,8 +104,8 @@ class Grammars:
             )
         future = self._cache.get(grammar)
         if future is None or (future.done() and future.exception() is not None):
-            self._executor = self._executor or ThreadPoolExecutor(1, "chatcache-grammar")
-            future = self._executor.submit(self._check_and_compile, grammar)
+            self._queue = self._queue or TurnQueue("chatcache-grammar")
+            future = self._queue.submit(namespace, partial(self._check_and_compile, grammar))
             news = self._news  # not self: what is remembered must not hold who remembers
             future.add_done_callback(lambda _: news.set())
             self._cache[grammar] = future

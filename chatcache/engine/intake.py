@@ -77,7 +77,7 @@ class Intake:
         Raises: InvalidRequest for what can be told at once.
         """
         outputs = request.params.structured_outputs
-        return None if outputs is None else self._grammars.start(outputs)
+        return None if outputs is None else self._grammars.start(outputs, request.namespace)
 
     def accept(self, request: GenerateRequest, max_tokens: int, ticket: Ticket | None) -> LiveRequest:
         """Make a checked request live.

@@ -217,3 +217,28 @@ def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(monkeypatch: p
         finished = terminal(events, name)
         assert isinstance(finished, Finished) and not finished.cancelled
     assert len(checked) <= 3  # the one under way, and the two that are still wanted
+
+
+def test_a_tenants_many_grammars_do_not_hold_up_another_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, checked = threading.Event(), list[str]()
+
+    def check(_: GrammarChecker, grammar: str) -> str:
+        checked.append(grammar)
+        return "" if gate.wait(30) else "?"
+
+    def add(name: str, tenant: str, *texts: str) -> None:
+        params = SamplingParams(structured_outputs=StructuredOutputs(choice=texts))
+        eng.add(GenerateRequest(request_id=name, prompt=(1, 2), params=params, namespace=tenant))
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    eng = engine()
+    for at in range(8):
+        add(f"many{at}", "a", "a" * (at + 1))
+    add("two", "b", "ab")
+    add("three", "b", "abab")
+    gate.set()
+    events = drain(eng)
+    assert all(isinstance(terminal(events, name), Finished) for name in ("many7", "two", "three"))
+    order = [re.search(r'CHOICE: "(.*)"', grammar)[1] for grammar in checked]  # type: ignore[index]
+    assert len(order) == 10 and order.index("ab") <= 2 and order.index("abab") <= 4
+    assert [text for text in order if "b" not in text] == ["a" * (at + 1) for at in range(8)]
