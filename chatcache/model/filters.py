@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.ranking import top_tokens
-from chatcache.model.sums import row_sum
 from chatcache.model.transfer import to_device
+from chatcache.model.vocabulary import row_sum, share_ahead
 from chatcache.sched.plan import Draws
 
 Index = NDArray[np.intp]
@@ -44,14 +44,9 @@ class Filters:
     def passes(self, scaled: Tensor, chosen: Tensor, draws: Draws) -> Flags:
         """Tell whether the best of all tokens survives min_p and top_p: then it is the best of the survivors too, and
         nothing need be sorted. Shapes: scaled [S, V], chosen [S]."""
-        at = chosen[:, None]
-        value, ids = scaled.gather(-1, at), torch.arange(self.vocab_size, device=self.device)
-        floor = self._floor(draws)
-        ahead = (scaled > value) | ((scaled == value) & (ids < at))
-        weight = scaled.exp().masked_fill_(scaled < floor, 0.0)
-        before = row_sum(weight * ahead) / row_sum(weight)
-        top_p = self._put(draws.top_p)
-        kept = (value >= floor).squeeze(-1) & ((before < top_p) | (top_p >= 1))
+        floor, top_p = self._floor(draws), self._put(draws.top_p)
+        before = share_ahead(scaled, chosen, floor.squeeze(-1))
+        kept = (scaled.gather(-1, chosen[:, None]) >= floor).squeeze(-1) & ((before < top_p) | (top_p >= 1))
         passed: Flags = kept.cpu().numpy()
         return passed
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from chatcache_kernels.cpu import logits
 from torch import Tensor
 
 from chatcache.sched.plan import I32, U64
@@ -52,6 +53,8 @@ def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
     Shapes: base [V], or [D, K] where only some tokens matter; low, high [D] int32 from `draw_keys`.
     """
+    if base.device.type == "cpu":
+        return logits.gumbel(base, low, high)
     bits = torch.bitwise_xor(base, low[:, None]).mul_(high[:, None])
     uniform = _mix32_(bits).bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST)
     return uniform.neg_().log1p_().neg_().log_().neg_()

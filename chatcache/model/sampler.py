@@ -21,8 +21,8 @@ from chatcache.model.edits import apply_edits, apply_masks
 from chatcache.model.filters import Filters, Flags, Index, draws_at
 from chatcache.model.noise import draw_keys, gumbel, token_base
 from chatcache.model.ranking import top_tokens
-from chatcache.model.sums import log_sum_exp
 from chatcache.model.transfer import to_device
+from chatcache.model.vocabulary import first_largest, log_sum_exp, noisy_largest, scale
 from chatcache.sched.plan import F32, I32, Draws, StepResult
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -96,7 +96,7 @@ class Sampler:
         warm = which[draws.temperature[which] > 0]
         chosen = torch.empty(len(draws.row), dtype=torch.int64, device=self.device)
         if greedy.size:
-            chosen[self._put(greedy)] = view.changed_rows(greedy).argmax(-1)
+            chosen[self._put(greedy)] = first_largest(view.changed_rows(greedy))
         if warm.size:
             chosen[self._put(warm)] = self._draw_warm(view.changed_rows(warm), draws_at(draws, warm))
         at = self._put(which)
@@ -116,7 +116,7 @@ class Sampler:
         chosen = torch.empty(len(scaled), dtype=torch.int64, device=self.device)
         if free.size:
             at = self._put(free)
-            best = (gumbel(self._base, low[at], high[at]) + scaled[at]).argmax(-1)
+            best = noisy_largest(scaled if free.size == len(scaled) else scaled[at], self._base, low[at], high[at])
             chosen[at] = best
             if filtered[free].any():
                 filtered[free] &= ~self._filters.passes(scaled[at], best, draws_at(draws, free))
@@ -182,7 +182,7 @@ class Sampler:
 
     def _scaled(self, logits: Tensor, draws: Draws) -> Tensor:
         """Divide by the temperature, the best at 0."""
-        return (logits - logits.amax(-1, keepdim=True)) / self._put(draws.temperature)[:, None]
+        return scale(logits, self._put(draws.temperature))
 
     def _keys(self, draws: Draws) -> tuple[Tensor, Tensor]:
         low, high = draw_keys(draws.seed, draws.lane, draws.position)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.ranking import top_tokens
-from chatcache.model.sums import log_sum_exp
 from chatcache.model.transfer import to_device
+from chatcache.model.vocabulary import log_sum_exp
 from chatcache.sched.plan import F32, I32, I64, Rows, Scores
 
 PART_BYTES = 256 << 20

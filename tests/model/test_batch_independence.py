@@ -16,7 +16,7 @@ from chatcache.model.filters import Filters
 from chatcache.model.noise import draw_keys, gumbel, token_base
 from chatcache.model.ranking import top_tokens
 from chatcache.model.sampler import Sampler
-from chatcache.model.sums import log_sum_exp, row_sum
+from chatcache.model.vocabulary import log_sum_exp, row_sum
 from chatcache.sched.plan import Draws
 from tests.model.drive import make_draws
 

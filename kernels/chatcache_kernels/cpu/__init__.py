@@ -6,6 +6,7 @@
     pages.py      the page store: layout, reads, copies, swaps
     rope.py       rotation and page write in one pass
     invariant.py  the same operations, of which no bit depends on batch, chunk or threads
+    logits.py     draws: noise, temperature, the best token; noise.py is their arithmetic
     fused.py      norms and the activation in one pass each
     vectors.py    registers of float32 for numba
     launch.py     compile once per machine, run on torch's threads

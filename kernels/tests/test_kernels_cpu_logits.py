@@ -1,0 +1,112 @@
+"""Kernels over a vocabulary against numpy in float64 and against torch, on widths that registers divide and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from chatcache_kernels.cpu import logits
+from torch import Tensor
+
+WIDTHS = [1, 5, 16, 17, 199, 4096, 50003]
+
+
+def keys(num_rows: int) -> tuple[Tensor, Tensor]:
+    low, high = torch.randint(-(2**31), 2**31, (2, num_rows), dtype=torch.int64).to(torch.int32).unbind(0)
+    return low.contiguous(), (high | 1).contiguous()
+
+
+def bases(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def exact_gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return the noise in float64, from the very same uniform numbers."""
+    words = [x.numpy().astype(np.uint32).astype(np.uint64) for x in (base, low[:, None], high[:, None])]
+    bits = (words[0] ^ words[1]) * words[2] % 2**32
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor) % 2**32
+    bits = (bits ^ bits >> np.uint64(15)) & np.uint64(0x7FFFFFFF)
+    uniform = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31), np.float32(1 - 2.0**-24))
+    return torch.from_numpy(-np.log(-np.log1p(-uniform.astype(np.float64))))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("of_some", [False, True])
+def test_noise(width: int, of_some: bool) -> None:
+    base, (low, high) = bases(*([7] if of_some else []), width), keys(7)
+    got, expected = logits.gumbel(base, low, high).double(), exact_gumbel(base, low, high)
+    assert got.shape == (7, width)
+    assert ((got - expected).abs() <= 2.5e-7 * expected.abs().clamp(min=1.0)).all()
+
+
+def test_noise_at_both_ends() -> None:
+    """Uniform numbers of 2^-32 and 1 - 2^-24: the largest and the smallest noise there is."""
+    base = bases(1 << 20)
+    noise = logits.gumbel(base, *keys(64))
+    expected = [-np.log(-np.log1p(-v)) for v in (2.0**-32, 1 - 2.0**-24)]
+    assert noise.max() <= expected[0] * (1 + 1e-6)
+    assert noise.max() > 15
+    assert noise.min() >= expected[1] * (1 + 1e-6)
+    assert noise.min() < -2.7
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_of_the_largest(width: int) -> None:
+    x = torch.randint(0, 3, (40, width)).float()
+    x[0], x[1, width // 2] = -torch.inf, torch.nan
+    got = logits.argmax(x)
+    for row, place in enumerate(got.tolist()):
+        if row != 1:
+            assert place == int(x[row].argmax())
+    assert 0 <= got[1] < width
+    low, high = keys(40)
+    base = bases(width)
+    best = logits.noisy_argmax(x, base, low, high)
+    sums = x + logits.gumbel(base, low, high)
+    keep = torch.arange(40) != 1
+    assert torch.equal(best[keep], sums.argmax(-1)[keep])
+    assert ((best >= 0) & (best < width)).all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_scaling_is_exact(width: int) -> None:
+    x, temperature = torch.randn(9, width) * 5, torch.rand(9) + 0.1
+    x[:, ::7] = -torch.inf
+    x[:, width - 1] = 3.0
+    expected = (x - x.amax(-1, keepdim=True)) / temperature[:, None]
+    assert torch.equal(logits.scale(x, temperature), expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_share_ahead(width: int) -> None:
+    x = torch.randint(-6, 1, (30, width)) * 0.7
+    chosen, floor = torch.randint(0, width, (30,)), torch.randint(-7, 0, (30,)) * 0.7 - 0.1
+    value = x.gather(1, chosen[:, None])
+    ahead = (x > value) | ((x == value) & (torch.arange(width) < chosen[:, None]))
+    weight = torch.where(x >= floor[:, None], x.double().exp(), 0.0)
+    expected = (weight * ahead).sum(-1) / weight.sum(-1)
+    torch.testing.assert_close(
+        logits.share_ahead(x, chosen, floor).double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_are_computed_alone(threads: int) -> None:
+    torch.set_num_threads(threads)
+    x, base, (low, high) = torch.randn(33, 5003), bases(5003), keys(33)
+    chosen, level = torch.randint(0, 5003, (33,)), torch.rand(33) + 0.5
+    functions: list[Callable[[slice], Tensor]] = [
+        lambda rows: logits.gumbel(base, low[rows], high[rows]),
+        lambda rows: logits.noisy_argmax(x[rows], base, low[rows], high[rows]),
+        lambda rows: logits.scale(x[rows], level[rows]),
+        lambda rows: logits.share_ahead(x[rows], chosen[rows], -level[rows]),
+    ]
+    for function in functions:
+        alone = torch.cat([function(slice(row, row + 1)) for row in range(33)])
+        for rows in (slice(0, 33), slice(5, 7), slice(1, 32)):
+            assert torch.equal(function(rows), alone[rows])
+    some = torch.randperm(5003)[:100].expand(33, -1)
+    assert torch.equal(logits.gumbel(base[some], low, high), logits.gumbel(base, low, high).gather(1, some))
