@@ -70,6 +70,7 @@ class Runner:
             slot, first, counts = (np.array([value], np.int32) for value in (0, start, count))
             with torch.inference_mode():
                 self._forward(Rows(slot, first, counts, np.zeros(count, np.int32)), np.zeros(1, np.int64))
+        self._sampler.warm_up()
         self._tables.rows[0, 0] = placed
         self._capacity = replace(self._capacity, swap_page_s=self._swaps.measure_page_s())
 

@@ -61,6 +61,14 @@ class Sampler:
         self._base = token_base(vocab_size, device)
         self._filters = Filters(vocab_size, device)
 
+    def warm_up(self) -> None:
+        """Draw greedily, from a nucleus and from a few, so that kernels compile before anyone waits for them."""
+        zero, none = np.zeros(3, np.int32), np.zeros(3, np.float32)
+        temperature, top_p = np.array([0.0, 1.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0], np.float32)
+        top_k = np.array([0, 0, 2], np.int32)
+        draws = Draws(zero, zero + 1, zero.astype(np.uint64), zero, zero, temperature, top_k, top_p, none, zero)
+        self.sample(torch.zeros(1, self.vocab_size, device=self.device), np.zeros(3, np.intp), draws)
+
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Return the candidates of every draw.
 

@@ -2,8 +2,8 @@
 
 A prompt chunk of 2,048 tokens over 150,000 words would be 1.2 GB of float32 logits. So the network hands out logits in
 parts of at most `PART_BYTES` (in its own dtype), and each part is scored `CHUNK_BYTES` of float32 at a time. With the
-temporaries of log-softmax and ranking a chunk takes about 2 x CHUNK_BYTES, 10 x where equal logits must be ranked:
-at most 256 + 160 MiB whatever the prompt, the budget and the vocabulary (as long as one row fits a chunk).
+temporaries of log-softmax and ranking a chunk takes about 2 x CHUNK_BYTES, 5 x where equal logits must be ranked:
+at most 256 + 80 MiB whatever the prompt, the budget and the vocabulary (as long as one row fits a chunk).
 """
 
 from __future__ import annotations
