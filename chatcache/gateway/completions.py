@@ -15,7 +15,7 @@ from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinish
 from chatcache.chat.ids import new_id
 from chatcache.chat.service import ChatService, Reply, is_ranked, num_candidates
 from chatcache.errors import InvalidRequest, UnsupportedParameter
-from chatcache.gateway.body import read_json
+from chatcache.gateway.body import read_json, until_disconnect
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
@@ -73,7 +73,7 @@ async def completions(request: Request) -> Response:
     ]
     echoed = known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
     with echoed, named_after(sampling.structured_outputs, "response_format"):
-        replies = await _start(model.service, requests)
+        replies = await until_disconnect(request, _start(model.service, requests))
 
     def events() -> AsyncIterator[ReplyEvent]:
         return merged([generation(reply, gateway.metrics) for reply in replies], width)
@@ -147,14 +147,16 @@ def _most(*numbers: int | None) -> int | None:
 
 async def _start(service: ChatService, requests: Sequence[GenerateRequest]) -> list[Reply]:
     """Submit every prompt, or none. Raises: what `EngineClient.submit` raises."""
-    outcomes = await asyncio.gather(*map(service.start, requests), return_exceptions=True)
-    replies = [outcome for outcome in outcomes if isinstance(outcome, Reply)]
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            for reply in replies:
-                await reply.close()
-            raise outcome
-    return replies
+    starts = [asyncio.ensure_future(service.start(request)) for request in requests]
+    try:
+        return list(await asyncio.gather(*starts))
+    except BaseException:  # the first refusal, or the client has left
+        for start in starts:
+            start.cancel()
+        for outcome in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(outcome, Reply):
+                await outcome.close()
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinish
 from chatcache.chat.ids import new_id
 from chatcache.chat.service import is_ranked, num_candidates
 from chatcache.errors import InvalidRequest
-from chatcache.gateway.body import read_json
+from chatcache.gateway.body import read_json, until_disconnect
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
@@ -60,7 +60,7 @@ async def chat_completions(request: Request) -> Response:
     )
     names = known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
     with names, named_after(sampling.structured_outputs, "response_format"):
-        reply = await model.service.start(engine_request, prompt.text)
+        reply = await until_disconnect(request, model.service.start(engine_request, prompt.text))
     return await respond(
         request,
         lambda: generation(reply, gateway.metrics),

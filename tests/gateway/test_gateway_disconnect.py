@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from chatcache.decode.constraint_checker import GrammarChecker
 from tests.gateway.serving import Server, post_bytes, read_all, slowed, split_response, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -104,3 +105,28 @@ def test_disconnects_are_counted(server: Server) -> None:
         wait_until(lambda: count() == before + 1, "one disconnect more")
     server.post(CHAT, **{**LONG, "max_tokens": 1})
     assert count() == before + 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_while_a_grammar_compiles_withdraws_the_request(
+    server: Server, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(30) else "?")
+    constraint = {"choice": ["ab", f"{path}{stream}"]}  # one that is not remembered
+    prompt = {"prompt": ["x", "y"]} if path != CHAT else {"messages": LONG["messages"]}
+    body = json.dumps({**prompt, "max_tokens": 9, "stream": stream, "structured_outputs": constraint})
+    try:
+        with server.connect() as connection:
+            connection.sendall(post_bytes(server.port, path, body.encode()))
+            wait_until(lambda: num_waiting(server) > 0, "the grammar to be waited for")
+        wait_until(lambda: num_waiting(server) == 0, "the request to be withdrawn")
+    finally:
+        gate.set()
+    assert server.post(CHAT, **{**LONG, "max_tokens": 2})[0] == 200
+    server.wait_idle()
+
+
+def num_waiting(server: Server) -> int:
+    return int(server.request("GET", "/readyz")[2]["num_waiting"])
