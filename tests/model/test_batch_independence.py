@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from chatcache.model.filters import Filters
 from chatcache.model.noise import draw_keys, gumbel, token_base
 from chatcache.model.ranking import top_tokens
+from chatcache.model.runner import Runner
 from chatcache.model.sampler import Sampler
 from chatcache.model.vocabulary import log_sum_exp, row_sum
 from chatcache.sched.plan import Draws
-from tests.model.drive import make_draws
+from tests.model.drive import Driver, make_draws
+from tests.model.families import Sample
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
 CPU = torch.device("cpu")
@@ -113,3 +115,35 @@ def test_a_nucleus_does_not_see_how_many_candidates_were_fetched() -> None:
     few, many = (filters._cut(scaled, draws, size)[0] for size in (256, 1000))
     assert few.isfinite().sum(-1).tolist() == [90] * 64, f"seed {SEED}"
     assert torch.equal(few, many[:, :256]), f"seed {SEED}"
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_seed_draws_the_same_tokens_in_any_batch(
+    backend: str, sample_of: Callable[[str], Sample], load: Callable[..., Runner]
+) -> None:
+    """The whole runner, without level 2: logits may differ in their last bits, the draws made of them do not."""
+    sample = sample_of("llama")
+    runner = load(sample.folder, attention=backend)
+    noise = np.random.default_rng(SEED)
+    prompts = [sample.prompts[3][: int(noise.integers(1, 40))] for _ in range(max(BATCHES))]
+
+    def continued(chosen: NDArray[np.intp]) -> list[list[int]]:
+        driver, outputs = Driver(runner), [[] for _ in chosen]  # type: tuple[Driver, list[list[int]]]
+        fed = {slot: prompts[number] for slot, number in enumerate(chosen)}
+        for _ in range(6):
+            specs = [
+                {"row": slot, "seed": int(number), "position": driver.length.get(slot, 0) + len(fed[slot])}
+                | {"temperature": 1.0, "top_p": 0.9 if number % 2 else 1.0, "top_k": 30 if number % 3 else 0}
+                for slot, number in enumerate(chosen)
+            ]
+            tokens = driver.feed(fed, make_draws(specs)).tokens[:, 0].tolist()
+            fed = {slot: (token,) for slot, token in enumerate(tokens)}
+            for output, token in zip(outputs, tokens, strict=True):
+                output.append(token)
+        return outputs
+
+    alone = [continued(np.array([number]))[0] for number in range(max(BATCHES))]
+    assert len({token for output in alone for token in output}) > 50
+    for size in BATCHES[1:]:
+        chosen = noise.permutation(max(BATCHES))[:size]
+        assert continued(chosen) == [alone[number] for number in chosen], f"seed {SEED}"

@@ -35,6 +35,7 @@ from tests.model.determinism import (
     run,
     save_shape,
 )
+from tests.model.families import FAMILIES, save_random
 
 DTYPES = ("float32", "bfloat16")
 MODELS = [f"{shape}-{dtype}" for shape in SHAPES for dtype in DTYPES]
@@ -126,6 +127,21 @@ def test_a_fork_equals_a_copy(model: str, params: SamplingParams | BeamSearchPar
     for tokens in histories:
         copy = GenerateRequest(request_id="one", prompt=tokens, params=SamplingParams(temperature=0.0, max_tokens=1))
         assert run(runner, [copy], Way(), by_tokens=True)[0][tokens] == forked[tokens]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gpt2", "float32"), ("qwen3-moe", "bfloat16")])
+def test_models_that_run_through_transformers(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, activations and biases as transformers computes them, whose bits do depend on the batch."""
+    save_random(FAMILIES[family].config(), tmp_path)
+    monkeypatch.setattr(loading, "is_native", lambda *_: False)
+    runner = load(tmp_path, dtype)
+    expected = alone(runner, FEW)
+    for way in (Way(3, 7, cache=True, rounds=2), Way(2, 300, order=-1)):
+        assert not differing(run(runner, FEW, way)[0], expected)
+    fast = load(tmp_path, dtype, deterministic=False)
+    assert differing(run(fast, FEW, Way(3, 7))[0], alone(fast, FEW))
 
 
 @pytest.mark.parametrize("model", ["llama-float32", "qwen3-bfloat16"])
