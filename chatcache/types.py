@@ -14,6 +14,7 @@ FINISH_LENGTH = "length"
 FINISH_CANCELLED = "cancelled"
 
 MAX_N = 64
+MAX_PRIORITY = 2**11 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1) of one request: what one answer carries

@@ -38,15 +38,16 @@ class GrammarChecker:
 
         Raises: EngineFault if no child can be started.
         """
-        for _ in range(2):  # a child that was idle for long may just have left
-            process = self._running()
+        status = 0
+        for _ in range(2):  # a child that was idle for long, or that the system was short of memory for, may have left
             try:
+                process = self._running()
                 constraint_child.write_frame(_pipe(process.stdin), grammar)
                 break
             except OSError:
-                self.close()
+                status = self.close()
         else:
-            raise EngineFault("the grammar checker does not listen")
+            raise EngineFault(f"the grammar checker did not start (exit status {status})")
         late = threading.Event()
 
         def give_up() -> None:
@@ -86,7 +87,7 @@ class GrammarChecker:
             self._process = process
             self._ending = weakref.finalize(self, _end, process)  # also when the engine is forgotten
             if constraint_child.read_frame(_pipe(process.stdout)) != "ready":
-                raise EngineFault(f"the grammar checker did not start (exit status {self.close()})")
+                raise BrokenPipeError("the grammar checker left before it was ready")
         return self._process
 
 

@@ -10,8 +10,7 @@ from chatcache.sched.cost import PREEMPTIONS, SWAP
 from chatcache.sched.fairness import SCHEDULING_POLICIES
 from chatcache.sched.limits import most_tokens, worst_case_pages
 from chatcache.sched.plan import KVCapacity
-from chatcache.sched.request import MAX_PRIORITY
-from chatcache.types import MAX_PROMPT_LOGPROBS, BeamSearchParams, GenerateRequest, Params
+from chatcache.types import MAX_PRIORITY, MAX_PROMPT_LOGPROBS, BeamSearchParams, GenerateRequest, Params
 
 MAX_REQUEST_ID_CHARS = 256
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from chatcache.types import MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
@@ -22,7 +22,7 @@ Count = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Candidates = Annotated[int, Meta(ge=1, le=MAX_N)]
-Priority = Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 ShortText = Annotated[str, Meta(max_length=512)]

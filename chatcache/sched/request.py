@@ -16,8 +16,6 @@ from chatcache.sched.plan import I32
 from chatcache.types import ForkPoint, TokenLogprob
 
 ARRIVAL_BITS = 31
-MAX_PRIORITY = 2**11 - 1
-
 
 _INT32 = Struct("<i").pack
 

@@ -6,7 +6,9 @@ import importlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,6 +208,17 @@ def test_a_child_that_cannot_start_is_the_servers_fault(
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(EngineFault, match="the grammar checker did not start"):
         checker.check("start: a")
+
+
+def test_a_child_that_is_killed_while_it_starts_is_started_again(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "python"
+    once = tmp_path / "once"
+    script.write_text(f'#!/bin/sh\n[ -e {once} ] && exec {sys.executable} "$@"\ntouch {once}\nkill -9 $$\n')
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    assert checker.check(lark_of(StructuredOutputs(regex="a+"))) == "" and once.exists()
 
 
 # -- walking -----------------------------------------------------------------------------------------------------------
