@@ -60,6 +60,7 @@ web-test: web
 bench: install
 	$(BIN)/python -m chatcache bench latency $(ARGS)
 	$(BIN)/python -m chatcache bench throughput $(ARGS)
+	$(BIN)/python -m chatcache bench kv
 
 loadtest: $(VENV)/.installed
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[loadtest]'
