@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from chatcache.llm import LLM as LLM
     from chatcache.types import BeamSearchParams as BeamSearchParams
     from chatcache.types import SamplingParams as SamplingParams
+    from chatcache.types import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,7 +25,7 @@ def __getattr__(name: str) -> Any:
         from chatcache.llm import LLM
 
         return LLM
-    if name in ("SamplingParams", "BeamSearchParams"):
+    if name in ("SamplingParams", "BeamSearchParams", "StructuredOutputs"):
         from chatcache import types
 
         return getattr(types, name)

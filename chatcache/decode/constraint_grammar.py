@@ -13,7 +13,7 @@ MAX_REGEX_BYTES = 16 << 10
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 10_000
 MAX_CHOICE_BYTES = 256 << 10
-MAX_JSON_WHITESPACE = 20  # characters in one place: a model that likes new lines still gets on
+JSON_WHITESPACE = " "  # once or not at all: a model that likes new lines would go on with them for ever
 
 PARAM = "structured_outputs"
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -25,7 +25,9 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 def check_structured_outputs(outputs: object) -> None:
     """Verify kinds and sizes. Raises: InvalidRequest naming the field and the limit."""
     if not isinstance(outputs, StructuredOutputs):
-        raise InvalidRequest(f"{PARAM} must be StructuredOutputs, got {type(outputs).__name__}", param=PARAM)
+        raise InvalidRequest(
+            f"{PARAM} must be a chatcache.StructuredOutputs, got {type(outputs).__name__}", param=PARAM
+        )
     if not isinstance(outputs.json_object, bool):
         raise InvalidRequest(f"{PARAM}.json_object must be true or false", param=PARAM)
     given = [name for name in _FIELDS if getattr(outputs, name) not in (None, False, ())]
@@ -106,9 +108,8 @@ def _schema(text: str) -> str:
 
 
 def _inline(schema: dict[str, object]) -> str:
-    """Write a schema as a grammar symbol; how it is laid out is the schema's to say (`x-guidance`), else bounded."""
-    bounded = {"whitespace_pattern": f"[ \\t\\n\\r]{{1,{MAX_JSON_WHITESPACE}}}"}
-    text = json.dumps({"x-guidance": bounded, **schema}, ensure_ascii=False)
+    """Write a schema as a grammar symbol; how it is laid out is the schema's to say (`x-guidance`), else on one line."""
+    text = json.dumps({"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}, ensure_ascii=False)
     _num_bytes("json", text)
     return f"%json {text}"
 

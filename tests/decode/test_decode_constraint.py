@@ -119,11 +119,11 @@ def test_json_object() -> None:
     assert len(found) >= 6 and all(isinstance(json.loads(text), dict) for text in found)
 
 
-def test_white_space_in_json_is_bounded() -> None:
+def test_json_stands_on_one_line() -> None:
     """A model that wants nothing but spaces still has to go on."""
     spaces = {BYTE[" "]: 60.0, PIECES.index(b"  "): 60.0, BYTE["{"]: 50.0, BYTE["}"]: 40.0}
     (text,) = texts(sample(StructuredOutputs(json_object=True), logit_bias=spaces))
-    assert json.loads(text) == {} and len(text) == 22
+    assert text == "{ }"
 
 
 CHOICES = ("yes", "no", "ab", "abc", 'é"日本\n', "abcab")

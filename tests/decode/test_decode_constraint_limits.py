@@ -55,7 +55,7 @@ GOOD = [
     StructuredOutputs(grammar="start: A\nA: /[<>]/ // <b>"),
 ]
 BAD: list[tuple[Any, str]] = [
-    ({"json": "{}"}, "must be StructuredOutputs, got dict"),
+    ({"json": "{}"}, "must be a chatcache.StructuredOutputs, got dict"),
     (StructuredOutputs(), "exactly one of json, json_object, regex, choice, grammar; got none"),
     (StructuredOutputs(json="{}", regex="a"), "exactly one of .*; got json, regex"),
     (StructuredOutputs(json_object=1), r"structured_outputs.json_object must be true or false"),  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def step_and_watch(engine: Engine) -> list[EngineEvent]:
 def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dict[str, Answer]:
     """Run the workload; check events, pages and progress on the way. Returns the answers of accepted requests.
 
-    Without `audit` nobody looks at reference counts: then wrong pages must show in the answers.
+    Without `audit` nobody looks at reference counts between steps: then wrong pages must show in the answers.
     """
     engine, runner = workload.engine()
     answers: dict[str, Answer] = {}
