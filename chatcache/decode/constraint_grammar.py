@@ -108,7 +108,7 @@ def _schema(text: str) -> str:
 
 
 def _inline(schema: dict[str, object]) -> str:
-    """Write a schema as a grammar symbol; how it is laid out is the schema's to say (`x-guidance`), else on one line."""
+    """Write a schema as a grammar symbol; it is laid out as its `x-guidance` says, else on one line."""
     text = json.dumps({"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}, ensure_ascii=False)
     _num_bytes("json", text)
     return f"%json {text}"
