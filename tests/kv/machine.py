@@ -62,9 +62,9 @@ class Away:
 class Machine:
     """One cache and its model. `step` does one random thing and verifies everything. `trace` says what it did."""
 
-    def __init__(self, seed: int, audit: bool = True) -> None:
+    def __init__(self, rng: random.Random, audit: bool = True) -> None:
         self.audit = audit
-        self.rng = rng = random.Random(seed)
+        self.rng = rng
         self.page_size = P = rng.choice([1, 2, 2, 3, 4, 4])
         self.matching = rng.random() < 0.9
         num_pages, num_host_pages = rng.randint(4, 24), rng.choice([0, 0, rng.randint(2, 12)])
@@ -83,8 +83,11 @@ class Machine:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
+        self.take(self.rng.choices(list(ODDS), list(ODDS.values()))[0])
+
+    def take(self, name: str) -> None:
+        """Do one of ODDS and verify everything."""
         self.num_steps += 1
-        name = self.rng.choices(list(ODDS), list(ODDS.values()))[0]
         self.trace.append(name)
         getattr(self, name)()
         self.verify()
@@ -376,7 +379,7 @@ ODDS = {
 
 def live(seed: int, num_steps: int, *, audit: bool = True) -> Machine:
     """Run one machine. Failures say where they happened."""
-    machine = Machine(seed, audit)
+    machine = Machine(random.Random(seed), audit)
     try:
         for _ in range(num_steps):
             machine.step()

@@ -1,13 +1,21 @@
-"""Pool, cache and host tier beside a model of plain lists. Hypothesis picks the lives, `machine` lives them."""
+"""Pool, cache and host tier beside a model of plain lists.
+
+A few lives of which hypothesis makes every choice, so that it can shrink one that goes wrong; and very many of which it
+picks the seeds.
+"""
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.kv.machine import live
+from tests.kv.machine import ODDS, Machine, live
 
+RANDOMS = st.randoms(use_true_random=False)  # every choice is hypothesis' own
 NUM_STEPS = 400  # of one life; then another starts, on a pool of another shape
 
 
@@ -33,3 +41,22 @@ def test_a_hundred_thousand_steps() -> None:
 @pytest.mark.long
 def test_a_million_steps() -> None:
     run(2500)
+
+
+class Life(RuleBasedStateMachine):
+    """The machine, every choice of which is hypothesis'. Every step verifies every invariant."""
+
+    @initialize(rng=RANDOMS)
+    def begin(self, rng: random.Random) -> None:
+        self.machine = Machine(rng)
+
+    @rule(name=st.sampled_from(list(ODDS)), rng=RANDOMS)
+    def go_on(self, name: str, rng: random.Random) -> None:
+        self.machine.rng = rng
+        self.machine.take(name)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
