@@ -21,30 +21,19 @@ from chatcache.kv.pool import BrokenInvariant, PagePool
 from chatcache.kv.table import PageTable
 from chatcache.kv.tails import PageCopy, Tails
 from tests.kv.machine import live
+from tests.kv.planted import (
+    copied_page_not_told_to_the_runner,
+    double_free,
+    evicted_page_stays_in_the_index,
+    fork_forgets_to_hold_the_tail,
+    missed_decrement,
+    partial_match_too_long,
+    shared_tail_written_in_place,
+)
 from tests.kv.test_kv_machine import NUM_STEPS
 
 MAX_STEPS = 100_000
 Patch = pytest.MonkeyPatch
-
-
-def double_free(patch: Patch) -> None:
-    original = KVCache.close
-
-    def close(self: KVCache, table: PageTable, *, forget: bool = False) -> None:
-        pages = table.pages()
-        original(self, table, forget=forget)
-        self.pool.release([page for page in pages if self.pool.refs[page]][:1])
-
-    patch.setattr(KVCache, "close", close)
-
-
-def missed_decrement(patch: Patch) -> None:
-    original = PagePool.release
-
-    def release(self: PagePool, pages: Sequence[int]) -> None:
-        original(self, pages[1:] if len(pages) > 2 else pages)
-
-    patch.setattr(PagePool, "release", release)
 
 
 def copy_skipped(patch: Patch) -> None:
@@ -55,10 +44,6 @@ def copy_skipped(patch: Patch) -> None:
         return copies[1:] if copies else copies
 
     patch.setattr(KVCache, "reserve", reserve)
-
-
-def shared_tail_written_in_place(patch: Patch) -> None:
-    patch.setattr(Tails, "to_copy", lambda self, tables: (set(), set()))
 
 
 def last_holder_not_counted(patch: Patch) -> None:
@@ -83,18 +68,6 @@ def copy_source_not_kept(patch: Patch) -> None:
     patch.setattr(Tails, "copy", copy)
 
 
-def copied_page_not_told_to_the_runner(patch: Patch) -> None:
-    original = Tails.copy
-
-    def copy(self: Tails, table: PageTable, dst: int) -> PageCopy:
-        known = table.changed_from
-        page_copy = original(self, table, dst)
-        table.changed_from = known
-        return page_copy
-
-    patch.setattr(Tails, "copy", copy)
-
-
 def written_page_still_published(patch: Patch) -> None:
     patch.setattr(Tails, "withdraw", lambda self, table: None)
 
@@ -105,14 +78,6 @@ def held_page_evicted(patch: Patch) -> None:
             self.refs[page] += 1  # and it stays among the idle
 
     patch.setattr(PagePool, "retain", retain)
-
-
-def evicted_page_stays_in_the_index(patch: Patch) -> None:
-    def evict(self: PagePool) -> int:
-        page, _ = self._idle.popitem(last=False)
-        return page
-
-    patch.setattr(PagePool, "_evict", evict)
 
 
 def wrong_parent(patch: Patch) -> None:
@@ -158,17 +123,6 @@ def fork_keeps_the_public_part_of_its_source(patch: Patch) -> None:
     patch.setattr(KVCache, "truncate", truncate)
 
 
-def fork_forgets_to_hold_the_tail(patch: Patch) -> None:
-    original = KVCache.fork
-
-    def fork(self: KVCache, table: PageTable) -> PageTable:
-        child = original(self, table)
-        self.pool.release(child.own)
-        return child
-
-    patch.setattr(KVCache, "fork", fork)
-
-
 def fork_forgets_to_hold_the_segment(patch: Patch) -> None:
     original = KVCache.fork
 
@@ -191,16 +145,6 @@ def fork_keeps_the_parents_reservation(patch: Patch) -> None:
         return child
 
     patch.setattr(KVCache, "fork", fork)
-
-
-def partial_match_too_long(patch: Patch) -> None:
-    original = PagePool.lookup_partial
-
-    def lookup_partial(self: PagePool, parent: bytes, tokens: bytes, *rest: object) -> tuple[int, int] | None:
-        found = original(self, parent, tokens, *rest)  # type: ignore[arg-type]
-        return (found[0], min(found[1] + 1, len(tokens) // TOKEN_BYTES)) if found else None
-
-    patch.setattr(PagePool, "lookup_partial", lookup_partial)
 
 
 def last_token_matched(patch: Patch) -> None:
