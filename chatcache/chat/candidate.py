@@ -66,7 +66,7 @@ class Candidate:
     def start(self, turn: Turn, ids: tuple[int, ...]) -> ReplyStart:
         """What a fork behind `ids` begins with. Long ones take a while: for a thread beside the event loop."""
         ids, text = whole_characters(self._tokenizer, self.prompt, ids, skip_special_tokens=self._skip_special_tokens)
-        return ReplyStart(turn, self.index, self.prompt, ids, text, is_running=True)
+        return ReplyStart(turn, self.index, self.prompt, ids, text)
 
     @property
     def _ended_by_token(self) -> bool:

@@ -32,7 +32,6 @@ class ReplyStart:
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
     text: str
-    is_running: bool = False
 
     def item(self) -> Item:
         """A message of its own, beside the reply it was cut from."""

@@ -27,6 +27,7 @@ from heapq import heappop, heappush
 
 from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Output
 from chatcache.decode.constraint import Constraint, Guide, follow
+from chatcache.decode.drawing import Drawing
 from chatcache.decode.lineage import Lineage
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import START, Ended, StopRules, Trail
@@ -72,20 +73,14 @@ class DistinctStrategy:
         self._constraint = constraint
         self._num_candidates = params.n
         self._with_logprobs = params.logprobs is not None
-        spec = DrawSpec(
-            width=min(max(params.n, 2), vocab_size),  # a draw of width 1 would not say its noise
-            seed=seed,
-            temperature=params.temperature,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            num_top=params.logprobs or 0,
-        )
-        edits = LogitEdits(params, prompt, rules.terminal_ids if rules.min_tokens > 0 and constraint is None else ())
+        width = min(max(params.n, 2), vocab_size)  # a draw of width 1 would not say its noise
+        self._drawing = Drawing(params, rules, constraint, seed=seed, prompt=prompt, width=width)
         self._tree = TokenTree()
         self._stream = Stream(self._tree, params.n, with_logprobs=self._with_logprobs)
         self._lineage = Lineage(self._tree.root)
-        self._ranked = [Prefix(self._tree.root, 0.0, 0.0, START, edits, spec)]  # best value first
+        self._ranked = [
+            Prefix(self._tree.root, 0.0, 0.0, START, self._drawing.edits, self._drawing.spec)
+        ]  # best value first
         self._live = {0: self._ranked[0]}  # by branch
         self._tree.root.num_holds += 1
         self._num_streamed = 1
@@ -105,11 +100,7 @@ class DistinctStrategy:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         prefix = self._live[branch]
-        edit = prefix.edits.edit(ban=prefix.trail.num_tokens < self._rules.min_tokens)
-        if self._constraint is not None:
-            mask = self._constraint.mask(prefix.guide, prefix.trail.num_tokens)
-            return (replace(prefix.spec, edit=edit, mask=mask),)
-        return (prefix.spec if edit is None else replace(prefix.spec, edit=edit),)
+        return (self._drawing.at(prefix.spec, prefix.edits, prefix.trail, prefix.guide),)
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         before = self._ranked

@@ -22,6 +22,7 @@ from chatcache.decode.actions import (
     Retire,
 )
 from chatcache.decode.constraint import Constraint, Guide, follow
+from chatcache.decode.drawing import Drawing
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import START, StopRules, Trail
 from chatcache.types import SamplingParams, TokenLogprob
@@ -57,16 +58,7 @@ class SamplingStrategy:
         self._constraint = constraint
         self._num_lanes = params.n if params.best_of is None else params.best_of
         self._num_top = params.logprobs
-        self._spec = DrawSpec(
-            seed=seed,
-            temperature=params.temperature,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            num_top=params.logprobs or 0,
-        )
-        bannable = rules.terminal_ids if rules.min_tokens > 0 and constraint is None else ()
-        self._root_edits = LogitEdits(params, prompt, bannable)
+        self._drawing = Drawing(params, rules, constraint, seed=seed, prompt=prompt)
         self._lanes: dict[int, _Lane] = {}
         self._started = False
 
@@ -80,15 +72,15 @@ class SamplingStrategy:
 
     @property
     def steady(self) -> bool:
-        return self._started and self._root_edits.empty and self._constraint is None
+        return self._started and self._drawing.steady
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         if self._started:
             lane = self._lanes[branch]
-            return (self._edited(lane.spec, lane.edits, lane.trail, lane.guide),)
+            return (self._drawing.at(lane.spec, lane.edits, lane.trail, lane.guide),)
         if branch != ROOT:
             raise KeyError(branch)
-        root = self._edited(self._spec, self._root_edits, START, None)
+        root = self._drawing.at(self._drawing.spec, self._drawing.edits, START, None)
         return (root, *(replace(root, lane=lane) for lane in range(1, self._num_lanes)))
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
@@ -107,7 +99,7 @@ class SamplingStrategy:
         self._started = True
         for index, candidate in enumerate(candidates):
             guide = None if self._constraint is None else self._constraint.fork(None)
-            lane = _Lane(index, replace(self._spec, lane=index), self._root_edits.fork(), guide)
+            lane = _Lane(index, replace(self._drawing.spec, lane=index), self._drawing.edits.fork(), guide)
             self._lanes[index] = lane
             if not self._take(lane, candidate, outputs):
                 del self._lanes[index]
@@ -130,9 +122,3 @@ class SamplingStrategy:
     def _retire(self, branch: int) -> Retire:
         del self._lanes[branch]
         return Retire(branch)
-
-    def _edited(self, spec: DrawSpec, edits: LogitEdits, trail: Trail, guide: Guide | None) -> DrawSpec:
-        edit = edits.edit(ban=trail.num_tokens < self._rules.min_tokens)
-        if self._constraint is not None:
-            return replace(spec, edit=edit, mask=self._constraint.mask(guide, trail.num_tokens))
-        return spec if edit is None else replace(spec, edit=edit)

@@ -69,7 +69,6 @@ class FakeRunner:
         faulty_token: int | None = None,
     ) -> None:
         self._capacity = capacity or fake_capacity()
-        self._vocab_size = vocab_size
         self._eos = eos
         self._eos_every = eos_every
         self.delay_s = delay_s
