@@ -65,6 +65,12 @@ class EngineFault(ChatcacheError):
     code = "engine_error"
 
 
+class DeviceLost(EngineFault):
+    """The device answers no more (a sticky CUDA error): this process must end, and say why."""
+
+    code = "device_lost"
+
+
 class ModelFolderError(ChatcacheError):
     """The model folder cannot be served. The message names the file and the reason."""
 

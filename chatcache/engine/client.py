@@ -9,13 +9,33 @@ from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
 from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, PageAccounts
 
 
+class Launched(Protocol):
+    """A step that has begun."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what was drawn. Raises: as `ModelRunner.execute`."""
+        ...
+
+
 class ModelRunner(Protocol):
     """Executes plans. Satisfied structurally by `model.runner.Runner` and `engine.fake.FakeRunner`."""
 
     def capacity(self) -> KVCapacity: ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Raises: any exception means the whole step failed; the engine ends its requests, not itself."""
+        """Run one step: `launch` it and wait.
+
+        Raises: DeviceLost if nothing will ever work again in this process; any other exception means that the whole
+        step failed; the engine ends its requests, not itself.
+        """
+        ...
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin a step, behind those launched before; their results are asked for in the same order.
+
+        Where `capacity().runs_ahead`, this may return before the step is done, and one more step may be launched before
+        the first one's result is asked for. Raises: as `execute`.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,6 +51,16 @@ def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was over when it began. Satisfies `Launched`."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
 class FakeRunner:
     """Executes plans on hashes. Satisfies `ModelRunner`.
 
@@ -81,6 +91,9 @@ class FakeRunner:
 
     def capacity(self) -> KVCapacity:
         return self._capacity
+
+    def launch(self, plan: StepPlan) -> Done:
+        return Done(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.delay_s:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
-from chatcache_kernels.types import AttentionBatch, HostPages, KVPages
+from chatcache_kernels.types import AttentionBatch, AttentionWork, HeadNorms, HostPages, KVPages
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
+from chatcache.sched.plan import I32
 
 
 class AttentionBackend(Protocol):
@@ -33,6 +34,8 @@ class AttentionBackend(Protocol):
     def swap_out(self, pages: KVPages, host: HostPages, swaps: Tensor) -> None: ...
 
     def swap_in(self, pages: KVPages, host: HostPages, swaps: Tensor) -> None: ...
+
+    def prepare(self, tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork | None: ...
 
     def paged_attention(
         self,
@@ -53,7 +56,16 @@ class AttentionBackend(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def rope_write(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pages: KVPages, layer: int, slots: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        pages: KVPages,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None = None,
     ) -> Tensor: ...
 
 
@@ -86,11 +98,17 @@ class Geometry:
     """What the pages must hold and the logits look like."""
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def group(self) -> int:
+        """Return how many query heads share a key head."""
+        return self.num_heads // self.num_kv_heads
 
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of one page, keys and values of all layers."""

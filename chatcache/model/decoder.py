@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from chatcache_kernels.types import HeadNorms
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
@@ -29,8 +30,7 @@ class Layer:
 
     attention_norm: Tensor
     qkv: Product
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: HeadNorms | None
     out: Product
     mlp_norm: Tensor
     gate_up: Product
@@ -96,9 +96,7 @@ class Decoder:
         arch, ops = self.arch, step.kernels
         heads = layer.qkv(h).view(len(h), -1, arch.head_dim)
         q, k, v = torch.split(heads, [arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = ops.rms_norm(q, layer.q_norm, arch.rms_norm_eps), ops.rms_norm(k, layer.k_norm, arch.rms_norm_eps)
-        q = ops.rope_write(q, k, v, cos, sin, step.pages, index, step.batch.slots)
+        q = ops.rope_write(q, k, v, cos, sin, step.pages, index, step.batch.slots, layer.head_norms)
         out = ops.paged_attention(q, step.pages, index, step.batch, self._scale, layer.window)
         return out.view(len(h), -1)
 
@@ -124,7 +122,7 @@ def load_decoder(
         layers.append(_load_layer(a, index, take))
     norm = take("model.norm.weight", a.hidden_size)
     head = make_linear(embedding if a.tied else take("lm_head.weight", a.vocab_size, a.hidden_size), None)
-    geometry = Geometry(a.num_layers, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device)
+    geometry = Geometry(a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device)
     return Decoder(a, geometry, embedding, layers, norm, head)
 
 
@@ -140,14 +138,20 @@ def _load_layer(a: Architecture, index: int, take: _Taker) -> Layer:
     return Layer(
         attention_norm=take(f"{base}.input_layernorm.weight", a.hidden_size),
         qkv=take.linear(f"{base}.self_attn", widths, a.hidden_size, a.qkv_bias),
-        q_norm=take(f"{base}.self_attn.q_norm.weight", a.head_dim) if a.qk_norm else None,
-        k_norm=take(f"{base}.self_attn.k_norm.weight", a.head_dim) if a.qk_norm else None,
+        head_norms=_head_norms(a, f"{base}.self_attn", take),
         out=take.linear(f"{base}.self_attn", {"o_proj": a.hidden_size}, a.num_heads * a.head_dim, a.out_bias),
         mlp_norm=take(f"{base}.post_attention_layernorm.weight", a.hidden_size),
         gate_up=take.linear(f"{base}.mlp", gates, a.hidden_size, a.mlp_bias),
         down=take.linear(f"{base}.mlp", {"down_proj": a.hidden_size}, a.intermediate_size, a.mlp_bias),
         window=a.windows[index],
     )
+
+
+def _head_norms(a: Architecture, base: str, take: _Taker) -> HeadNorms | None:
+    if not a.qk_norm:
+        return None
+    q, k = (take(f"{base}.{name}.weight", a.head_dim) for name in ("q_norm", "k_norm"))
+    return HeadNorms(q, k, a.rms_norm_eps)
 
 
 class _Taker:

@@ -32,7 +32,7 @@ LAYER_KINDS = {"full_attention", "sliding_attention"}
 class _Probe:
     """Stands in for a step once, to see what each layer would attend with."""
 
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reason: str = ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, *_: Any) -> Tensor:
@@ -40,7 +40,7 @@ class _Probe:
             self.reason = f"layer {layer} attends twice"
         if k.shape != v.shape or k.shape[-1] != q.shape[-1]:
             self.reason = f"layer {layer} has keys {list(k.shape)}, values {list(v.shape)}, queries {list(q.shape)}"
-        self.shapes[layer] = (k.shape[1], k.shape[2])
+        self.shapes[layer] = (q.shape[1], k.shape[1], k.shape[2])
         return q
 
 
@@ -145,11 +145,11 @@ def _wrap(model: Any, where: Path, dtype: torch.dtype, device: torch.device) -> 
     if sorted(probe.shapes) != list(range(text.num_hidden_layers)):
         reason = f"{len(probe.shapes)} of {text.num_hidden_layers} layers attend through the registered function"
     if len(set(probe.shapes.values())) > 1:
-        reason = "its layers differ in key/value heads"
+        reason = "its layers differ in heads"
     if reason:
         raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {reason}")
-    num_kv_heads, head_dim = probe.shapes[0]
-    geometry = Geometry(len(probe.shapes), num_kv_heads, head_dim, logits.shape[-1], dtype, device)
+    num_heads, num_kv_heads, head_dim = probe.shapes[0]
+    geometry = Geometry(len(probe.shapes), num_heads, num_kv_heads, head_dim, logits.shape[-1], dtype, device)
     return TransformersNetwork(model, geometry, _max_position(text))
 
 

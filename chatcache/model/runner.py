@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,17 @@ from chatcache.sched.plan import I64, KVCapacity, Rows, Scores, StepPlan, StepRe
 from chatcache.types import ModelFacts
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that is over. Satisfies `engine.Launched`."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        """Return what was drawn."""
+        return self.outcome
+
+
 class Runner:
     """Executes plans on one device. Satisfies `engine.ModelRunner`; not thread-safe, one thread drives it."""
 
@@ -33,7 +44,9 @@ class Runner:
         self._capacity = capacity
         self._device = network.geometry.device
         max_pages = -(-capacity.max_model_len // capacity.page_size)
-        self._tables = PageTables(capacity.num_slots, max_pages, capacity.page_size)
+        self._tables = PageTables(
+            capacity.num_slots, max_pages, capacity.page_size, kernels.prepare, network.geometry.group
+        )
         self._sampler = Sampler(network.geometry.vocab_size, self._device)
         self._swaps = Swaps(kernels, pages, capacity.num_host_pages)
 
@@ -59,6 +72,10 @@ class Runner:
             rows, index = np.unique(plan.draws.row, return_inverse=True)
             logits = self._forward(plan.rows, rows)
             return self._sampler.sample(logits, index, plan.draws) if len(index) else _nothing()
+
+    def launch(self, plan: StepPlan) -> Done:
+        """Run one step to its end."""
+        return Done(self.execute(plan))
 
     def warm_up(self) -> None:
         """Run one prompt and one decode step on page 1, so that kernels compile before anyone waits for them, and

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from chatcache_kernels.types import AttentionBatch
+from chatcache_kernels import reference
+from chatcache_kernels.types import AttentionBatch, AttentionWork
 
 from chatcache.model.transfer import to_device
 from chatcache.sched.plan import I32, I64, Rows
+
+Prepare = Callable[[I32, I32, I32, int, int], AttentionWork | None]
+"""A backend's `prepare`: (tables, start, num_tokens, page_size, group) -> the step's work list, if it wants one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,11 @@ class Placement:
 class PageTables:
     """Shapes: rows [num_slots, max_pages] int32; entries past a branch's end are leftovers and never read."""
 
-    def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_slots: int, max_pages: int, page_size: int, prepare: Prepare = reference.prepare, group: int = 1
+    ) -> None:
+        self._prepare = prepare
+        self._group = group
         self.rows = np.zeros((num_slots, max_pages), np.int32)
         self.page_size = page_size
 
@@ -53,13 +62,16 @@ class PageTables:
         if not pages.all():
             raise ValueError(f"row {row[pages == 0][0]}: position {positions[pages == 0][0]} has no page")
         slots = pages.astype(np.int64) * size + positions % size
+        start, num_tokens = rows.start.astype(np.int32), rows.num_tokens.astype(np.int32)
+        work = self._prepare(tables, start, num_tokens, size, self._group)
         batch = AttentionBatch(
             tables=to_device(tables, device),
-            start=to_device(rows.start.astype(np.int32), device),
-            num_tokens=to_device(rows.num_tokens.astype(np.int32), device),
+            start=to_device(start, device),
+            num_tokens=to_device(num_tokens, device),
             offsets=to_device(offsets.astype(np.int32), device),
             slots=to_device(slots, device),
             max_new_tokens=int(counts.max(initial=0)),
             max_context_tokens=most,
+            work=work.to(device) if work is not None else None,
         )
         return Placement(batch, positions, ends - 1)

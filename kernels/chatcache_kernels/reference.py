@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .types import AttentionBatch, HostPages, KVPages
+from .types import AttentionBatch, AttentionWork, HeadNorms, HostPages, KVPages
+
+I32 = NDArray[np.int32]
 
 
 def allocate_pages(
@@ -52,6 +56,11 @@ def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
     source, target = swaps.long().unbind(1)
     for store, kept in ((pages.k, host.k), (pages.v, host.v)):
         store[:, target] = kept[source.cpu()].transpose(0, 1).to(store.device)
+
+
+def prepare(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork | None:
+    """Cut a step's attention into pieces, if this backend wants that; `work.plan_work` says what the arguments are."""
+    return None
 
 
 def paged_attention(
@@ -143,8 +152,21 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pages: KVPages, layer: int, slots: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: KVPages,
+    layer: int,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate q and k, store k and v, return q. Shapes: q [T, H, D], k, v [T, Hkv, D], cos, sin [T, C], slots [T]."""
+    """Norm each head if asked, rotate q and k, store k and v, return q.
+
+    Shapes: q [T, H, D], k, v [T, Hkv, D] (any strides over tokens), cos, sin [T, C], slots [T].
+    """
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     write_pages(pages, layer, rope(k, cos, sin), v, slots)
     return rope(q, cos, sin)

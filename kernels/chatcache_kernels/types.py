@@ -1,7 +1,8 @@
 """Data shared by all backends: the page store, and what one step's attention needs to know.
 
 Symbols (drawn in kernels/README.md): L layers, N pages, P page size in tokens, H query heads, Hkv key/value heads,
-G = H / Hkv, D head size, R rows of a step, T new tokens of a step, M host pages, slot = page * P + offset.
+G = H / Hkv, D head size, R rows of a step, T new tokens of a step, M host pages, slot = page * P + offset;
+of a work list: I items, B members of all items, S partial states.
 """
 
 from __future__ import annotations
@@ -72,6 +73,61 @@ class HostPages:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkList:
+    """Pieces of attention whose tiles hold the same number of queries. One piece: some tokens against some keys.
+
+    Shapes: items [I, 6] int32: (row of `tables` to read keys through, first key, end key, first member, number of
+    members, first state); members [B] int32: which of the step's T tokens take part, item after item; num_items [1]
+    int32. The keys are positions first .. end - 1, and a member sees those up to its own. Member number n of an item
+    leaves its partial result in state first_state + n, or, where first_state is -1, has no other piece and is written
+    to the output. Items past `num_items` are leftovers of a static buffer. `max_members` x G queries fit a tile.
+    """
+
+    items: Tensor
+    members: Tensor
+    num_items: Tensor
+    max_members: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """How the attention of a step is cut into pieces, and which partial states make up a token's output.
+
+    A state is (weighted values [H, D], log-sum-exp [H]) in float32; states merge by log-sum-exp, in the order listed.
+    Shapes: positions [T] int32, of each token in its row; merge_tokens [X] int32: the tokens with states, those of
+    token merge_tokens[x] are merge_states[merge_offsets[x] .. merge_offsets[x + 1] - 1]; merge_offsets [X + 1],
+    merge_states [S] int32; num_merges [1] int32 (X; what follows is left over). `num_states`: S, on the host. Lists
+    without a piece are left out, unless a static buffer keeps its place.
+    """
+
+    lists: tuple[WorkList, ...]
+    positions: Tensor
+    merge_tokens: Tensor
+    merge_offsets: Tensor
+    merge_states: Tensor
+    num_merges: Tensor
+    num_states: int
+
+    def to(self, device: torch.device | str) -> AttentionWork:
+        """Return the work on another device."""
+        lists = tuple(
+            WorkList(one.items.to(device), one.members.to(device), one.num_items.to(device), one.max_members)
+            for one in self.lists
+        )
+        names = ("positions", "merge_tokens", "merge_offsets", "merge_states", "num_merges")
+        return replace(self, lists=lists, **{name: getattr(self, name).to(device) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights of an RMSNorm over each query head and each key head, applied before the rotation. Shapes: q, k [D]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Which tokens a step adds and where each row's keys lie. Built once a step, used by every layer.
 
@@ -81,6 +137,7 @@ class AttentionBatch:
 
     Shapes: tables [R, max_pages], start [R], num_tokens [R], offsets [R + 1] int32; slots [T] int64.
     `max_new_tokens`, `max_context_tokens`: the largest num_tokens and start + num_tokens (host numbers, 0 if R = 0).
+    `work`: the same as a work list, for backends whose `prepare` makes one.
     """
 
     tables: Tensor
@@ -90,11 +147,13 @@ class AttentionBatch:
     slots: Tensor
     max_new_tokens: int
     max_context_tokens: int
+    work: AttentionWork | None = None
 
     def to(self, device: torch.device | str) -> AttentionBatch:
         """Return the batch on another device."""
         names = ("tables", "start", "num_tokens", "offsets", "slots")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        work = self.work.to(device) if self.work is not None else None
+        return replace(self, work=work, **{name: getattr(self, name).to(device) for name in names})
 
     @classmethod
     def build(cls, tables: Tensor, start: Tensor, num_tokens: Tensor, page_size: int) -> AttentionBatch:

@@ -128,7 +128,7 @@ def test_other_families_pass_the_check(name: str, dtype: str, sample_of: Get, mo
     assert all(isinstance(product, InvariantLinear) for product in products)
 
 
-GEOMETRY = Geometry(1, 2, 16, 40, torch.float32, torch.device("cpu"))
+GEOMETRY = Geometry(1, 2, 2, 16, 40, torch.float32, torch.device("cpu"))
 
 
 @dataclass

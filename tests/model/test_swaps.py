@@ -26,7 +26,7 @@ from tests.model.families import VOCAB, Sample
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
 LAYERS, PAGES, HOST_PAGES, SIZE, HEADS, DIM, SLOTS = 2, 12, 7, 8, 2, 16, 3
-GEOMETRY = Geometry(LAYERS, HEADS, DIM, 4, torch.float32, torch.device("cpu"))
+GEOMETRY = Geometry(LAYERS, HEADS, HEADS, DIM, 4, torch.float32, torch.device("cpu"))
 
 
 @dataclass

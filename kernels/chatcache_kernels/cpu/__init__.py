@@ -16,6 +16,7 @@ size that 8 does not divide) are computed by torch. Kernels compile at their fir
 later processes load them in tens of milliseconds.
 """
 
+from ..reference import prepare
 from .attention import paged_attention
 from .fused import add_rms_norm, rms_norm, silu_mul
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
@@ -26,6 +27,7 @@ __all__ = [
     "allocate_pages",
     "copy_pages",
     "paged_attention",
+    "prepare",
     "read_pages",
     "rms_norm",
     "rope_write",

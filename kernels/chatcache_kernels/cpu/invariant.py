@@ -17,18 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import AttentionBatch, KVPages
-from . import fused
+from ..reference import prepare
+from ..types import AttentionBatch, HeadNorms, KVPages
+from . import fused, rope
 from .attention import FEW_QUERIES, attend_pages, register_lanes
 from .decode import SPLIT, max_queries, partial_floats
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
-from .rope import rope_write, write_pages
+from .rope import write_pages
 
 __all__ = [
     "add_rms_norm",
     "allocate_pages",
     "copy_pages",
     "paged_attention",
+    "prepare",
     "read_pages",
     "rms_norm",
     "rope_write",
@@ -108,6 +110,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Add and normalise as `cpu.add_rms_norm` does."""
     _require(fused.norm_fits(x, weight) and residual.dtype == x.dtype, x)
     return fused.add_rms_norm(x, residual, weight, eps)
+
+
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: KVPages,
+    layer: int,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Norm, rotate and store as `cpu.rope_write` does."""
+    if norms is not None:
+        _require(fused.norm_fits(q, norms.q), q)
+    return rope.rope_write(q, k, v, cos, sin, pages, layer, slots, norms)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

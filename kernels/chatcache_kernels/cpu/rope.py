@@ -15,7 +15,8 @@ from numba import carray
 from torch import Tensor
 
 from .. import reference
-from ..types import KVPages
+from ..types import HeadNorms, KVPages
+from .fused import rms_norm
 from .launch import Launch, compile_kernel, helper, record, threads_for
 from .pages import write_slots
 from .vectors import FLOAT32, INT64, KINDS, fetch_add, fma, load, mul, num_lanes, pointer, scatter, splat, store, zeros
@@ -28,9 +29,22 @@ JOB, _PACK = record(
 
 
 def rope_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pages: KVPages, layer: int, slots: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: KVPages,
+    layer: int,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate q and k, store k and v, return q. Shapes: q [T, H, D], k, v [T, Hkv, D], cos, sin [T, C], slots [T]."""
+    """Norm each head if asked, rotate q and k, store k and v, return q.
+
+    Shapes: q [T, H, D], k, v [T, Hkv, D], cos, sin [T, C], slots [T].
+    """
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     half = cos.shape[-1]
     lanes = _lanes(pages.head_dim, half)
     if not lanes or not (q.dtype == k.dtype == v.dtype == pages.k.dtype):
