@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
+
+from chatcache.errors import ModelFolderError
 
 STD = 0.02
 
@@ -39,8 +45,7 @@ SHAPES = {
 
 def write_model(shape: Shape, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
     """Write `config.json` and `model.safetensors`: N(0, 0.02) weights, norms of one, no tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_config(shape, dtype), indent=2), encoding="utf-8")
+    write_config(shape, folder, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.ones(size, dtype=dtype)
@@ -49,6 +54,51 @@ def write_model(shape: Shape, folder: Path, *, dtype: torch.dtype = torch.bfloat
         for name, size in _tensor_shapes(shape).items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_config(shape: Shape, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write `config.json` alone: a folder for `RandomWeights`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_config(shape, dtype), indent=2), encoding="utf-8")
+
+
+class RandomWeights:
+    """Weights that `write_model` might have written, drawn on the device when asked for: seconds for 8 B parameters.
+
+    `std` is that of the matrices. Satisfies `model.weights.WeightSource`; the same seed draws the same weights on the
+    same kind of device, whatever the order.
+    """
+
+    def __init__(
+        self, shape: Shape, device: str, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0, std: float = STD
+    ) -> None:
+        self._shape, self._device, self._dtype, self._seed, self._std = shape, device, dtype, seed, std
+
+    @cached_property
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return _tensor_shapes(self._shape)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sizes
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(size) for size in self._sizes.values())
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Draw one tensor. Raises: ModelFolderError for one that this shape of model has not."""
+        if self._sizes.get(name) != shape:
+            raise ModelFolderError(f"tensor {name}: random weights have shape {self._sizes.get(name)}, not {shape}")
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        own = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:7], "little")
+        generator = torch.Generator(self._device).manual_seed(own)
+        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, self._std, generator=generator)
+
+    def digest(self) -> str:
+        """Return a hex digest of what decides the draws."""
+        facts = (self._shape, self._device, self._dtype, self._seed, self._std)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _config(shape: Shape, dtype: torch.dtype) -> dict[str, object]:

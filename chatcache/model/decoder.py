@@ -19,7 +19,7 @@ from chatcache.model.arch import Architecture
 from chatcache.model.attention import AttentionStep, Geometry
 from chatcache.model.linear import MakeLinear, Product, fast_linear
 from chatcache.model.rope import rope_tables
-from chatcache.model.weights import Weights
+from chatcache.model.weights import WeightSource
 
 Progress = Callable[[float, str], None]
 
@@ -103,7 +103,7 @@ class Decoder:
 
 def load_decoder(
     arch: Architecture,
-    weights: Weights,
+    weights: WeightSource,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
@@ -157,7 +157,9 @@ def _head_norms(a: Architecture, base: str, take: _Taker) -> HeadNorms | None:
 class _Taker:
     """Copies tensors out of the mapped files."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear) -> None:
+    def __init__(
+        self, weights: WeightSource, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear
+    ) -> None:
         self.weights, self.dtype, self.device = weights, dtype, device
         self.make_linear = make_linear
 
@@ -182,7 +184,7 @@ class _Taker:
         return whole
 
 
-def check_unused(weights: Weights, arch: Architecture, folder: Path) -> None:
+def check_unused(weights: WeightSource, arch: Architecture, folder: Path) -> None:
     """Refuse a folder with more layers than its config says: its text would be silently wrong.
 
     Raises: ModelFolderError.

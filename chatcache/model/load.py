@@ -23,7 +23,7 @@ from chatcache.model.invariant import InvariantLinears
 from chatcache.model.linear import fast_linear
 from chatcache.model.runner import Runner
 from chatcache.model.threads import limit_threads
-from chatcache.model.weights import Weights
+from chatcache.model.weights import Weights, WeightSource
 from chatcache.sched.plan import KVCapacity
 from chatcache.types import ModelFacts
 
@@ -38,8 +38,9 @@ SWAP_MAX_BYTES = 1024**3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner:
-    """Load `config.model`. `progress(fraction, what)` is called from 0 to 1.
+def load_model(config: EngineConfig, progress: Progress | None = None, weights: WeightSource | None = None) -> Runner:
+    """Load `config.model`. `progress(fraction, what)` is called from 0 to 1; `weights` replace those of the folder
+    (for native models).
 
     Raises: ModelFolderError naming the file and the reason; no other error is expected of bad input.
     """
@@ -48,7 +49,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Runner
     folder = resolve_model_path(config.model)
     raw = read_config(folder)
     eos = eos_token_ids(folder, raw)
-    weights = Weights(weight_files(folder))
+    weights = Weights(weight_files(folder)) if weights is None else weights
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if config.deterministic and device.type != "cpu":
@@ -87,7 +88,7 @@ def _load_network(
     config: EngineConfig,
     folder: Path,
     raw: dict[str, Any],
-    weights: Weights,
+    weights: WeightSource,
     dtype: torch.dtype,
     device: torch.device,
     say: Progress,
@@ -229,7 +230,7 @@ def _cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _digest(raw: dict[str, Any], weights: Weights, dtype: torch.dtype, max_model_len: int) -> str:
+def _digest(raw: dict[str, Any], weights: WeightSource, dtype: torch.dtype, max_model_len: int) -> str:
     """Hash all that decides what a page holds: config, weights, dtype, and the length that dynamic rope depends on."""
     facts = json.dumps([raw, str(dtype), max_model_len, weights.digest()], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()

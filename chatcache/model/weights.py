@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,26 @@ DTYPES = {
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 WHOLE_FILE_DIGEST_BYTES = 64 * 1024 * 1024
 SAMPLE_BYTES = 1024
+
+
+class WeightSource(Protocol):
+    """A model's tensors by name, wherever they come from."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return one tensor, to be copied before it is kept.
+
+        Raises: ModelFolderError if there is none of this shape.
+        """
+        ...
+
+    def digest(self) -> str:
+        """Return a hex digest of all that decides what the tensors hold."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,14 @@ from chatcache.bench.limits import Limits, measure_limits
 from chatcache.bench.measures import MEASURES
 from chatcache.bench.report import Report, compared, print_report, rate, to_json
 from chatcache.bench.run import matmul_params, run_bench
-from chatcache.bench.shapes import SHAPES, write_model
+from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config, write_model
 from chatcache.cli import app
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_facts
 from chatcache.errors import ModelFolderError
-from chatcache.types import BeamSearchParams, SamplingParams
+from chatcache.model.load import load_model
+from chatcache.types import BeamSearchParams, GenerateRequest, SamplingParams, Tokens
 
 QUICK = EngineConfig(dtype="float32", attention="reference", kv_memory_bytes=2**24)
 
@@ -148,3 +149,29 @@ def test_the_deterministic_model_can_be_measured() -> None:
     """The flag reaches the loader: the reference attention cannot be had so."""
     result = CliRunner().invoke(app, ["bench", "latency", "--deterministic", "--attention", "reference"])
     assert isinstance(result.exception, ModelFolderError) and "deterministic" in result.exception.message
+
+
+def test_weights_drawn_in_place(tmp_path: Path) -> None:
+    """One seed, one text; another seed, another; every tensor that transformers' model has, and no other shape."""
+    shape, texts = dataclasses.replace(SHAPES["tiny"], tied=False, qk_norm=True), []
+    write_config(shape, tmp_path, dtype=torch.float32)
+    for seed in (0, 0, 1):
+        weights = RandomWeights(shape, "cpu", dtype=torch.float32, seed=seed, std=0.2)
+        config = msgspec.structs.replace(QUICK, model=str(tmp_path))
+        runner = load_model(config, weights=weights)
+        assert runner.facts.digest == load_model(config, weights=weights).facts.digest
+        engine = Engine(runner, runner.facts, config)
+        engine.add(GenerateRequest(request_id="a", prompt=tuple(range(20)), params=greedy(8)))
+        events = [event for _ in range(20) if engine.has_work() for event in engine.step()]
+        texts.append([event.token_ids for event in events if isinstance(event, Tokens)])
+    assert texts[0] == texts[1] != texts[2]
+    model = AutoModelForCausalLM.from_pretrained(written(shape, tmp_path / "written"), dtype=torch.float32)
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert all(weights.get(name, size).shape == size for name, size in names.items())
+    with pytest.raises(ModelFolderError, match="random weights have shape"):
+        weights.get("lm_head.weight", (2, 2))
+
+
+def written(shape: Shape, folder: Path) -> Path:
+    write_model(shape, folder, dtype=torch.float32)
+    return folder

@@ -1,0 +1,18 @@
+"""What is done to structs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+replace = dataclasses.replace
+
+
+def asdict(struct: Any) -> dict[str, Any]:
+    """Return the fields by name, their values as they are."""
+    return {field.name: getattr(struct, field.name) for field in dataclasses.fields(struct)}
+
+
+def force_setattr(struct: Any, name: str, value: Any) -> None:
+    """Set a field of a struct that is frozen."""
+    setattr(struct, name, value)
