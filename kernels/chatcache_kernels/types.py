@@ -77,10 +77,10 @@ class WorkList:
     """Pieces of attention whose tiles hold the same number of queries. One piece: some tokens against some keys.
 
     Shapes: items [I, 6] int32: (row of `tables` to read keys through, first key, end key, first member, number of
-    members, first state); members [B] int32: which of the step's T tokens take part, item after item; num_items [1]
-    int32. The keys are positions first .. end - 1, and a member sees those up to its own. Member number n of an item
-    leaves its partial result in state first_state + n, or, where first_state is -1, has no other piece and is written
-    to the output. Items past `num_items` are leftovers of a static buffer. `max_members` x G queries fit a tile.
+    members, first state); members [B] int32: which of the step's T tokens take part (items of the same tokens name the
+    same members); num_items [1] int32. The keys are positions first .. end - 1, and a member sees those up to its own,
+    which may be none. Member number n of an item leaves its partial result in state first_state + n, or, where
+    first_state is -1, has no other piece and is written to the output. Items past `num_items` are leftovers of a static buffer. `max_members` x G queries fit a tile.
     """
 
     items: Tensor

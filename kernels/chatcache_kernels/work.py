@@ -1,9 +1,9 @@
 """Cut a step's attention into pieces of bounded size: the work list that one kernel launch carries out.
 
 A piece is (some of the step's tokens) x (a range of keys): a row's newest token against 512 of its keys, a tile of a
-prompt chunk against all keys before it, or the newest tokens of many rows against the pages they share, which are then
-read once for all of them. Pieces of one token leave partial states that are merged by log-sum-exp, in order of their
-keys.
+prompt chunk against the keys before it, or the newest tokens of many rows against the pages they share, which are then
+read once for all of them. A token that several pieces see gets a partial state from each; they merge by log-sum-exp, in
+order of their keys.
 
     row 0   keys  [ shared pages ............ | own ......]    items  rows 0, 1, 2 x keys    0 ..  511   states 0 1 2
     row 1         [ the same ................ | own ..]               rows 0, 1, 2 x keys  512 .. 1023   states 3 4 5
@@ -12,11 +12,16 @@ keys.
 The split rule depends on positions alone, not on how many rows there are: SPLIT keys for rows of few tokens, which are
 bound by reading keys, and LONG_SPLIT for those of many, which bring queries enough to fill a device.
 
+This runs once a step while a device waits, so no row costs Python time: tiles (tokens that go together, and their keys)
+are arrays, and one pass cuts them all.
+
 Sources: split-KV decoding (Flash-Decoding, 2023), merged states over shared prefixes (FlashInfer cascades, 2024;
 Hydragen, Juravsky et al. 2024), work lists over prefix trees (DeFT, Yao et al. 2024).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,56 +37,201 @@ SMALL_QUERIES = 16  # queries of a tile for rows of few tokens: the least that a
 LARGE_QUERIES = 64
 
 
+def tile_heights(group: int) -> tuple[int, int]:
+    """Return how many tokens a small and a large tile hold."""
+    return max(1, SMALL_QUERIES // group), max(1, LARGE_QUERIES // group)
+
+
+@dataclass(frozen=True, slots=True)
+class HostList:
+    """`WorkList` in numpy."""
+
+    items: I32
+    members: I32
+    max_members: int
+
+    def tensors(self) -> WorkList:
+        """Return the same as tensors, on the host."""
+        num_items = torch.from_numpy(np.array([len(self.items)], np.int32))
+        return WorkList(torch.from_numpy(self.items), torch.from_numpy(self.members), num_items, self.max_members)
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """`AttentionWork` in numpy."""
+
+    lists: tuple[HostList, ...]
+    positions: I32
+    merge_tokens: I32
+    merge_offsets: I32
+    merge_states: I32
+
+    @property
+    def num_states(self) -> int:
+        """Return S."""
+        return len(self.merge_states)
+
+    def tensors(self) -> AttentionWork:
+        """Return the same as tensors, on the host."""
+        return AttentionWork(
+            lists=tuple(one.tensors() for one in self.lists),
+            positions=torch.from_numpy(self.positions),
+            merge_tokens=torch.from_numpy(self.merge_tokens),
+            merge_offsets=torch.from_numpy(self.merge_offsets),
+            merge_states=torch.from_numpy(self.merge_states),
+            num_merges=torch.from_numpy(np.array([len(self.merge_tokens)], np.int32)),
+            num_states=self.num_states,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tokens that go through the same keys together, to be cut into items.
+
+    Shapes: row, first_key, end_key, num_members, split [N]; members [sum(num_members)], tile after tile. `height` is
+    the most members of a tile. The keys first_key .. end_key - 1 of table `row` are cut every `split` keys; `shared`:
+    later tiles hold the rest of these tokens' keys.
+    """
+
+    row: I32
+    first_key: I32
+    end_key: I32
+    num_members: I32
+    split: I32
+    members: I32
+    height: int
+    shared: bool = False
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.row)
+
+
 def plan_work(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork:
     """Return the pieces of one step, on the host.
 
     Shapes: tables [R, max_pages], start, num_tokens [R]; `group` is G.
     """
-    counts = num_tokens.astype(np.int64)
-    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-    row_of = np.repeat(np.arange(len(counts)), counts)
-    positions = (np.arange(offsets[-1]) - offsets[row_of] + start[row_of]).astype(np.int32)
-    small, large = max(1, SMALL_QUERIES // group), max(1, LARGE_QUERIES // group)
-    few = counts <= large
-    lists, states = [], []  # states: (token, first key, state)
-    num_states = 0
-    for rows, height, split in (
-        (np.flatnonzero(few & (counts > 0) & (counts <= small)), small, SPLIT),
-        (np.flatnonzero(few & (counts > small)), large, SPLIT),
-        (np.flatnonzero(~few), large, LONG_SPLIT),
-    ):
-        items: list[tuple[int, ...]] = []
-        members: list[int] = []
-        for row in rows.tolist():
-            for first in range(0, int(counts[row]), height):
-                tokens = range(int(offsets[row]) + first, int(offsets[row]) + min(first + height, int(counts[row])))
-                end = int(start[row]) + first + len(tokens)
-                cuts = range(0, end, split)
-                for key in cuts:
-                    state = -1
-                    if len(cuts) > 1:
-                        state, num_states = num_states, num_states + len(tokens)
-                        states += [(token, key, state + i) for i, token in enumerate(tokens)]
-                    items.append((row, key, min(key + split, end), len(members), len(tokens), state))
-                    members += tokens
-        if items:
-            lists.append((items, members, height))
-    states.sort()
-    tokens_of = np.array([token for token, _, _ in states], np.int32)
-    merge_tokens, firsts = np.unique(tokens_of, return_index=True)
-    return AttentionWork(
-        lists=tuple(
-            WorkList(_int32(items).view(-1, 6), _int32(members), _int32([len(items)]), height)
-            for items, members, height in lists
-        ),
-        positions=torch.from_numpy(positions),
-        merge_tokens=_int32(merge_tokens),
-        merge_offsets=_int32([*firsts.tolist(), len(states)]),
-        merge_states=_int32([state for _, _, state in states]),
-        num_merges=_int32([len(merge_tokens)]),
-        num_states=num_states,
+    return plan_host(tables, start, num_tokens, page_size, group).tensors()
+
+
+def plan_host(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> HostWork:
+    """Return the pieces of one step in numpy; the arguments are those of `plan_work`."""
+    small, large = tile_heights(group)
+    offsets = np.cumsum(num_tokens, dtype=np.int32) - num_tokens
+    if num_tokens.max(initial=0) <= 1:
+        rows = np.flatnonzero(num_tokens).astype(np.int32)
+        return _cut([_one_token(rows, start, offsets, small)], start[rows])
+    many = num_tokens > small
+    parts = [
+        _row_tiles(np.flatnonzero(rows).astype(np.int32), start, num_tokens, offsets, height, large)
+        for rows, height in ((many, large), (~many & (num_tokens > 0), small))
+    ]
+    return _cut(parts, np.repeat(start, num_tokens) + _within(num_tokens))
+
+
+def _one_token(rows: I32, start: I32, offsets: I32, height: int) -> Tiles:
+    """Return a tile for each of `rows`, all of one token."""
+    ones = np.ones(len(rows), np.int32)
+    return Tiles(rows, ones - 1, start[rows] + 1, ones, ones * SPLIT, offsets[rows], height)
+
+
+def _row_tiles(rows: I32, start: I32, num_tokens: I32, offsets: I32, height: int, large: int) -> Tiles:
+    """Return the tiles, each of at most `height` tokens, of each of `rows`."""
+    num_tiles = -(-num_tokens[rows] // height)
+    row = np.repeat(rows, num_tiles)
+    first = _within(num_tiles) * height
+    num = np.minimum(num_tokens[row] - first, height)
+    split = np.where(num_tokens[row] > large, np.int32(LONG_SPLIT), np.int32(SPLIT))
+    members = np.repeat(offsets[row] + first, num) + _within(num)
+    return Tiles(row, np.zeros_like(row), start[row] + first + num, num, split, members, height)
+
+
+def _within(counts: I32) -> I32:
+    """Return 0 .. count - 1 for each count, one after the other."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.arange(ends[-1] if len(ends) else 0, dtype=np.int32) - np.repeat(ends - counts, counts)
+
+
+def _join(parts: list[Tiles]) -> Tiles:
+    """Return all tiles behind one another."""
+    if len(parts) == 1:
+        return parts[0]
+    return Tiles(
+        np.concatenate([part.row for part in parts]),
+        np.concatenate([part.first_key for part in parts]),
+        np.concatenate([part.end_key for part in parts]),
+        np.concatenate([part.num_members for part in parts]),
+        np.concatenate([part.split for part in parts]),
+        np.concatenate([part.members for part in parts]),
+        height=0,
     )
 
 
-def _int32(values: object) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.int32))
+def _cut(parts: list[Tiles], positions: I32) -> HostWork:
+    """Cut tiles into items and say which states make up a token. A token's tiles come in order of their keys."""
+    tiles = _join(parts)
+    num, split = tiles.num_members, tiles.split
+    pieces = (tiles.end_key - tiles.first_key + (split - 1)) // split
+    alone = (pieces == 1) & (tiles.first_key == 0)
+    if len(parts) > 1:
+        alone &= np.repeat([not part.shared for part in parts], [len(part) for part in parts])
+    num_states = pieces * num
+    num_states[alone] = 0
+    first_state = np.cumsum(num_states, dtype=np.int32) - num_states
+    item_ends, member_ends = np.cumsum(pieces, dtype=np.int32), np.cumsum(num, dtype=np.int32)
+    first_item, first_member = item_ends - pieces, member_ends - num
+    # each column is linear in the item's number, so that an item is its tile's line and a multiplication
+    lines = np.empty((len(num), 6), np.int32)
+    lines[:, 0] = tiles.row
+    lines[:, 1] = tiles.first_key - split * first_item
+    lines[:, 2] = tiles.end_key
+    lines[:, 3] = first_member
+    lines[:, 4] = num
+    lines[:, 5] = np.where(alone, -1, first_state) - num * first_item
+    items = np.repeat(lines, pieces, axis=0)
+    number = np.arange(len(items), dtype=np.int32)
+    split = np.repeat(split, pieces)
+    items[:, 1] += number * split
+    items[:, 2] = np.minimum(items[:, 2], items[:, 1] + split)
+    items[:, 5] += number * items[:, 4]
+    lists = _lists(parts, items, item_ends, tiles.members, member_ends)
+    return HostWork(lists, positions, *_merges(tiles, pieces, alone, first_state, len(parts) > 1))
+
+
+def _lists(parts: list[Tiles], items: I32, item_ends: I32, members: I32, member_ends: I32) -> tuple[HostList, ...]:
+    """Return the items in a list for each tile height; parts of equal height are neighbours."""
+    lists = []
+    tile, item, member = 0, 0, 0
+    for part, after in zip(parts, [*parts[1:], None], strict=True):
+        tile += len(part)
+        if (after is not None and after.height == part.height) or not tile:
+            continue
+        if item_ends[tile - 1] > item:
+            chosen = items[item : item_ends[tile - 1]]
+            chosen[:, 3] -= member
+            lists.append(HostList(chosen, members[member : member_ends[tile - 1]], part.height))
+        item, member = int(item_ends[tile - 1]), int(member_ends[tile - 1])
+    return tuple(lists)
+
+
+def _merges(tiles: Tiles, pieces: I32, alone: NDArray[np.bool_], first_state: I32, mixed: bool) -> tuple[I32, I32, I32]:
+    """Return merge_tokens, merge_offsets and merge_states. `mixed`: tokens may be out of order, or in several tiles."""
+    tokens, num = tiles.members, tiles.num_members
+    count = np.where(alone, 0, pieces)
+    if not mixed and len(tokens) == len(num):  # decode: states are numbered token by token
+        chosen = np.flatnonzero(count)
+        ends = np.cumsum(count[chosen], dtype=np.int32)
+        offsets = np.zeros(len(ends) + 1, np.int32)
+        offsets[1:] = ends
+        return tokens[chosen], offsets, np.arange(offsets[-1], dtype=np.int32)
+    count, state, step = (np.repeat(x, num) for x in (count, first_state, num))
+    state += _within(num)
+    chosen = np.flatnonzero(count)
+    chosen = chosen[np.argsort(tokens[chosen], kind="stable")]
+    tokens, state, step, count = (x[chosen] for x in (tokens, state, step, count))
+    ends = np.cumsum(count, dtype=np.int32)
+    states = np.repeat(state - step * (ends - count), count)
+    states += np.arange(len(states), dtype=np.int32) * np.repeat(step, count)
+    last = np.flatnonzero(np.append(tokens[1:] != tokens[:-1], len(tokens) > 0))
+    return tokens[last], np.append(np.int32(0), ends[last]), states
