@@ -80,7 +80,8 @@ class WorkList:
     members, first state); members [B] int32: which of the step's T tokens take part (items of the same tokens name the
     same members); num_items [1] int32. The keys are positions first .. end - 1, and a member sees those up to its own,
     which may be none. Member number n of an item leaves its partial result in state first_state + n, or, where
-    first_state is -1, has no other piece and is written to the output. Items past `num_items` are leftovers of a static buffer. `max_members` x G queries fit a tile.
+    first_state is -1, has no other piece and is written to the output. Items past
+    `num_items` are leftovers of a static buffer. `max_members` x G queries fit a tile.
     """
 
     items: Tensor
