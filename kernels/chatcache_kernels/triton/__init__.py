@@ -1,0 +1,34 @@
+"""The operations of `reference` on NVIDIA GPUs, compiled by Triton.
+
+    pages.py       the page store: layout, reads, writes, copies
+    swap.py        pages to host memory and back
+    rope.py        head norms, rotation and page write in one launch
+    norm.py        RMSNorm, alone and after an addition
+    activation.py  the gated activation
+    rounding.py    one cast that rounds alike on GPUs and in the interpreter
+    launch.py      what all launches share
+
+Kernels run on the current stream of the current device, which must be the tensors' device. They compile at their first
+call for a shape of model (about a second each; Triton keeps them on disk); nothing that varies between steps, such as
+the number of tokens, compiles anew. With `TRITON_INTERPRET=1` in the environment before the first import they run on
+CPU tensors instead, slowly, which is how they are tested where there is no GPU.
+"""
+
+from .activation import silu_mul
+from .norm import add_rms_norm, rms_norm
+from .pages import allocate_pages, copy_pages, read_pages, write_pages
+from .rope import rope_write
+from .swap import swap_in, swap_out
+
+__all__ = [
+    "add_rms_norm",
+    "allocate_pages",
+    "copy_pages",
+    "read_pages",
+    "rms_norm",
+    "rope_write",
+    "silu_mul",
+    "swap_in",
+    "swap_out",
+    "write_pages",
+]

@@ -1,0 +1,18 @@
+"""What all kernels' launches share: sizes, strides, and the options that never vary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+EXACT = {"enable_fp_fusion": False}
+"""Options of kernels that must round as the reference does: a product and a sum are two roundings, not one."""
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is not less than n; 1 for n < 2."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def dense_last(x: Tensor) -> Tensor:
+    """Return x with its last dimension dense, copied only if it is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,154 @@
+"""The page store on a GPU: layout, reads, writes, copies of whole pages.
+
+K and V are [L, N, Hkv, P, D]: one head's tokens of a page lie side by side, so that a tile of keys of one head is
+read in long runs, and one page of one layer is one run of memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..types import KVPages
+from .launch import EXACT, dense_last, next_power_of_2
+from .rounding import rounded
+
+MOVE_BLOCK = 1024
+"""int32 of K and of V that one program moves: 4 KiB each."""
+WRITE_TILE = 2048
+"""Elements of K and of V that one program writes."""
+
+
+def allocate_pages(
+    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> KVPages:
+    """Return a store of zeroed pages.
+
+    Zeroed although nobody reads a slot before it is written: the fill runs at memory speed (tens of milliseconds for
+    a whole GPU), too large a store fails here and not later, and what a masked-out lane multiplies by zero is never a
+    stray NaN.
+    """
+    shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
+    k, v = (torch.zeros(shape, dtype=dtype) for _ in "kv")
+    return KVPages(k, v, page_size, num_kv_heads, head_dim)
+
+
+def read_pages(pages: KVPages, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values at `slots`. Shapes: slots [S] -> [S, Hkv, D] each."""
+    page, offset = slots.long() // pages.page_size, slots.long() % pages.page_size
+    return pages.k[layer].transpose(1, 2)[page, offset], pages.v[layer].transpose(1, 2)[page, offset]
+
+
+def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Store keys and values of new tokens. Shapes: k, v [T, Hkv, D] (any strides over tokens and heads); slots [T]."""
+    num_tokens, num_heads, dim = k.shape
+    if not num_tokens:
+        return
+    k, v = dense_last(k), dense_last(v)
+    heads = tile_heads(num_heads, dim, WRITE_TILE)
+    write_heads[(num_tokens, triton.cdiv(num_heads, heads))](
+        k, v, pages.k, pages.v, slots.contiguous(), layer, pages.k.stride(0),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        NUM_HEADS=num_heads, DIM=dim, PAGE=pages.page_size, HEADS=heads, DIM_BLOCK=next_power_of_2(dim),
+        num_warps=4, **EXACT,
+    )  # fmt: skip
+
+
+def copy_pages(pages: KVPages, copies: Tensor) -> None:
+    """Copy whole pages, all layers, in one launch. Shapes: copies [C, 2] (src, dst); no dst is a src."""
+    k, v = as_words(pages.k), as_words(pages.v)
+    move((k, v), (k, v), copies)
+
+
+def as_words(store: Tensor) -> Tensor:
+    """Return a store, whatever its dtype and the shape of a page, as int32 [., ., words]."""
+    return store.view(*store.shape[:2], -1).view(torch.int32)
+
+
+def tile_heads(num_heads: int, dim: int, tile: int) -> int:
+    """Return how many heads one program takes: a power of two, about `tile` elements."""
+    return max(1, min(next_power_of_2(num_heads), tile // next_power_of_2(dim)))
+
+
+def move(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], pairs: Tensor) -> None:
+    """Copy pages of one pair of stores (K, V) to those of another, all layers, in one launch.
+
+    Shapes: each store int32 [L, pages, words], a page of a layer dense, the strides before free and alike for K and V;
+    pairs [C, 2] (source page, target page), of any integer type.
+    """
+    num_layers, _, words = source[0].shape
+    if not len(pairs):
+        return
+    move_words[(triton.cdiv(words, MOVE_BLOCK), num_layers, len(pairs))](
+        *source, *target, pairs.contiguous(), *source[0].stride()[:2], *target[0].stride()[:2],
+        WORDS=words, BLOCK=MOVE_BLOCK, num_warps=4, **EXACT,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
+def move_words(  # type: ignore[no-untyped-def]
+    source_k,
+    source_v,
+    target_k,
+    target_v,
+    pairs,
+    source_layer,
+    source_page,
+    target_layer,
+    target_page,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one block of one page and layer, of K and of V.
+
+    Shapes: see `move`; the other arguments are strides in int32. Grid: (WORDS / BLOCK, L, C). int32 whatever the pages
+    hold, so that every bit pattern survives; four 16-byte loads a thread are in flight before the first store.
+    """
+    layer, pair = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < WORDS
+    start, end = tl.load(pairs + 2 * pair).to(tl.int64), tl.load(pairs + 2 * pair + 1).to(tl.int64)
+    source = layer * source_layer + start * source_page
+    target = layer * target_layer + end * target_page
+    k = tl.load(source_k + source + word, mask=inside)
+    v = tl.load(source_v + source + word, mask=inside)
+    tl.store(target_k + target + word, k, mask=inside)
+    tl.store(target_v + target + word, v, mask=inside)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def write_heads(  # type: ignore[no-untyped-def]
+    k,
+    v,
+    k_pages,
+    v_pages,
+    slots,
+    layer,
+    layer_stride,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """Write `HEADS` heads of one token to its page.
+
+    Shapes: k, v [T, NUM_HEADS, DIM], pages [L, N, NUM_HEADS, PAGE, DIM], slots [T]. Grid: (T, NUM_HEADS / HEADS).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    inside = (head < NUM_HEADS) & (column < DIM)
+    slot = tl.load(slots + token).to(tl.int64)
+    to = layer.to(tl.int64) * layer_stride + (slot // PAGE * NUM_HEADS * PAGE + slot % PAGE) * DIM
+    keys = tl.load(k + token * k_token + head * k_head + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(v + token * v_token + head * v_head + column, mask=inside, other=0.0).to(tl.float32)
+    at = to + head * (PAGE * DIM) + column
+    tl.store(k_pages + at, rounded(keys, k_pages.dtype.element_ty), mask=inside)
+    tl.store(v_pages + at, rounded(values, v_pages.dtype.element_ty), mask=inside)

@@ -1,0 +1,178 @@
+"""Norm each head, rotate queries and keys, write keys and values to their pages: one launch.
+
+q, k and v may be slices of one fused projection. Symbols: see types.py; C = rotated dimensions / 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import rms_norm
+from ..types import HeadNorms, KVPages
+from .launch import EXACT, dense_last, next_power_of_2
+from .pages import tile_heads
+from .rounding import rounded
+
+TILE = 2048
+"""Elements of the heads that one program takes."""
+
+
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: KVPages,
+    layer: int,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Norm each head if asked, rotate q and k, store k and v, return q.
+
+    Shapes: q [T, H, D], k, v [T, Hkv, D] (any strides over tokens and heads), cos, sin [T, C], slots [T].
+    """
+    if norms is not None and not norms.q.dtype == norms.k.dtype == q.dtype == k.dtype:
+        q, k, norms = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps), None
+    num_tokens, num_heads, dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not num_tokens:
+        return out
+    q, k, v = dense_last(q), dense_last(k), dense_last(v)
+    half, kv_heads = cos.shape[-1], k.shape[1]
+    heads, kv_tile = tile_heads(num_heads, dim, TILE), tile_heads(kv_heads, dim, TILE)
+    half_block = next_power_of_2(half)
+    turn_heads[(num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(kv_heads, kv_tile))](
+        q, k, v, out, cos.contiguous(), sin.contiguous(), pages.k, pages.v, slots.contiguous(),
+        norms.q if norms else q, norms.k if norms else k, norms.eps if norms else 0.0,
+        layer, pages.k.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        NORM=norms is not None, NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, DIM=dim, HALF=half, PAGE=pages.page_size,
+        HEADS=heads, KV_HEADS=kv_tile, HALF_BLOCK=half_block, REST_BLOCK=next_power_of_2(dim - 2 * half),
+        DIM_BLOCK=next_power_of_2(dim), num_warps=max(1, min(4, kv_tile * half_block // 256)), **EXACT,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["layer"])
+def turn_heads(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    out,
+    cos,
+    sin,
+    k_pages,
+    v_pages,
+    slots,
+    q_norm,
+    k_norm,
+    eps,
+    layer,
+    layer_stride,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """Take `HEADS` query heads of one token, or `KV_HEADS` key heads and value heads.
+
+    Shapes: q, out [T, NUM_HEADS, DIM], k, v [T, NUM_KV_HEADS, DIM], cos, sin [T, HALF], slots [T], norms [DIM],
+    pages [L, N, NUM_KV_HEADS, PAGE, DIM]; *_token, *_head are strides.
+    Grid: (T, NUM_HEADS / HEADS + NUM_KV_HEADS / KV_HEADS), query blocks first.
+    The warps suit the smaller of the two kinds, so that the halves of the keys, too, are read 16 bytes a thread.
+    """
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_blocks: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    angle = tl.arange(0, HALF_BLOCK)[None, :]
+    c = tl.load(cos + token * HALF + angle, mask=angle < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * HALF + angle, mask=angle < HALF, other=0.0).to(tl.float32)
+    if block < q_blocks:
+        head = block * HEADS + tl.arange(0, HEADS)[:, None]
+        source = q + token * q_token + head * q_head
+        target = out + (token * NUM_HEADS + head) * DIM
+        turn(
+            source, target, head < NUM_HEADS, q_norm, c, s, eps, q.dtype.element_ty, out.dtype.element_ty,
+            NORM, DIM, HALF, HALF_BLOCK, REST_BLOCK,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        to = layer.to(tl.int64) * layer_stride + (slot // PAGE * NUM_KV_HEADS * PAGE + slot % PAGE) * DIM
+        head = (block - q_blocks) * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
+        column = tl.arange(0, DIM_BLOCK)[None, :]
+        inside = (head < NUM_KV_HEADS) & (column < DIM)
+        values = tl.load(v + token * v_token + head * v_head + column, mask=inside, other=0.0).to(tl.float32)
+        turn(
+            k + token * k_token + head * k_head, k_pages + to + head * (PAGE * DIM), head < NUM_KV_HEADS, k_norm,
+            c, s, eps, k.dtype.element_ty, k_pages.dtype.element_ty, NORM, DIM, HALF, HALF_BLOCK, REST_BLOCK,
+        )  # fmt: skip
+        at = to + head * (PAGE * DIM) + column
+        tl.store(v_pages + at, rounded(values, v_pages.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def turn(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    inside,
+    weight,
+    c,
+    s,
+    eps,
+    kind: tl.constexpr,
+    target_kind: tl.constexpr,
+    NORM: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    """Norm and rotate heads on their way from `source` to `target`. Shapes: source, target, inside [heads, 1]; c, s
+    [1, HALF_BLOCK]. Every step rounds to the `kind` of the activations, as the reference does."""
+    half, rest = tl.arange(0, HALF_BLOCK)[None, :], 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+    in_half, in_rest = inside & (half < HALF), inside & (rest < DIM)
+    first = tl.load(source + half, mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + half, mask=in_half, other=0.0).to(tl.float32)
+    if 2 * HALF < DIM:
+        others = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        if 2 * HALF < DIM:
+            squares += tl.sum(others * others, axis=1, keep_dims=True)
+        scale = tl.rsqrt(squares / DIM + eps)
+        first = normed(first, scale, weight + half, half < HALF, kind)
+        second = normed(second, scale, weight + HALF + half, half < HALF, kind)
+        if 2 * HALF < DIM:
+            others = normed(others, scale, weight + rest, rest < DIM, kind)
+    tl.store(target + half, _twice(first * c - second * s, kind, target_kind), mask=in_half)
+    tl.store(target + HALF + half, _twice(second * c + first * s, kind, target_kind), mask=in_half)
+    if 2 * HALF < DIM:
+        tl.store(target + rest, rounded(others, target_kind), mask=in_rest)
+
+
+@triton.jit
+def normed(x, scale, weight, inside, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return x * scale * weight, rounded to `kind` after each product, in float32."""
+    loaded = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    return rounded(loaded * rounded(x * scale, kind).to(tl.float32), kind).to(tl.float32)
+
+
+@triton.jit
+def _twice(x, kind: tl.constexpr, target_kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round to the activations' type, then to that of the target, which may be narrower."""
+    return rounded(rounded(x, kind).to(tl.float32), target_kind)
