@@ -22,19 +22,23 @@ Hydragen, Juravsky et al. 2024), work lists over prefix trees (DeFT, Yao et al. 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .prefixes import CostRule, SharedRanges, SharingCost, choose_ranges, prefix_forest
 from .types import AttentionWork, WorkList
 
 I32 = NDArray[np.int32]
+Share = Literal["auto", "always", "never"]
 
 SPLIT = 512
 LONG_SPLIT = 4096
 SMALL_QUERIES = 16  # queries of a tile for rows of few tokens: the least that a matrix unit multiplies
 LARGE_QUERIES = 64
+DEFAULT_COST = SharingCost()
 
 
 def tile_heights(group: int) -> tuple[int, int]:
@@ -107,49 +111,105 @@ class Tiles:
         return len(self.row)
 
 
-def plan_work(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork:
+def plan_work(
+    tables: I32,
+    start: I32,
+    num_tokens: I32,
+    page_size: int,
+    group: int,
+    *,
+    share: Share = "auto",
+    cost: SharingCost = DEFAULT_COST,
+) -> AttentionWork:
     """Return the pieces of one step, on the host.
 
-    Shapes: tables [R, max_pages], start, num_tokens [R]; `group` is G.
+    Shapes: tables [R, max_pages], start, num_tokens [R]; `group` is G. `share`: whether rows of one token read together
+    the pages that they have in common: where `cost` says that it pays, always, or never. Which rows share decides where
+    a token's keys are cut, and nothing else: its states merge in order of their keys.
     """
-    return plan_host(tables, start, num_tokens, page_size, group).tensors()
+    return plan_host(tables, start, num_tokens, page_size, group, share=share, cost=cost).tensors()
 
 
-def plan_host(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> HostWork:
+def plan_host(
+    tables: I32,
+    start: I32,
+    num_tokens: I32,
+    page_size: int,
+    group: int,
+    *,
+    share: Share = "auto",
+    cost: SharingCost = DEFAULT_COST,
+) -> HostWork:
     """Return the pieces of one step in numpy; the arguments are those of `plan_work`."""
     small, large = tile_heights(group)
-    offsets = np.cumsum(num_tokens, dtype=np.int32) - num_tokens
-    if num_tokens.max(initial=0) <= 1:
-        rows = np.flatnonzero(num_tokens).astype(np.int32)
-        return _cut([_one_token(rows, start, offsets, small)], start[rows])
-    many = num_tokens > small
+    offsets = num_tokens.cumsum(dtype=np.int32) - num_tokens
+    most = num_tokens.max(initial=0)
+    shared: list[Tiles] = []
+    own = np.zeros_like(start)  # the first key that a row reads for itself
+    if share != "never":
+        levels = prefix_forest(tables, start // page_size * (num_tokens == 1))
+        if levels:
+            rule = CostRule(cost, SPLIT, (small, large), group) if share == "auto" else None
+            ranges, use_large = choose_ranges(levels, start + 1, page_size, rule, launched=bool(most > small))
+            own[ranges.rows] = ranges.end_key.repeat(ranges.sizes)  # of several levels the last counts
+            shared = _shared_tiles(ranges, offsets, small, large if use_large else small)
+    if most <= 1:
+        tiles = _one_token(start, own, offsets, slice(None) if num_tokens.all() else num_tokens.nonzero()[0], small)
+        return _cut([*shared, tiles], tiles.end_key - 1)
+    many = np.flatnonzero(num_tokens > small).astype(np.int32)
+    few = np.flatnonzero((num_tokens > 0) & (num_tokens <= small)).astype(np.int32)
     parts = [
-        _row_tiles(np.flatnonzero(rows).astype(np.int32), start, num_tokens, offsets, height, large)
-        for rows, height in ((many, large), (~many & (num_tokens > 0), small))
+        _row_tiles(many, start, own, num_tokens, offsets, large, large),
+        *shared,
+        _row_tiles(few, start, own, num_tokens, offsets, small, large),
     ]
-    return _cut(parts, np.repeat(start, num_tokens) + _within(num_tokens))
+    return _cut(parts, start.repeat(num_tokens) + _within(num_tokens))
 
 
-def _one_token(rows: I32, start: I32, offsets: I32, height: int) -> Tiles:
+def _one_token(start: I32, own: I32, offsets: I32, rows: slice | NDArray[np.int64], height: int) -> Tiles:
     """Return a tile for each of `rows`, all of one token."""
-    ones = np.ones(len(rows), np.int32)
-    return Tiles(rows, ones - 1, start[rows] + 1, ones, ones * SPLIT, offsets[rows], height)
+    row = np.arange(len(start), dtype=np.int32)[rows]
+    ones = np.ones(len(row), np.int32)
+    return Tiles(row, own[rows], start[rows] + 1, ones, ones * SPLIT, offsets[rows], height)
 
 
-def _row_tiles(rows: I32, start: I32, num_tokens: I32, offsets: I32, height: int, large: int) -> Tiles:
+def _shared_tiles(ranges: SharedRanges, offsets: I32, small: int, large: int) -> list[Tiles]:
+    """Return the tiles of rows that share pages, as even as they come, those of many rows first."""
+    many = ranges.sizes > small
+    firsts = ranges.sizes.cumsum(dtype=np.int32) - ranges.sizes
+    tiles = []
+    for node, height in ((many.nonzero()[0], large), ((~many).nonzero()[0], small)):
+        if not len(node):
+            continue
+        sizes = ranges.sizes[node]
+        num_tiles = -(-sizes // height)
+        number, at = _within(num_tiles), node.repeat(num_tiles)
+        size, count = sizes.repeat(num_tiles), num_tiles.repeat(num_tiles)
+        begin, end = number * size // count, (number + 1) * size // count
+        first = firsts[at] + begin
+        rows = ranges.rows[first.repeat(end - begin) + _within(end - begin)]
+        split = np.full(len(at), SPLIT, np.int32)
+        first_key, end_key = ranges.first_key[at], ranges.end_key[at]
+        tiles.append(
+            Tiles(ranges.rows[first], first_key, end_key, end - begin, split, offsets[rows], height, shared=True)
+        )
+    return tiles
+
+
+def _row_tiles(rows: I32, start: I32, own: I32, num_tokens: I32, offsets: I32, height: int, large: int) -> Tiles:
     """Return the tiles, each of at most `height` tokens, of each of `rows`."""
     num_tiles = -(-num_tokens[rows] // height)
-    row = np.repeat(rows, num_tiles)
+    row = rows.repeat(num_tiles)
     first = _within(num_tiles) * height
     num = np.minimum(num_tokens[row] - first, height)
     split = np.where(num_tokens[row] > large, np.int32(LONG_SPLIT), np.int32(SPLIT))
     members = np.repeat(offsets[row] + first, num) + _within(num)
-    return Tiles(row, np.zeros_like(row), start[row] + first + num, num, split, members, height)
+    return Tiles(row, own[row], start[row] + first + num, num, split, members, height)
 
 
 def _within(counts: I32) -> I32:
     """Return 0 .. count - 1 for each count, one after the other."""
-    ends = np.cumsum(counts, dtype=np.int32)
+    ends = counts.cumsum(dtype=np.int32)
     return np.arange(ends[-1] if len(ends) else 0, dtype=np.int32) - np.repeat(ends - counts, counts)
 
 
@@ -178,8 +238,8 @@ def _cut(parts: list[Tiles], positions: I32) -> HostWork:
         alone &= np.repeat([not part.shared for part in parts], [len(part) for part in parts])
     num_states = pieces * num
     num_states[alone] = 0
-    first_state = np.cumsum(num_states, dtype=np.int32) - num_states
-    item_ends, member_ends = np.cumsum(pieces, dtype=np.int32), np.cumsum(num, dtype=np.int32)
+    first_state = num_states.cumsum(dtype=np.int32) - num_states
+    item_ends, member_ends = pieces.cumsum(dtype=np.int32), num.cumsum(dtype=np.int32)
     first_item, first_member = item_ends - pieces, member_ends - num
     # each column is linear in the item's number, so that an item is its tile's line and a multiplication
     lines = np.empty((len(num), 6), np.int32)
@@ -189,9 +249,9 @@ def _cut(parts: list[Tiles], positions: I32) -> HostWork:
     lines[:, 3] = first_member
     lines[:, 4] = num
     lines[:, 5] = np.where(alone, -1, first_state) - num * first_item
-    items = np.repeat(lines, pieces, axis=0)
+    items = lines.repeat(pieces, axis=0)
     number = np.arange(len(items), dtype=np.int32)
-    split = np.repeat(split, pieces)
+    split = split.repeat(pieces)
     items[:, 1] += number * split
     items[:, 2] = np.minimum(items[:, 2], items[:, 1] + split)
     items[:, 5] += number * items[:, 4]
@@ -201,6 +261,8 @@ def _cut(parts: list[Tiles], positions: I32) -> HostWork:
 
 def _lists(parts: list[Tiles], items: I32, item_ends: I32, members: I32, member_ends: I32) -> tuple[HostList, ...]:
     """Return the items in a list for each tile height; parts of equal height are neighbours."""
+    if len(parts) == 1:
+        return (HostList(items, members, parts[0].height),) if len(items) else ()
     lists = []
     tile, item, member = 0, 0, 0
     for part, after in zip(parts, [*parts[1:], None], strict=True):
@@ -220,18 +282,18 @@ def _merges(tiles: Tiles, pieces: I32, alone: NDArray[np.bool_], first_state: I3
     tokens, num = tiles.members, tiles.num_members
     count = np.where(alone, 0, pieces)
     if not mixed and len(tokens) == len(num):  # decode: states are numbered token by token
-        chosen = np.flatnonzero(count)
+        chosen = count.nonzero()[0]
         ends = np.cumsum(count[chosen], dtype=np.int32)
         offsets = np.zeros(len(ends) + 1, np.int32)
         offsets[1:] = ends
         return tokens[chosen], offsets, np.arange(offsets[-1], dtype=np.int32)
-    count, state, step = (np.repeat(x, num) for x in (count, first_state, num))
+    count, state, step = (x.repeat(num) for x in (count, first_state, num))
     state += _within(num)
-    chosen = np.flatnonzero(count)
+    chosen = count.nonzero()[0]
     chosen = chosen[np.argsort(tokens[chosen], kind="stable")]
     tokens, state, step, count = (x[chosen] for x in (tokens, state, step, count))
-    ends = np.cumsum(count, dtype=np.int32)
+    ends = count.cumsum(dtype=np.int32)
     states = np.repeat(state - step * (ends - count), count)
-    states += np.arange(len(states), dtype=np.int32) * np.repeat(step, count)
+    states += np.arange(len(states), dtype=np.int32) * step.repeat(count)
     last = np.flatnonzero(np.append(tokens[1:] != tokens[:-1], len(tokens) > 0))
     return tokens[last], np.append(np.int32(0), ends[last]), states

@@ -5,12 +5,16 @@ The oracle spells an `AttentionWork` out as (token, page, offset) triples and co
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
-from chatcache_kernels import work
+from chatcache_kernels import prefixes, work
+from chatcache_kernels.prefixes import SharingCost
 from chatcache_kernels.types import AttentionWork
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,9 +33,10 @@ class Step:
     page_size: int
     group: int
 
-    def plan(self) -> AttentionWork:
+    def plan(self, share: work.Share = "auto", cost: SharingCost = work.DEFAULT_COST) -> AttentionWork:
         """Return the step's work."""
-        return work.plan_work(self.tables, self.start, self.num_tokens, self.page_size, self.group)
+        sizes = self.page_size, self.group
+        return work.plan_work(self.tables, self.start, self.num_tokens, *sizes, share=share, cost=cost)
 
     def tokens(self) -> Iterator[tuple[int, int]]:
         """Yield (row, position) of each of the T tokens."""
@@ -133,3 +138,125 @@ def test_every_token_sees_its_keys_once(rows: list[tuple[int, int]], group: int)
 def test_any_rows_see_their_keys_once(rows: list[tuple[int, int]], page_size: int, group: int) -> None:
     step = separate(rows, page_size, group)
     check(step, step.plan())
+
+
+@st.composite
+def forests(draw: st.DrawFn, decode: bool = False) -> Step:
+    """Draw rows that begin like earlier ones, up to any page, the last and unfinished one too."""
+    page_size, group = draw(st.sampled_from((1, 4, 16, 64))), draw(st.integers(1, 17))
+    fresh = itertools.count(1)
+    tables: list[list[int]] = []
+    start: list[int] = []
+    num_tokens: list[int] = []
+    for _ in range(draw(st.integers(0, 14))):
+        pages: list[int] = []
+        if draw(st.integers(0, 4)) and tables:
+            parent = draw(st.sampled_from(tables))
+            common: int = draw(st.integers(0, len(parent)))
+            pages = parent[:common]
+        pages = pages + [next(fresh) for _ in range(draw(st.sampled_from((0, 1, 2, 3, 700 // page_size))))]
+        new = 1 if decode else draw(st.sampled_from((0, 1, 1, 1, 2, 30)))
+        first = max(0, len(pages) * page_size - new - draw(st.integers(0, page_size - 1)))
+        needed = -(-(first + new) // page_size)
+        tables.append((pages + [next(fresh) for _ in range(needed - len(pages))])[:needed])
+        start.append(first)
+        num_tokens.append(new)
+    shape = len(tables), max(map(len, tables), default=0) + 1
+    table = np.full(shape, -1, np.int32)
+    for row, pages in enumerate(tables):
+        table[row, : len(pages)] = pages
+    order = draw(st.permutations(list(range(len(tables)))))
+    starts, news = np.array(start, np.int32)[order], np.array(num_tokens, np.int32)[order]
+    return Step(table[order], starts, news, page_size, group)
+
+
+def ideal_reads(step: Step) -> int:
+    """Return the pages read if every shared page is read once for as many rows as a tile holds."""
+    small, large = work.tile_heights(step.group)
+
+    def reads(rows: list[int], page: int) -> int:
+        if not rows:
+            return 0
+        total, groups = 0, defaultdict(list)
+        for row in rows:
+            if step.num_tokens[row] == 1 and page < step.start[row] // step.page_size:
+                groups[step.tables[row, page]].append(row)
+            else:
+                total += pages_of(row) - page
+        for members in groups.values():
+            if len(members) > 1:
+                total += (1 if len(members) <= small else -(-len(members) // large)) + reads(members, page + 1)
+            else:
+                total += pages_of(members[0]) - page
+        return total
+
+    def pages_of(row: int) -> int:
+        return -(-int(step.start[row] + step.num_tokens[row]) // step.page_size)
+
+    return reads([row for row, new in enumerate(step.num_tokens) if new == 1], 0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(forests(), st.sampled_from(("auto", "always", "never")))
+def test_any_forest_sees_its_keys_once(step: Step, share: work.Share) -> None:
+    check(step, step.plan(share))
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(decode=True))
+def test_sharing_always_reads_as_many_pages_as_the_tree_has(step: Step) -> None:
+    with mock.patch.object(work, "SPLIT", 64 * step.page_size):  # cuts between pages: no page counts twice
+        assert page_reads(step, step.plan("always")) == ideal_reads(step)
+
+
+def modelled(step: Step, plan: AttentionWork, cost: SharingCost) -> float:
+    """Return the cost of a decode step's pieces, in keys, from the formula in prefixes.py."""
+    small, _ = work.tile_heights(step.group)
+    total = cost.per_query * step.group * plan.num_states
+    for one in plan.lists:
+        total += cost.per_launch if one.max_members > small else 0.0
+        total += sum(cost.reread * (end - first) + cost.per_item for _, first, end, *_ in one.items.tolist())
+    return float(total)
+
+
+COSTS = st.builds(
+    SharingCost,
+    st.sampled_from((0.25, 1.0)),
+    st.sampled_from((0.0, 10.0, 64.0)),
+    st.sampled_from((0.0, 2.0)),
+    st.sampled_from((0.0, 100.0, 3000.0)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(forests(decode=True), COSTS)
+def test_the_choice_costs_no_more_than_sharing_all_or_nothing(step: Step, cost: SharingCost) -> None:
+    all_shared, none, chosen = (modelled(step, step.plan(share, cost), cost) for share in ("always", "never", "auto"))
+    assert chosen <= min(all_shared, none) + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(decode=True), COSTS)
+def test_the_choice_is_the_best_of_all_where_launches_are_free(step: Step, cost: SharingCost) -> None:
+    """Brute force over every subset of the forest's nodes, small as they are."""
+    cost = replace(cost, per_launch=0.0)
+    levels = prefixes.prefix_forest(step.tables, np.where(step.num_tokens == 1, step.start // step.page_size, 0))
+    nodes = sum(len(level.sizes) for level in levels)
+    if nodes > 6:
+        return
+    costs = []
+    begins = prefixes._begins(levels, step.page_size) if levels else []
+    for chosen in itertools.product((False, True), repeat=nodes):
+        flags = iter(chosen)
+        kept: list[NDArray[np.bool_]] = []
+        places: list[NDArray[np.int64]] = []
+        for depth, level in enumerate(levels):
+            kept.append(np.array([next(flags) for _ in level.sizes], bool))
+            above = level.parent
+            places.append(
+                np.where(kept[-2][above], depth, places[-1][above]) if depth else np.zeros(len(above), np.int64)
+            )
+        ranges = prefixes._ranges(levels, begins, places, kept, step.page_size) if levels else None
+        with mock.patch.object(work, "choose_ranges", lambda *_, ranges=ranges, **__: (ranges, True)):
+            costs.append(modelled(step, step.plan("always"), cost))
+    assert modelled(step, step.plan("auto", cost), cost) <= min(costs) + 1e-6
