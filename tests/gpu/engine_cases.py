@@ -1,0 +1,256 @@
+"""Whole generations on one attention backend, to be compared with another: what each case asks, and what must happen.
+
+A case is a function from an idle engine to its answers; it also asserts that what it is about did happen (a hit, a
+preemption, a swap), so that no case can pass by not being one. The same cases run on a GPU, compiled, and on CPUs under
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chatcache.bench.shapes import RandomWeights, Shape, write_config
+from chatcache.config import EngineConfig
+from chatcache.engine.client import Launched
+from chatcache.engine.engine import Engine
+from chatcache.model.load import load_model
+from chatcache.model.runner import Runner
+from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
+from chatcache.types import (
+    BeamSearchParams,
+    CandidateDone,
+    EngineEvent,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Params,
+    SamplingParams,
+    Started,
+    Tokens,
+)
+
+SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 20))
+VOCAB = 128
+PAGE = 8
+TINY = Shape(64, 96, 2, 4, 2, 16, VOCAB, 4096, False, 10_000.0, qk_norm=True)
+PAGE_BYTES = 2 * TINY.num_layers * PAGE * TINY.num_kv_heads * TINY.head_dim * 4
+LOGPROB_TOLERANCE = 1e-4
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one candidate came to."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: str
+    score: float
+
+
+Answers = dict[tuple[str, int], Answer]
+
+
+class OneByOne:
+    """A runner that never runs ahead: every step is over before the next one is planned."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def capacity(self) -> KVCapacity:
+        return replace(self._runner.capacity(), runs_ahead=False)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._runner.execute(plan)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return self._runner.launch(plan)
+
+
+def build(
+    folder: Path, attention: str, device: str = "cpu", *, shape: Shape = TINY, ahead: bool = True, **settings: Any
+) -> Engine:
+    """Load the random model into a strict engine in float32."""
+    write_config(shape, folder)
+    common = {"kv_memory_bytes": 256 * PAGE_BYTES, "page_size": PAGE, "max_num_batched_tokens": 256, "max_num_seqs": 16}
+    config = EngineConfig(
+        model=str(folder), device=device, dtype="float32", attention=attention, strict=True, **{**common, **settings}
+    )
+    runner = load_model(config, weights=RandomWeights(shape, device, seed=SEED, std=0.2))
+    return Engine(runner if ahead else OneByOne(runner), runner.facts, config)
+
+
+def prompt_of(num_tokens: int, number: int = 0) -> Prompt:
+    """Return a prompt that differs from those of other numbers from its first token on."""
+    tokens = np.random.default_rng((SEED, number)).integers(0, VOCAB, num_tokens)
+    return (number % VOCAB, *tokens[1:].tolist())
+
+
+def greedy(num_tokens: int = 10, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, "logprobs": 1, **more})
+
+
+def sampled(n: int, num_tokens: int = 10, **more: Any) -> SamplingParams:
+    return greedy(num_tokens, **{"temperature": 1.0, "n": n, "seed": 5, **more})
+
+
+def submit(engine: Engine, *requests: tuple[Prompt, Params]) -> None:
+    for prompt, params in requests:
+        name = f"r{len(engine.scheduler.waiting) + len(engine.scheduler.running)}-{len(prompt)}"
+        engine.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
+
+
+def drain(engine: Engine) -> list[EngineEvent]:
+    """Step to the end, verifying the books after every step."""
+    events: list[EngineEvent] = []
+    for _ in range(2000):
+        if not engine.has_work():
+            return events
+        events += engine.step()
+        engine.check()
+    raise AssertionError("the engine stalls")
+
+
+def collect(events: Sequence[EngineEvent]) -> Answers:
+    """Put the events of finished requests together."""
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert not failed, failed
+    parts = [event for event in events if isinstance(event, Tokens)]
+    answers: Answers = {}
+    for done in events:
+        if isinstance(done, CandidateDone):
+            key = done.request_id, done.index
+            own = [part for part in parts if (part.request_id, part.index) == key]
+            tokens = tuple(token for part in own for token in part.token_ids)
+            logprobs = tuple(entry.logprob for part in own for entry in part.logprobs)
+            assert len(tokens) == len(logprobs) > 0
+            answers[key] = Answer(tokens, logprobs, done.finish_reason, done.score)
+    return answers
+
+
+def answer(engine: Engine, *requests: tuple[Prompt, Params]) -> Answers:
+    submit(engine, *requests)
+    return collect(drain(engine))
+
+
+def assert_same(found: Answers, expected: Answers) -> None:
+    """Tokens equal; log-probabilities and scores within a tolerance that float32 sums in another order need."""
+    assert found.keys() == expected.keys() and found
+    for key, one in expected.items():
+        other = found[key]
+        assert (other.tokens, other.reason) == (one.tokens, one.reason), f"seed {SEED}: {key}"
+        np.testing.assert_allclose(other.logprobs, one.logprobs, atol=LOGPROB_TOLERANCE, err_msg=f"seed {SEED}: {key}")
+        np.testing.assert_allclose(other.score, one.score, atol=len(one.tokens) * LOGPROB_TOLERANCE)
+
+
+# -- cases --------------------------------------------------------------------------------------------------------
+
+
+def mixed(engine: Engine) -> Answers:
+    """Greedy and sampled requests of several lengths in one batch, with every filter and penalty."""
+    return answer(
+        engine,
+        (prompt_of(5, 1), greedy()),
+        (prompt_of(16, 2), greedy()),
+        (prompt_of(41, 3), sampled(1, top_k=20, min_p=0.02)),
+        (prompt_of(23, 4), sampled(1, top_p=0.8, temperature=0.7, repetition_penalty=1.2, logit_bias={3: 2.0})),
+    )
+
+
+def n_best(engine: Engine) -> Answers:
+    """Four branches over one prompt, whose pages they share, the tail page copied on the first write."""
+    answers = answer(engine, (prompt_of(53, 5), sampled(4)), (prompt_of(9, 6), greedy()))
+    assert engine.health().num_page_copies >= 3
+    assert len({one.tokens for one in answers.values()}) == 5
+    return answers
+
+
+def beams(engine: Engine) -> Answers:
+    """Four beams beside a sampled request: forks, copies and retirements in every step."""
+    params = BeamSearchParams(beam_width=4, max_tokens=8, logprobs=1, ignore_eos=True)
+    return answer(engine, (prompt_of(30, 7), params), (prompt_of(12, 8), sampled(2)))
+
+
+def chunked(engine: Engine) -> Answers:
+    """A prompt of many chunks beside branches that decode."""
+    submit(engine, (prompt_of(10, 9), greedy(16)), (prompt_of(17, 10), sampled(2, 16)))
+    events = engine.step()
+    submit(engine, (prompt_of(75, 11), greedy(6)))
+    before = engine.health().num_steps
+    events += drain(engine)
+    assert engine.health().num_steps - before > 5
+    return collect(events)
+
+
+def cached(engine: Engine) -> Answers:
+    """A prompt again, and one that begins like it: all but the new tokens come from pages."""
+    first = answer(engine, (prompt_of(45, 12), greedy()))
+    submit(engine, (prompt_of(45, 12), greedy()), (prompt_of(45, 12)[:37] + prompt_of(20, 13), sampled(2)))
+    events = drain(engine)
+    hits = [event.num_cached_tokens for event in events if isinstance(event, Started)]
+    assert len(hits) == 2 and min(hits) >= 32, hits
+    again = collect(events)
+    assert len(first) == 1 and len(again) == 3
+    return again
+
+
+def preempted(engine: Engine) -> Answers:
+    """More branches than pages: someone gives way and comes back."""
+    answers = answer(engine, *((prompt_of(20 + number, 14 + number), sampled(2, 20)) for number in range(4)))
+    assert engine.health().num_preemptions > 0
+    return answers
+
+
+def swapped(engine: Engine) -> Answers:
+    """As `preempted`, through host memory."""
+    answers = preempted(engine)
+    assert engine.health().num_swap_preemptions > 0 and engine.health().num_pages_swapped_in > 0
+    return answers
+
+
+def cancelled(engine: Engine) -> Answers:
+    """A request that is given up frees its pages at once; the one beside it is not disturbed."""
+    submit(engine, (prompt_of(40, 20), sampled(3, 200)), (prompt_of(21, 21), greedy(12)))
+    events = [event for _ in range(4) for event in engine.step()]
+    held, before = engine.num_pages_held("r0-40"), engine.health().num_pages_in_use
+    engine.abort("r0-40")
+    engine.check()
+    assert held >= 6 and engine.health().num_pages_in_use == before - held
+    events += drain(engine)
+    ended = [event for event in events if isinstance(event, Finished) and event.cancelled]
+    assert [event.num_pages_freed for event in ended] == [held] and not engine.health().num_pages_in_use
+    return collect(events)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to do, with which engine."""
+
+    run: Callable[[Engine], Answers]
+    settings: dict[str, Any]
+
+
+SCARCE = {"kv_memory_bytes": 23 * PAGE_BYTES, "max_model_len": 128}
+CASES = {
+    "mixed": Case(mixed, {}),
+    "n_best": Case(n_best, {}),
+    "beams": Case(beams, {}),
+    "chunked": Case(chunked, {"max_num_batched_tokens": 16}),
+    "cached": Case(cached, {}),
+    "recomputed": Case(preempted, {**SCARCE, "preemption": "recompute"}),
+    "swapped": Case(swapped, {**SCARCE, "preemption": "swap", "swap_memory_bytes": 64 * PAGE_BYTES}),
+    "cancelled": Case(cancelled, {}),
+}
+
+
+def outcome(case: str, folder: Path, attention: str, device: str = "cpu", **settings: Any) -> Answers:
+    """Run one case on an engine of its own."""
+    one = CASES[case]
+    return one.run(build(folder, attention, device, **{**one.settings, **settings}))
