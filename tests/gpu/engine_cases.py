@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench.check.in_order import OneByOne
 
 from chatcache.bench.shapes import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
-from chatcache.engine.client import Launched
 from chatcache.engine.engine import Engine
 from chatcache.model.load import load_model
-from chatcache.model.runner import Runner
-from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
 from chatcache.types import (
     BeamSearchParams,
     CandidateDone,
@@ -56,22 +54,6 @@ class Answer:
 
 
 Answers = dict[tuple[str, int], Answer]
-
-
-class OneByOne:
-    """A runner that never runs ahead: every step is over before the next one is planned."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def capacity(self) -> KVCapacity:
-        return replace(self._runner.capacity(), runs_ahead=False)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self._runner.execute(plan)
-
-    def launch(self, plan: StepPlan) -> Launched:
-        return self._runner.launch(plan)
 
 
 def build(

@@ -1,0 +1,141 @@
+"""(c) What stands between the products: bytes read and written over the copy bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+from chatcache_kernels.types import HeadNorms, HostPages, KVPages
+from torch import Tensor
+
+from bench.check.ceilings import Ceilings, quick
+from bench.check.context import Context
+from bench.check.figures import Figure, rate
+from bench.check.timing import Work, measure, wall_s
+from bench.check.workload import PAGE, Heads, choose_kernels
+
+LAUNCH_BYTES = 64 * 2**20  # below this a launch is judged by its time alone
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Token counts, widths, pages of a copy and of a swap."""
+
+    tokens: tuple[int, ...]
+    hidden: int
+    intermediate: int
+    heads: Heads
+    num_layers: int
+    copies: tuple[int, ...]
+    swaps: tuple[int, ...]
+
+
+SIZES = {
+    "full": Sizes((1, 64, 256, 8192), 4096, 14_336, Heads(32, 8, 128), 32, (1, 8, 64, 256), (1, 16, 256)),
+    "cpu": Sizes((1, 512), 576, 1536, Heads(9, 3, 64), 30, (8,), (8, 64)),
+    "tiny": Sizes((1, 5), 64, 96, Heads(4, 2, 32), 2, (2,), (3,)),
+}
+
+
+def run(context: Context) -> None:
+    """Measure every operation at every size."""
+    limits, sizes, kernels = quick(context), SIZES[context.size], choose_kernels(context.device)
+    for tokens in sizes.tokens:
+        context.measure(f"norms and activation, {tokens}", partial(_plain, context, limits, sizes, kernels, tokens))
+        context.measure(f"rope + write, {tokens}", partial(_rope, context, limits, sizes, kernels, tokens))
+    context.measure("page copies", partial(_copies, context, limits, sizes, kernels))
+    context.measure("swaps", partial(_swaps, context, sizes, kernels))
+
+
+def _report(context: Context, limits: Ceilings, name: str, num_bytes: int, work: Work, num_inputs: int) -> None:
+    timing = measure(work, num_inputs, context.device)
+    if num_bytes >= LAUNCH_BYTES or not context.on_gpu:
+        context.add(rate(name, num_bytes / timing.median_s / 1e9, "GB/s", limits.copy_bytes_per_s / 1e9))
+    else:
+        floor_us = num_bytes / limits.copy_bytes_per_s * 1e6
+        context.add(Figure(name, timing.median_s * 1e6, "us", floor_us, floor_us / timing.median_s / 1e6))
+
+
+def _inputs(context: Context, *shape: int) -> list[Tensor]:
+    """Four random tensors, to be used in turn."""
+    return [torch.randn(shape, device=context.device).to(torch.bfloat16) for _ in range(4)]
+
+
+def _plain(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleType, tokens: int) -> None:
+    x, residual = _inputs(context, tokens, sizes.hidden), _inputs(context, tokens, sizes.hidden)
+    gates = _inputs(context, tokens, 2 * sizes.intermediate)
+    weight = torch.randn(sizes.hidden, device=context.device).to(torch.bfloat16)
+    works: dict[str, tuple[int, Callable[[int], object]]] = {
+        "rms_norm": (2, lambda i: kernels.rms_norm(x[i], weight, 1e-5)),
+        "add + rms_norm": (4, lambda i: kernels.add_rms_norm(x[i], residual[i], weight, 1e-5)),
+    }
+    for name, (passes, work) in works.items():
+        _report(context, limits, f"{name}, {tokens} tokens", passes * 2 * x[0].numel(), work, 4)
+    num_bytes = 3 * gates[0].numel()
+    _report(context, limits, f"silu x up, {tokens} tokens", num_bytes, lambda i: kernels.silu_mul(gates[i]), 4)
+
+
+def _rope(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleType, tokens: int) -> None:
+    """Rotation, head norms and page write of one fused [T, H + 2 Hkv, D] projection."""
+    heads, num_pages = sizes.heads, -(-tokens // PAGE) + 1
+    fused = _inputs(context, tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+    parts = [torch.split(x, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1) for x in fused]
+    cos, sin = (torch.randn(tokens, heads.head_dim // 2, device=context.device) for _ in range(2))
+    norm = torch.randn(heads.head_dim, device=context.device).to(torch.bfloat16)
+    pages = _pages(context, kernels, heads, 4, num_pages)
+    slots = PAGE + torch.randperm(tokens, device=context.device)
+    q_bytes, kv_bytes = 2 * tokens * heads.num_heads * heads.head_dim, tokens * heads.token_bytes
+    for name, norms in (("rope + write", None), ("norms + rope + write", HeadNorms(norm, norm, 1e-6))):
+
+        def work(i: int, norms: HeadNorms | None = norms) -> object:
+            return kernels.rope_write(*parts[i], cos, sin, pages, i, slots, norms)
+
+        _report(context, limits, f"{name}, {tokens} tokens", 2 * (q_bytes + kv_bytes), work, 4)
+
+
+def _pages(context: Context, kernels: ModuleType, heads: Heads, num_layers: int, num_pages: int) -> KVPages:
+    with torch.device(context.device):
+        pages: KVPages = kernels.allocate_pages(
+            num_layers, num_pages, PAGE, heads.num_kv_heads, heads.head_dim, torch.bfloat16
+        )
+    for store in (pages.k, pages.v):
+        store.normal_()
+    return pages
+
+
+def _copies(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleType) -> None:
+    for count in sizes.copies:
+        pages = _pages(context, kernels, sizes.heads, sizes.num_layers, 8 * count + 1)
+        order = (1 + torch.randperm(8 * count, dtype=torch.int32)).view(4, count, 2).to(context.device)
+        name = f"copy {count} pages, {sizes.num_layers} layers"
+
+        def work(i: int, pages: KVPages = pages, order: Tensor = order) -> object:
+            return kernels.copy_pages(pages, order[i])
+
+        _report(context, limits, name, 2 * count * pages.page_bytes, work, 4)
+
+
+def _swaps(context: Context, sizes: Sizes, kernels: ModuleType) -> None:
+    """Both ways over the bus, beside torch's copy of as many bytes of pinned memory."""
+    for count in sizes.swaps:
+        pages = _pages(context, kernels, sizes.heads, sizes.num_layers, count + 1)
+        host = HostPages.allocate(pages, count)
+        away = torch.stack((1 + torch.randperm(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32)), 1)
+        out, back = away.to(context.device), away.flip(1).contiguous().to(context.device)
+        num_bytes = count * pages.page_bytes
+        limit = num_bytes / _bus_s(context, num_bytes) / 1e9
+        for name, move, swaps in (("out", kernels.swap_out, out), ("in", kernels.swap_in, back)):
+            move(pages, host, swaps)
+            seconds = wall_s(partial(move, pages, host, swaps), context.device)
+            context.add(rate(f"swap {name} {count} pages", num_bytes / seconds / 1e9, "GB/s", limit))
+
+
+def _bus_s(context: Context, num_bytes: int) -> float:
+    """Return the seconds of one pinned copy of as many bytes."""
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
+    here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=context.on_gpu)
+    here.copy_(there, non_blocking=True)
+    return wall_s(lambda: here.copy_(there, non_blocking=True), context.device)

@@ -1,0 +1,138 @@
+"""Rows of random keys and values in shuffled pages, several layers of them, so that the L2 cache has to let go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import numpy as np
+import torch
+from chatcache_kernels.types import AttentionBatch, KVPages
+from numpy.typing import NDArray
+from torch import Tensor
+
+I32 = NDArray[np.int32]
+PAGE = 16
+FRESH_BYTES = {"full": 2**30, "cpu": 2**26, "tiny": 1}  # what a round over all layers reads, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads, key heads, head size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values of one layer, in bfloat16."""
+        return 4 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Page tables on the host. Shapes: tables [R, pages], start, num_tokens [R]; `num_unique` tokens exist once."""
+
+    tables: I32
+    start: I32
+    num_tokens: I32
+    num_unique: int
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.tables.max()) + 1
+
+    @property
+    def num_attended(self) -> int:
+        """Tokens that the rows attend to, shared ones counted for each row."""
+        return int((self.start + self.num_tokens).sum())
+
+
+def equal_rows(num_rows: int, context: int, new: int, *, shuffled: bool = True) -> Rows:
+    """Rows of `context` tokens each, the last `new` of them new, that share nothing."""
+    return tree_rows([(num_rows, context)], new, shuffled=shuffled)
+
+
+def tree_rows(levels: Sequence[tuple[int, int]], new: int = 1, *, shuffled: bool = True) -> Rows:
+    """Rows that are the leaves of a tree: each level says how many children a node has, and the tokens of each.
+
+    [(1, 4096), (8, 256)] are 8 branches of 256 tokens each after one prompt of 4,096. Tokens of a level that others
+    build on fill whole pages.
+    """
+    nodes, tables, used, unique = 1, np.zeros((1, 0), np.int32), 1, 0
+    for children, tokens in levels:
+        nodes *= children
+        num_pages = -(-tokens // PAGE)
+        own = np.arange(used, used + nodes * num_pages, dtype=np.int32).reshape(nodes, num_pages)
+        tables = np.concatenate((np.repeat(tables, children, axis=0), own), axis=1)
+        used, unique = used + nodes * num_pages, unique + nodes * tokens
+    if shuffled:
+        places = np.concatenate(([0], 1 + np.random.default_rng(0).permutation(used - 1))).astype(np.int32)
+        tables = places[tables]
+    context = sum(tokens for _, tokens in levels)
+    counts = np.full(nodes, new, np.int32)
+    return Rows(tables, np.full(nodes, context, np.int32) - counts, counts, unique)
+
+
+def unshared(rows: Rows) -> Rows:
+    """The same rows with pages of their own."""
+    tables = np.arange(1, 1 + rows.tables.size, dtype=np.int32).reshape(rows.tables.shape)
+    tables = (1 + np.random.default_rng(1).permutation(rows.tables.size).astype(np.int32))[tables - 1]
+    return replace(rows, tables=tables, num_unique=rows.num_attended)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One attention launch per layer. Shapes: q [T, H, D] bfloat16."""
+
+    kernels: ModuleType
+    pages: KVPages
+    batch: AttentionBatch
+    q: Tensor
+    heads: Heads
+
+    @property
+    def num_layers(self) -> int:
+        return self.pages.num_layers
+
+    def attend(self, layer: int) -> Tensor:
+        """Attend through one layer's pages."""
+        scale = self.heads.head_dim**-0.5
+        out: Tensor = self.kernels.paged_attention(self.q, self.pages, layer % self.num_layers, self.batch, scale)
+        return out
+
+
+def build(kernels: ModuleType, heads: Heads, rows: Rows, device: str, size: str) -> Workload:
+    """Fill pages with random numbers and plan the rows' work."""
+    layer_bytes = rows.num_pages * PAGE * heads.token_bytes
+    num_layers = min(max(4, -(-FRESH_BYTES[size] // layer_bytes)), 64) if layer_bytes < 4 * 2**30 else 2
+    with torch.device(device):
+        pages: KVPages = kernels.allocate_pages(
+            num_layers, rows.num_pages, PAGE, heads.num_kv_heads, heads.head_dim, torch.bfloat16
+        )
+        q = torch.randn(int(rows.num_tokens.sum()), heads.num_heads, heads.head_dim).to(torch.bfloat16)
+    for store in (pages.k, pages.v):
+        store.normal_()
+    return Workload(kernels, pages, make_batch(kernels, heads, rows, rows, device), q, heads)
+
+
+def make_batch(kernels: ModuleType, heads: Heads, rows: Rows, planned: Rows, device: str) -> AttentionBatch:
+    """Return the batch of `rows` with the work list that `planned` would get: their pages may differ."""
+    tables, start, num_tokens = (torch.from_numpy(each) for each in (rows.tables, rows.start, rows.num_tokens))
+    batch = AttentionBatch.build(tables, start, num_tokens, PAGE)
+    group = heads.num_heads // heads.num_kv_heads
+    work = kernels.prepare(planned.tables, planned.start, planned.num_tokens, PAGE, group)
+    return replace(batch, work=work).to(device)
+
+
+def choose_kernels(device: str) -> ModuleType:
+    """Return the backend that this device is measured on: triton on a GPU, numba on a CPU."""
+    import importlib
+
+    return importlib.import_module(f"chatcache_kernels.{'triton' if device.startswith('cuda') else 'cpu'}")

@@ -1,0 +1,109 @@
+"""Every stage of `gpu_check.py` at sizes that say nothing, and what becomes of a stage that hangs, dies or fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.check import ceilings, decode, model, offline, prefill, small, stages
+from bench.check.context import Context
+from bench.check.figures import Figure, above_floor, compared, from_json, rate, table
+from bench.check.goals import PEER, across_stages, all_figures, in_table
+from bench.check.machine import describe
+from bench.check.stages import Outcome, Stage, read_sheet, run_apart
+from bench.check.workload import PAGE, equal_rows, tree_rows, unshared
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context("cpu", "tiny", tmp_path, tmp_path / "sheet.jsonl")
+
+
+def told(context: Context) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in context.sheet.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", [ceilings, decode, prefill, small], ids=lambda module: module.__name__)
+def test_kernel_stages_run(stage: Any, context: Context) -> None:
+    stage.run(context)
+    assert context.num_failures == 0, told(context)
+    figures = [from_json(entry["figure"]) for entry in told(context) if "figure" in entry]
+    assert len(figures) >= 6 and all(figure.value > 0 for figure in figures)
+    assert len({figure.name for figure in figures}) == len(figures)
+
+
+@pytest.mark.parametrize("stage", [model, offline], ids=lambda module: module.__name__)
+def test_engine_stages_run(stage: Any, context: Context) -> None:
+    stage.run(context, "tiny")
+    assert context.num_failures == 0, told(context)
+    assert sum("figure" in entry for entry in told(context)) >= 5
+
+
+def test_the_queue_is_the_one_others_are_measured_with() -> None:
+    queue = offline.make_queue(256)
+    assert (sum(map(len, queue.prompts)), queue.num_output) == (142_827, 133_966)
+    assert queue.shorter(4).num_output == sum(length // 4 for length in queue.lengths)
+
+
+def test_trees_share_what_they_say() -> None:
+    rows = tree_rows([(1, 32), (2, 48), (3, 20)])
+    assert rows.tables.shape == (6, 7) and rows.num_unique == 32 + 2 * 48 + 6 * 20 and rows.num_attended == 6 * 100
+    assert [len(set(rows.tables[:, index])) for index in range(7)] == [1, 1, 2, 2, 2, 6, 6]
+    assert 0 not in rows.tables and len(set(rows.tables.ravel())) == 2 + 6 + 12 == rows.num_pages - 1
+    private = unshared(rows)
+    assert len(set(private.tables.ravel())) == private.tables.size and 0 not in private.tables
+    plain = equal_rows(2, PAGE + 1, 1, shuffled=False)
+    assert plain.tables.tolist() == [[1, 2], [3, 4]] and plain.start.tolist() == [PAGE, PAGE]
+
+
+def test_figures_know_whether_their_goal_is_met() -> None:
+    assert rate("a", 90.0, "GB/s", 100.0, ">= 0.90").met is True
+    assert compared("b", 1.04, "us", 1.0, "<= 1.03").met is False
+    floor = above_floor("c", 0.004, 0.002, ">= 0.40")
+    assert (floor.value, floor.limit, floor.ratio, floor.met) == (4.0, 2.0, 0.5, True)
+    plain = Figure("d", 1.0, "s")
+    assert plain.met is None and from_json(json.loads(json.dumps(floor.as_json()))) == floor
+    rows = table(in_table([rate("x", 1.0, "s", 10.0, ">= 0.90"), floor, plain])).splitlines()
+    assert len(rows) == 3 and rows[1].endswith("met") and rows[2].endswith("MISSED")
+
+
+def test_the_peer_is_compared_on_the_slice_that_both_ran() -> None:
+    ours = Figure(f"m: {offline.PEER_SLICE}", 300.0, "tokens/s")
+    theirs = Figure(f"m: {PEER}, {offline.PEER_SLICE}", 90.0, "tokens/s")
+    outcomes = [Outcome("one", "ok", figures=[ours.as_json()]), Outcome("two", "ok", figures=[theirs.as_json()])]
+    (found,) = across_stages(all_figures(outcomes))
+    assert found.ratio == pytest.approx(10 / 3) and found.met
+    assert not across_stages([theirs])
+
+
+def test_a_part_that_fails_is_noted_and_the_next_one_runs(context: Context) -> None:
+    def broken() -> None:
+        raise ValueError("no such kernel")
+
+    context.measure("broken", broken)
+    context.measure("whole", lambda: context.add(Figure("whole", 1.0, "s")))
+    context.deadline_s = 0.0
+    context.measure("late", broken, needs_s=1)
+    entries = told(context)
+    assert entries[0] == {"failure": "broken", "reason": "ValueError: no such kernel"}
+    assert entries[1]["figure"]["name"] == "whole" and entries[2]["left_out"] == "late"
+
+
+def test_a_stage_that_hangs_or_dies_leaves_what_it_had(tmp_path: Path) -> None:
+    hangs = run_apart(Stage("ceilings", "ceilings", 0.0), "tiny", tmp_path, 0.2, grace_s=0.2)
+    assert hangs.ended == "killed" and "killed at its limit" in hangs.failures[0]["reason"]
+    dies = run_apart(Stage("no such stage", "suite", 0.0), "tiny", tmp_path, 60)
+    assert dies.ended == "failed" and dies.failures[0]["reason"] == "its process ended with 1"
+    stage = Stage("cut short", "suite", 0.0)
+    figure = json.dumps({"figure": Figure("kept", 1.0, "s").as_json()})
+    stages.sheet_of(stage, tmp_path).write_text(f"{figure}\n{figure[:20]}")
+    assert [fields["name"] for fields in read_sheet(stage, tmp_path).figures] == ["kept"]
+
+
+def test_the_machine_is_described() -> None:
+    facts = describe()
+    assert facts["versions"]["torch"] and facts["date"] and facts["chip"]
+    assert {stage.module for size in stages.STAGES.values() for stage in size} >= {"suite", "peer", "model"}
+    assert sum(stage.limit_s for stage in stages.STAGES["full"][:7]) <= stages.TOTAL_S
