@@ -121,8 +121,11 @@ class Network(Protocol):
     @property
     def geometry(self) -> Geometry: ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
-        """Return logits of the tokens at `drawn`. Shapes: tokens, positions [T] int64, drawn [U] int64 -> [U, V]."""
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
+        """Return logits of the tokens at `drawn`, of all if None, which only steps that are captured ask for.
+
+        Shapes: tokens, positions [T] int64, drawn [U] int64 -> [U, V].
+        """
         ...
 
     def forward_parts(

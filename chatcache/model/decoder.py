@@ -64,8 +64,8 @@ class Decoder:
         cos, sin = rope_tables(self.arch.rope, length, self.arch.max_position)
         self._cos, self._sin = cos.to(self.geometry.device), sin.to(self.geometry.device)
 
-    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
-        """Return logits [U, V] of the tokens at `drawn`. Shapes: tokens, positions [T]; drawn [U]."""
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
+        """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
         return self._head(self._states(tokens, positions, step, drawn))
 
     def forward_parts(
@@ -76,7 +76,7 @@ class Decoder:
         for part in torch.split(states, [len(part) for part in parts]):
             yield self._head(part)
 
-    def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
+    def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
         """Return what the head reads, [U, hidden]."""
         ops, eps = step.kernels, self.arch.rms_norm_eps
         cos, sin = self._cos[positions], self._sin[positions]
@@ -85,7 +85,7 @@ class Decoder:
         h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
         for index, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
             mixed = self._attend(layer, index, h, cos, sin, step)
-            if index == len(norms) - 1:  # nothing later looks at the tokens that are not drawn
+            if index == len(norms) - 1 and drawn is not None:  # nothing later looks at the tokens that are not drawn
                 mixed, x = mixed[drawn], x[drawn]
             h, x = ops.add_rms_norm(layer.out(mixed), x, layer.mlp_norm, eps)
             h, x = ops.add_rms_norm(layer.down(ops.silu_mul(layer.gate_up(h))), x, norm, eps)

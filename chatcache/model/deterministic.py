@@ -49,8 +49,9 @@ class TokenByToken:
         """Return the network's."""
         return self._network.geometry
 
-    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
-        """Return logits [U, V] of the tokens at `drawn`. Shapes: tokens, positions [T]; drawn [U]."""
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
+        """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
+        drawn = torch.arange(len(tokens)) if drawn is None else drawn
         geometry = self.geometry
         logits = torch.empty(len(drawn), geometry.vocab_size, dtype=geometry.dtype, device=geometry.device)
         wanted: dict[int, list[int]] = {}
@@ -134,8 +135,8 @@ class _Trial:
         table = np.array(grants, np.int32)
         rows = Rows(table[:, 0], table[:, 1], table[:, 2] - table[:, 1], tokens)
         device = self._network.geometry.device
-        place = self._tables.place(rows, device)
-        step = AttentionStep(self._kernels, self._pages, place.batch)
+        place = self._tables.place(rows)
+        step = AttentionStep(self._kernels, self._pages, place.to(device))
         ids, positions = to_device(tokens.astype(np.int64), device), to_device(place.positions, device)
         with torch.inference_mode():
             logits = self._network.forward(ids, positions, step, torch.arange(len(tokens), device=device))

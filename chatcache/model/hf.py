@@ -71,7 +71,8 @@ def paged_attention(
 
 
 class TransformersNetwork:
-    """A transformers model seen as an `attention.Network`."""
+    """A transformers model seen as an `attention.Network`. Its steps are never captured: nobody promises that they can
+    be."""
 
     def __init__(self, model: Any, geometry: Geometry, max_position: int) -> None:
         self.geometry = geometry
@@ -79,11 +80,11 @@ class TransformersNetwork:
         self._model = model
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
-        """Return logits [U, V] of the tokens at `drawn`. Shapes: tokens, positions [T]; drawn [U]."""
-        keep = {"logits_to_keep": drawn} if self._keeps else {}
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
+        """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
+        keep = {"logits_to_keep": drawn} if self._keeps and drawn is not None else {}
         logits: Tensor = _run(self._model, tokens, positions, step, keep)[0]
-        return logits if self._keeps else logits[drawn]
+        return logits if self._keeps or drawn is None else logits[drawn]
 
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]

@@ -2,53 +2,104 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from chatcache_kernels.types import KVPages
-from numpy.typing import NDArray
 
-from chatcache.model.attention import AttentionBackend, AttentionStep, Network
+from chatcache.model.attention import AttentionBackend, Network
+from chatcache.model.device_errors import device_lost
+from chatcache.model.eager import EagerSteps, Finish
+from chatcache.model.graphs import Capture, CudaCapture, DecodeSteps, Ready, as_it_is, batch_sizes
+from chatcache.model.plain import PlainDraws, TorchDraws
+from chatcache.model.room import WorkRoom
 from chatcache.model.sampler import Sampler
-from chatcache.model.scores import ScoreSheet, fill_all, part_sizes, scored_tokens
+from chatcache.model.static import Parties
+from chatcache.model.streams import Mark, Streams, streams_of
 from chatcache.model.swaps import Swaps
-from chatcache.model.tables import PageTables
-from chatcache.model.transfer import to_device
-from chatcache.sched.plan import I64, KVCapacity, Rows, Scores, StepPlan, StepResult
+from chatcache.model.tables import Changes, DeviceSlots, PageTables, Placement
+from chatcache.sched.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
 from chatcache.types import ModelFacts
+
+Progress = Callable[[float, str], None]
+
+MOST_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A step that is over. Satisfies `engine.Launched`."""
+class Ahead:
+    """How a runner gets ahead of its device: `launch` returns before the step is done.
 
-    outcome: StepResult
+    `sizes`: of the decode steps to capture, none if () (a network that cannot be captured).
+    """
+
+    sizes: Sequence[int]
+    capture: Capture = as_it_is
+    plain: PlainDraws | None = None
+
+
+class Underway:
+    """A step that has been launched. Satisfies `engine.Launched`."""
+
+    def __init__(self, wait: Callable[[], StepResult]) -> None:
+        self._wait: Callable[[], StepResult] | None = wait
+        self._outcome: StepResult | Exception | None = None
+
+    def settle(self) -> None:
+        """Wait until the step is over; what came of it is kept for `result`."""
+        if self._wait is None:
+            return
+        wait, self._wait = self._wait, None
+        try:
+            self._outcome = wait()
+        except Exception as error:
+            self._outcome = error
 
     def result(self) -> StepResult:
-        """Return what was drawn."""
-        return self.outcome
+        """Return what was drawn. Raises: as `Runner.execute`."""
+        self.settle()
+        if isinstance(self._outcome, StepResult):
+            return self._outcome
+        raise self._outcome or RuntimeError("the step is being waited for already")
 
 
 class Runner:
     """Executes plans on one device. Satisfies `engine.ModelRunner`; not thread-safe, one thread drives it."""
 
     def __init__(
-        self, network: Network, kernels: AttentionBackend, pages: KVPages, capacity: KVCapacity, facts: ModelFacts
+        self,
+        network: Network,
+        kernels: AttentionBackend,
+        pages: KVPages,
+        capacity: KVCapacity,
+        facts: ModelFacts,
+        ahead: Ahead | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.facts = facts
-        self._network = network
-        self._kernels = kernels
-        self._pages = pages
-        self._capacity = capacity
-        self._device = network.geometry.device
+        self._capacity = replace(capacity, runs_ahead=ahead is not None)
+        self._device = device = network.geometry.device
+        self._page_size = capacity.page_size
         max_pages = -(-capacity.max_model_len // capacity.page_size)
         self._tables = PageTables(
             capacity.num_slots, max_pages, capacity.page_size, kernels.prepare, network.geometry.group
         )
-        self._sampler = Sampler(network.geometry.vocab_size, self._device)
-        self._swaps = Swaps(kernels, pages, capacity.num_host_pages)
+        slots = DeviceSlots(self._tables, device) if ahead is not None else None
+        self._sampler = Sampler(network.geometry.vocab_size, device)
+        self._streams = streams or streams_of(device)
+        self._swaps = Swaps(kernels, pages, capacity.num_host_pages, self._streams)
+        self._eager = EagerSteps(network, kernels, pages, self._tables, slots, self._sampler)
+        self._capture: Capture = as_it_is
+        self._static: DecodeSteps | None = None
+        if ahead is not None and slots is not None and ahead.sizes:
+            plain = ahead.plain or TorchDraws(network.geometry.vocab_size, device)
+            self._static = self._static_steps(Parties(network, kernels, pages, slots, plain), ahead.sizes)
+            self._capture = ahead.capture
+        self._in_flight: deque[Underway] = deque()
 
     def capacity(self) -> KVCapacity:
         """Return what the scheduler may plan with."""
@@ -57,74 +108,123 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step.
 
-        Raises: ValueError for a plan that contradicts itself; whatever torch raises. The step has then failed whole,
-        and its rows must be computed again.
+        Raises: DeviceLost if nothing will ever work again in this process; ValueError for a plan that contradicts
+        itself; whatever torch raises. The step has then failed whole, and its rows must be computed again.
         """
-        self._tables.apply(plan.forks, plan.updates)
-        with torch.inference_mode():
-            self._swaps.apply(plan.swaps_out, plan.swaps_in)
-            if len(plan.copies):
-                self._kernels.copy_pages(self._pages, to_device(plan.copies, self._device))
-            if not len(plan.rows.slot):
-                return _nothing()
-            if plan.scores is not None:
-                return self._execute_scored(plan, plan.scores)
-            rows, index = np.unique(plan.draws.row, return_inverse=True)
-            logits = self._forward(plan.rows, rows)
-            return self._sampler.sample(logits, index, plan.draws) if len(index) else _nothing()
+        return self.launch(plan).result()
 
-    def launch(self, plan: StepPlan) -> Done:
-        """Run one step to its end."""
-        return Done(self.execute(plan))
+    def launch(self, plan: StepPlan) -> Underway:
+        """Begin one step. Where `runs_ahead`, the device may still be at it when this returns. Raises: as `execute`."""
+        while len(self._in_flight) >= MOST_IN_FLIGHT:
+            self._in_flight.popleft().settle()  # its buffers are needed
+        with self._on_device(plan.step):
+            changes = self._tables.apply(plan.forks, plan.updates)
+            ready = self._static.fill(plan, changes) if self._static is not None else None
+            placement = self._tables.place(plan.rows) if ready is None and len(plan.rows.slot) else None
+            self._swaps.apply(plan.swaps_out, plan.swaps_in, self._written(plan))
+            finish = self._submit(plan, changes, ready, placement)
+            mark = self._streams.main.mark()
+        underway = Underway(lambda: self._wait(plan.step, mark, finish))
+        if self._capacity.runs_ahead:
+            self._in_flight.append(underway)
+        else:
+            underway.settle()
+        return underway
 
-    def warm_up(self) -> None:
-        """Run one prompt and one decode step on page 1, so that kernels compile before anyone waits for them, and
-        measure how long a swapped page takes."""
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Run one prompt and one decode step on page 1, so that kernels compile before anyone waits for them, capture
+        the decode steps, and measure how long a swapped page takes."""
         num_tokens = min(self._capacity.page_size, self._capacity.max_model_len)
         placed = self._tables.rows[0, 0]
-        self._tables.rows[0, 0] = 1
-        for start, count in ((0, num_tokens), (num_tokens - 1, 1)):
-            slot, first, counts = (np.array([value], np.int32) for value in (0, start, count))
-            with torch.inference_mode():
-                self._forward(Rows(slot, first, counts, np.zeros(count, np.int32)), np.zeros(1, np.int64))
-        self._sampler.warm_up()
-        self._tables.rows[0, 0] = placed
-        self._capacity = replace(self._capacity, swap_page_s=self._swaps.measure_page_s())
+        none = np.zeros((0, 3), np.int32)
+        with self._on_device(0), torch.inference_mode():
+            for page, steps in ((1, ((0, num_tokens), (num_tokens - 1, 1))), (placed, ())):
+                self._eager.change(self._tables.apply(none, np.array([(0, 0, page)], np.int32)))
+                for start, count in steps:
+                    slot, first, counts = (np.array([value], np.int32) for value in (0, start, count))
+                    self._eager.forward(Rows(slot, first, counts, np.zeros(count, np.int32)), np.zeros(1, np.intp))
+            self._sampler.warm_up()
+            if self._static is not None:
+                self._static.capture(self._capture, progress or (lambda fraction, what: None))
+            self._capacity = replace(self._capacity, swap_page_s=self._swaps.measure_page_s())
 
     def close(self) -> None:
         """Let go of weights and pages."""
-        del self._network, self._pages, self._sampler, self._swaps
+        self._swaps.close()
+        self._in_flight.clear()
+        del self._eager, self._static, self._sampler, self._swaps
 
-    def _execute_scored(self, plan: StepPlan, scores: Scores) -> StepResult:
-        """Run the rows, draw, and score the prompts that asked for it, never holding all their logits at once."""
-        rows, index = np.unique(plan.draws.row, return_inverse=True)
-        geometry = self._network.geometry
-        arrays, step, last = self._place(plan.rows)
-        wanted = np.concatenate((last[rows], scored_tokens(plan.rows, scores)))
-        sizes = part_sizes(len(rows), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
-        tokens = torch.split(to_device(wanted, self._device), sizes)
-        parts = self._network.forward_parts(*arrays, step, tokens)
-        sheet = ScoreSheet(plan.rows, scores, geometry.vocab_size)
-        logits = next(parts)
-        result = self._sampler.sample(logits[: len(rows)], index, plan.draws) if len(index) else _nothing()
-        sheet.fill(logits[len(rows) :])
-        del logits
-        fill_all(sheet, parts)
-        return replace(result, scores=sheet.values, score_tokens=sheet.top_tokens, score_logprobs=sheet.top_logprobs)
+    def _static_steps(self, parties: Parties, sizes: Sequence[int]) -> DecodeSteps:
+        rooms: list[WorkRoom | None] = [None] * len(sizes)
+        one, capacity = np.zeros((1, 1), np.int32), self._capacity
+        if parties.kernels.prepare(one, one[0], one[0] + 1, self._page_size, 1) is not None:
+            group, num_tokens = parties.network.geometry.group, capacity.num_pages * self._page_size
+            rooms = [WorkRoom.of(size, group, capacity.max_model_len, num_tokens) for size in sizes]
+        return DecodeSteps(parties, self._tables, sizes, rooms)
 
-    def _forward(self, rows: Rows, drawn: NDArray[np.integer[Any]]) -> torch.Tensor:
-        """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
-        arrays, step, last = self._place(rows)
-        return self._network.forward(*arrays, step, to_device(last[drawn], self._device))
+    def _submit(self, plan: StepPlan, changes: Changes, ready: Ready | None, placement: Placement | None) -> Finish:
+        """Enqueue a step; return what to call when it is done."""
+        static = self._static
+        if ready is not None and static is not None:
+            self._streams.main.submit(lambda: self._replay(plan, ready, static))
+            return lambda: static.result(ready)
+        finishes: list[Finish] = []
+        self._streams.main.submit(lambda: finishes.append(self._run(plan, changes, placement)))
+        return lambda: finishes[0]()
 
-    def _place(self, rows: Rows) -> tuple[tuple[torch.Tensor, torch.Tensor], AttentionStep, I64]:
-        """Return the rows' (tokens, positions) [T], their attention, and where each row's last token is, [R]."""
-        place = self._tables.place(rows, self._device)
-        step = AttentionStep(self._kernels, self._pages, place.batch)
-        tokens, positions = rows.tokens.astype(np.int64), place.positions
-        return (to_device(tokens, self._device), to_device(positions, self._device)), step, place.last
+    def _replay(self, plan: StepPlan, ready: Ready, static: DecodeSteps) -> None:
+        with torch.inference_mode():
+            self._eager.copy(plan)
+            static.run(ready)
+
+    def _run(self, plan: StepPlan, changes: Changes, placement: Placement | None) -> Finish:
+        with torch.inference_mode():
+            return self._eager.run(plan, changes, placement)
+
+    def _wait(self, step: int, mark: Mark, finish: Finish) -> StepResult:
+        with self._on_device(step):
+            mark.wait()
+            return finish()
+
+    def _written(self, plan: StepPlan) -> I32 | I64 | None:
+        """Return the pages that a plan's copies and rows write; asked for only where pages leave."""
+        if not len(plan.swaps_out):
+            return None
+        rows = plan.rows
+        last = rows.start + rows.num_tokens - 1
+        spans = [
+            self._tables.rows[slot, first // self._page_size : end // self._page_size + 1]
+            for slot, first, end in zip(rows.slot.tolist(), rows.start.tolist(), last.tolist(), strict=True)
+        ]
+        return np.concatenate((plan.copies[:, 1], *spans))
+
+    @contextmanager
+    def _on_device(self, step: int) -> Iterator[None]:
+        """Make the device current, and tell its end from the failure of a step."""
+        with ExitStack() as stack:
+            if self._device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self._device))
+            try:
+                yield
+            except RuntimeError as error:
+                lost = device_lost(error, self._name(), step, self._probe)
+                if lost is not None:
+                    raise lost from error
+                raise
+
+    def _name(self) -> str:
+        if self._device.type != "cuda":
+            return str(self._device)
+        return f"{torch.cuda.get_device_name(self._device)} ({self._device})"
+
+    def _probe(self) -> None:
+        """Do anything on the device that fails if it is lost."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
-def _nothing() -> StepResult:
-    ids, logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
-    return StepResult(ids, logprobs, ids, logprobs)
+def ahead_on(device: torch.device, max_num_seqs: int, *, capturable: bool) -> Ahead | None:
+    """Return how a runner on `device` gets ahead of it; None on CPUs, which are the device."""
+    if device.type != "cuda":
+        return None
+    return Ahead(batch_sizes(max_num_seqs) if capturable else (), CudaCapture(device))

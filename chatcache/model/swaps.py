@@ -1,40 +1,70 @@
-"""Pages on loan to host memory: what swapping a request out and in again moves."""
+"""Pages on loan to host memory: what swapping a request out and in again moves, beside the steps.
+
+    side   wait for the steps before | read pages that leave | write pages that return |
+    main                             | ... wait for what this plan needs of it | copies, rows of this plan
+
+Host pages are touched by the side stream alone, so its order is all the protection they need.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 
 import numpy as np
 import torch
 from chatcache_kernels.types import HostPages, KVPages
 
+from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend
+from chatcache.model.streams import Mark, Streams, streams_of
 from chatcache.model.transfer import to_device
-from chatcache.sched.plan import I32
+from chatcache.sched.plan import I32, I64
 
 NUM_MEASURED_PAGES = 8
 MEASURE_S = 0.02
+
+log = logging.getLogger(__name__)
 
 
 class Swaps:
     """The host store and the copies to and from it. Without host pages it refuses every swap."""
 
-    def __init__(self, kernels: AttentionBackend, pages: KVPages, num_host_pages: int) -> None:
+    def __init__(
+        self, kernels: AttentionBackend, pages: KVPages, num_host_pages: int, streams: Streams | None = None
+    ) -> None:
         self._kernels = kernels
         self._pages = pages
+        self._device = pages.k.device
+        self._streams = streams or streams_of(self._device)
         self._host = HostPages.allocate(pages, num_host_pages)
+        self._pinned = _pin(self._host) if self._device.type == "cuda" else []
+        self._leaving: Mark | None = None  # after it, the pages that the last plan sent away may be written
 
-    def apply(self, swaps_out: I32, swaps_in: I32) -> None:
-        """Move pages out, then in. Shapes: swaps_out [S, 2] (page, host page), swaps_in [S, 2] (host page, page).
+    def apply(self, swaps_out: I32, swaps_in: I32, written: I32 | I64 | None = None) -> None:
+        """Move pages out, then in, before what is submitted to the main stream from now on needs it.
 
+        Shapes: swaps_out [S, 2] (page, host page), swaps_in [S, 2] (host page, page). `written`: the pages that this
+        plan's copies and rows write, any if None. If none of them leaves, the main stream need not wait for the pages
+        that leave before the next plan.
         Raises: ValueError for a page that does not exist: copying to it would spoil other memory.
         """
+        if self._leaving is not None:
+            self._streams.main.wait_for(self._leaving)
+            self._leaving = None
+        if not len(swaps_out) and not len(swaps_in):
+            return
         if len(swaps_out):
             self._check(swaps_out[:, 0], swaps_out[:, 1])
-            self._kernels.swap_out(self._pages, self._host, to_device(swaps_out, self._pages.k.device))
         if len(swaps_in):
             self._check(swaps_in[:, 1], swaps_in[:, 0])
-            self._kernels.swap_in(self._pages, self._host, to_device(swaps_in, self._pages.k.device))
+        main, side = self._streams.main, self._streams.side
+        side.wait_for(main.mark())  # pages leave as the steps before left them, and nobody reads those that return fill
+        side.submit(lambda: self._move(swaps_out, swaps_in))
+        if len(swaps_in) or written is None or np.isin(swaps_out[:, 0], written).any():
+            main.wait_for(side.mark())
+        else:
+            self._leaving = side.mark()
 
     def measure_page_s(self) -> float:
         """Return how long one page takes one way, the best of a few; 0 without host pages. No page changes."""
@@ -45,16 +75,30 @@ class Swaps:
         out, back = np.stack((ours, theirs), 1), np.stack((theirs, ours), 1)
         best, deadline = float("inf"), time.perf_counter() + MEASURE_S
         for attempt in range(20):
+            self._streams.main.mark().wait()
             start = time.perf_counter()
             self.apply(out, back)
-            if self._pages.k.device.type == "cuda":
-                torch.cuda.synchronize(self._pages.k.device)
+            self._streams.side.mark().wait()
             end = time.perf_counter()
             if attempt:  # the first compiles, and touches fresh memory
                 best = min(best, end - start)
             if attempt and end > deadline:
                 break
         return best / (2 * count)
+
+    def close(self) -> None:
+        """Let go of the host pages."""
+        self._streams.side.mark().wait()
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._pinned = []
+
+    def _move(self, swaps_out: I32, swaps_in: I32) -> None:
+        with torch.inference_mode():
+            if len(swaps_out):
+                self._kernels.swap_out(self._pages, self._host, to_device(swaps_out, self._device))
+            if len(swaps_in):
+                self._kernels.swap_in(self._pages, self._host, to_device(swaps_in, self._device))
 
     def _check(self, pages: I32, host_pages: I32) -> None:
         for name, ids, count in (
@@ -63,3 +107,24 @@ class Swaps:
         ):
             if ids.min() < 0 or ids.max() >= count:
                 raise ValueError(f"a swap names {name} {ids.max() if ids.max() >= count else ids.min()} of {count}")
+
+
+def _pin(host: HostPages) -> list[int]:
+    """Lock the host pages in memory, where devices reach them, and return the addresses to unlock.
+
+    torch's own pinned memory comes in powers of two; this is exactly what was asked for.
+    Raises: ModelFolderError where the system does not allow so much locked memory.
+    """
+    addresses = []
+    for store in (host.k, host.v):
+        size = store.numel() * store.element_size()
+        if not size:
+            continue
+        status = int(torch.cuda.cudart().cudaHostRegister(store.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+        if status:
+            raise ModelFolderError(
+                f"swap_memory_bytes: the system does not lock {size} bytes of memory (CUDA error {status}); ask for less"
+            )
+        addresses.append(store.data_ptr())
+    log.info("swap room: %d pages, locked in memory", host.num_pages)
+    return addresses

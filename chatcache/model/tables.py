@@ -1,16 +1,21 @@
-"""One page-table row per branch slot, kept between steps so that a plan only carries what changed."""
+"""One page-table row per branch slot, kept between steps so that a plan only carries what changed.
+
+The host's rows are the truth. A device that computes from page tables itself keeps a mirror of them, to which each step
+brings the cells that it changed; on CPUs there is none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from chatcache_kernels import reference
 from chatcache_kernels.types import AttentionBatch, AttentionWork
+from torch import Tensor
 
-from chatcache.model.transfer import to_device
+from chatcache.model.transfer import to_device, upload
 from chatcache.sched.plan import I32, I64, Rows
 
 Prepare = Callable[[I32, I32, I32, int, int], AttentionWork | None]
@@ -18,12 +23,46 @@ Prepare = Callable[[I32, I32, I32, int, int], AttentionWork | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a step's tokens go. Shapes: positions [T]; last [R] is each row's last token among the T."""
+class Changes:
+    """The cells of the page tables that a plan changed, with what they hold now; a cell may come twice.
 
-    batch: AttentionBatch
+    Shapes: at [K] int64 (slot * max_pages + index), pages [K] int32.
+    """
+
+    at: I64
+    pages: I32
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a step's tokens go, on the host. Shapes: tables [R, pages of the longest row], start, num_tokens [R],
+    offsets [R + 1] int32; slots, positions [T] int64; last [R] is each row's last token among the T."""
+
+    tables: I32
+    start: I32
+    num_tokens: I32
+    offsets: I32
+    slots: I64
     positions: I64
     last: I64
+    max_new_tokens: int
+    max_context_tokens: int
+    work: AttentionWork | None
+
+    def to(self, device: torch.device, tables: Tensor | None = None) -> AttentionBatch:
+        """Return the attention batch, with `tables` if the device has them already."""
+        host = (self.start, self.num_tokens, self.offsets, self.slots)
+        start, num_tokens, offsets, slots = upload(host, device)
+        return AttentionBatch(
+            tables=to_device(self.tables, device) if tables is None else tables,
+            start=start,
+            num_tokens=num_tokens,
+            offsets=offsets,
+            slots=slots,
+            max_new_tokens=self.max_new_tokens,
+            max_context_tokens=self.max_context_tokens,
+            work=_moved(self.work, device) if self.work is not None else None,
+        )
 
 
 class PageTables:
@@ -37,15 +76,22 @@ class PageTables:
         self.rows = np.zeros((num_slots, max_pages), np.int32)
         self.page_size = page_size
 
-    def apply(self, forks: I32, updates: I32) -> None:
+    def apply(self, forks: I32, updates: I32) -> Changes:
         """Copy rows for forks, in order (a slot may be source after it was target), then write the new entries."""
+        width = self.rows.shape[1]
         for source, target, num_pages in forks.tolist():
             self.rows[target, :num_pages] = self.rows[source, :num_pages]
+        at = np.zeros(0, np.int64)
         if len(updates):
             self.rows[updates[:, 0], updates[:, 1]] = updates[:, 2]
+            at = updates[:, 0] * np.int64(width) + updates[:, 1]
+        if len(forks):
+            copied = [np.arange(target * width, target * width + num_pages) for _, target, num_pages in forks.tolist()]
+            at = np.concatenate((at, *copied))
+        return Changes(at, self.rows.reshape(-1)[at])
 
-    def place(self, rows: Rows, device: torch.device) -> Placement:
-        """Return the attention batch and positions of a step's tokens.
+    def place(self, rows: Rows) -> Placement:
+        """Return where the tokens of a step go.
 
         Raises: ValueError for a token whose page was never given; writing it would spoil the null page.
         """
@@ -55,23 +101,88 @@ class PageTables:
         offsets = np.concatenate((np.zeros(1, np.int64), ends))
         row = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(row)) + np.repeat(rows.start - offsets[:-1], counts)
-        context = rows.start + rows.num_tokens
-        most = int(context.max(initial=0))
+        most = int((rows.start + rows.num_tokens).max(initial=0))
         tables = self.rows[rows.slot, : -(-most // size)]
         pages = tables[row, positions // size]
-        if not pages.all():
-            raise ValueError(f"row {row[pages == 0][0]}: position {positions[pages == 0][0]} has no page")
+        _check_pages(pages, positions, row)
         slots = pages.astype(np.int64) * size + positions % size
         start, num_tokens = rows.start.astype(np.int32), rows.num_tokens.astype(np.int32)
-        work = self._prepare(tables, start, num_tokens, size, self._group)
-        batch = AttentionBatch(
-            tables=to_device(tables, device),
-            start=to_device(start, device),
-            num_tokens=to_device(num_tokens, device),
-            offsets=to_device(offsets.astype(np.int32), device),
-            slots=to_device(slots, device),
+        return Placement(
+            tables=tables,
+            start=start,
+            num_tokens=num_tokens,
+            offsets=offsets.astype(np.int32),
+            slots=slots,
+            positions=positions,
+            last=ends - 1,
             max_new_tokens=int(counts.max(initial=0)),
             max_context_tokens=most,
-            work=work.to(device) if work is not None else None,
+            work=self._prepare(tables, start, num_tokens, size, self._group),
         )
-        return Placement(batch, positions, ends - 1)
+
+    def cells_of(self, slot: I32, start: I32) -> I64:
+        """Return the cells of one new token a row. Shapes: slot, start [R] -> [R].
+
+        Raises: ValueError as `place`.
+        """
+        index, offset = np.divmod(start, np.int32(self.page_size))
+        pages = self.rows[slot, index]
+        if not pages.all():
+            _check_pages(pages, start, np.arange(len(slot)))
+        return pages.astype(np.int64) * self.page_size + offset
+
+    def work_of(self, slot: I32, start: I32) -> AttentionWork | None:
+        """Return the work list of one new token a row, if the backend wants one."""
+        most = int(start.max(initial=0)) // self.page_size + 1
+        ones = np.ones(len(slot), np.int32)
+        return self._prepare(self.rows[slot, :most], start, ones, self.page_size, self._group)
+
+
+class DeviceSlots:
+    """What the device keeps of each slot between steps.
+
+    Shapes: tables [num_slots + 1, max_pages] int32, the mirror; last_token [num_slots + 1] int64, what was drawn last,
+    if that was one token. The slot after the last is nobody's: rows that only fill up a batch use it.
+    """
+
+    def __init__(self, tables: PageTables, device: torch.device) -> None:
+        num_slots, max_pages = tables.rows.shape
+        self.spare_slot = num_slots
+        self.spare_cell = num_slots * max_pages
+        self.max_pages = max_pages
+        self.tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+
+    def apply(self, changes: Changes) -> None:
+        """Take over what changed."""
+        if len(changes.at):
+            self.write(*upload((changes.at, changes.pages), self.tables.device))
+
+    def write(self, at: Tensor, pages: Tensor) -> None:
+        """Write single cells of the tables. Shapes: at [K] int64, pages [K] int32."""
+        self.tables.view(-1).index_copy_(0, at, pages)
+
+    def tables_of(self, slots: Tensor, num_pages: int) -> Tensor:
+        """Return the first entries of these slots' tables, [R, num_pages]. Shapes: slots [R] int64."""
+        return self.tables[:, :num_pages].index_select(0, slots)
+
+
+def _check_pages(pages: I32, positions: I64 | I32, row: I64) -> None:
+    if not pages.all():
+        bad = np.flatnonzero(pages == 0)[0]
+        raise ValueError(f"row {row[bad]}: position {positions[bad]} has no page")
+
+
+def _moved(work: AttentionWork, device: torch.device) -> AttentionWork:
+    """Return the work on the device, moved there as one piece."""
+    if device.type == "cpu":
+        return work
+    host = [work.positions, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges]
+    for one in work.lists:
+        host += [one.items, one.members, one.num_items]
+    positions, tokens, offsets, states, num_merges, *rest = upload([tensor.numpy() for tensor in host], device)
+    lists = [
+        replace(one, items=rest[3 * place], members=rest[3 * place + 1], num_items=rest[3 * place + 2])
+        for place, one in enumerate(work.lists)
+    ]
+    return AttentionWork(tuple(lists), positions, tokens, offsets, states, num_merges, work.num_states)

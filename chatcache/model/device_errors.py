@@ -1,0 +1,41 @@
+"""Tell apart what a device's errors mean: too little memory, a failed step, or the end of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from chatcache.errors import DeviceLost
+
+NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+DEVICE_WORDS = ("CUDA error", "Triton Error [CUDA]", "cuDNN error")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had too little memory, so that a smaller step may do."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return _is_of_device(error) and any(words in str(error) for words in NO_MEMORY)
+
+
+def device_lost(error: BaseException, name: str, step: int, probe: Callable[[], None]) -> DeviceLost | None:
+    """Return what to raise if `error` means that the device answers no more; None if it still does.
+
+    A sticky CUDA error spoils the context: every later call fails, too, and `probe` is such a call. A launch that was
+    refused (its arguments were bad) spoils nothing. `name`: the device's; `step`: the one that met the error.
+    """
+    if not _is_of_device(error) or is_out_of_memory(error):
+        return None
+    try:
+        probe()
+    except RuntimeError:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return DeviceLost(f"{name} answers no more; step {step} met: {reason}")
+    return None
+
+
+def _is_of_device(error: BaseException) -> bool:
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in DEVICE_WORDS)

@@ -1,0 +1,98 @@
+"""Draws that a captured graph can hold: one token from each row, no edits, no masks, no alternatives.
+
+Everything is decided by numbers that lie in the step's buffers, nothing by the host, and nothing is allocated that
+outlives the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+from chatcache.model.noise import draw_keys, token_base
+from chatcache.model.sampler import NOT_FINITE
+from chatcache.model.vocabulary import first_largest, log_sum_exp, noisy_largest, scale
+from chatcache.sched.plan import Draws, StepPlan, StepResult
+
+Parts = dict[str, tuple[DTypeLike, tuple[int, ...]]]
+
+
+class PlainDraws(Protocol):
+    """How plain draws are made."""
+
+    def parts(self, size: int) -> Parts:
+        """Return what `draw` wants to be given for `size` rows: arrays by name."""
+        ...
+
+    def can(self, draws: Draws) -> bool:
+        """Whether `draw` can do all of these, given that they are plain."""
+        ...
+
+    def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws) -> None:
+        """Write the draws' numbers into the arrays of `parts`; the rows after them are leftovers, and stay harmless."""
+        ...
+
+    def draw(self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor]) -> None:
+        """Draw one token from each row, without the host. Shapes: logits [size, V]; drawn as `drawn_parts`."""
+        ...
+
+
+def is_plain(plan: StepPlan) -> bool:
+    """Whether every row of a step is one token, drawn once, in row order, plainly."""
+    rows, draws = plan.rows, plan.draws
+    count = len(rows.slot)
+    if not count or len(rows.tokens) != count or len(draws.row) != count or plan.scores is not None:
+        return False
+    if draws.edits or draws.masks or draws.num_top.any():
+        return False
+    return bool((draws.width == 1).all() and (rows.num_tokens == 1).all() and (np.diff(draws.row) == 1).all())
+
+
+def drawn_parts(size: int) -> Parts:
+    """Return what plain draws leave: tokens, their raw log-probabilities, and 1 where logits are not finite."""
+    return {"tokens": (np.int64, (size,)), "logprobs": (np.float32, (size,)), "faulty": (np.int32, (size,))}
+
+
+def plain_result(drawn: Mapping[str, NDArray[Any]], count: int) -> StepResult:
+    """Return the first `count` draws as a result of its own memory."""
+    tokens, logprobs = drawn["tokens"][:count, None].astype(np.int32), drawn["logprobs"][:count, None].copy()
+    faulty = np.flatnonzero(drawn["faulty"][:count])
+    tokens[faulty], logprobs[faulty] = -1, -np.inf
+    none_i, none_f = np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)
+    faults = tuple((int(draw), NOT_FINITE) for draw in faulty)
+    return StepResult(tokens, logprobs, none_i, none_f, faults, none_f, none_f)
+
+
+class TorchDraws:
+    """Plain draws in torch, without filters. The same draws as `Sampler`'s."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._base = token_base(vocab_size, device)
+
+    def parts(self, size: int) -> Parts:
+        return {"key_low": (np.int32, (size,)), "key_high": (np.int32, (size,)), "temperature": (np.float32, (size,))}
+
+    def can(self, draws: Draws) -> bool:
+        top_k = (draws.top_k > 0) & (draws.top_k < self._vocab_size)
+        return not bool((top_k | (draws.top_p < 1) | (draws.min_p > 0))[draws.temperature > 0].any())
+
+    def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws) -> None:
+        count = len(draws.row)
+        given["key_low"][:count], given["key_high"][:count] = draw_keys(draws.seed, draws.lane, draws.position)
+        given["temperature"][:count] = draws.temperature
+
+    def draw(self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor]) -> None:
+        raw, temperature = logits.float(), given["temperature"]
+        lse, warm = log_sum_exp(raw), temperature > 0
+        scaled = scale(raw, torch.where(warm, temperature, 1.0))
+        noisy = noisy_largest(scaled, self._base, given["key_low"], given["key_high"])
+        ids = torch.where(warm, noisy, first_largest(raw))
+        drawn["tokens"].copy_(ids)
+        drawn["logprobs"].copy_(raw.gather(1, ids[:, None])[:, 0] - lse)
+        drawn["faulty"].copy_(~torch.isfinite(lse))
