@@ -1,6 +1,6 @@
 """Choose the kernels a runner computes with, and give networks one object per step to attend through.
 
-All backends (`reference`, `cpu`, later `triton`) are modules of `chatcache_kernels` with the same functions; what they
+All backends (`reference`, `cpu`, `triton`) are modules of `chatcache_kernels` with the same functions; what they
 compute is said there.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -18,6 +20,11 @@ from torch import Tensor
 
 from chatcache.errors import ModelFolderError
 from chatcache.sched.plan import I32
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "reference", "cpu", "triton")
+MIN_CAPABILITY = (8, 0)
 
 
 class AttentionBackend(Protocol):
@@ -136,20 +143,47 @@ class Network(Protocol):
 
 
 def choose_backend(name: str, device: torch.device, *, deterministic: bool = False) -> tuple[str, AttentionBackend]:
-    """Return the name and module of the kernels for `name` (auto | reference | cpu).
+    """Return the name and module of the kernels for `name` (auto | reference | cpu | triton).
 
+    auto: cpu on CPUs, triton on GPUs that it compiles for, else reference.
     Raises: ModelFolderError for a backend that this device or installation lacks, or that is not `deterministic`.
     """
+    if name not in BACKENDS:
+        raise ModelFolderError(f"attention backend {name!r} does not exist; choose {' or '.join(BACKENDS)}")
     if name == "auto":
-        name = "cpu" if device.type == "cpu" and _exists("cpu") else "reference"
-    if name not in ("reference", "cpu") or not _exists(name):
-        raise ModelFolderError(f"attention backend {name!r} is not available; choose auto, reference or cpu")
-    if name == "cpu" and device.type != "cpu":
-        raise ModelFolderError(f"attention backend 'cpu' does not run on {device}")
+        name = _best_backend(device)
+    problem = _problem(name, device)
+    if problem:
+        raise ModelFolderError(f"attention backend {name!r} {problem}; choose auto, reference, cpu or triton")
     if deterministic and name != "cpu":
         raise ModelFolderError(f"deterministic needs the attention backend 'cpu', and on {device} that is {name!r}")
     module = "cpu.invariant" if deterministic else name
     return name, cast(AttentionBackend, importlib.import_module(f"chatcache_kernels.{module}"))
+
+
+def _best_backend(device: torch.device) -> str:
+    best = "cpu" if device.type == "cpu" else "triton"
+    problem = _problem(best, device)
+    if problem:
+        log.warning("attention backend %r %s: using 'reference', which is slow", best, problem)
+        return "reference"
+    return best
+
+
+def _problem(name: str, device: torch.device) -> str:
+    """Return why a backend cannot be used here; "" if it can."""
+    if not _exists(f"chatcache_kernels.{name}"):
+        return "is not installed"
+    if name == "cpu" and device.type != "cpu":
+        return f"does not run on {device}"
+    if name != "triton":
+        return ""
+    if not _exists("triton"):
+        return "needs the package triton, which is not installed"
+    if device.type == "cpu":
+        return "" if os.environ.get("TRITON_INTERPRET") == "1" else f"runs on {device} under TRITON_INTERPRET=1 only"
+    capability = torch.cuda.get_device_capability(device)
+    return "" if capability >= MIN_CAPABILITY else f"needs compute capability 8.0, and {device} has {capability}"
 
 
 def allocate(kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int) -> KVPages:
@@ -160,6 +194,6 @@ def allocate(kernels: AttentionBackend, geometry: Geometry, num_pages: int, page
         )
 
 
-def _exists(name: str) -> bool:
-    spec = importlib.util.find_spec(f"chatcache_kernels.{name}")
+def _exists(module: str) -> bool:
+    spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

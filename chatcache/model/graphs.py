@@ -121,7 +121,7 @@ class DecodeSteps:
         for done, (place, num_lists) in enumerate(reversed(todo)):
             step = self._steps[place]
             progress(done / len(todo), f"decode step of {step.size} rows")
-            fill_nobody(self._given_arrays[0][place], self._parties.plain, self._slots)
+            fill_nobody(self._given_arrays[0][place], self._parties.plain, self._slots, step.room)
             self._given.copy_(self._lanes[0].given)
 
             def work(step: StaticStep = step, num_lists: int = num_lists) -> None:
@@ -150,7 +150,7 @@ class DecodeSteps:
         num_lists: int | None = 1
         if step.room is not None:
             work = self._tables.work_of(rows.slot, rows.start)
-            num_lists = step.room.fill(given, work) if work is not None else None
+            num_lists = step.room.fill(given, work, count) if work is not None else None
         if num_lists is None or (place, num_lists) not in self._replays:
             return None
         fill_rows(given, rows, cells, changes, self._slots)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ import torch
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model.arch import Architecture, is_native, read_architecture
-from chatcache.model.attention import Geometry, Network, allocate, choose_backend
-from chatcache.model.decoder import check_unused, load_decoder
+from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate, choose_backend
+from chatcache.model.decoder import Decoder, check_unused, load_decoder
 from chatcache.model.deterministic import TokenByToken, check_determinism
 from chatcache.model.folder import eos_token_ids, model_name, read_config, resolve_model_path, weight_files
 from chatcache.model.invariant import InvariantLinears
 from chatcache.model.linear import fast_linear
-from chatcache.model.runner import Runner
+from chatcache.model.memory import Budget, CudaGauge, host_kv_bytes, measure_budget
+from chatcache.model.runner import Ahead, Runner, ahead_on
 from chatcache.model.threads import limit_threads
 from chatcache.model.weights import Weights, WeightSource
 from chatcache.sched.plan import KVCapacity
@@ -31,16 +31,18 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[float, str], None]
 
-CPU_KV_SHARE = 0.25
-CPU_KV_MAX_BYTES = 4 * 1024**3
-CUDA_KV_SHARE = 0.85
 SWAP_MAX_BYTES = 1024**3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(config: EngineConfig, progress: Progress | None = None, weights: WeightSource | None = None) -> Runner:
+def load_model(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    weights: WeightSource | None = None,
+    ahead: Ahead | None = None,
+) -> Runner:
     """Load `config.model`. `progress(fraction, what)` is called from 0 to 1; `weights` replace those of the folder
-    (for native models).
+    (for native models); `ahead` says how to get ahead of the device, if not as the device suggests.
 
     Raises: ModelFolderError naming the file and the reason; no other error is expected of bad input.
     """
@@ -57,10 +59,16 @@ def load_model(config: EngineConfig, progress: Progress | None = None, weights: 
     backend, kernels = choose_backend(config.attention, device, deterministic=config.deterministic)
     if device.type == "cpu":
         limit_threads(weights.num_parameters * dtype.itemsize)
+    elif dtype == torch.float32:
+        torch.set_float32_matmul_precision("highest")  # float32 means float32, whatever the process did before
     network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, say)
     geometry = network.geometry
-    capacity = plan_capacity(config, geometry, max_model_len)
-    say(0.95, f"allocating {capacity.num_pages} KV pages")
+    if ahead is None:
+        ahead = ahead_on(device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder))
+    say(0.91, "measuring memory")
+    budget = _budget(config, network, kernels, max_model_len, ahead.num_graphs if ahead is not None else 0)
+    capacity = plan_capacity(config, geometry, max_model_len, budget)
+    say(0.92, f"allocating {capacity.num_pages} KV pages")
     pages = allocate(kernels, geometry, capacity.num_pages, capacity.page_size)
     facts = ModelFacts(
         name=config.served_model_name or model_name(config.model),
@@ -75,11 +83,11 @@ def load_model(config: EngineConfig, progress: Progress | None = None, weights: 
         attention=backend,
     )
     if config.deterministic:
-        say(0.96, "checking that results do not depend on the batch")
+        say(0.93, "checking that results do not depend on the batch")
         check_determinism(network, kernels, config.page_size, max_model_len)
-    runner = Runner(network, kernels, pages, capacity, facts)
-    say(0.97, "warming up")
-    runner.warm_up()
+    runner = Runner(network, kernels, pages, capacity, facts, ahead)
+    say(0.94, "warming up")
+    runner.warm_up(lambda fraction, what: say(0.94 + 0.06 * fraction, what))
     say(1.0, "ready")
     return runner
 
@@ -142,11 +150,13 @@ def _bounded(config: EngineConfig, longest: int) -> int:
     return asked
 
 
-def plan_capacity(config: EngineConfig, geometry: Geometry, max_model_len: int) -> KVCapacity:
-    """Size the page store: the bytes asked for, else a share of free memory, at least one whole context, at most what
-    `max_num_seqs` whole contexts could use.
+def plan_capacity(
+    config: EngineConfig, geometry: Geometry, max_model_len: int, budget: Budget | None = None
+) -> KVCapacity:
+    """Size the page store: the bytes asked for, else what a `budget` leaves, else a share of the host's free memory and
+    at least one whole context; at most what `max_num_seqs` whole contexts could use.
 
-    Raises: ModelFolderError when `kv_memory_bytes` does not hold two pages.
+    Raises: ModelFolderError when that does not hold two pages.
     """
     page_bytes = geometry.page_bytes(config.page_size)
     context_pages = -(-max_model_len // config.page_size)
@@ -157,13 +167,41 @@ def plan_capacity(config: EngineConfig, geometry: Geometry, max_model_len: int) 
                 f"kv_memory_bytes {config.kv_memory_bytes} is too small: a page of {config.page_size} tokens takes "
                 f"{page_bytes} bytes, and two are the least"
             )
+    elif budget is not None:
+        num_pages = budget.kv_bytes // page_bytes
+        if num_pages < 2:
+            raise ModelFolderError(
+                f"no memory is left for KV pages on {geometry.device}: {budget}; "
+                f"lower max_num_batched_tokens or max_num_seqs, or say kv_memory_bytes"
+            )
     else:
-        num_pages = max(1 + context_pages, free_kv_bytes(geometry.device) // page_bytes)
+        num_pages = max(1 + context_pages, host_kv_bytes() // page_bytes)
     num_pages = min(num_pages, 1 + context_pages * config.max_num_seqs)
     log.info("KV store: %d pages of %d tokens, %.1f MiB", num_pages, config.page_size, num_pages * page_bytes / 2**20)
     num_host_pages = _num_host_pages(config, page_bytes, num_pages)
     num_slots, kv_bytes = config.max_num_seqs, num_pages * page_bytes
     return KVCapacity(num_pages, config.page_size, num_slots, max_model_len, kv_bytes, num_host_pages)
+
+
+def _budget(
+    config: EngineConfig, network: Network, kernels: AttentionBackend, max_model_len: int, num_graphs: int
+) -> Budget | None:
+    """Measure what a device's memory has to hold; None where nobody needs to know."""
+    device = network.geometry.device
+    if device.type != "cuda" or config.kv_memory_bytes is not None:
+        return None
+    budget = measure_budget(
+        CudaGauge(device),
+        network,
+        kernels,
+        page_size=config.page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_graphs=num_graphs,
+    )
+    log.info("memory of %s: %s", device, budget)
+    return budget
 
 
 def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> int:
@@ -180,27 +218,6 @@ def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> in
             f"{config.page_size} tokens takes {page_bytes} bytes"
         )
     return asked // page_bytes
-
-
-def free_kv_bytes(device: torch.device) -> int:
-    """Return how much memory pages may take when nobody says."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(int(min(free, _container_free_bytes()) * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
-
-
-def _container_free_bytes() -> int:
-    """Return what the control group still allows; without a limit, more than any machine has."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control groups, or "max"
-        return 1 << 62
 
 
 def choose_device(name: str) -> torch.device:

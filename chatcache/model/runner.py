@@ -41,6 +41,11 @@ class Ahead:
     capture: Capture = as_it_is
     plain: PlainDraws | None = None
 
+    @property
+    def num_graphs(self) -> int:
+        """Return how many steps are captured at most: each size with and without shared pages."""
+        return 2 * len(self.sizes)
+
 
 class Underway:
     """A step that has been launched. Satisfies `engine.Launched`."""
@@ -82,6 +87,8 @@ class Runner:
     ) -> None:
         self.facts = facts
         self._capacity = replace(capacity, runs_ahead=ahead is not None)
+        self._network = network
+        self._kernels = kernels
         self._device = device = network.geometry.device
         self._page_size = capacity.page_size
         max_pages = -(-capacity.max_model_len // capacity.page_size)
@@ -152,7 +159,7 @@ class Runner:
         """Let go of weights and pages."""
         self._swaps.close()
         self._in_flight.clear()
-        del self._eager, self._static, self._sampler, self._swaps
+        del self._network, self._eager, self._static, self._sampler, self._swaps
 
     def _static_steps(self, parties: Parties, sizes: Sequence[int]) -> DecodeSteps:
         rooms: list[WorkRoom | None] = [None] * len(sizes)

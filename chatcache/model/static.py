@@ -2,7 +2,7 @@
 
 One size of batch is one `StaticStep`. A step of fewer rows fills up with rows of nobody: token 0 at position 0 of the
 spare slot, whose table is all null pages. They write K and V to the null page (page 0 is never handed out, and no
-branch's table names it within its tokens), appear in no work list, leave their draw in the spare slot, and nobody looks
+branch's table names it within its tokens), attend to that alone, leave their draw in the spare slot, and nobody looks
 at what was drawn.
 
     host     | tokens | positions | ... | draws | work list |     pinned, one of two in turn
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.plain import Parts, PlainDraws, drawn_parts
-from chatcache.model.room import WorkRoom
+from chatcache.model.room import WorkRoom, no_work
 from chatcache.model.tables import Changes, DeviceSlots
 from chatcache.model.transfer import Layout
 from chatcache.sched.plan import I64, Draws, Rows
@@ -125,13 +125,14 @@ def fill_rows(given: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes
     given["changed_pages"][num_changes:] = 0
 
 
-def fill_nobody(given: Mapping[str, NDArray[Any]], plain: PlainDraws, slots: DeviceSlots) -> None:
+def fill_nobody(
+    given: Mapping[str, NDArray[Any]], plain: PlainDraws, slots: DeviceSlots, room: WorkRoom | None
+) -> None:
     """Write a step of nobody's rows only: what a step is captured with."""
     none = np.zeros(0, np.int32)
     fill_rows(given, Rows(none, none, none, none), none.astype(np.int64), Changes(none.astype(np.int64), none), slots)
-    for name, array in given.items():
-        if name.startswith(("num_", "items", "members", "merge")):
-            array[...] = 0
+    if room is not None:
+        room.fill(given, no_work(), 0)
     plain.fill(given, no_draws())
 
 

@@ -18,7 +18,6 @@ from chatcache_kernels.types import HostPages, KVPages
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend
 from chatcache.model.streams import Mark, Streams, streams_of
-from chatcache.model.transfer import to_device
 from chatcache.sched.plan import I32, I64
 
 NUM_MEASURED_PAGES = 8
@@ -94,11 +93,11 @@ class Swaps:
         self._pinned = []
 
     def _move(self, swaps_out: I32, swaps_in: I32) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode():  # which pages go where is told in host memory, for that is where it is needed
             if len(swaps_out):
-                self._kernels.swap_out(self._pages, self._host, to_device(swaps_out, self._device))
+                self._kernels.swap_out(self._pages, self._host, torch.from_numpy(swaps_out))
             if len(swaps_in):
-                self._kernels.swap_in(self._pages, self._host, to_device(swaps_in, self._device))
+                self._kernels.swap_in(self._pages, self._host, torch.from_numpy(swaps_in))
 
     def _check(self, pages: I32, host_pages: I32) -> None:
         for name, ids, count in (
@@ -123,7 +122,7 @@ def _pin(host: HostPages) -> list[int]:
         status = int(torch.cuda.cudart().cudaHostRegister(store.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
         if status:
             raise ModelFolderError(
-                f"swap_memory_bytes: the system does not lock {size} bytes of memory (CUDA error {status}); ask for less"
+                f"swap_memory_bytes: the system does not lock {size} bytes of memory (CUDA error {status}); say less"
             )
         addresses.append(store.data_ptr())
     log.info("swap room: %d pages, locked in memory", host.num_pages)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.load import load_model
-from chatcache.model.runner import Done, Runner
+from chatcache.model.runner import Underway, Runner
 from chatcache.sched.plan import Draws, KVCapacity, StepPlan, StepResult
 from chatcache.types import Failed, GenerateRequest, SamplingParams, Started, Tokens
 from tests.model.families import VOCAB, save_random
@@ -107,8 +107,8 @@ class Recorder:
         capacity = self.runner.capacity()
         return capacity if self.num_pages is None else replace(capacity, num_pages=self.num_pages)
 
-    def launch(self, plan: StepPlan) -> Done:
-        return Done(self.execute(plan))
+    def launch(self, plan: StepPlan) -> Underway:
+        return Underway(lambda: self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         sampler = self.runner._sampler

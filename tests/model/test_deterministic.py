@@ -138,9 +138,9 @@ class Lying:
     share: float
     geometry: Geometry = GEOMETRY
 
-    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
         out = torch.outer(tokens.float() + 1, torch.arange(40) + 1.0) + self.share * tokens.sum()
-        return out[drawn]
+        return out if drawn is None else out[drawn]
 
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]

@@ -35,11 +35,11 @@ class Writer:
 
     geometry: Geometry = GEOMETRY
 
-    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
         for layer in range(LAYERS):
             k = cells(tokens, layer)
             step.kernels.write_pages(step.pages, layer, k, -k, step.batch.slots)
-        return torch.zeros(len(drawn), self.geometry.vocab_size)
+        return torch.zeros(len(tokens if drawn is None else drawn), self.geometry.vocab_size)
 
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
