@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.load import load_model
-from chatcache.model.runner import Underway, Runner
+from chatcache.model.runner import Runner, Underway
 from chatcache.sched.plan import Draws, KVCapacity, StepPlan, StepResult
 from chatcache.types import Failed, GenerateRequest, SamplingParams, Started, Tokens
 from tests.model.families import VOCAB, save_random
