@@ -1,0 +1,262 @@
+"""Paged attention: one kernel that carries out the pieces of a work list, then one that merges their states.
+
+Decode, split keys, prompt chunks and shared prefixes are the same kernel over different lists (`work.py` cuts them).
+
+    a piece = item x key head                     what its tile holds, G = 3, M = 16 rows
+
+    item   row of tables, keys 512 .. 1023        row  0  1  2   member 0, its heads 3 h, 3 h + 1, 3 h + 2
+           members [4, 9, 17, ...], state 40      row  3  4  5   member 1
+    head   h of Hkv                               ...            rows past the last member compute nothing that is kept
+
+Grid: a number of programs that depends on the device, the configuration and the size of the buffers alone; program i
+carries out pieces i, i + programs, ... of as many as `num_items` says on the device, so a captured launch serves any
+step. The heads of an item are neighbours; the last items, which see the most keys, start first.
+
+Source: online softmax over tiles (FlashAttention, Dao et al. 2022; FlashAttention-2, 2023), split keys (Flash-Decoding,
+2023), queries that share a key head packed into a tile (FlashInfer, Ye et al. 2024).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..types import AttentionBatch, AttentionWork, KVPages, WorkList
+from .configs import Config, choose, multiprocessors
+from .merge import merge_states
+from .tiles import attend_tiles
+
+LOG2_E = 1.4426950408889634  # exponentials are powers of 2
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def attend_items(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    out,
+    states,
+    sums,
+    items,
+    members,
+    num_items,
+    positions,
+    tables,
+    sinks,
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    scale,
+    cap,
+    window,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Carry out a work list: write `out` for whole tokens, `states` and `sums` for parts of them.
+
+    Shapes: q [T, H, D] of any strides over tokens and heads; k, v [N, Hkv, P, D] of one layer; out [T, H, D]; states
+    [S, H, D] float32; sums [S, H] float32, logarithms to base 2; tables [R, ...]; sinks [H]; lists as in `types.py`.
+    PARTED keeps masks out of the tiles that every member sees whole: a loop of its own, worth it where tiles are many.
+    """
+    HEADS: tl.constexpr = GROUP * KV_HEADS
+    PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE_SIZE * HEAD_DIM
+    lane = tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    num_pieces = tl.load(num_items) * KV_HEADS
+    for done in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        piece = num_pieces - 1 - done
+        kv_head = piece % KV_HEADS
+        item = items + piece // KV_HEADS * 6
+        row = tl.load(item)
+        low = tl.load(item + 1)
+        high = tl.load(item + 2)
+        first_member = tl.load(item + 3)
+        num_members = tl.load(item + 4)
+        first_state = tl.load(item + 5)
+
+        member = lane // GROUP
+        head = kv_head * GROUP + lane % GROUP
+        taken = member < num_members
+        token = tl.load(members + first_member + member, mask=taken, other=0)
+        position = tl.load(positions + token, mask=taken, other=-1)
+        newest = tl.max(position, 0)
+        oldest = tl.min(tl.where(taken, position, newest), 0)
+        used = taken[:, None] & (column < HEAD_DIM)[None, :]
+        at = token.to(tl.int64) * q_token_stride + head * q_head_stride
+        query = tl.load(q + at[:, None] + column[None, :], mask=used, other=0.0)
+
+        table = tables + row.to(tl.int64) * table_stride
+        k_head = k + kv_head * (PAGE_SIZE * HEAD_DIM)
+        v_head = v + kv_head * (PAGE_SIZE * HEAD_DIM)
+        high = tl.minimum(high, newest + 1)
+        if WINDOWED:
+            low = tl.maximum(low, oldest - window + 1)
+        weighted = tl.zeros([ROWS, WIDTH], tl.float32)
+        total = tl.zeros([ROWS] if PARTED else [ROWS, BLOCK_N], tl.float32)
+        peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a tile without a visible key leaves zeros, not NaN
+        if PARTED:
+            if WINDOWED:  # up to here some member's window has not begun
+                begun = tl.minimum(tl.maximum(low, newest - window + 1), high)
+                weighted, total, peak = attend_tiles(
+                    weighted, total, peak, query, position, k_head, v_head, table, low, begun, scale, cap, window,
+                    HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, True, CAPPED, WINDOWED,
+                )  # fmt: skip
+                low = tl.maximum(low, begun)
+            whole = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_N * BLOCK_N
+            weighted, total, peak = attend_tiles(
+                weighted, total, peak, query, position, k_head, v_head, table, low, whole, scale, cap, window,
+                HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, False, CAPPED, WINDOWED,
+            )  # fmt: skip
+            low = whole
+        weighted, total, peak = attend_tiles(
+            weighted, total, peak, query, position, k_head, v_head, table, low, high, scale, cap, window,
+            HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, True, CAPPED, WINDOWED,
+        )  # fmt: skip
+
+        if not PARTED:
+            total = tl.sum(total, 1)
+        log_sum = peak * (cap if CAPPED else scale) + tl.log2(total)  # -inf where a member sees no key
+        if first_state < 0:
+            if SINKS:
+                sink = tl.load(sinks + head, mask=taken, other=0.0).to(tl.float32) * 1.4426950408889634
+                total *= 1.0 + tl.exp2(sink - log_sum)
+            at = token.to(tl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM
+            weighted /= total[:, None]
+            tl.store(out + at[:, None] + column[None, :], weighted.to(out.dtype.element_ty), mask=used)
+        else:
+            state = (first_state + member).to(tl.int64) * HEADS + head
+            weighted /= tl.where(total == 0, 1.0, total)[:, None]
+            tl.store(states + state[:, None] * HEAD_DIM + column[None, :], weighted, mask=used)
+            tl.store(sums + state, log_sum, mask=taken)
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend as `reference.paged_attention` says, carrying out `batch.work`. q may have any strides over tokens, heads.
+
+    Tokens that no item names keep what was in memory. The states of tokens in several pieces live in memory taken here
+    and given back on return: torch's allocator hands the same block to every layer, and under graph capture it lies in
+    the graph's pool.
+
+    Raises: ValueError for a batch without `work`, a dtype other than the pages', a last dimension that is not
+    contiguous, a scale that is not positive, or more than 128 queries to a tile.
+    """
+    work = _checked(q, pages, batch, scale)
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    states = torch.empty((work.num_states, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((work.num_states, num_heads), dtype=torch.float32, device=q.device)
+    for work_list in work.lists:
+        _launch(work_list, work, batch, q, pages, layer, scale, window, softcap, sinks, out, states, sums)
+    if work.merge_tokens.shape[0]:
+        merge_states(out, states, sums, work, sinks)
+    return out
+
+
+def _checked(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float) -> AttentionWork:
+    """Return the batch's work. Raises: ValueError as `paged_attention` says."""
+    if batch.work is None:
+        raise ValueError("the Triton backend needs batch.work; make it with `prepare`")
+    if q.dtype != pages.k.dtype:
+        raise ValueError(f"q must have the dtype of the pages, {pages.k.dtype}, not {q.dtype}")
+    if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim:
+        raise ValueError(
+            f"q must be [T, {pages.num_kv_heads} * G, {pages.head_dim}] for these pages, not {list(q.shape)}"
+        )
+    if q.stride(2) != 1:
+        raise ValueError(f"the last dimension of q must be contiguous, not of stride {q.stride(2)}")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
+    return batch.work
+
+
+def _launch(
+    work_list: WorkList,
+    work: AttentionWork,
+    batch: AttentionBatch,
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    states: Tensor,
+    sums: Tensor,
+) -> None:
+    group = q.shape[1] // pages.num_kv_heads
+    rows = max(16, triton.next_power_of_2(work_list.max_members * group))
+    config = choose(q.device, rows, pages.head_dim, q.element_size())
+    num_pieces = work_list.items.shape[0] * pages.num_kv_heads
+    num_programs = min(num_pieces, config.programs * multiprocessors(q.device))
+    if not num_programs:
+        return
+    attend_items[(num_programs,)](
+        q,
+        pages.k[layer],
+        pages.v[layer],
+        out,
+        states,
+        sums,
+        work_list.items,
+        work_list.members,
+        work_list.num_items,
+        work.positions,
+        batch.tables,
+        sinks,
+        q.stride(0),
+        q.stride(1),
+        batch.tables.stride(0),
+        *exponents(scale, softcap),
+        window or 0,
+        **constants(config, rows, group, pages.num_kv_heads, pages.head_dim, pages.page_size),
+        CAPPED=softcap is not None,
+        WINDOWED=window is not None,
+        SINKS=sinks is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+def exponents(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Return the kernel's (scale, cap): from products to exponents of 2, by way of tanh if there is a cap."""
+    return (scale / softcap, softcap * LOG2_E) if softcap is not None else (scale * LOG2_E, 0.0)
+
+
+def constants(
+    config: Config, rows: int, group: int, num_kv_heads: int, head_dim: int, page_size: int
+) -> dict[str, Any]:
+    """Return what the kernel is compiled for, but for what a layer asks of it (cap, window, sinks)."""
+    return {
+        "ROWS": rows,
+        "GROUP": group,
+        "KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "WIDTH": max(16, triton.next_power_of_2(head_dim)),
+        "PAGE_SIZE": page_size,
+        "BLOCK_N": config.block_n,
+        "PARTED": config.parted,
+    }
