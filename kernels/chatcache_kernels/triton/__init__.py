@@ -1,5 +1,8 @@
 """The operations of `reference` on NVIDIA GPUs, compiled by Triton.
 
+    attention.py   paged attention: one kernel over the items of a work list; tiles.py is its inner loop
+    merge.py       a token's partial states become its output
+    configs.py     how attention is launched: tiles, warps, stages, by chip
     pages.py       the page store: layout, reads, writes, copies
     swap.py        pages to host memory and back
     rope.py        head norms, rotation and page write in one launch
@@ -14,7 +17,9 @@ the number of tokens, compiles anew. With `TRITON_INTERPRET=1` in the environmen
 CPU tensors instead, slowly, which is how they are tested where there is no GPU.
 """
 
+from ..work import plan_work as prepare
 from .activation import silu_mul
+from .attention import paged_attention
 from .norm import add_rms_norm, rms_norm
 from .pages import allocate_pages, copy_pages, read_pages, write_pages
 from .rope import rope_write
@@ -24,6 +29,8 @@ __all__ = [
     "add_rms_norm",
     "allocate_pages",
     "copy_pages",
+    "paged_attention",
+    "prepare",
     "read_pages",
     "rms_norm",
     "rope_write",

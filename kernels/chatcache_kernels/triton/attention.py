@@ -27,13 +27,15 @@ from torch import Tensor
 
 from ..types import AttentionBatch, AttentionWork, KVPages, WorkList
 from .configs import Config, choose, multiprocessors
+from .launch import next_power_of_2
 from .merge import merge_states
+from .rounding import rounded
 from .tiles import attend_tiles
 
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["layer", "table_stride", "window"])
 def attend_items(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -47,6 +49,8 @@ def attend_items(  # type: ignore[no-untyped-def]
     positions,
     tables,
     sinks,
+    layer,
+    layer_stride,
     q_token_stride,
     q_head_stride,
     table_stride,
@@ -67,7 +71,7 @@ def attend_items(  # type: ignore[no-untyped-def]
 ):
     """Carry out a work list: write `out` for whole tokens, `states` and `sums` for parts of them.
 
-    Shapes: q [T, H, D] of any strides over tokens and heads; k, v [N, Hkv, P, D] of one layer; out [T, H, D]; states
+    Shapes: q [T, H, D] of any strides over tokens and heads; k, v [L, N, Hkv, P, D]; out [T, H, D]; states
     [S, H, D] float32; sums [S, H] float32, logarithms to base 2; tables [R, ...]; sinks [H]; lists as in `types.py`.
     PARTED keeps masks out of the tiles that every member sees whole: a loop of its own, worth it where tiles are many.
     """
@@ -75,6 +79,7 @@ def attend_items(  # type: ignore[no-untyped-def]
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE_SIZE * HEAD_DIM
     lane = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
+    first_page = layer.to(tl.int64) * layer_stride
     num_pieces = tl.load(num_items) * KV_HEADS
     for done in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         piece = num_pieces - 1 - done
@@ -99,8 +104,8 @@ def attend_items(  # type: ignore[no-untyped-def]
         query = tl.load(q + at[:, None] + column[None, :], mask=used, other=0.0)
 
         table = tables + row.to(tl.int64) * table_stride
-        k_head = k + kv_head * (PAGE_SIZE * HEAD_DIM)
-        v_head = v + kv_head * (PAGE_SIZE * HEAD_DIM)
+        k_head = k + first_page + kv_head * (PAGE_SIZE * HEAD_DIM)
+        v_head = v + first_page + kv_head * (PAGE_SIZE * HEAD_DIM)
         high = tl.minimum(high, newest + 1)
         if WINDOWED:
             low = tl.maximum(low, oldest - window + 1)
@@ -128,17 +133,18 @@ def attend_items(  # type: ignore[no-untyped-def]
 
         if not PARTED:
             total = tl.sum(total, 1)
-        log_sum = peak * (cap if CAPPED else scale) + tl.log2(total)  # -inf where a member sees no key
+        divisor = tl.where(total == 0, 1.0, total)
+        log_sum = tl.where(total == 0, -float("inf"), peak * (cap if CAPPED else scale) + tl.log2(divisor))
         if first_state < 0:
             if SINKS:
                 sink = tl.load(sinks + head, mask=taken, other=0.0).to(tl.float32) * 1.4426950408889634
-                total *= 1.0 + tl.exp2(sink - log_sum)
+                divisor *= 1.0 + tl.exp2(sink - log_sum)
             at = token.to(tl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM
-            weighted /= total[:, None]
-            tl.store(out + at[:, None] + column[None, :], weighted.to(out.dtype.element_ty), mask=used)
+            weighted /= divisor[:, None]
+            tl.store(out + at[:, None] + column[None, :], rounded(weighted, out.dtype.element_ty), mask=used)
         else:
             state = (first_state + member).to(tl.int64) * HEADS + head
-            weighted /= tl.where(total == 0, 1.0, total)[:, None]
+            weighted /= divisor[:, None]
             tl.store(states + state[:, None] * HEAD_DIM + column[None, :], weighted, mask=used)
             tl.store(sums + state, log_sum, mask=taken)
 
@@ -207,7 +213,7 @@ def _launch(
     sums: Tensor,
 ) -> None:
     group = q.shape[1] // pages.num_kv_heads
-    rows = max(16, triton.next_power_of_2(work_list.max_members * group))
+    rows = max(16, next_power_of_2(work_list.max_members * group))
     config = choose(q.device, rows, pages.head_dim, q.element_size())
     num_pieces = work_list.items.shape[0] * pages.num_kv_heads
     num_programs = min(num_pieces, config.programs * multiprocessors(q.device))
@@ -215,8 +221,8 @@ def _launch(
         return
     attend_items[(num_programs,)](
         q,
-        pages.k[layer],
-        pages.v[layer],
+        pages.k,
+        pages.v,
         out,
         states,
         sums,
@@ -226,6 +232,8 @@ def _launch(
         work.positions,
         batch.tables,
         sinks,
+        layer,
+        pages.k.stride(0),
         q.stride(0),
         q.stride(1),
         batch.tables.stride(0),
@@ -255,7 +263,7 @@ def constants(
         "GROUP": group,
         "KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
-        "WIDTH": max(16, triton.next_power_of_2(head_dim)),
+        "WIDTH": max(16, next_power_of_2(head_dim)),
         "PAGE_SIZE": page_size,
         "BLOCK_N": config.block_n,
         "PARTED": config.parted,

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..types import AttentionWork
 from .configs import MERGE, multiprocessors
+from .launch import next_power_of_2
+from .rounding import rounded
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def merge_tokens(  # type: ignore[no-untyped-def]
             peak = higher
         token = tl.load(tokens + pair // HEADS).to(tl.int64)
         at = (token * HEADS + head) * HEAD_DIM + column
-        tl.store(out + at, (weighted / total).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at, rounded(weighted / total, out.dtype.element_ty), mask=inside)
 
 
 def merge_states(out: Tensor, states: Tensor, sums: Tensor, work: AttentionWork, sinks: Tensor | None) -> None:
@@ -81,7 +83,7 @@ def merge_states(out: Tensor, states: Tensor, sums: Tensor, work: AttentionWork,
         sinks,
         HEADS=num_heads,
         HEAD_DIM=head_dim,
-        WIDTH=max(16, triton.next_power_of_2(head_dim)),
+        WIDTH=max(16, next_power_of_2(head_dim)),
         BLOCK_S=MERGE.block_s,
         SINKS=sinks is not None,
         num_warps=MERGE.num_warps,

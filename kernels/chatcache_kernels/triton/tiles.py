@@ -5,11 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .rounding import INTERPRETED, rounded
+
+
+@triton.jit
+def _dot(a, b, total):  # type: ignore[no-untyped-def]
+    """Return a @ b + total, in float32. The interpreter would multiply the bits of bfloat16 as integers."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision="ieee")
+
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """Return tanh(x); exact at both ends, where exp2 overflows to infinity or vanishes."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    """Return tanh(x), which is 1 to the last bit from 10 on."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(x, 20.0) * 2.8853900817779268))
 
 
 @triton.jit
@@ -63,7 +73,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         else:
             keys = tl.load(k_head + at, mask=inside, other=0.0)
             values = tl.load(v_head + at, mask=inside, other=0.0)
-        score = tl.dot(query, keys.T, input_precision="ieee")
+        score = _dot(query, keys.T, tl.zeros([query.shape[0], BLOCK_N], tl.float32))
         if CAPPED:
             score = _tanh(score * scale)
         if MASKED:
@@ -81,6 +91,6 @@ def attend_tiles(  # type: ignore[no-untyped-def]
             total = total * decay[:, None] + weight
         else:
             total = total * decay + tl.sum(weight, 1)
-        weighted = tl.dot(weight.to(values.dtype), values, weighted * decay[:, None], input_precision="ieee")
+        weighted = _dot(rounded(weight, values.dtype), values, weighted * decay[:, None])
         peak = higher
     return weighted, total, peak

@@ -1,0 +1,333 @@
+"""triton.paged_attention against reference.py, on fresh random shapes and values every run.
+
+Every slot that holds no token is NaN, so is every page that no row owns, and memory is full of NaN before it is written.
+A failing case prints its seed; CHATCACHE_TEST_SEED=<seed> replays it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from chatcache_kernels import reference, triton
+from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages, WorkList
+from chatcache_kernels.work import plan_work
+from torch import Tensor
+
+SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill memory that torch leaves as it found it with NaN: outputs and states that nobody writes show."""
+    empty: Callable[..., Tensor] = torch.empty
+
+    def poisoned(*args: object, **options: object) -> Tensor:
+        memory = empty(*args, **options)
+        return memory.fill_(float("nan")) if memory.is_floating_point() else memory
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One batch of rows over two equal stores, one in each layout."""
+
+    batch: AttentionBatch
+    q: Tensor
+    plain: KVPages
+    paged: KVPages
+
+    def expected(self, scale: float, **options: object) -> Tensor:
+        """Return the reference's result in float32."""
+        return reference.paged_attention(self.q.float(), self.plain, 1, self.batch, scale, **options)  # type: ignore[arg-type]
+
+    def check(
+        self, scale: float = 0.2, *, work: AttentionWork | None = None, tolerance: float | None = None, **options: object
+    ) -> None:
+        """Compare both attentions; `options` as in paged_attention."""
+        batch = self.batch if work is None else replace(self.batch, work=work.to(self.q.device))
+        got = triton.paged_attention(self.q, self.paged, 1, batch, scale, **options)  # type: ignore[arg-type]
+        assert got.dtype == self.q.dtype
+        assert got.shape == self.q.shape
+        bound = tolerance or TOLERANCE[self.q.dtype]
+        expected = self.expected(scale, **options)
+        torch.testing.assert_close(got.float(), expected, atol=bound, rtol=bound, msg=lambda m: f"seed {SEED}: {m}")
+
+
+def place(rows: Sequence[tuple[int, int]], page_size: int, noise: torch.Generator) -> tuple[Tensor, int]:
+    """Return tables that give every row of (cached, new) tokens its own shuffled pages, and the number of pages."""
+    needed = [-(-(start + new) // page_size) for start, new in rows]
+    num_pages = sum(needed) + 5
+    shuffled = (torch.randperm(num_pages - 1, generator=noise) + 1).int()
+    tables = torch.zeros(len(rows), max(needed, default=0) + 2, dtype=torch.int32)
+    first = 0
+    for row, count in enumerate(needed):
+        tables[row, :count] = shuffled[first : first + count]
+        first += count
+    return tables, num_pages
+
+
+class Build:
+    """Makes cases on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __call__(
+        self,
+        rows: Sequence[tuple[int, int]],
+        heads: int = 6,
+        kv_heads: int = 2,
+        head_dim: int = 64,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        seed: int = SEED,
+        tables: Tensor | None = None,
+    ) -> Case:
+        """Return rows of (cached tokens, new tokens), in shuffled pages or those of `tables`, among poisoned ones."""
+        noise = torch.Generator().manual_seed(seed)
+        if tables is None:
+            tables, num_pages = place(rows, page_size, noise)
+        else:
+            num_pages = int(tables.max()) + 5
+        plain = reference.allocate_pages(2, num_pages, page_size, kv_heads, head_dim, dtype)
+        plain.k.fill_(float("nan")), plain.v.fill_(float("nan"))
+        starts, news = (torch.tensor([row[i] for row in rows], dtype=torch.int32) for i in (0, 1))
+        whole = AttentionBatch.build(tables, torch.zeros_like(starts), starts + news, page_size)
+        k, v = torch.randn(2, whole.slots.numel(), kv_heads, head_dim, generator=noise).to(dtype).unbind(0)
+        reference.write_pages(plain, 1, k, v, whole.slots)
+        batch = AttentionBatch.build(tables, starts, news, page_size)
+        work = plan_work(tables.numpy(), starts.numpy(), news.numpy(), page_size, heads // kv_heads)
+        q = torch.randn(batch.slots.numel(), heads, head_dim, generator=noise).to(dtype)
+        plain = replace(plain, k=plain.k.to(self.device), v=plain.v.to(self.device))
+        paged = replace(plain, k=plain.k.transpose(2, 3).contiguous(), v=plain.v.transpose(2, 3).contiguous())
+        return Case(replace(batch, work=work).to(self.device), q.to(self.device), plain, paged)
+
+
+@pytest.fixture
+def build(triton_device: str) -> Build:
+    return Build(triton_device)
+
+
+def work_of(lists: Sequence[Sequence[tuple[int, int, int, list[int]]]], positions: Tensor) -> AttentionWork:
+    """Return a work list made by hand, of items (row of tables, first key, end key, tokens), with a state for each
+    token of each item unless it is the token's only one. States merge in the order of the items.
+    """
+    counts = np.bincount([t for items in lists for *_, tokens in items for t in tokens], minlength=len(positions))
+    states: dict[int, list[int]] = {}
+    num_states = 0
+    made = []
+    for items in lists:
+        lines, members = [], []
+        for row, first, end, tokens in items:
+            alone = all(counts[t] == 1 for t in tokens)
+            lines.append((row, first, end, len(members), len(tokens), -1 if alone else num_states))
+            members += tokens
+            if not alone:
+                for token in tokens:
+                    states.setdefault(token, []).append(num_states)
+                    num_states += 1
+        highest = max(len(tokens) for *_, tokens in items)
+        made.append(WorkList(ints(lines), ints(members), ints([len(lines)]), highest))
+    merged = sorted(states)
+    return AttentionWork(
+        lists=tuple(made),
+        positions=positions.int().cpu(),
+        merge_tokens=ints(merged),
+        merge_offsets=ints(np.cumsum([0] + [len(states[t]) for t in merged])),
+        merge_states=ints([s for t in merged for s in states[t]]),
+        num_merges=ints([len(merged)]),
+        num_states=num_states,
+    )
+
+
+def ints(values: object) -> Tensor:
+    """Return an int32 tensor."""
+    return torch.from_numpy(np.array(values, np.int32))
+
+
+def with_leftovers(work: AttentionWork) -> AttentionWork:
+    """Return the same work in larger static buffers, whose ends name rows, tokens and states that do not exist."""
+
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat((x, torch.full((5, *x.shape[1:]), 2**30, dtype=x.dtype)))
+
+    lists = tuple(replace(one, items=longer(one.items), members=longer(one.members)) for one in work.lists)
+    names = ("positions", "merge_tokens", "merge_offsets", "merge_states")
+    changed = {name: longer(getattr(work, name)) for name in names}
+    return replace(work, lists=lists, num_states=work.num_states + 3, **changed)
+
+
+def random_rows(draw: random.Random) -> list[tuple[int, int]]:
+    """Return one-token rows, short rows and a chunk, in any order, some without tokens."""
+    rows = [(draw.randrange(700), 1) for _ in range(draw.randrange(1, 4))]
+    rows += [(draw.randrange(200), draw.randrange(0, 20)), (0, 1), (draw.randrange(100), draw.randrange(100, 150))]
+    draw.shuffle(rows)
+    return rows
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_random_batches_equal_the_reference(build: Build, page_size: int, dtype: torch.dtype) -> None:
+    draw = random.Random(SEED + page_size)
+    kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 4, 7])
+    head_dim = draw.choice([32, 64, 80, 96, 128])
+    case = build(random_rows(draw), kv_heads * group, kv_heads, head_dim, page_size, dtype)
+    case.check(
+        draw.choice([0.1, 0.3]),
+        window=draw.choice([None, 1, 5, 64, 300]),
+        softcap=draw.choice([None, 3.0, 30.0]),
+        sinks=draw.choice([None, torch.randn(kv_heads * group).to(case.q.device)]),
+    )
+
+
+@pytest.mark.parametrize("head_dim", [20, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_head_sizes(build: Build, head_dim: int, dtype: torch.dtype) -> None:
+    build([(57, 1), (30, 20), (0, 1), (600, 1)], 4, 2, head_dim, dtype=dtype).check(0.1)
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 1), (2, 3), (1, 5), (2, 7), (3, 8), (1, 9), (1, 71), (1, 128)])
+def test_groups(build: Build, kv_heads: int, group: int) -> None:
+    build([(57, 1), (30, 3), (0, 1), (520, 1)], kv_heads * group, kv_heads).check()
+
+
+@pytest.mark.parametrize("start", [510, 511, 512, 1023, 1500])
+def test_split_boundaries(build: Build, start: int) -> None:
+    case = build([(start, 1), (start - 1, 2), (3, 1)])
+    case.check()
+    case.check(window=700)
+    case.check(sinks=torch.randn(6).to(case.q.device), softcap=2.0)
+
+
+def test_long_contexts(build: Build) -> None:
+    case = build([(4095, 1), (4100, 1), (4000, 130)], 2, 1, dtype=torch.bfloat16)
+    case.check()
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 600])
+@pytest.mark.parametrize("new", [1, 9, 150])
+def test_windows(build: Build, window: int, new: int) -> None:
+    build([(700, new), (10, new), (0, new)], 2, 1, 32).check(window=window)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("start", [0, 77, 512])
+def test_chunks_after_a_prefix(build: Build, start: int, window: int | None, softcap: float | None) -> None:
+    case = build([(start, 150), (start, 65)], 3, 1)
+    case.check(window=window, softcap=softcap, sinks=torch.randn(3).to(case.q.device))
+
+
+def test_large_scores_neither_overflow_nor_vanish(build: Build) -> None:
+    case = build([(40, 1), (600, 4)])
+    case.check(40.0, tolerance=2e-4)
+    case.check(40.0, tolerance=2e-4, softcap=200.0)
+    case.check(sinks=torch.tensor([-90.0, 90.0, 0.0, 5.0, -5.0, 60.0]).to(case.q.device))
+
+
+def test_empty_batch(build: Build) -> None:
+    case = build([])
+    assert triton.paged_attention(case.q, case.paged, 1, case.batch, 1.0).shape == (0, 6, 64)
+
+
+def test_rows_without_new_tokens_are_skipped(build: Build) -> None:
+    build([(5, 0), (7, 1), (0, 0), (9, 2), (4, 0)]).check()
+
+
+def test_a_nan_key_reaches_its_own_row_only(build: Build) -> None:
+    case = build([(20, 1), (20, 1)])
+    case.paged.k[1, case.batch.tables[0, 0]] = float("nan")
+    got = triton.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
+    assert got[0].isnan().all()
+    assert got[1].isfinite().all()
+
+
+def test_a_row_does_not_depend_on_its_batch(build: Build) -> None:
+    case = build([(700, 1), (90, 1), (1300, 1), (5, 1)], dtype=torch.bfloat16)
+    together = triton.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
+    for row in range(4):
+        tables, start, new = (x[row : row + 1].cpu() for x in (case.batch.tables, case.batch.start, case.batch.num_tokens))
+        alone = AttentionBatch.build(tables, start, new, 16)
+        work = plan_work(tables.numpy(), start.numpy(), new.numpy(), 16, 3)
+        alone = replace(alone, work=work).to(case.q.device)
+        assert torch.equal(triton.paged_attention(case.q[row : row + 1], case.paged, 1, alone, 0.2)[0], together[row])
+
+
+def test_queries_may_be_a_slice_of_a_wider_projection(build: Build) -> None:
+    case = build([(57, 1), (30, 20), (600, 1)])
+    wide = torch.full((case.q.shape[0], 11, 64), float("nan"), device=case.q.device)
+    wide[:, 2:8] = case.q
+    replace(case, q=wide[:, 2:8]).check()
+    turned = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    replace(case, q=turned).check()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 30}, {"window": 3}])
+def test_tokens_of_several_rows_share_the_keys_of_one(build: Build, options: dict[str, int]) -> None:
+    """Three rows begin with the same pages, two of them share more; their newest tokens lie at different positions."""
+    page_size = 8
+    tables = torch.arange(1, 43).view(3, 14).int()
+    tables[1:, :5] = tables[0, :5]  # 40 tokens of all three
+    tables[2, 5:9] = tables[1, 5:9]  # up to 72 of rows 1 and 2
+    rows = [(70, 1), (75, 1), (103, 3)]
+    case = build(rows, page_size=page_size, tables=tables)
+    positions = torch.tensor([70, 75, 103, 104, 105])
+    everybody, pair = [0, 1, 2, 3, 4], [1, 2, 3, 4]
+    work = work_of(
+        [
+            [(2, 0, 24, everybody), (0, 24, 40, everybody)],
+            [(1, 40, 72, pair)],
+            [(0, 40, 71, [0]), (1, 72, 76, [1]), (2, 72, 90, [2, 3, 4]), (2, 90, 106, [2, 3, 4])],
+        ],
+        positions,
+    )
+    sinks = torch.randn(6).to(case.q.device)
+    case.check(work=work, **options)
+    case.check(work=work, sinks=sinks, softcap=5.0, **options)
+    case.check(work=with_leftovers(work), sinks=sinks, **options)
+
+
+def test_members_of_an_item_see_up_to_their_own_positions(build: Build) -> None:
+    """An item's keys go past what its first members may see, and begin after all that one of them sees."""
+    case = build([(0, 60)], 4, 2)
+    order = list(range(60))
+    random.Random(SEED).shuffle(order)
+    pieces = [(0, first, first + 15, order[i : i + 20]) for first in range(0, 60, 15) for i in (0, 20, 40)]
+    case.check(work=work_of([pieces], torch.arange(60)))
+    case.check(work=work_of([pieces], torch.arange(60)), window=7, sinks=torch.randn(4).to(case.q.device))
+    case.check(work=work_of([[(0, 0, 60, order[:32])], [(0, 0, 60, order[32:])]], torch.arange(60)), window=20)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_leftovers_of_static_buffers_are_not_touched(build: Build, window: int | None) -> None:
+    case = build([(700, 1), (1030, 1), (5, 1), (90, 100)])
+    assert case.batch.work is not None
+    case.check(work=with_leftovers(case.batch.work.to("cpu")), window=window)
+
+
+def test_what_does_not_fit_is_refused(build: Build) -> None:
+    case = build([(5, 1)])
+
+    def attend(q: Tensor = case.q, batch: AttentionBatch = case.batch, scale: float = 1.0) -> None:
+        triton.paged_attention(q, case.paged, 1, batch, scale)
+
+    with pytest.raises(ValueError, match=r"batch\.work"):
+        attend(batch=replace(case.batch, work=None))
+    with pytest.raises(ValueError, match="dtype"):
+        attend(q=case.q.half())
+    with pytest.raises(ValueError, match="contiguous"):
+        attend(q=case.q.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ValueError, match="scale"):
+        attend(scale=0.0)
+    with pytest.raises(ValueError, match=r"\[T, 2 \* G, 64\]"):
+        attend(q=case.q[:, :5])
+    with pytest.raises(ValueError, match="128"):
+        build([(5, 1)], 129, 1).check()
