@@ -1,6 +1,6 @@
 """triton.paged_attention against reference.py, on fresh random shapes and values every run.
 
-Every slot that holds no token is NaN, so is every page that no row owns, and memory is full of NaN before it is written.
+Every slot that holds no token is NaN, so is every page that no row owns, and so is all memory before it is written.
 A failing case prints its seed; CHATCACHE_TEST_SEED=<seed> replays it.
 """
 
@@ -49,7 +49,12 @@ class Case:
         return reference.paged_attention(self.q.float(), self.plain, 1, self.batch, scale, **options)  # type: ignore[arg-type]
 
     def check(
-        self, scale: float = 0.2, *, work: AttentionWork | None = None, tolerance: float | None = None, **options: object
+        self,
+        scale: float = 0.2,
+        *,
+        work: AttentionWork | None = None,
+        tolerance: float | None = None,
+        **options: object,
     ) -> None:
         """Compare both attentions; `options` as in paged_attention."""
         batch = self.batch if work is None else replace(self.batch, work=work.to(self.q.device))
@@ -125,7 +130,8 @@ def work_of(lists: Sequence[Sequence[tuple[int, int, int, list[int]]]], position
     num_states = 0
     made = []
     for items in lists:
-        lines, members = [], []
+        lines: list[tuple[int, ...]] = []
+        members: list[int] = []
         for row, first, end, tokens in items:
             alone = all(counts[t] == 1 for t in tokens)
             lines.append((row, first, end, len(members), len(tokens), -1 if alone else num_states))
@@ -194,7 +200,9 @@ def test_head_sizes(build: Build, head_dim: int, dtype: torch.dtype) -> None:
     build([(57, 1), (30, 20), (0, 1), (600, 1)], 4, 2, head_dim, dtype=dtype).check(0.1)
 
 
-@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 1), (2, 3), (1, 5), (2, 7), (3, 8), (1, 9), (1, 71), (1, 128)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group"), [(1, 1), (3, 1), (2, 3), (1, 5), (2, 7), (3, 8), (1, 9), (1, 71), (1, 128)]
+)
 def test_groups(build: Build, kv_heads: int, group: int) -> None:
     build([(57, 1), (30, 3), (0, 1), (520, 1)], kv_heads * group, kv_heads).check()
 
@@ -254,7 +262,9 @@ def test_a_row_does_not_depend_on_its_batch(build: Build) -> None:
     case = build([(700, 1), (90, 1), (1300, 1), (5, 1)], dtype=torch.bfloat16)
     together = triton.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
     for row in range(4):
-        tables, start, new = (x[row : row + 1].cpu() for x in (case.batch.tables, case.batch.start, case.batch.num_tokens))
+        tables, start, new = (
+            x[row : row + 1].cpu() for x in (case.batch.tables, case.batch.start, case.batch.num_tokens)
+        )
         alone = AttentionBatch.build(tables, start, new, 16)
         work = plan_work(tables.numpy(), start.numpy(), new.numpy(), 16, 3)
         alone = replace(alone, work=work).to(case.q.device)

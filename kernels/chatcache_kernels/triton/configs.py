@@ -19,8 +19,8 @@ class Config:
     """How one tile height is carried out.
 
     `block_n`: keys of a tile. `programs`: of each multiprocessor; more than fit at once leave the balance to the
-    device's own scheduler. `parted`: tiles that every query sees whole have a loop without masks. `measured`: when and on
-    which chip, or that it was not.
+    device's own scheduler. `parted`: tiles that every query sees whole have a loop without masks. `measured`: when and
+    on which chip, or that it was not.
     """
 
     block_n: int
@@ -76,9 +76,7 @@ MODEST: Final = {
 TABLES: Final = {8: MODEST, 9: HOPPER, 10: HOPPER, 12: MODEST}  # by major compute capability
 # float32 is multiplied exactly, without matrix units: there to compare with, not to be fast
 EXACT_FLOAT32: Final = {
-    (rows, width): Config(16, 8, 2, programs=2)
-    for rows in (16, 32, 64, 128)
-    for width in (64, 128, 256)
+    (rows, width): Config(16, 8, 2, programs=2) for rows in (16, 32, 64, 128) for width in (64, 128, 256)
 }
 INTERPRETER: Final = Config(64, 1, 1, programs=1)
 
