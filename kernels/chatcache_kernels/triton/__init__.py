@@ -10,6 +10,7 @@
     activation.py  the gated activation
     rounding.py    one cast that rounds alike on GPUs and in the interpreter
     launch.py      what all launches share
+    variants.py    which forms of the kernels models launch, to compile them all in tests
 
 Kernels run on the current stream of the current device, which must be the tensors' device. They compile at their first
 call for a shape of model (about a second each; Triton keeps them on disk); nothing that varies between steps, such as

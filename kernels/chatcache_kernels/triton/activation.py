@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from .launch import EXACT
 from .rounding import rounded
+from .variants import Variant, traced
 
 BLOCK = 1024
 
@@ -22,6 +26,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         grid = (num_rows, triton.cdiv(width, BLOCK))
         silu_rows[grid](gate_up, out, WIDTH=width, BLOCK=BLOCK, num_warps=4, **EXACT)
     return out
+
+
+def variants() -> Iterator[Variant]:
+    """Yield the activations of models with 1536 to 14336 inner dimensions."""
+    for width, dtype in ((1536, torch.bfloat16), (3072, torch.float16), (14336, torch.bfloat16), (1536, torch.float32)):
+        gate_up = torch.empty(7, 2 * width, dtype=dtype, device="meta")
+        yield from traced(partial(silu_mul, gate_up), wide=True)
 
 
 @triton.jit

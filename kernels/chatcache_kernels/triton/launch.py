@@ -16,3 +16,13 @@ def next_power_of_2(n: int) -> int:
 def dense_last(x: Tensor) -> Tensor:
     """Return x with its last dimension dense, copied only if it is not."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def tile_heads(num_heads: int, dim: int, tile: int) -> int:
+    """Return how many heads of `dim` elements a program takes: a power of two, at most `tile` elements."""
+    return max(1, min(next_power_of_2(num_heads), tile // next_power_of_2(dim)))
+
+
+def tile_warps(tile: int, each: int, most: int = 4) -> int:
+    """Return the warps for a tile of a power of two of elements, so that every thread has `each` of them if it can."""
+    return max(1, min(most, tile // (32 * each)))

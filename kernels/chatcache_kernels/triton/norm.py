@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .launch import EXACT, next_power_of_2
+from .launch import EXACT, next_power_of_2, tile_warps
 from .rounding import rounded
+from .variants import Variant, traced
 
 TILE = 1024
 """Elements of a program that norms several short rows."""
@@ -44,8 +48,19 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
     rows = max(1, TILE // block)
     norm_rows[(triton.cdiv(num_rows, rows),)](
         x, residual, weight.contiguous(), out, total, num_rows, eps,
-        ADD=add, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=min(16, rows * block // 256), **EXACT,
+        ADD=add, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=tile_warps(rows * block, 8, most=16), **EXACT,
     )  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    """Yield the norms of models 576 to 5120 wide, and of heads."""
+    for width, dtype in (
+        (64, torch.float16), (128, torch.bfloat16), (576, torch.bfloat16), (576, torch.float32), (1024, torch.bfloat16),
+        (4096, torch.bfloat16), (4096, torch.float16), (5120, torch.bfloat16), (16384, torch.bfloat16),
+    ):  # fmt: skip
+        x, weight = (torch.empty(*shape, width, dtype=dtype, device="meta") for shape in ((7,), ()))
+        yield from traced(partial(rms_norm, x, weight, 1e-6), wide=True)
+        yield from traced(partial(add_rms_norm, x, x, weight, 1e-6), wide=True)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

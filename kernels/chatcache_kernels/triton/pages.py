@@ -6,14 +6,18 @@ read in long runs, and one page of one layer is one run of memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..types import KVPages
-from .launch import EXACT, dense_last, next_power_of_2
+from .launch import EXACT, dense_last, next_power_of_2, tile_heads, tile_warps
 from .rounding import rounded
+from .variants import Variant, traced
 
 MOVE_BLOCK = 1024
 """int32 of K and of V that one program moves: 4 KiB each."""
@@ -47,12 +51,12 @@ def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor)
     if not num_tokens:
         return
     k, v = dense_last(k), dense_last(v)
-    heads = tile_heads(num_heads, dim, WRITE_TILE)
+    heads, dim_block = tile_heads(num_heads, dim, WRITE_TILE), next_power_of_2(dim)
     write_heads[(num_tokens, triton.cdiv(num_heads, heads))](
         k, v, pages.k, pages.v, slots.contiguous(), layer, pages.k.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        NUM_HEADS=num_heads, DIM=dim, PAGE=pages.page_size, HEADS=heads, DIM_BLOCK=next_power_of_2(dim),
-        num_warps=4, **EXACT,
+        NUM_HEADS=num_heads, DIM=dim, PAGE=pages.page_size, HEADS=heads, DIM_BLOCK=dim_block,
+        num_warps=tile_warps(heads * dim_block, 8), **EXACT,
     )  # fmt: skip
 
 
@@ -65,11 +69,6 @@ def copy_pages(pages: KVPages, copies: Tensor) -> None:
 def as_words(store: Tensor) -> Tensor:
     """Return a store, whatever its dtype and the shape of a page, as int32 [., ., words]."""
     return store.view(*store.shape[:2], -1).view(torch.int32)
-
-
-def tile_heads(num_heads: int, dim: int, tile: int) -> int:
-    """Return how many heads one program takes: a power of two, about `tile` elements."""
-    return max(1, min(next_power_of_2(num_heads), tile // next_power_of_2(dim)))
 
 
 def move(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], pairs: Tensor) -> None:
@@ -85,6 +84,23 @@ def move(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], pairs: Te
         *source, *target, pairs.contiguous(), *source[0].stride()[:2], *target[0].stride()[:2],
         WORDS=words, BLOCK=MOVE_BLOCK, num_warps=4, **EXACT,
     )  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    """Yield copies within a store and to a staging buffer, and writes, for stores of more than 2^31 elements, too."""
+    for num_pages, heads, dim, dtype in (
+        (50, 3, 64, torch.bfloat16), (9000, 8, 128, torch.bfloat16), (50, 5, 80, torch.float32),
+    ):  # fmt: skip
+        with torch.device("meta"):
+            pages = allocate_pages(30, num_pages, 16, heads, dim, dtype)
+            pairs = torch.empty(7, 2, dtype=torch.int32)
+            stage = torch.empty(7, 30, as_words(pages.k).shape[2], dtype=torch.int32).transpose(0, 1)
+            both = as_words(pages.k), as_words(pages.v)
+            k = torch.empty(7, 3 * heads, dim, dtype=dtype)[:, heads : 2 * heads]
+            slots = torch.empty(7, dtype=torch.int64)
+        yield from traced(partial(copy_pages, pages, pairs), wide=True)
+        yield from traced(partial(move, both, (stage, stage), pairs.long()), wide=True)
+        yield from traced(partial(write_pages, pages, 1, k, k, slots), wide=True)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])

@@ -5,6 +5,9 @@ q, k and v may be slices of one fused projection. Symbols: see types.py; C = rot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -12,9 +15,10 @@ from torch import Tensor
 
 from ..reference import rms_norm
 from ..types import HeadNorms, KVPages
-from .launch import EXACT, dense_last, next_power_of_2
-from .pages import tile_heads
+from .launch import EXACT, dense_last, next_power_of_2, tile_heads, tile_warps
+from .pages import allocate_pages
 from .rounding import rounded
+from .variants import Variant, traced
 
 TILE = 2048
 """Elements of the heads that one program takes."""
@@ -44,16 +48,36 @@ def rope_write(
     q, k, v = dense_last(q), dense_last(k), dense_last(v)
     half, kv_heads = cos.shape[-1], k.shape[1]
     heads, kv_tile = tile_heads(num_heads, dim, TILE), tile_heads(kv_heads, dim, TILE)
-    half_block = next_power_of_2(half)
+    half_block, dim_block = next_power_of_2(half), next_power_of_2(dim)
     turn_heads[(num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(kv_heads, kv_tile))](
         q, k, v, out, cos.contiguous(), sin.contiguous(), pages.k, pages.v, slots.contiguous(),
         norms.q if norms else q, norms.k if norms else k, norms.eps if norms else 0.0,
         layer, pages.k.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         NORM=norms is not None, NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, DIM=dim, HALF=half, PAGE=pages.page_size,
         HEADS=heads, KV_HEADS=kv_tile, HALF_BLOCK=half_block, REST_BLOCK=next_power_of_2(dim - 2 * half),
-        DIM_BLOCK=next_power_of_2(dim), num_warps=max(1, min(4, kv_tile * half_block // 256)), **EXACT,
+        DIM_BLOCK=dim_block, num_warps=tile_warps(kv_tile * dim_block, 16), **EXACT,
     )  # fmt: skip
     return out
+
+
+def variants() -> Iterator[Variant]:
+    """Yield the shapes of SmolLM, Qwen3, Llama 3, Phi (partly rotated) and others, and large stores."""
+    for heads, kv_heads, dim, half, page_size, dtype, norm in (
+        (9, 3, 64, 32, 16, torch.bfloat16, False), (9, 3, 64, 32, 16, torch.float32, False),
+        (16, 8, 128, 64, 16, torch.bfloat16, True), (16, 8, 128, 64, 64, torch.bfloat16, True),
+        (32, 8, 128, 64, 16, torch.bfloat16, False), (32, 8, 128, 64, 64, torch.float16, False),
+        (28, 4, 128, 64, 16, torch.bfloat16, False), (32, 32, 80, 16, 16, torch.float16, False),
+        (24, 8, 128, 48, 16, torch.bfloat16, False), (8, 4, 256, 128, 16, torch.bfloat16, True),
+        (16, 8, 128, 64, 8, torch.float32, True),
+    ):  # fmt: skip
+        with torch.device("meta"):
+            pages = allocate_pages(30, 9000 if dim == 128 else 50, page_size, kv_heads, dim, dtype)
+            qkv = torch.empty(7, heads + 2 * kv_heads, dim, dtype=dtype)
+            angles, slots = torch.empty(7, half), torch.empty(7, dtype=torch.int64)
+            weight = torch.empty(dim, dtype=dtype)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
+        norms = HeadNorms(weight, weight, 1e-6) if norm else None
+        yield from traced(partial(rope_write, q, k, v, angles, angles, pages, 1, slots, norms), wide=True)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -113,15 +137,15 @@ def turn_heads(  # type: ignore[no-untyped-def]
     else:
         slot = tl.load(slots + token).to(tl.int64)
         to = layer.to(tl.int64) * layer_stride + (slot // PAGE * NUM_KV_HEADS * PAGE + slot % PAGE) * DIM
-        head = (block - q_blocks) * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
+        kv_head = (block - q_blocks) * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
         column = tl.arange(0, DIM_BLOCK)[None, :]
-        inside = (head < NUM_KV_HEADS) & (column < DIM)
-        values = tl.load(v + token * v_token + head * v_head + column, mask=inside, other=0.0).to(tl.float32)
+        inside = (kv_head < NUM_KV_HEADS) & (column < DIM)
+        values = tl.load(v + token * v_token + kv_head * v_head + column, mask=inside, other=0.0).to(tl.float32)
         turn(
-            k + token * k_token + head * k_head, k_pages + to + head * (PAGE * DIM), head < NUM_KV_HEADS, k_norm,
-            c, s, eps, k.dtype.element_ty, k_pages.dtype.element_ty, NORM, DIM, HALF, HALF_BLOCK, REST_BLOCK,
+            k + token * k_token + kv_head * k_head, k_pages + to + kv_head * (PAGE * DIM), kv_head < NUM_KV_HEADS,
+            k_norm, c, s, eps, k.dtype.element_ty, k_pages.dtype.element_ty, NORM, DIM, HALF, HALF_BLOCK, REST_BLOCK,
         )  # fmt: skip
-        at = to + head * (PAGE * DIM) + column
+        at = to + kv_head * (PAGE * DIM) + column
         tl.store(v_pages + at, rounded(values, v_pages.dtype.element_ty), mask=inside)
 
 
