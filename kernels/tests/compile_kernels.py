@@ -55,12 +55,12 @@ def launched(module: ModuleType) -> set[str]:
     return {name for name in names if isinstance(getattr(module, name, None), JITFunction)}
 
 
-def listed(module: ModuleType) -> list[Variant]:
+def listed(module: ModuleType, arch: int) -> list[Variant]:
     """Return a module's variants.
 
     Raises: LookupError for a kernel that the module launches and does not list.
     """
-    found = list(module.variants()) if hasattr(module, "variants") else []
+    found = list(module.variants(arch)) if hasattr(module, "variants") else []
     if missing := launched(module) - {one.kernel.__name__ for one in found}:
         raise LookupError(f"{module.__name__}: variants() lists nothing for {', '.join(sorted(missing))}")
     return found
@@ -123,7 +123,7 @@ def report(names: Iterable[str], arch: int, match: str, folder: Path | None) -> 
     """Yield a line for each variant, and for each module that does not list one."""
     for module in [importlib.import_module(name) for name in names] or modules():
         try:
-            variants = listed(module)
+            variants = listed(module, arch)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             yield {"variant": module.__name__, "arch": arch, "registers": 0, "shared_bytes": 0, "error": text}

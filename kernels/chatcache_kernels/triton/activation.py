@@ -28,7 +28,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def variants() -> Iterator[Variant]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yield the activations of models with 1536 to 14336 inner dimensions."""
     for width, dtype in ((1536, torch.bfloat16), (3072, torch.float16), (14336, torch.bfloat16), (1536, torch.float32)):
         gate_up = torch.empty(7, 2 * width, dtype=dtype, device="meta")

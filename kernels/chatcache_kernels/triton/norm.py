@@ -52,7 +52,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
     )  # fmt: skip
 
 
-def variants() -> Iterator[Variant]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yield the norms of models 576 to 5120 wide, and of heads."""
     for width, dtype in (
         (64, torch.float16), (128, torch.bfloat16), (576, torch.bfloat16), (576, torch.float32), (1024, torch.bfloat16),

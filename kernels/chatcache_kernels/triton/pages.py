@@ -86,7 +86,7 @@ def move(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], pairs: Te
     )  # fmt: skip
 
 
-def variants() -> Iterator[Variant]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yield copies within a store and to a staging buffer, and writes, for stores of more than 2^31 elements, too."""
     for num_pages, heads, dim, dtype in (
         (50, 3, 64, torch.bfloat16), (9000, 8, 128, torch.bfloat16), (50, 5, 80, torch.float32),

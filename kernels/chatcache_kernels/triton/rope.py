@@ -60,7 +60,7 @@ def rope_write(
     return out
 
 
-def variants() -> Iterator[Variant]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yield the shapes of SmolLM, Qwen3, Llama 3, Phi (partly rotated) and others, and large stores."""
     for heads, kv_heads, dim, half, page_size, dtype, norm in (
         (9, 3, 64, 32, 16, torch.bfloat16, False), (9, 3, 64, 32, 16, torch.float32, False),

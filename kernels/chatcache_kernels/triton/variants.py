@@ -1,7 +1,8 @@
 """Which forms of each kernel real models launch, so that all of them can be compiled where there is no GPU.
 
-A module with kernels has a function `variants()`. Most are not written by hand: `traced` watches what the module's own
-functions launch for tensors on the `meta` device, so types, constants and options are those of real launches.
+A module with kernels has a function `variants(arch)`, which yields them for a compute capability (90 for 9.0). Most are
+not written by hand: `traced` watches what the module's own functions launch for tensors on the `meta` device, so types,
+constants and options are those of real launches.
 """
 
 from __future__ import annotations
