@@ -137,9 +137,7 @@ def _attend(job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, head: in
         for m in range(tokens * group):
             limit = start + m // group + 1 - tile  # columns from here on are in this query's future
             first = limit - job.window if job.window > 0 else 0
-            decay = weigh(zero, m, first, limit, count, np.float32(job.softcap), scores, peak, mass)
-            for d in range(0, dim, lanes):
-                store(acc, m * dim + d, mul(load(zero, acc, m * dim + d), decay))
+            weigh(zero, m, first, limit, count, np.float32(job.softcap), scores, peak, mass, acc, dim)
         for part in range(0, count, size):
             base, soon = _locate(job, table, head, tile + part, end)
             accumulate(zero, v, base, soon, scores, part, min(size, count - part), acc, num, dim)

@@ -182,6 +182,16 @@ def _round_bfloat16(builder: Any, x: Any, lanes: int) -> Any:
     return builder.trunc(builder.lshr(rounded, sixteen), _wide(lanes, ir.IntType(16)))
 
 
+def _halve(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine the lower with the upper half of the lanes until one is left."""
+    while width > 1:
+        width //= 2
+        none = ir.Constant(x.type, ir.Undefined)
+        low, high = (ir.Constant(_wide(width, _I32), list(range(i, i + width))) for i in (0, width))
+        x = combine(builder.shuffle_vector(x, none, low), builder.shuffle_vector(x, none, high))
+    return builder.extract_element(x, ir.Constant(_I32, 0))
+
+
 @_instruction
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """fma(a, b, c): a * b + c, fused where the CPU can."""
@@ -211,10 +221,20 @@ maximum = _binary("maximum", lambda builder, a, b: builder.select(builder.fcmp_o
 
 @_instruction
 def largest(typing: Any, a: Any) -> Any:
-    """largest(x): the largest lane. No lane may be NaN."""
+    """largest(x): the largest lane, by halves. No lane may be NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, f"llvm.vector.reduce.fmax.v{a.lanes}f32", _F32, args[0])
+        return _halve(builder, args[0], a.lanes, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+
+    return types.float32(a), generate
+
+
+@_instruction
+def first_lane(typing: Any, a: Any) -> Any:
+    """first_lane(x): lane 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], ir.Constant(_I32, 0))
 
     return types.float32(a), generate
 
@@ -224,13 +244,7 @@ def total(typing: Any, a: Any) -> Any:
     """total(x): the sum of the lanes, by halves."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, width = args[0], a.lanes
-        while width > 1:
-            width //= 2
-            none = ir.Constant(x.type, ir.Undefined)
-            low, high = (ir.Constant(_wide(width, _I32), list(range(i, i + width))) for i in (0, width))
-            x = builder.fadd(builder.shuffle_vector(x, none, low), builder.shuffle_vector(x, none, high))
-        return builder.extract_element(x, ir.Constant(_I32, 0))
+        return _halve(builder, args[0], a.lanes, builder.fadd)
 
     return types.float32(a), generate
 
