@@ -6,7 +6,8 @@ Triton tests run compiled where there is a GPU and interpreted elsewhere; the ro
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,3 +25,28 @@ def _one_thread() -> Iterator[None]:
 def triton_device() -> str:
     """Return the device that Triton kernels run on here: `cuda`, or `cpu` under the interpreter."""
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill memory that torch leaves as it found it: what a kernel does not write is NaN, or the largest integer."""
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: object, **options: object) -> torch.Tensor:
+        memory = allocate(*args, **options)
+        return memory.fill_(float("nan") if memory.is_floating_point() else torch.iinfo(memory.dtype).max)
+
+    return poisoned
+
+
+@pytest.fixture
+def fresh_random() -> int:
+    """Draw other inputs in every run; a failing test shows its seed, and CHATCACHE_TEST_SEED replays it."""
+    seed = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+    print(f"CHATCACHE_TEST_SEED={seed}")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return seed
