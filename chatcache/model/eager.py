@@ -112,7 +112,7 @@ class EagerSteps:
         result = self._sampler.sample(logits, index, draws)
         if self._slots is not None:
             single = draws.width == 1
-            slots, drawn = rows.slot[draws.row[single]].astype(np.int64), result.tokens[single, 0].astype(np.int64)
+            slots, drawn = rows.slot[draws.row[single]].astype(np.int64), result.tokens[single, 0]
             self._slots.last_token.index_copy_(0, *upload((slots, drawn), self._device))
         return lambda: result
 
@@ -159,7 +159,7 @@ class EagerSteps:
             raise ValueError(f"token {at[0]} of the step is not known, and this runner keeps none")
         row = np.searchsorted(np.cumsum(rows.num_tokens), at, side="right")
         places, slots = upload((at, rows.slot[row].astype(np.int64)), self._device)
-        return tokens.index_copy(0, places, self._slots.last_token.index_select(0, slots))
+        return tokens.index_copy(0, places, self._slots.last_token.index_select(0, slots).long())
 
 
 def nothing() -> StepResult:

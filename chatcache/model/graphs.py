@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chatcache.model.plain import drawn_parts, is_plain, plain_result
+from chatcache.model.plain import is_plain
 from chatcache.model.room import WorkRoom
 from chatcache.model.static import Arrays, Parties, Replay, StaticStep, fill_nobody, fill_rows, fits_tables, step_parts
 from chatcache.model.tables import Changes, PageTables
@@ -73,11 +73,19 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """What is captured: a size (by its place among them), a number of work lists, a kind of draws."""
+
+    place: int
+    num_lists: int
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """A step whose numbers lie in a lane."""
 
-    step: StaticStep
-    num_lists: int
+    form: Form
     num_rows: int
     lane: int
 
@@ -95,7 +103,7 @@ class DecodeSteps:
         device, forms = self._slots.tables.device, list(zip(sizes, rooms, strict=True))
         most = max(Layout(step_parts(size, parties.plain, room)).num_bytes for size, room in forms)
         self._given = torch.zeros(most, dtype=torch.uint8, device=device)
-        most = max(Layout(drawn_parts(size)).num_bytes for size in sizes)
+        most = max(Layout(parties.plain.drawn_parts(size)).num_bytes for size in sizes)
         self._drawn = torch.zeros(most, dtype=torch.uint8, device=device)
         self._steps = [StaticStep(size, parties, room, self._given, self._drawn) for size, room in forms]
         pinned = device.type == "cuda"
@@ -106,30 +114,35 @@ class DecodeSteps:
         self._drawn_arrays: list[list[Arrays]] = [
             [step.drawn_layout.arrays(lane.drawn.numpy()) for step in self._steps] for lane in self._lanes
         ]
-        self._replays: dict[tuple[int, int], Replay] = {}
+        self._replays: dict[Form, Replay] = {}
         self._next_lane = 0
 
     @property
     def num_captured(self) -> int:
-        """Return how many (size, number of lists) there are to replay."""
+        """Return how many forms of a step there are to replay."""
         return len(self._replays)
 
     def capture(self, capture: Capture, progress: Progress) -> None:
         """Make every step replayable, the largest first. Steps that cannot be captured are left out, and run as others
         do."""
-        todo = [(place, n + 1) for place, step in enumerate(self._steps) for n in range(step.most_lists)]
-        for done, (place, num_lists) in enumerate(reversed(todo)):
-            step = self._steps[place]
+        todo = [
+            Form(place, num_lists, kind)
+            for place, step in enumerate(self._steps)
+            for num_lists in range(1, step.most_lists + 1)
+            for kind in range(self._parties.plain.num_kinds)
+        ]
+        for done, form in enumerate(reversed(todo)):
+            place, step = form.place, self._steps[form.place]
             progress(done / len(todo), f"decode step of {step.size} rows")
             fill_nobody(self._given_arrays[0][place], self._parties.plain, self._slots, step.room)
             self._given.copy_(self._lanes[0].given)
 
-            def work(step: StaticStep = step, num_lists: int = num_lists) -> None:
+            def work(step: StaticStep = step, form: Form = form) -> None:
                 with torch.inference_mode():
-                    step.run(num_lists)
+                    step.run(form.num_lists, form.kind)
 
             try:
-                self._replays[place, num_lists] = capture(work)
+                self._replays[form] = capture(work)
             except torch.OutOfMemoryError:
                 log.warning("no memory is left to capture a decode step of %d rows; it will be slower", step.size)
 
@@ -138,7 +151,8 @@ class DecodeSteps:
 
         Raises: ValueError for a token whose page was never given.
         """
-        if not is_plain(plan) or not self._parties.plain.can(plan.draws):
+        kind = self._parties.plain.kind(plan.draws) if is_plain(plan) else None
+        if kind is None:
             return None
         rows = plan.rows
         count = len(rows.slot)
@@ -151,27 +165,25 @@ class DecodeSteps:
         if step.room is not None:
             work = self._tables.work_of(rows.slot, rows.start)
             num_lists = step.room.fill(given, work, count) if work is not None else None
-        if num_lists is None or (place, num_lists) not in self._replays:
+        form = Form(place, num_lists or 0, kind)
+        if form not in self._replays:
             return None
         fill_rows(given, rows, cells, changes, self._slots)
-        self._parties.plain.fill(given, plan.draws)
+        self._parties.plain.fill(given, plan.draws, given["slot"])
         lane, self._next_lane = self._next_lane, (self._next_lane + 1) % NUM_LANES
-        return Ready(step, num_lists, count, lane)
+        return Ready(form, count, lane)
 
     def run(self, ready: Ready) -> None:
         """Enqueue the copy down, the step and the copy up."""
-        lane, step = self._lanes[ready.lane], ready.step
+        lane, step = self._lanes[ready.lane], self._steps[ready.form.place]
         size, drawn_size = step.layout.num_bytes, step.drawn_layout.num_bytes
         self._given[:size].copy_(lane.given[:size], non_blocking=True)
-        self._replays[self._place(step), ready.num_lists]()
+        self._replays[ready.form]()
         lane.drawn[:drawn_size].copy_(self._drawn[:drawn_size], non_blocking=True)
 
     def result(self, ready: Ready) -> StepResult:
         """Return what was drawn, once the device is done."""
-        return plain_result(self._drawn_arrays[ready.lane][self._place(ready.step)], ready.num_rows)
-
-    def _place(self, step: StaticStep) -> int:
-        return int(np.searchsorted(self._sizes, step.size))
+        return self._parties.plain.result(self._drawn_arrays[ready.lane][ready.form.place], ready.num_rows)
 
 
 def _host(like: Tensor, pinned: bool) -> Tensor:

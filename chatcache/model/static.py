@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
-from chatcache.model.plain import Parts, PlainDraws, drawn_parts
+from chatcache.model.plain import Parts, PlainDraws
 from chatcache.model.room import WorkRoom, no_work
 from chatcache.model.tables import Changes, DeviceSlots
 from chatcache.model.transfer import Layout
@@ -63,7 +63,7 @@ class StaticStep:
         self.size = size
         self.room = room
         self.layout = Layout(step_parts(size, parties.plain, room))
-        self.drawn_layout = Layout(drawn_parts(size))
+        self.drawn_layout = Layout(parties.plain.drawn_parts(size))
         self._parties = parties
         self._given = self.layout.tensors(given)
         self._drawn = self.drawn_layout.tensors(drawn)
@@ -76,13 +76,14 @@ class StaticStep:
         """Return how many lists a step may have."""
         return len(self.room.heights) if self.room is not None else 1
 
-    def run(self, num_lists: int) -> None:
-        """Do the device's part of a step with that many work lists."""
+    def run(self, num_lists: int, kind: int) -> None:
+        """Do the device's part of a step with that many work lists, and draws of this kind."""
         parties, given = self._parties, self._given
         slots = parties.slots
         slots.write(given["changed_at"], given["changed_pages"])
         slot = given["slot"]
-        tokens = torch.where(given["tokens"] < 0, slots.last_token.index_select(0, slot), given["tokens"])
+        last = slots.last_token.index_select(0, slot).long()
+        tokens = torch.where(given["tokens"] < 0, last, given["tokens"])
         batch = AttentionBatch(
             tables=slots.tables_of(slot, slots.max_pages),
             start=given["start"],
@@ -95,8 +96,7 @@ class StaticStep:
         )
         step = AttentionStep(parties.kernels, parties.pages, batch)
         logits = parties.network.forward(tokens, given["positions"], step, None)
-        parties.plain.draw(logits, given, self._drawn)
-        slots.last_token.index_copy_(0, slot, self._drawn["tokens"])
+        parties.plain.draw(logits, given, self._drawn, slots.last_token, kind)
 
     def _work(self, num_lists: int) -> AttentionWork | None:
         return self.room.work(self._given, num_lists) if self.room is not None else None
@@ -133,7 +133,7 @@ def fill_nobody(
     fill_rows(given, Rows(none, none, none, none), none.astype(np.int64), Changes(none.astype(np.int64), none), slots)
     if room is not None:
         room.fill(given, no_work(), 0)
-    plain.fill(given, no_draws())
+    plain.fill(given, no_draws(), given["slot"])
 
 
 def no_draws() -> Draws:

@@ -141,7 +141,7 @@ class PageTables:
 class DeviceSlots:
     """What the device keeps of each slot between steps.
 
-    Shapes: tables [num_slots + 1, max_pages] int32, the mirror; last_token [num_slots + 1] int64, what was drawn last,
+    Shapes: tables [num_slots + 1, max_pages] int32, the mirror; last_token [num_slots + 1] int32, what was drawn last,
     if that was one token. The slot after the last is nobody's: rows that only fill up a batch use it.
     """
 
@@ -151,7 +151,7 @@ class DeviceSlots:
         self.spare_cell = num_slots * max_pages
         self.max_pages = max_pages
         self.tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
-        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
 
     def apply(self, changes: Changes) -> None:
         """Take over what changed."""

@@ -1,0 +1,87 @@
+"""Streams whose work runs as late, or as early, as the declared waits allow: a wait that is missing changes results.
+
+A lazy stream runs nothing until somebody must have it: the host waits for a mark, or another stream that has to run
+meets its wait for one. An eager stream runs everything at once, unless it waits for a mark that is not reached yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chatcache.model.streams import Mark, Streams, Work
+
+
+@dataclass(frozen=True, slots=True)
+class LazyMark:
+    """The first `count` entries of a stream."""
+
+    stream: LazyStream
+    count: int
+
+    def wait(self) -> None:
+        self.stream.run_to(self.count)
+
+
+@dataclass(eq=False, slots=True)
+class LazyStream:
+    """A `streams.Stream`. `deaf`: forgets what it was told to wait for, a planted bug."""
+
+    eager: bool = False
+    deaf: bool = False
+    entries: list[Work | LazyMark] = field(default_factory=list)
+    num_done: int = 0
+    peers: list[LazyStream] = field(default_factory=list)
+
+    def submit(self, work: Work) -> None:
+        self.entries.append(work)
+        self.pump()
+
+    def mark(self) -> LazyMark:
+        return LazyMark(self, len(self.entries))
+
+    def wait_for(self, mark: Mark) -> None:
+        assert isinstance(mark, LazyMark)
+        if not self.deaf:
+            self.entries.append(mark)
+            self.pump()
+
+    def run_to(self, count: int) -> None:
+        """Do the first `count` entries, and what they wait for."""
+        while self.num_done < count:
+            self._next()
+
+    def pump(self) -> None:
+        """Do what may be done already, if this is an eager stream."""
+        while self.eager and self.num_done < len(self.entries):
+            entry = self.entries[self.num_done]
+            if isinstance(entry, LazyMark) and entry.stream.num_done < entry.count:
+                return
+            self._next()
+
+    def _next(self) -> None:
+        place = self.num_done
+        entry = self.entries[place]
+        if isinstance(entry, LazyMark):
+            entry.wait()
+            self.num_done = max(self.num_done, place + 1)  # what ran meanwhile may have gone on here
+            return
+        self.num_done += 1
+        entry()
+        for peer in self.peers:
+            peer.pump()
+
+
+def lazy_streams(
+    main_eager: bool, side_eager: bool, plant: Callable[[LazyStream, LazyStream], None] = lambda main, side: None
+) -> Streams:
+    """Return a pair of streams; `plant` may spoil them."""
+    main, side = LazyStream(main_eager), LazyStream(side_eager)
+    main.peers.append(side)
+    side.peers.append(main)
+    plant(main, side)
+    return Streams(main, side)
+
+
+ORDERS = {"both late": (False, False), "side early": (False, True), "side late": (True, False)}
+"""(main eager, side eager)"""

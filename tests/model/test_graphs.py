@@ -1,0 +1,244 @@
+"""Decode steps in static buffers: padded, stale, growing and shrinking, against plain execution; bugs planted there."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chatcache_kernels.work import plan_work
+
+from chatcache.model import graphs, room, static
+from chatcache.model.graphs import DecodeSteps, batch_sizes
+from chatcache.model.plain import TorchDraws, is_plain
+from chatcache.model.room import WorkRoom
+from chatcache.model.runner import Ahead
+from chatcache.model.static import Replay
+from chatcache.model.tables import DeviceSlots
+from chatcache.sched.plan import NOT_YET, Rows, StepPlan
+from tests.model import listed
+from tests.model.drive import make_draws
+from tests.model.lazy_streams import lazy_streams
+from tests.model.lives import MAX_LEN, NUM_SLOTS, SIZE, Life, Outcome, Reader, live, make_runner
+
+SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+
+
+@pytest.fixture(autouse=True)
+def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut attention every 16 keys rather than 512, so that short lives have long work lists."""
+    monkeypatch.setattr("chatcache_kernels.work.SPLIT", 16)
+    monkeypatch.setattr(room, "SPLIT", 16)
+
+
+class Counting:
+    """A capture that counts replays by size."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def __call__(self, work: Replay) -> Replay:
+        def replay() -> None:
+            self.num_replays += 1
+            work()
+
+        return replay
+
+
+def run(kernels: Any = listed, sizes: list[int] | None = None, steps: int = 120) -> tuple[Outcome, int]:
+    """Return what came of a life of mostly plain steps, and how many of them were replayed."""
+    noise = np.random.default_rng(SEED)
+    counting = Counting()
+    ahead = Ahead(batch_sizes(NUM_SLOTS) if sizes is None else sizes, counting)
+    runner = make_runner(ahead, lazy_streams(False, False), kernels)
+    runner.warm_up()
+    outcome = live(make_runner(), runner, Life(noise, plain=0.85), steps)
+    return outcome, counting.num_replays
+
+
+@pytest.mark.parametrize("sizes", [None, [5], [2, 8]])
+def test_replayed_steps_are_plain_execution(sizes: list[int] | None) -> None:
+    """Sizes that fit, one that most steps fill up or exceed, and two."""
+    outcome, num_replays = run(sizes=sizes)
+    assert outcome.differing() is None, f"seed {SEED}"
+    assert num_replays > 20
+
+
+def test_a_backend_without_work_lists_is_replayed_too() -> None:
+    from chatcache_kernels import reference
+
+    outcome, num_replays = run(reference)
+    assert outcome.differing() is None, f"seed {SEED}"
+    assert num_replays > 20
+
+
+# -- planted bugs -------------------------------------------------------------------------------------------------
+
+
+def is_broken() -> bool:
+    """Whether a life goes wrong: other results, or numbers that no step can mean."""
+    try:
+        return run()[0].differing() is not None
+    except (AssertionError, IndexError):
+        return True
+
+
+def leave_cells(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
+    """Rows of nobody write where the last step's rows of their place wrote."""
+    before = given["cells"].copy()
+    fill_rows(given, rows, cells, changes, slots)
+    given["cells"][len(cells) :] = before[len(cells) :]
+
+
+def leave_slots(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
+    """Rows of nobody leave their token in slots of the last step."""
+    before = given["slot"].copy()
+    fill_rows(given, rows, cells, changes, slots)
+    given["slot"][len(cells) :] = before[len(cells) :]
+
+
+def stale_tokens(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
+    """A token that the host has not seen is taken from the buffer."""
+    before = given["tokens"].copy()
+    fill_rows(given, rows, cells, changes, slots)
+    unseen = given["tokens"] < 0
+    given["tokens"][unseen] = np.maximum(before[unseen], 0)
+
+
+def forget_changes(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
+    """The mirror hears of the first changed cell only."""
+    fill_rows(given, rows, cells, replace(changes, at=changes.at[:1], pages=changes.pages[:1]), slots)
+
+
+fill_rows = static.fill_rows
+
+
+@pytest.mark.parametrize("bug", [leave_cells, leave_slots, stale_tokens, forget_changes])
+def test_planted_fillings(bug: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "fill_rows", bug)
+    assert is_broken(), f"seed {SEED}"
+
+
+def test_planted_single_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step's numbers overwrite those that the device has not read yet."""
+    monkeypatch.setattr(graphs, "NUM_LANES", 1)
+    assert is_broken(), f"seed {SEED}"
+
+
+def test_planted_slot_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(self: TorchDraws, logits: Any, given: Any, drawn: Any, last_token: Any, kind: int) -> None:
+        plain(self, logits, {**given, "slot": given["slot"].roll(1)}, drawn, last_token, kind)
+
+    plain = TorchDraws.draw
+    monkeypatch.setattr(TorchDraws, "draw", draw)
+    assert is_broken(), f"seed {SEED}"
+
+
+def test_planted_leftover_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of the step before are carried out again, and may be the last to write."""
+    fill = WorkRoom.fill
+
+    def leave_more(self: WorkRoom, given: Any, work: Any, count: int) -> int | None:
+        before = given["num_items"].copy()
+        num_lists = fill(self, given, work, count)
+        np.maximum(given["num_items"], before, out=given["num_items"])
+        return num_lists
+
+    monkeypatch.setattr(WorkRoom, "fill", leave_more)
+    assert is_broken(), f"seed {SEED}"
+
+
+# -- what is captured ---------------------------------------------------------------------------------------------
+
+
+def test_sizes() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
+    sizes = batch_sizes(1024)
+    assert sizes[:6] == [1, 2, 4, 8, 16, 24] and sizes[-1] == 1024
+    assert all(b - a <= max(8, a // 8) for a, b in pairwise(sizes))
+
+
+def plan_of(tokens: list[int], **draw: Any) -> StepPlan:
+    count, none = len(tokens), np.zeros((0, 3), np.int32)
+    slot = np.arange(count, dtype=np.int32)
+    rows = Rows(slot, slot + 1, np.ones(count, np.int32), np.array(tokens, np.int32))
+    return StepPlan(1, none, none, none[:, :2], rows, make_draws([{"row": row, **draw} for row in range(count)]))
+
+
+def test_what_is_plain() -> None:
+    plan = plan_of([1, 2, NOT_YET])
+    assert is_plain(plan)
+    assert is_plain(plan_of([1], temperature=1.0, top_p=0.5))
+    assert not is_plain(plan_of([]))
+    assert not is_plain(plan_of([1], width=2)) and not is_plain(plan_of([1], num_top=1))
+    assert not is_plain(replace(plan, draws=make_draws([{"row": row} for row in (0, 1, 1)])))
+    assert not is_plain(replace(plan, draws=make_draws([{"row": row} for row in (0, 1)])))
+    rows = plan.rows
+    longer = replace(
+        rows, num_tokens=rows.num_tokens + np.array([0, 0, 1], np.int32), tokens=np.arange(4, dtype=np.int32)
+    )
+    assert not is_plain(replace(plan, rows=longer))
+
+
+def test_a_list_that_is_too_long_does_not_fit() -> None:
+    rng = np.random.default_rng(SEED)
+    tables = rng.integers(1, 30, (6, MAX_LEN // SIZE)).astype(np.int32)
+    start = np.full(6, MAX_LEN - 1, np.int32)
+    work = plan_work(tables, start, np.ones(6, np.int32), SIZE, 1, share="never")
+    whole = WorkRoom.of(8, 1, MAX_LEN, 10**6)
+    arrays = {name: np.full(shape, -7, kind) for name, (kind, shape) in whole.parts().items()}
+    assert whole.fill(arrays, work, 6) == 1
+    assert arrays["num_items"][0, 0] == len(work.lists[0].items) + 2
+    for short in (replace(whole, num_items=25), replace(whole, num_states=23), replace(whole, heights=(3,))):
+        assert short.fill({name: array.copy() for name, array in arrays.items()}, work, 6) is None
+
+
+def test_a_step_without_room_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = WorkRoom.of
+    monkeypatch.setattr(WorkRoom, "of", lambda *args: replace(original(*args), num_items=9, num_states=3))
+    outcome, num_replays = run()
+    assert outcome.differing() is None, f"seed {SEED}"
+    assert 0 < num_replays < 100
+
+
+def test_what_does_not_fit_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Small(Counting):
+        def __call__(self, work: Replay) -> Replay:
+            if not self.num_replays:
+                self.num_replays = 1
+                raise torch.OutOfMemoryError("a graph")
+            return super().__call__(work)
+
+    runner = make_runner(Ahead([1, 4], Small()))
+    said: list[tuple[float, str]] = []
+    runner.warm_up(lambda fraction, what: said.append((fraction, what)))
+    assert isinstance(runner._static, DecodeSteps) and runner._static.num_captured == 1
+    assert "decode step of 4 rows" in caplog.text
+    assert [what for _, what in said] == ["decode step of 4 rows", "decode step of 1 rows"]
+    assert said[0][0] == 0 and said[1][0] == 0.5
+
+
+def test_nobodys_rows_stay_numbers() -> None:
+    """Whatever memory held, rows that fill up a batch compute numbers: nothing can leak from them, not even nan."""
+    seen: list[torch.Tensor] = []
+
+    class Watching(Reader):
+        def _head(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x)
+            return super()._head(x)
+
+    runner = make_runner(Ahead([4]), kernels=listed, network=Watching())
+    runner.warm_up()
+    del seen[:]
+    update = np.array([(0, 0, 3)], np.int32)
+    plan = plan_of([5])
+    runner.execute(replace(plan, updates=update, rows=replace(plan.rows, start=plan.rows.start * 0)))
+    assert [x.shape[0] for x in seen] == [4]
+    assert torch.isfinite(seen[0]).all()
