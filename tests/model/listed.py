@@ -1,6 +1,6 @@
 """A backend that attends as its work list says, in plain torch, and knows nothing else of the batch.
 
-`plan_work`'s lists and the buffers they are copied to are tested with it where Triton's interpreter would take too long.
+`plan_work`'s lists and the buffers they are copied to are tested with it: Triton's interpreter would take too long.
 """
 
 from __future__ import annotations
@@ -42,10 +42,17 @@ def prepare(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int
 
 
 def paged_attention(
-    q: Tensor, pages: KVPages, layer: int, batch: AttentionBatch, scale: float, *others: None
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Carry out every item, then merge. A token that no item sees stays nan."""
-    assert batch.work is not None and not any(others)
+    assert batch.work is not None and window is None and softcap is None and sinks is None
     work = batch.work
     out, states = torch.full_like(q, torch.nan), torch.full((work.num_states, *q.shape[1:]), torch.nan)
     sums = torch.full((work.num_states, q.shape[1]), torch.nan)

@@ -1,0 +1,30 @@
+"""The runner's steps on Triton kernels: static buffers and work lists with room to spare, launched ahead, with swaps on
+late streams; the same as in turn on the reference."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+from chatcache_kernels import triton
+
+from chatcache.model import room
+from chatcache.model.graphs import batch_sizes
+from chatcache.model.runner import Ahead
+from tests.model.lazy_streams import lazy_streams
+from tests.model.lives import NUM_SLOTS, Life, live, make_runner
+
+SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu has the same with real streams")
+def test_a_life_on_triton_kernels_is_the_same_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chatcache_kernels.work.SPLIT", 16)
+    monkeypatch.setattr(room, "SPLIT", 16)
+    runner = make_runner(Ahead(batch_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
+    runner.warm_up()
+    outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.85), 25)
+    assert outcome.differing() is None, f"seed {SEED}"
+    assert outcome.num_unseen > 10
