@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from chatcache_kernels.work import Share
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.check.ceilings import Ceilings, quick
 from bench.check.context import Context
-from bench.check.figures import Figure, above_floor, compared, rate
+from bench.check.figures import Figure, compared, rate
 from bench.check.timing import Timing, Work, measure
-from bench.check.workload import Heads, Workload, build, choose_kernels, equal_rows, make_batch, tree_rows, unshared
+from bench.check.workload import PAGE, Heads, build, choose_kernels, equal_rows, make_batch, tree_rows, unshared
 
 MIB = 2**20
+MOST_PRIVATE_BYTES = 8 * 2**30
+SHARES: tuple[Share, ...] = ("auto", "never", "always")
 HEADS = (Heads(32, 8, 128), Heads(16, 8, 128))
 SMALL_HEADS = (Heads(4, 2, 32),)
 GAINS: dict[tuple[tuple[int, int], ...], str] = {((1, 4096), (8, 256)): ">= 1.80", ((1, 32768), (32, 256)): ">= 6.00"}
@@ -64,7 +67,7 @@ def run(context: Context) -> None:
     """Measure the grid, then the tax, then the trees: what the goals are about comes first."""
     limits, sizes = quick(context), SIZES[context.size]
     for heads in sizes.heads:
-        context.measure(f"sharing, {heads.name}", partial(_trees, context, limits, heads, sizes.trees[:1]))
+        _trees(context, limits, heads, sizes.trees[:1])
         for rows, length in sizes.taxed:
             what = f"paging {heads.name}, {rows} x {length}"
             context.measure(what, partial(_paging, context, limits, heads, rows, length), needs_s=4)
@@ -73,7 +76,7 @@ def run(context: Context) -> None:
             if (rows, length) not in sizes.taxed:
                 what = f"decode {heads.name}, {rows} x {length}"
                 context.measure(what, partial(_decode, context, limits, heads, rows, length), needs_s=3)
-        context.measure(f"trees, {heads.name}", partial(_trees, context, limits, heads, sizes.trees[1:]), needs_s=5)
+        _trees(context, limits, heads, sizes.trees[1:])
 
 
 def _decode(context: Context, limits: Ceilings, heads: Heads, num_rows: int, length: int) -> None:
@@ -100,7 +103,7 @@ def _paging(context: Context, limits: Ceilings, heads: Heads, num_rows: int, len
     rows, name = equal_rows(num_rows, length, 1), f"decode {heads.name}, {num_rows} x {length}"
     work = build(choose_kernels(context.device), heads, rows, context.device, context.size)
     in_order = equal_rows(num_rows, length, 1, shuffled=False)
-    plain = replace(work, batch=make_batch(work.kernels, heads, in_order, in_order, context.device))
+    plain = replace(work, batch=make_batch(work.kernels, heads, in_order, context.device))
     timings = [[measure(each.attend, work.num_layers, context.device) for each in (work, plain)] for _ in range(3)]
     shuffled, ordered = (sorted((pair[i] for pair in timings), key=lambda one: one.median_s)[1] for i in (0, 1))
     context.add(*_decode_figures(name, heads, num_rows * length, shuffled, limits))
@@ -141,32 +144,33 @@ def best_sdpa(context: Context, attend: Work, num_inputs: int) -> Timing:
 
 
 def _trees(context: Context, limits: Ceilings, heads: Heads, trees: Sequence[Levels]) -> None:
-    """Shared pages read once, beside the same pages read by each row, beside pages of each row's own."""
-    kernels = choose_kernels(context.device)
     for levels in trees:
-        rows = tree_rows(levels)
         name = f"tree {heads.name}, " + " > ".join(f"{count} x {tokens}" for count, tokens in levels)
-        work = build(kernels, heads, rows, context.device, context.size)
-        private = unshared(rows)
-        apart = replace(work, batch=make_batch(kernels, heads, rows, private, context.device))
-        grouped, ungrouped = (measure(each.attend, work.num_layers, context.device) for each in (work, apart))
-        floor_s = limits.floor_s(rows.num_unique * heads.token_bytes)
-        num_bytes = rows.num_unique * heads.token_bytes
-        over = compared(name, grouped.median_s * 1e6, "us", floor_s * 1e6, "<= 1.25" if num_bytes >= 128 * MIB else "")
-        goal = GAINS.get(tuple(levels), ">= 0.95")
-        us = ungrouped.median_s * 1e6
-        context.add(over, Figure(f"{name}: gain", us, "us", grouped.median_s * 1e6, us / grouped.median_s / 1e6, goal))
-        if work.q.shape[0] * rows.tables.shape[1] * 16 * heads.token_bytes > 16 * 2**30:
-            continue
-        del work, apart
-        alone = build(kernels, heads, private, context.device, context.size)
-        timing = measure(alone.attend, alone.num_layers, context.device)
-        gain = timing.median_s / grouped.median_s
-        context.add(Figure(f"{name}: gain over own pages", timing.median_s * 1e6, "us", grouped.median_s * 1e6, gain))
-        context.add(
-            above_floor(f"{name}: own pages", timing.median_s, _read_s(limits, alone, private.num_unique), scale=1e6)
-        )
+        context.measure(name, partial(_tree, context, limits, heads, levels, name), needs_s=3)
 
 
-def _read_s(limits: Ceilings, work: Workload, num_tokens: int) -> float:
-    return limits.floor_s(num_tokens * work.heads.token_bytes)
+def _tree(context: Context, limits: Ceilings, heads: Heads, levels: Levels, name: str) -> None:
+    """Shared pages read once, beside the same pages read by each row, beside pages of each row's own."""
+    kernels, rows = choose_kernels(context.device), tree_rows(levels)
+    work = build(kernels, heads, rows, context.device, context.size)
+    timings: dict[Share, Timing] = {}
+    for share in SHARES:
+        planned = replace(work, batch=make_batch(kernels, heads, rows, context.device, share))
+        timings[share] = measure(planned.attend, work.num_layers, context.device)
+    us = {share: timing.median_s * 1e6 for share, timing in timings.items()}
+    num_bytes = rows.num_unique * heads.token_bytes
+    goal = "<= 1.25" if num_bytes >= 128 * MIB else ""
+    gain = GAINS.get(tuple(levels), ">= 0.95")
+    context.add(
+        compared(f"{name}: over reading it once", us["auto"], "us", limits.floor_s(num_bytes) * 1e6, goal),
+        Figure(f"{name}: gain over ungrouped", us["never"], "us", us["auto"], us["never"] / us["auto"], gain),
+        compared(f"{name}: choice over the better", us["auto"], "us", min(us["always"], us["never"]), "<= 1.05"),
+    )
+    context.note(f"{name}: us", us)
+    private = unshared(rows)
+    if private.num_pages * PAGE * heads.token_bytes > MOST_PRIVATE_BYTES:
+        return
+    del work, planned
+    alone = build(kernels, heads, private, context.device, context.size)
+    own_us = measure(alone.attend, alone.num_layers, context.device).median_s * 1e6
+    context.add(Figure(f"{name}: gain over own pages", own_us, "us", us["auto"], own_us / us["auto"]))

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import torch
 from chatcache_kernels.types import AttentionBatch, KVPages
+from chatcache_kernels.work import Share, plan_work
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -119,15 +120,17 @@ def build(kernels: ModuleType, heads: Heads, rows: Rows, device: str, size: str)
         q = torch.randn(int(rows.num_tokens.sum()), heads.num_heads, heads.head_dim).to(torch.bfloat16)
     for store in (pages.k, pages.v):
         store.normal_()
-    return Workload(kernels, pages, make_batch(kernels, heads, rows, rows, device), q, heads)
+    return Workload(kernels, pages, make_batch(kernels, heads, rows, device), q, heads)
 
 
-def make_batch(kernels: ModuleType, heads: Heads, rows: Rows, planned: Rows, device: str) -> AttentionBatch:
-    """Return the batch of `rows` with the work list that `planned` would get: their pages may differ."""
+def make_batch(kernels: ModuleType, heads: Heads, rows: Rows, device: str, share: Share = "auto") -> AttentionBatch:
+    """Return the batch of `rows`, planned as the engine would or as `share` says, if the backend wants a plan."""
     tables, start, num_tokens = (torch.from_numpy(each) for each in (rows.tables, rows.start, rows.num_tokens))
     batch = AttentionBatch.build(tables, start, num_tokens, PAGE)
     group = heads.num_heads // heads.num_kv_heads
-    work = kernels.prepare(planned.tables, planned.start, planned.num_tokens, PAGE, group)
+    work = kernels.prepare(rows.tables, rows.start, rows.num_tokens, PAGE, group)
+    if work is not None and share != "auto":
+        work = plan_work(rows.tables, rows.start, rows.num_tokens, PAGE, group, share=share)
     return replace(batch, work=work).to(device)
 
 
