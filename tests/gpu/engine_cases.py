@@ -10,16 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from bench.check.in_order import OneByOne
+from chatcache_kernels import triton, work
 
 from chatcache.bench.shapes import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.load import load_model
+from chatcache.model.runner import Ahead
 from chatcache.types import (
     BeamSearchParams,
     CandidateDone,
@@ -57,16 +61,28 @@ Answers = dict[tuple[str, int], Answer]
 
 
 def build(
-    folder: Path, attention: str, device: str = "cpu", *, shape: Shape = TINY, ahead: bool = True, **settings: Any
+    folder: Path,
+    attention: str,
+    device: str = "cpu",
+    *,
+    share: work.Share = "auto",
+    graphs: Ahead | None = None,
+    in_order: bool = False,
+    **settings: Any,
 ) -> Engine:
-    """Load the random model into a strict engine in float32."""
-    write_config(shape, folder)
+    """Load the random model into a strict engine in float32.
+
+    `share`: which prefixes Triton's work lists read together. `graphs`: how the runner gets ahead of the device, if not
+    as it does by itself; `in_order`: whatever it could, every step ends before the next is planned.
+    """
+    write_config(TINY, folder)
     common = {"kv_memory_bytes": 256 * PAGE_BYTES, "page_size": PAGE, "max_num_batched_tokens": 256, "max_num_seqs": 16}
     config = EngineConfig(
         model=str(folder), device=device, dtype="float32", attention=attention, strict=True, **{**common, **settings}
     )
-    runner = load_model(config, weights=RandomWeights(shape, device, seed=SEED, std=0.2))
-    return Engine(runner if ahead else OneByOne(runner), runner.facts, config)
+    with mock.patch.object(triton, "prepare", partial(work.plan_work, share=share)):
+        runner = load_model(config, weights=RandomWeights(TINY, device, seed=SEED, std=0.2), ahead=graphs)
+    return Engine(OneByOne(runner) if in_order else runner, runner.facts, config)
 
 
 def prompt_of(num_tokens: int, number: int = 0) -> Prompt:
@@ -75,11 +91,11 @@ def prompt_of(num_tokens: int, number: int = 0) -> Prompt:
     return (number % VOCAB, *tokens[1:].tolist())
 
 
-def greedy(num_tokens: int = 10, **more: Any) -> SamplingParams:
+def greedy(num_tokens: int = 5, **more: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, "logprobs": 1, **more})
 
 
-def sampled(n: int, num_tokens: int = 10, **more: Any) -> SamplingParams:
+def sampled(n: int, num_tokens: int = 5, **more: Any) -> SamplingParams:
     return greedy(num_tokens, **{"temperature": 1.0, "n": n, "seed": 5, **more})
 
 
@@ -154,27 +170,32 @@ def n_best(engine: Engine) -> Answers:
     return answers
 
 
+def long(engine: Engine) -> Answers:
+    """Branches over a prompt whose keys are cut into several pieces, beside one that is not."""
+    return answer(engine, (prompt_of(531, 22), sampled(3, 3)), (prompt_of(9, 23), greedy(4)))
+
+
 def beams(engine: Engine) -> Answers:
     """Four beams beside a sampled request: forks, copies and retirements in every step."""
-    params = BeamSearchParams(beam_width=4, max_tokens=8, logprobs=1, ignore_eos=True)
+    params = BeamSearchParams(beam_width=4, max_tokens=5, logprobs=1, ignore_eos=True)
     return answer(engine, (prompt_of(30, 7), params), (prompt_of(12, 8), sampled(2)))
 
 
 def chunked(engine: Engine) -> Answers:
     """A prompt of many chunks beside branches that decode."""
-    submit(engine, (prompt_of(10, 9), greedy(16)), (prompt_of(17, 10), sampled(2, 16)))
+    submit(engine, (prompt_of(10, 9), greedy(6)), (prompt_of(17, 10), sampled(2, 5)))
     events = engine.step()
-    submit(engine, (prompt_of(75, 11), greedy(6)))
+    submit(engine, (prompt_of(55, 11), greedy(2)))
     before = engine.health().num_steps
     events += drain(engine)
-    assert engine.health().num_steps - before > 5
+    assert engine.health().num_steps - before > 4
     return collect(events)
 
 
 def cached(engine: Engine) -> Answers:
     """A prompt again, and one that begins like it: all but the new tokens come from pages."""
-    first = answer(engine, (prompt_of(45, 12), greedy()))
-    submit(engine, (prompt_of(45, 12), greedy()), (prompt_of(45, 12)[:37] + prompt_of(20, 13), sampled(2)))
+    first = answer(engine, (prompt_of(45, 12), greedy(2)))
+    submit(engine, (prompt_of(45, 12), greedy(4)), (prompt_of(45, 12)[:37] + prompt_of(20, 13), sampled(2, 4)))
     events = drain(engine)
     hits = [event.num_cached_tokens for event in events if isinstance(event, Started)]
     assert len(hits) == 2 and min(hits) >= 32, hits
@@ -185,7 +206,7 @@ def cached(engine: Engine) -> Answers:
 
 def preempted(engine: Engine) -> Answers:
     """More branches than pages: someone gives way and comes back."""
-    answers = answer(engine, *((prompt_of(20 + number, 14 + number), sampled(2, 20)) for number in range(4)))
+    answers = answer(engine, *((prompt_of(12 + number, 14 + number), sampled(2, 7)) for number in range(2)))
     assert engine.health().num_preemptions > 0
     return answers
 
@@ -199,8 +220,8 @@ def swapped(engine: Engine) -> Answers:
 
 def cancelled(engine: Engine) -> Answers:
     """A request that is given up frees its pages at once; the one beside it is not disturbed."""
-    submit(engine, (prompt_of(40, 20), sampled(3, 200)), (prompt_of(21, 21), greedy(12)))
-    events = [event for _ in range(4) for event in engine.step()]
+    submit(engine, (prompt_of(40, 20), sampled(3, 200)), (prompt_of(21, 21), greedy(7)))
+    events = [event for _ in range(3) for event in engine.step()]
     held, before = engine.num_pages_held("r0-40"), engine.health().num_pages_in_use
     engine.abort("r0-40")
     engine.check()
@@ -219,10 +240,11 @@ class Case:
     settings: dict[str, Any]
 
 
-SCARCE = {"kv_memory_bytes": 23 * PAGE_BYTES, "max_model_len": 128}
+SCARCE = {"kv_memory_bytes": 8 * PAGE_BYTES, "max_model_len": 32}
 CASES = {
     "mixed": Case(mixed, {}),
     "n_best": Case(n_best, {}),
+    "long": Case(long, {"max_num_batched_tokens": 1024}),
     "beams": Case(beams, {}),
     "chunked": Case(chunked, {"max_num_batched_tokens": 16}),
     "cached": Case(cached, {}),
@@ -233,6 +255,6 @@ CASES = {
 
 
 def outcome(case: str, folder: Path, attention: str, device: str = "cpu", **settings: Any) -> Answers:
-    """Run one case on an engine of its own."""
+    """Run one case on an engine of its own; `settings` as for `build`."""
     one = CASES[case]
     return one.run(build(folder, attention, device, **{**one.settings, **settings}))

@@ -1,0 +1,59 @@
+"""The engine on a GPU, in float32: Triton kernels, captured steps and steps launched ahead say what the reference says.
+
+The same cases run on CPUs, under Triton's interpreter, in `kernels/tests/test_kernels_triton_engine.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chatcache.model.runner import Ahead
+from chatcache.types import Finished
+from tests.gpu.engine_cases import CASES, Answers, assert_same, build, outcome, prompt_of, sampled, submit
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+    """Return the reference backend's answers, on the same device."""
+    folder = tmp_path_factory.mktemp("reference")
+    return {case: outcome(case, folder, "reference", "cuda") for case in CASES}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_triton_says_what_the_reference_says(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
+    assert_same(outcome(case, tmp_path, "triton", "cuda"), expected[case])
+
+
+@pytest.mark.parametrize("case", ["n_best", "long", "beams"])
+def test_shared_prefixes_read_once_change_nothing(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
+    assert_same(outcome(case, tmp_path, "triton", "cuda", share="always"), expected[case])
+
+
+@pytest.mark.parametrize("case", ["mixed", "n_best", "swapped"])
+def test_without_graphs_nothing_changes(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
+    assert_same(outcome(case, tmp_path, "triton", "cuda", graphs=Ahead(())), expected[case])
+
+
+@pytest.mark.parametrize("case", ["mixed", "beams", "recomputed"])
+def test_one_step_after_the_other_nothing_changes(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
+    assert_same(outcome(case, tmp_path, "triton", "cuda", in_order=True), expected[case])
+
+
+def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    assert outcome("mixed", tmp_path, "triton", "cuda") == outcome("mixed", tmp_path, "triton", "cuda")
+
+
+def test_a_cancelled_request_frees_its_pages_within_a_step(tmp_path: Path) -> None:
+    engine = build(tmp_path, "triton", "cuda")
+    submit(engine, (prompt_of(40, 1), sampled(4, 500)))
+    for _ in range(10):
+        engine.step()
+    assert engine.health().num_pages_in_use >= 6
+    engine.abort("r0-40")
+    events = engine.step()
+    assert [event.cancelled for event in events if isinstance(event, Finished)] == [True]
+    assert engine.health().num_pages_in_use == 0 and not engine.has_work()
