@@ -40,7 +40,12 @@ SEAMS: dict[tuple[str, str], set[str]] = {
 COMPOSITION = {"__init__", "__main__", "cli", "llm", "compose", "settings", "bench"}
 PURE = {"kv", "sched", "decode", "engine"}
 HEAVY = {"torch", "triton", "transformers", "starlette", "redis", "uvicorn", "numba", "tokenizers"}
-ENGINE_TESTS = {"test_kernels_triton_engine.py", "test_bench_bare.py", "test_bench_gpu_check.py", "engine_cases.py"}
+ENGINE_TESTS = {
+    "test_bench_bare.py",
+    "test_bench_gpu_check.py",
+    "test_kernels_triton_engine.py",
+    "test_kernels_triton_steps.py",
+}
 REDIS_ROOMS = {"chat/store_redis.py"}
 
 
