@@ -90,6 +90,7 @@ class Runner:
         self._network = network
         self._kernels = kernels
         self._device = device = network.geometry.device
+        self._name = _name_of(device)  # a lost device may not even tell its name
         self._page_size = capacity.page_size
         max_pages = -(-capacity.max_model_len // capacity.page_size)
         self._tables = PageTables(
@@ -209,25 +210,24 @@ class Runner:
     def _on_device(self, step: int) -> Iterator[None]:
         """Make the device current, and tell its end from the failure of a step."""
         with ExitStack() as stack:
-            if self._device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self._device))
             try:
+                if self._device.type == "cuda":
+                    stack.enter_context(torch.cuda.device(self._device))
                 yield
             except RuntimeError as error:
-                lost = device_lost(error, self._name(), step, self._probe)
+                lost = device_lost(error, self._name, step, self._probe)
                 if lost is not None:
                     raise lost from error
                 raise
-
-    def _name(self) -> str:
-        if self._device.type != "cuda":
-            return str(self._device)
-        return f"{torch.cuda.get_device_name(self._device)} ({self._device})"
 
     def _probe(self) -> None:
         """Do anything on the device that fails if it is lost."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _name_of(device: torch.device) -> str:
+    return f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else str(device)
 
 
 def ahead_on(device: torch.device, max_num_seqs: int, *, capturable: bool) -> Ahead | None:

@@ -1,0 +1,238 @@
+"""The runner on a GPU: captured steps, real streams, too little memory, and the end of a device."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chatcache_kernels import triton
+from chatcache_kernels.types import KVPages
+from torch import Tensor
+
+from chatcache.model import room
+from chatcache.model.attention import AttentionStep, allocate
+from chatcache.model.graphs import DecodeSteps
+from chatcache.model.memory import CudaGauge, measure_budget
+from chatcache.model.runner import Ahead, Runner, Underway, ahead_on
+from chatcache.model.streams import CudaMark, Mark, streams_of
+from chatcache.model.swaps import Swaps
+from chatcache.sched.plan import KVCapacity, StepPlan
+from tests.model.drive import Driver, make_draws
+from tests.model.lives import MAX_LEN, NUM_SLOTS, Life, Reader, live, make_runner
+
+pytestmark = pytest.mark.gpu
+
+SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+ROOT = Path(__file__).parents[2]
+SLEEP_CYCLES = 200_000_000  # a tenth of a second or more
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    yield torch.device("cuda", 0)
+    torch.cuda.synchronize()
+
+
+def keep_busy() -> None:
+    """Let the current stream do nothing for a while."""
+    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+
+
+def overwrite(store: Tensor) -> None:
+    store.fill_(torch.nan)
+
+
+def gpu_runner(ahead: Ahead | None, network: Reader | None = None) -> Runner:
+    return make_runner(ahead, None, triton, network or Reader(device="cuda:0"))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_life_on_the_gpu_is_the_life_on_the_cpu(
+    captured: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays, page tables that follow, forks, copies, swaps beside steps, tokens that the host has not seen."""
+    monkeypatch.setattr("chatcache_kernels.work.SPLIT", 16)
+    monkeypatch.setattr(room, "SPLIT", 16)
+    ahead = ahead_on(device, NUM_SLOTS, capturable=captured)
+    assert ahead is not None
+    runner = gpu_runner(ahead)
+    runner.warm_up()
+    if captured:
+        assert isinstance(runner._static, DecodeSteps)
+        assert runner._static.num_captured >= len(ahead.sizes)
+    outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.8), 400)
+    assert outcome.differing() is None, f"seed {SEED}"
+    assert outcome.num_unseen > 300
+    runner.close()
+
+
+class Slow(Reader):
+    """Lets the device think for a while."""
+
+    def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+        keep_busy()
+        return super()._states(tokens, positions, step)
+
+
+def test_launch_does_not_wait(device: torch.device) -> None:
+    """Two steps are in flight before the first is done, and their results are those of steps in turn."""
+    runner, plain = gpu_runner(Ahead([]), Slow(device="cuda:0")), make_runner()
+    runner.warm_up()
+    torch.cuda.synchronize()
+    launched: list[Underway] = []
+    driver, oracle = Driver(runner), Driver(plain)
+    driver.runner = _Launching(runner, launched)  # type: ignore[assignment]
+    driver.feed({0: [1, 2, 3]}, make_draws([]))
+    mark = CudaMark(torch.cuda.Event())  # type: ignore[no-untyped-call]
+    mark.event.record()
+    driver.feed({0: [4]}, make_draws([{"width": 3}]))
+    assert not is_done(mark), "the first step was waited for"
+    oracle.feed({0: [1, 2, 3]}, make_draws([]))
+    want = oracle.feed({0: [4]}, make_draws([{"width": 3}]))
+    assert launched[0].result().tokens.size == 0
+    assert np.array_equal(launched[1].result().tokens, want.tokens)
+
+
+def is_done(mark: Mark) -> bool:
+    assert isinstance(mark, CudaMark)
+    return bool(mark.event.query())  # type: ignore[no-untyped-call]
+
+
+class _Launching:
+    """Keeps what is launched instead of waiting for it."""
+
+    def __init__(self, runner: Runner, launched: list[Underway]) -> None:
+        self.runner, self.launched = runner, launched
+
+    def capacity(self) -> KVCapacity:
+        return self.runner.capacity()
+
+    def execute(self, plan: StepPlan) -> None:
+        self.launched.append(self.runner.launch(plan))
+
+
+def big_pages(device: torch.device) -> KVPages:
+    geometry = Reader(device=str(device)).geometry
+    return allocate(triton, geometry, 4096, 16)
+
+
+def test_pages_leave_as_the_steps_before_left_them(device: torch.device) -> None:
+    """The main stream is late in writing what leaves, and at once writes it again; then it all returns elsewhere."""
+    pages, streams = big_pages(device), streams_of(device)
+    swaps = Swaps(triton, pages, 2000, streams)
+    want = torch.randn_like(pages.k[:, 1:2001])
+    away = np.stack((np.arange(1, 2001), np.arange(2000)), 1).astype(np.int32)
+    back = np.stack((np.arange(2000), np.arange(2001, 4001)), 1).astype(np.int32)
+    for _ in range(3):
+        keep_busy()
+        pages.k[:, 1:2001] = want
+        pages.v[:, 1:2001] = -want
+        swaps.apply(away, away[:0], away[:, 0])
+        pages.k[:, 1:2001] = torch.nan
+        pages.v[:, 1:2001] = torch.nan
+        swaps.apply(away[:0], back)
+        got = pages.k[:, 2001:4001].clone(), pages.v[:, 2001:4001].clone()
+        pages.k[:, 2001:4001] = torch.nan
+        torch.cuda.synchronize()
+        assert torch.equal(got[0], want) and torch.equal(got[1], -want)
+    swaps.close()
+
+
+def test_steps_do_not_wait_for_pages_that_nobody_writes(device: torch.device) -> None:
+    """The copies run beside the steps of their plan: here behind work that the side stream has been given first."""
+    pages, streams = big_pages(device), streams_of(device)
+    swaps = Swaps(triton, pages, 100, streams)
+    away = np.stack((np.arange(1, 101), np.arange(100)), 1).astype(np.int32)
+    swaps.apply(away, away[:0])  # compiles
+    torch.cuda.synchronize()
+    streams.side.submit(keep_busy)
+    swaps.apply(away, away[:0], np.arange(200, 300))
+    streams.main.submit(lambda: overwrite(pages.k[:, 200:300]))
+    mark = streams.main.mark()
+    mark.wait()
+    side = streams.side.mark()
+    assert not is_done(side), "the main stream waited for the side stream"
+    swaps.apply(away[:0], away[:0])  # the next plan waits
+    streams.main.mark().wait()
+    assert is_done(side)
+    swaps.close()
+
+
+def test_host_pages_are_locked(device: torch.device) -> None:
+    swaps = Swaps(triton, big_pages(device), 10, streams_of(device))
+    assert swaps._host.k.is_pinned() and swaps._host.v.is_pinned()
+    assert swaps.measure_page_s() > 0
+    swaps.close()
+
+
+class Hungry(Reader):
+    """Takes a third of the memory that is free, for each token."""
+
+    share = 0.0
+
+    def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+        if self.share:
+            torch.empty(int(self.share * len(tokens)), dtype=torch.uint8, device=tokens.device)
+        return super()._states(tokens, positions, step)
+
+
+def test_a_step_that_does_not_fit_runs_in_halves(device: torch.device) -> None:
+    network = Hungry(device="cuda:0")
+    runner = gpu_runner(Ahead([]), network)
+    runner.warm_up()
+    torch.cuda.empty_cache()
+    network.share = torch.cuda.mem_get_info(device)[0] * 0.3
+    prompts = {0: list(range(9)), 1: [3], 2: list(range(20, 25))}
+    got, want = Driver(runner).feed(prompts), Driver(make_runner()).feed(prompts)
+    assert np.array_equal(got.tokens, want.tokens)
+    assert max(network.sizes) == 15 and min(network.sizes[-6:]) <= 3
+
+
+def test_the_budget_is_what_a_step_takes(device: torch.device) -> None:
+    sizes = {"page_size": 8, "max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    network = Hungry(device="cuda:0")
+    network.share = float(64 << 20)
+    budget = measure_budget(CudaGauge(device), network, triton, num_graphs=0, **sizes)
+    assert 64 * 64 << 20 <= budget.step_bytes <= 80 * 64 << 20
+    assert 0 < budget.kv_bytes < torch.cuda.get_device_properties(device).total_memory
+
+
+LOST = """
+    import sys
+    sys.path[:0] = [{root!r}, {kernels!r}]
+    import torch
+    from chatcache_kernels import triton
+    from chatcache.errors import DeviceLost
+    from chatcache.model.runner import Ahead
+    from chatcache.sched.plan import KVCapacity, StepPlan
+from tests.model.drive import Driver
+    from tests.model.lives import Reader, make_runner
+
+    runner = make_runner(Ahead([]), None, triton, Reader(device="cuda:0"))
+    runner.warm_up()
+    driver = Driver(runner)
+    try:
+        driver.feed({{0: [10**6]}})  # no such word: an assertion on the device
+    except DeviceLost as error:
+        print("LOST:", error)
+    try:
+        driver.feed({{1: [1]}})
+    except DeviceLost as error:
+        print("AGAIN:", error)
+"""
+
+
+def test_the_end_of_a_device_is_told() -> None:
+    """In a process of its own, as nothing works there afterwards."""
+    code = textwrap.dedent(LOST).format(root=str(ROOT), kernels=str(ROOT / "kernels"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert "LOST: NVIDIA" in done.stdout and "step 0 met: " in done.stdout, done.stdout + done.stderr[-2000:]
+    assert "AGAIN: NVIDIA" in done.stdout, done.stdout + done.stderr[-2000:]
