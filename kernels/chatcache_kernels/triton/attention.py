@@ -2,11 +2,12 @@
 
 Decode, split keys, prompt chunks and shared prefixes are the same kernel over different lists (`work.py` cuts them).
 
-    a piece = item x key head                     what its tile holds, G = 3, M = 16 rows
+    a piece = item x key head x slice             what its tile holds, G = 3, M = 16 rows
 
     item   row of tables, keys 512 .. 1023        row  0  1  2   member 0, its heads 3 h, 3 h + 1, 3 h + 2
            members [4, 9, 17, ...], state 40      row  3  4  5   member 1
     head   h of Hkv                               ...            rows past the last member compute nothing that is kept
+    slice  M of the queries, if they are more
 
 Grid: a number of programs that depends on the device, the configuration and the size of the buffers alone; program i
 carries out pieces i, i + programs, ... of as many as `num_items` says on the device, so a captured launch serves any
@@ -18,15 +19,13 @@ Source: online softmax over tiles (FlashAttention, Dao et al. 2022; FlashAttenti
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..types import AttentionBatch, AttentionWork, KVPages, WorkList
-from .configs import Config, choose, multiprocessors
+from ..types import AttentionBatch, AttentionWork, KVPages
+from .configs import Chip, chip_of, choose
 from .launch import next_power_of_2
 from .merge import merge_states
 from .rounding import rounded
@@ -58,6 +57,7 @@ def attend_items(  # type: ignore[no-untyped-def]
     cap,
     window,
     ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -77,14 +77,13 @@ def attend_items(  # type: ignore[no-untyped-def]
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE_SIZE * HEAD_DIM
-    lane = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     first_page = layer.to(tl.int64) * layer_stride
-    num_pieces = tl.load(num_items) * KV_HEADS
+    num_pieces = tl.load(num_items) * (KV_HEADS * SLICES)
     for done in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         piece = num_pieces - 1 - done
-        kv_head = piece % KV_HEADS
-        item = items + piece // KV_HEADS * 6
+        kv_head = piece // SLICES % KV_HEADS
+        item = items + piece // (KV_HEADS * SLICES) * 6
         row = tl.load(item)
         low = tl.load(item + 1)
         high = tl.load(item + 2)
@@ -92,6 +91,7 @@ def attend_items(  # type: ignore[no-untyped-def]
         num_members = tl.load(item + 4)
         first_state = tl.load(item + 5)
 
+        lane = piece % SLICES * ROWS + tl.arange(0, ROWS)
         member = lane // GROUP
         head = kv_head * GROUP + lane % GROUP
         taken = member < num_members
@@ -166,17 +166,50 @@ def paged_attention(
     the graph's pool.
 
     Raises: ValueError for a batch without `work`, a dtype other than the pages', a last dimension that is not
-    contiguous, a scale that is not positive, or more than 128 queries to a tile.
+    contiguous, a scale that is not positive, or heads of more than 256 dimensions.
     """
+    return attend(q, pages, layer, batch, scale, window, softcap, sinks, chip_of(q.device))
+
+
+def attend(
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    chip: Chip,
+) -> Tensor:
+    """Do what `paged_attention` does as it is done on `chip`."""
     work = _checked(q, pages, batch, scale)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     states = torch.empty((work.num_states, num_heads, head_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((work.num_states, num_heads), dtype=torch.float32, device=q.device)
-    for work_list in work.lists:
-        _launch(work_list, work, batch, q, pages, layer, scale, window, softcap, sinks, out, states, sums)
+    for one in work.lists:
+        group = num_heads // pages.num_kv_heads
+        num_queries = one.max_members * group
+        config = choose(chip, num_queries, head_dim, q.element_size())
+        slices = -(-num_queries // config.rows)
+        num_pieces = one.items.shape[0] * pages.num_kv_heads * slices
+        if not num_pieces:
+            continue
+        attend_items[(min(num_pieces, config.programs * chip.multiprocessors),)](
+            q, pages.k, pages.v, out, states, sums,
+            one.items, one.members, one.num_items, work.positions, batch.tables, sinks,
+            layer, pages.k.stride(0), q.stride(0), q.stride(1), batch.tables.stride(0),
+            *_exponents(scale, softcap), window or 0,
+            ROWS=config.rows, SLICES=slices, GROUP=group, KV_HEADS=pages.num_kv_heads, HEAD_DIM=head_dim,
+            WIDTH=max(16, next_power_of_2(head_dim)), PAGE_SIZE=pages.page_size,
+            BLOCK_N=config.block_n, PARTED=config.parted,
+            CAPPED=softcap is not None, WINDOWED=window is not None, SINKS=sinks is not None,
+            num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+            enable_fp_fusion=True,
+        )  # fmt: skip
     if work.merge_tokens.shape[0]:
-        merge_states(out, states, sums, work, sinks)
+        merge_states(out, states, sums, work, sinks, chip)
     return out
 
 
@@ -197,74 +230,6 @@ def _checked(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float) -> 
     return batch.work
 
 
-def _launch(
-    work_list: WorkList,
-    work: AttentionWork,
-    batch: AttentionBatch,
-    q: Tensor,
-    pages: KVPages,
-    layer: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    out: Tensor,
-    states: Tensor,
-    sums: Tensor,
-) -> None:
-    group = q.shape[1] // pages.num_kv_heads
-    rows = max(16, next_power_of_2(work_list.max_members * group))
-    config = choose(q.device, rows, pages.head_dim, q.element_size())
-    num_pieces = work_list.items.shape[0] * pages.num_kv_heads
-    num_programs = min(num_pieces, config.programs * multiprocessors(q.device))
-    if not num_programs:
-        return
-    attend_items[(num_programs,)](
-        q,
-        pages.k,
-        pages.v,
-        out,
-        states,
-        sums,
-        work_list.items,
-        work_list.members,
-        work_list.num_items,
-        work.positions,
-        batch.tables,
-        sinks,
-        layer,
-        pages.k.stride(0),
-        q.stride(0),
-        q.stride(1),
-        batch.tables.stride(0),
-        *exponents(scale, softcap),
-        window or 0,
-        **constants(config, rows, group, pages.num_kv_heads, pages.head_dim, pages.page_size),
-        CAPPED=softcap is not None,
-        WINDOWED=window is not None,
-        SINKS=sinks is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=True,
-    )
-
-
-def exponents(scale: float, softcap: float | None) -> tuple[float, float]:
+def _exponents(scale: float, softcap: float | None) -> tuple[float, float]:
     """Return the kernel's (scale, cap): from products to exponents of 2, by way of tanh if there is a cap."""
     return (scale / softcap, softcap * LOG2_E) if softcap is not None else (scale * LOG2_E, 0.0)
-
-
-def constants(
-    config: Config, rows: int, group: int, num_kv_heads: int, head_dim: int, page_size: int
-) -> dict[str, Any]:
-    """Return what the kernel is compiled for, but for what a layer asks of it (cap, window, sinks)."""
-    return {
-        "ROWS": rows,
-        "GROUP": group,
-        "KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "WIDTH": max(16, next_power_of_2(head_dim)),
-        "PAGE_SIZE": page_size,
-        "BLOCK_N": config.block_n,
-        "PARTED": config.parted,
-    }

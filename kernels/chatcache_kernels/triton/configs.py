@@ -6,6 +6,7 @@ Chosen by chip, tile height and head size, never by the batch, so a token's bits
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,18 +17,20 @@ UNMEASURED: Final = "not measured"
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How one tile height is carried out.
+    """How tiles of `rows` queries are carried out.
 
     `block_n`: keys of a tile. `programs`: of each multiprocessor; more than fit at once leave the balance to the
-    device's own scheduler. `parted`: tiles that every query sees whole have a loop without masks. `measured`: when and
-    on which chip, or that it was not.
+    device's own scheduler. `parted`: keys that every query sees have a loop without masks. `max_registers`: of a
+    thread, where the assembler would rather spill than use more. `measured`: when and on which chip, or "not measured".
     """
 
+    rows: int
     block_n: int
     num_warps: int
     num_stages: int
     programs: int
     parted: bool = False
+    max_registers: int | None = None
     measured: str = UNMEASURED
 
 
@@ -41,71 +44,90 @@ class MergeConfig:
     measured: str = UNMEASURED
 
 
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What a launch must know of a device. `major`: of its compute capability; 0 is the interpreter."""
+
+    major: int
+    multiprocessors: int
+
+
 MERGE: Final = MergeConfig(block_s=32, num_warps=4, programs=8)
 
-# (rows of a tile, head size, both rounded up to what is here) -> configuration, for elements of two bytes
+# Elements of two bytes: head size -> configurations by height, lowest first
 HOPPER: Final = {
-    (16, 64): Config(64, 4, 4, programs=4),
-    (16, 128): Config(32, 4, 4, programs=4),
-    (16, 256): Config(32, 4, 4, programs=2),
-    (32, 64): Config(64, 4, 4, programs=4),
-    (32, 128): Config(64, 4, 3, programs=2),
-    (32, 256): Config(32, 4, 4, programs=1),
-    (64, 64): Config(64, 4, 3, programs=8, parted=True),
-    (64, 128): Config(64, 4, 3, programs=8, parted=True),
-    (64, 256): Config(32, 8, 3, programs=8, parted=True),
-    (128, 64): Config(128, 8, 3, programs=8, parted=True),
-    (128, 128): Config(64, 8, 3, programs=8, parted=True),
-    (128, 256): Config(32, 8, 3, programs=8, parted=True),
+    64: (
+        Config(16, 64, 4, 4, programs=4),
+        Config(32, 64, 4, 4, programs=4),
+        Config(64, 64, 4, 3, programs=8, parted=True),
+        Config(128, 128, 8, 3, programs=8, parted=True),
+    ),
+    128: (
+        Config(16, 64, 4, 3, programs=3, max_registers=168),
+        Config(32, 64, 4, 3, programs=2),
+        Config(64, 64, 4, 3, programs=8, parted=True),
+        Config(128, 64, 8, 3, programs=8, parted=True),
+    ),
+    256: (
+        Config(16, 32, 4, 4, programs=2),
+        Config(32, 32, 4, 4, programs=2),
+        Config(64, 32, 8, 3, programs=8, parted=True),
+    ),
 }
-# what fits the 99 KiB of shared memory that every chip since Ampere has
+# What fits the 99 KiB of shared memory that every chip since Ampere has
 MODEST: Final = {
-    (16, 64): Config(64, 4, 3, programs=4),
-    (16, 128): Config(32, 4, 3, programs=4),
-    (16, 256): Config(32, 4, 2, programs=2),
-    (32, 64): Config(64, 4, 3, programs=3),
-    (32, 128): Config(32, 4, 3, programs=3),
-    (32, 256): Config(32, 4, 2, programs=2),
-    (64, 64): Config(64, 4, 3, programs=8, parted=True),
-    (64, 128): Config(32, 4, 3, programs=8, parted=True),
-    (64, 256): Config(32, 8, 2, programs=8, parted=True),
-    (128, 64): Config(64, 8, 3, programs=8, parted=True),
-    (128, 128): Config(32, 8, 3, programs=8, parted=True),
-    (128, 256): Config(16, 8, 2, programs=8, parted=True),
+    64: (
+        Config(16, 64, 4, 3, programs=4),
+        Config(32, 64, 4, 3, programs=3),
+        Config(64, 64, 4, 3, programs=8, parted=True),
+        Config(128, 64, 8, 3, programs=8, parted=True),
+    ),
+    128: (
+        Config(16, 32, 4, 3, programs=4),
+        Config(32, 32, 4, 3, programs=3),
+        Config(64, 32, 4, 3, programs=8, parted=True),
+        Config(128, 32, 8, 3, programs=8, parted=True),
+    ),
+    256: (
+        Config(16, 32, 4, 3, programs=3),
+        Config(32, 32, 4, 2, programs=2),
+        Config(64, 32, 8, 2, programs=8, parted=True),
+    ),
 }
-TABLES: Final = {8: MODEST, 9: HOPPER, 10: HOPPER, 12: MODEST}  # by major compute capability
 # float32 is multiplied exactly, without matrix units: there to compare with, not to be fast
-EXACT_FLOAT32: Final = {
-    (rows, width): Config(16, 8, 2, programs=2) for rows in (16, 32, 64, 128) for width in (64, 128, 256)
+FLOAT32: Final = {
+    64: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
+    128: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
+    256: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
 }
-INTERPRETER: Final = Config(64, 1, 1, programs=1)
+INTERPRETER: Final = {
+    256: (Config(16, 64, 1, 1, programs=1), *(Config(rows, 64, 1, 1, programs=1, parted=True) for rows in (32, 64)))
+}
 
 
-def choose(device: torch.device, rows: int, head_dim: int, itemsize: int) -> Config:
-    """Return how a tile of `rows` queries is carried out. Raises: ValueError for tiles or heads beyond the tables."""
-    if rows > 128:
-        raise ValueError(f"a tile holds at most 128 queries (members x G), not {rows}")
-    if head_dim > 256:
-        raise ValueError(f"a head has at most 256 dimensions, not {head_dim}")
-    if device.type == "cpu":
-        return INTERPRETER if rows <= 32 else Config(64, 1, 1, programs=1, parted=True)
-    major, _ = capability(device)
-    return look_up(major, rows, head_dim, itemsize)
+def choose(chip: Chip, num_queries: int, head_dim: int, itemsize: int) -> Config:
+    """Return the lowest tile that holds all queries, or the tallest there is: several then share the work.
+
+    Raises: ValueError for heads larger than any table says.
+    """
+    for widest, configs in _table(chip, itemsize).items():
+        if head_dim <= widest:
+            return next((config for config in configs if config.rows >= num_queries), configs[-1])
+    raise ValueError(f"a head has at most 256 dimensions, not {head_dim}")
 
 
-def look_up(major: int, rows: int, head_dim: int, itemsize: int) -> Config:
-    """Return the entry of a chip of that major compute capability."""
-    table = EXACT_FLOAT32 if itemsize == 4 else TABLES.get(major, MODEST)
-    return table[rows, 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256]
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability."""
-    return torch.cuda.get_device_capability(device)
+def _table(chip: Chip, itemsize: int) -> Mapping[int, tuple[Config, ...]]:
+    if chip.major == 0:
+        return INTERPRETER
+    if itemsize == 4:
+        return FLOAT32
+    return HOPPER if chip.major in (9, 10) else MODEST
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has; the interpreter acts as if it had three."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+def chip_of(device: torch.device) -> Chip:
+    """Return the chip of a device; the interpreter acts as if it had three multiprocessors."""
+    if device.type != "cuda":
+        return Chip(0, 3)
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(properties.major, properties.multi_processor_count)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..types import AttentionWork
-from .configs import MERGE, multiprocessors
+from .configs import MERGE, Chip
 from .launch import next_power_of_2
 from .rounding import rounded
 
@@ -68,23 +68,14 @@ def merge_tokens(  # type: ignore[no-untyped-def]
         tl.store(out + at, rounded(weighted / total, out.dtype.element_ty), mask=inside)
 
 
-def merge_states(out: Tensor, states: Tensor, sums: Tensor, work: AttentionWork, sinks: Tensor | None) -> None:
+def merge_states(
+    out: Tensor, states: Tensor, sums: Tensor, work: AttentionWork, sinks: Tensor | None, chip: Chip
+) -> None:
     """Write the outputs of tokens with several states. Shapes: out [T, H, D], states [S, H, D], sums [S, H]."""
     num_heads, head_dim = out.shape[1:]
     num_pairs = work.merge_tokens.shape[0] * num_heads
-    merge_tokens[(min(num_pairs, MERGE.programs * multiprocessors(out.device)),)](
-        out,
-        states,
-        sums,
-        work.merge_tokens,
-        work.merge_offsets,
-        work.merge_states,
-        work.num_merges,
-        sinks,
-        HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=max(16, next_power_of_2(head_dim)),
-        BLOCK_S=MERGE.block_s,
-        SINKS=sinks is not None,
-        num_warps=MERGE.num_warps,
-    )
+    merge_tokens[(min(num_pairs, MERGE.programs * chip.multiprocessors),)](
+        out, states, sums, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges, sinks,
+        HEADS=num_heads, HEAD_DIM=head_dim, WIDTH=max(16, next_power_of_2(head_dim)), BLOCK_S=MERGE.block_s,
+        SINKS=sinks is not None, num_warps=MERGE.num_warps,
+    )  # fmt: skip
