@@ -19,19 +19,49 @@ Source: online softmax over tiles (FlashAttention, Dao et al. 2022; FlashAttenti
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..types import AttentionBatch, AttentionWork, KVPages
-from .configs import Chip, chip_of, choose
+from ..types import AttentionBatch, AttentionWork, KVPages, WorkList
+from .configs import Chip, chip_of, choose, configs_of
 from .launch import next_power_of_2
 from .merge import merge_states
 from .rounding import rounded
 from .tiles import attend_tiles
+from .variants import Variant, traced
 
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
+
+
+@triton.jit
+def _queries(  # type: ignore[no-untyped-def]
+    num_items,
+    items,
+    members,
+    done,
+    ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    AFRESH: tl.constexpr,
+):
+    """Return (item, key head, and of each row of the tile: member, query head, token, whether there is one).
+
+    AFRESH keeps the compiler from remembering instead what an earlier call returned.
+    """
+    piece = tl.load(num_items, volatile=AFRESH) * (KV_HEADS * SLICES) - 1 - done
+    item = items + piece // (KV_HEADS * SLICES) * 6
+    kv_head = piece // SLICES % KV_HEADS
+    lane = piece % SLICES * ROWS + tl.arange(0, ROWS)
+    member = lane // GROUP
+    taken = member < tl.load(item + 4)
+    token = tl.load(members + tl.load(item + 3) + member, mask=taken, other=0)
+    return item, kv_head, member, kv_head * GROUP + lane % GROUP, token, taken
 
 
 @triton.jit(do_not_specialize=["layer", "table_stride", "window"])
@@ -81,21 +111,9 @@ def attend_items(  # type: ignore[no-untyped-def]
     first_page = layer.to(tl.int64) * layer_stride
     num_pieces = tl.load(num_items) * (KV_HEADS * SLICES)
     for done in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
-        piece = num_pieces - 1 - done
-        kv_head = piece // SLICES % KV_HEADS
-        item = items + piece // (KV_HEADS * SLICES) * 6
-        row = tl.load(item)
-        low = tl.load(item + 1)
-        high = tl.load(item + 2)
-        first_member = tl.load(item + 3)
-        num_members = tl.load(item + 4)
-        first_state = tl.load(item + 5)
-
-        lane = piece % SLICES * ROWS + tl.arange(0, ROWS)
-        member = lane // GROUP
-        head = kv_head * GROUP + lane % GROUP
-        taken = member < num_members
-        token = tl.load(members + first_member + member, mask=taken, other=0)
+        item, kv_head, member, head, token, taken = _queries(
+            num_items, items, members, done, ROWS, SLICES, GROUP, KV_HEADS, False
+        )
         position = tl.load(positions + token, mask=taken, other=-1)
         newest = tl.max(position, 0)
         oldest = tl.min(tl.where(taken, position, newest), 0)
@@ -103,10 +121,11 @@ def attend_items(  # type: ignore[no-untyped-def]
         at = token.to(tl.int64) * q_token_stride + head * q_head_stride
         query = tl.load(q + at[:, None] + column[None, :], mask=used, other=0.0)
 
-        table = tables + row.to(tl.int64) * table_stride
+        table = tables + tl.load(item).to(tl.int64) * table_stride
         k_head = k + first_page + kv_head * (PAGE_SIZE * HEAD_DIM)
         v_head = v + first_page + kv_head * (PAGE_SIZE * HEAD_DIM)
-        high = tl.minimum(high, newest + 1)
+        low = tl.load(item + 1)
+        high = tl.minimum(tl.load(item + 2), newest + 1)
         if WINDOWED:
             low = tl.maximum(low, oldest - window + 1)
         weighted = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -135,6 +154,12 @@ def attend_items(  # type: ignore[no-untyped-def]
             total = tl.sum(total, 1)
         divisor = tl.where(total == 0, 1.0, total)
         log_sum = tl.where(total == 0, -float("inf"), peak * (cap if CAPPED else scale) + tl.log2(divisor))
+        if ROWS > 16:  # found out again, so that what only addresses results takes no registers in the loops above
+            item, kv_head, member, head, token, taken = _queries(
+                num_items, items, members, done, ROWS, SLICES, GROUP, KV_HEADS, True
+            )
+            used = taken[:, None] & (column < HEAD_DIM)[None, :]
+        first_state = tl.load(item + 5)
         if first_state < 0:
             if SINKS:
                 sink = tl.load(sinks + head, mask=taken, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -233,3 +258,43 @@ def _checked(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float) -> 
 def _exponents(scale: float, softcap: float | None) -> tuple[float, float]:
     """Return the kernel's (scale, cap): from products to exponents of 2, by way of tanh if there is a cap."""
     return (scale / softcap, softcap * LOG2_E) if softcap is not None else (scale * LOG2_E, 0.0)
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """Yield every configuration of a chip, then other heads, groups and page sizes, and what a layer may ask for."""
+    chip = Chip(arch // 10, 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        for head_dim, config in configs_of(chip, dtype.itemsize):
+            yield from _form(chip, dtype, config.rows, 4, 8, head_dim)
+    for head_dim in (64, 256):
+        yield from _form(chip, torch.float16, 16, 2, 8, head_dim, window=4096, softcap=50.0)
+    yield from _form(chip, torch.bfloat16, 9, 3, 3, 64, page_size=8)
+    yield from _form(chip, torch.bfloat16, 71, 71, 1, 64, page_size=64)
+    yield from _form(chip, torch.bfloat16, 30, 5, 2, 80, page_size=32)
+    for num_queries in (16, 128):
+        yield from _form(chip, torch.bfloat16, num_queries, 8, 8, 128, window=4096, softcap=50.0, sinks=True)
+
+
+def _form(
+    chip: Chip,
+    dtype: torch.dtype,
+    num_queries: int,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int = 16,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> Iterator[Variant]:
+    """Yield what a work list of tiles of `num_queries` launches on `chip` over a large store."""
+    meta = partial(torch.empty, device="meta")
+    ints = partial(meta, dtype=torch.int32)
+    one = WorkList(ints(5, 6), ints(5), ints(1), max(1, num_queries // group))
+    work = AttentionWork((one,), ints(5), ints(0), ints(1), ints(0), ints(1), 0)
+    batch = AttentionBatch(ints(5, 9), ints(5), ints(5), ints(6), meta(5, dtype=torch.int64), 1, 9, work)
+    k, v = (meta(2, 1 << 20, kv_heads, page_size, head_dim, dtype=dtype) for _ in "kv")
+    pages = KVPages(k, v, page_size, kv_heads, head_dim)
+    heads = group * kv_heads
+    q, sink = meta(5, heads, head_dim, dtype=dtype), meta(heads, dtype=dtype) if sinks else None
+    yield from traced(partial(attend, q, pages, 1, batch, 0.1, window, softcap, sink, chip))

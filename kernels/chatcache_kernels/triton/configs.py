@@ -6,7 +6,7 @@ Chosen by chip, tile height and head size, never by the batch, so a token's bits
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -63,7 +63,7 @@ HOPPER: Final = {
         Config(128, 128, 8, 3, programs=8, parted=True),
     ),
     128: (
-        Config(16, 64, 4, 3, programs=3, max_registers=168),
+        Config(16, 64, 4, 3, programs=3),
         Config(32, 64, 4, 3, programs=2),
         Config(64, 64, 4, 3, programs=8, parted=True),
         Config(128, 64, 8, 3, programs=8, parted=True),
@@ -72,6 +72,15 @@ HOPPER: Final = {
         Config(16, 32, 4, 4, programs=2),
         Config(32, 32, 4, 4, programs=2),
         Config(64, 32, 8, 3, programs=8, parted=True),
+    ),
+}
+# Compiled for Hopper's successor, taller tiles of keys spill
+BLACKWELL: Final = HOPPER | {
+    64: (*HOPPER[64][:3], Config(128, 64, 8, 3, programs=8, parted=True)),
+    128: (
+        *HOPPER[128][:2],
+        Config(64, 32, 4, 3, programs=8, parted=True),
+        Config(128, 32, 8, 3, programs=8, parted=True),
     ),
 }
 # What fits the 99 KiB of shared memory that every chip since Ampere has
@@ -96,7 +105,7 @@ MODEST: Final = {
 }
 # float32 is multiplied exactly, without matrix units: there to compare with, not to be fast
 FLOAT32: Final = {
-    64: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
+    64: tuple(Config(rows, 16, 8, 2, programs=2, max_registers=96) for rows in (16, 32, 64)),
     128: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
     256: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
 }
@@ -116,12 +125,18 @@ def choose(chip: Chip, num_queries: int, head_dim: int, itemsize: int) -> Config
     raise ValueError(f"a head has at most 256 dimensions, not {head_dim}")
 
 
+def configs_of(chip: Chip, itemsize: int) -> Iterator[tuple[int, Config]]:
+    """Yield all configurations of a chip, each with its head size."""
+    for head_dim, configs in _table(chip, itemsize).items():
+        yield from ((head_dim, config) for config in configs)
+
+
 def _table(chip: Chip, itemsize: int) -> Mapping[int, tuple[Config, ...]]:
     if chip.major == 0:
         return INTERPRETER
     if itemsize == 4:
         return FLOAT32
-    return HOPPER if chip.major in (9, 10) else MODEST
+    return {9: HOPPER, 10: BLACKWELL}.get(chip.major, MODEST)
 
 
 @functools.cache

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +14,7 @@ from ..types import AttentionWork
 from .configs import MERGE, Chip
 from .launch import next_power_of_2
 from .rounding import rounded
+from .variants import Variant, traced
 
 
 @triton.jit
@@ -79,3 +84,17 @@ def merge_states(
         HEADS=num_heads, HEAD_DIM=head_dim, WIDTH=max(16, next_power_of_2(head_dim)), BLOCK_S=MERGE.block_s,
         SINKS=sinks is not None, num_warps=MERGE.num_warps,
     )  # fmt: skip
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """Yield the merges of models with heads of 64 to 256 dimensions."""
+    meta = partial(torch.empty, device="meta")
+    ints = partial(meta, dtype=torch.int32)
+    work = AttentionWork((), ints(5), ints(5), ints(6), ints(7), ints(1), 7)
+    for heads, head_dim, dtype in (
+        (9, 64, torch.bfloat16), (30, 80, torch.float16), (32, 128, torch.bfloat16), (16, 128, torch.float32),
+        (8, 256, torch.bfloat16),
+    ):  # fmt: skip
+        out, states, sums = meta(5, heads, head_dim, dtype=dtype), meta(7, heads, head_dim), meta(7, heads)
+        for sinks in (None, meta(heads, dtype=dtype)):
+            yield from traced(partial(merge_states, out, states, sums, work, sinks, Chip(arch // 10, 1)))
