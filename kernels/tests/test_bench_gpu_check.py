@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.check import ceilings, decode, model, offline, prefill, small, stages
+import torch
+from bench.check import ceilings, decode, model, offline, prefill, read_kernel, small, stages, tune
 from bench.check.context import Context
 from bench.check.figures import Figure, above_floor, compared, from_json, rate, table
 from bench.check.goals import PEER, across_stages, all_figures, in_table
@@ -32,6 +33,23 @@ def test_kernel_stages_run(stage: Any, context: Context) -> None:
     figures = [from_json(entry["figure"]) for entry in told(context) if "figure" in entry]
     assert len(figures) >= 6 and all(figure.value > 0 for figure in figures)
     assert len({figure.name for figure in figures}) == len(figures)
+
+
+def test_configurations_are_ranked(context: Context, triton_device: str) -> None:
+    context.device = triton_device
+    tune.run(context)
+    assert context.num_failures == 0, told(context)
+    notes = {entry["note"]: entry["value"] for entry in told(context) if "note" in entry}
+    ranked = notes["tune (16, 16)"]["ranked"]
+    assert len(ranked) == 3 and ranked[0]["worst ratio"] == 1.0 and notes["tune merge"]
+
+
+def test_the_reading_kernel_reads_everything(triton_device: str) -> None:
+    source = torch.randn(3 * read_kernel.BLOCK, device=triton_device)
+    out = torch.full((2,), float("nan"), device=triton_device)
+    read_kernel.read_all(source, out)
+    blocks = source.view(3, -1).sum(1)
+    torch.testing.assert_close(out, torch.stack((blocks[0] + blocks[2], blocks[1])), atol=1e-2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("stage", [model, offline], ids=lambda module: module.__name__)

@@ -1,0 +1,181 @@
+"""Time every launch configuration that attention might have, on this chip: one call is enough to fill `configs.py`.
+
+A configuration belongs to a tile height and a head size, never to a batch; so each is timed over several loads of its
+kind, and the winner is the one whose worst load suffers least: the smallest largest ratio to that load's best.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from unittest import mock
+
+from chatcache_kernels.triton.configs import Config, MergeConfig
+
+from bench.check.context import Context
+from bench.check.figures import Figure, compared
+from bench.check.timing import measure
+from bench.check.workload import Heads, Rows, Workload, build, equal_rows, make_batch, tree_rows
+
+MOST_PROCESSES = 8
+WARPS, STAGES, PROGRAMS = (4, 8), (2, 3, 4, 5), (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Rows whose items all lie in tiles of one height. `share`: see `work.plan_work`."""
+
+    name: str
+    rows: Rows
+    share: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One entry of the table: a tile height (queries) and a head size, and what it is timed over."""
+
+    queries: int
+    heads: Heads
+    loads: Sequence[Load]
+    blocks: Sequence[int]
+
+    @property
+    def name(self) -> str:
+        return f"({self.queries}, {self.heads.head_dim})"
+
+    def candidates(self) -> list[Config]:
+        """Return what to compile; programs are varied when timed, they need no compilation of their own."""
+        parts = (False, True) if self.queries <= 32 else (True,)
+        stages = STAGES if self.queries <= 32 else STAGES[:3]
+        return [
+            Config(*one, programs=2, parted=part)
+            for part in parts
+            for one in itertools.product(self.blocks, WARPS, stages)
+        ]
+
+
+def kinds(size: str) -> list[Kind]:
+    """Return the entries to measure."""
+    if size == "tiny":
+        loads = [Load("decode", equal_rows(2, 40, 1), "never")]
+        return [Kind(16, Heads(4, 2, 16), loads, (16,))]
+    decode = [
+        Load("64 x 1024", equal_rows(64, 1024, 1), "never"),
+        Load("8 x 8192", equal_rows(8, 8192, 1), "never"),
+        Load("256 x 1024", equal_rows(256, 1024, 1), "never"),
+        Load("1 x 8192", equal_rows(1, 8192, 1), "never"),
+    ]
+    prompt = [Load("prompt 4096", equal_rows(1, 4096, 4096)), Load("chunk 512 after 8192", equal_rows(1, 8704, 512))]
+    shared = [Load("32 after 16384", tree_rows([(1, 16_384), (32, 32)]), "always")]
+    found = []
+    for heads in (Heads(32, 8, 128), Heads(32, 8, 64)):
+        found.append(Kind(16, heads, decode, (16, 32, 64, 128)))
+        found.append(Kind(64, heads, [*prompt, *shared], (32, 64, 128)))
+    return found
+
+
+MERGES = [MergeConfig(*one) for one in itertools.product((16, 32, 64), (2, 4, 8), (2, 4, 8))]
+
+
+def run(context: Context) -> None:
+    """Measure every kind, best first in the notes; the table says what the configuration of today is worth."""
+    for kind in kinds(context.size):
+        context.measure(f"tune {kind.name}", lambda kind=kind: _tune(context, kind), needs_s=20)  # type: ignore[misc]
+    context.measure("tune merge", lambda: _tune_merge(context), needs_s=5)
+
+
+def _works(context: Context, kind: Kind) -> list[Workload]:
+    kernels = importlib.import_module("chatcache_kernels.triton")
+    found = []
+    for load in kind.loads:
+        work = build(kernels, kind.heads, load.rows, context.device, context.size)
+        batch = make_batch(kernels, kind.heads, load.rows, context.device, load.share)  # type: ignore[arg-type]
+        found.append(replace(work, batch=batch))
+    return found
+
+
+def _tune(context: Context, kind: Kind) -> None:
+    candidates = kind.candidates() if context.size != "tiny" else kind.candidates()[:2]
+    if context.on_gpu:
+        _compile_all(kind, candidates)
+    works, times = _works(context, kind), {}
+    today = _today(context, kind)
+    tried = [replace(one, programs=programs) for one in candidates for programs in PROGRAMS]
+    for config in [today, *tried] if context.size != "tiny" else [today, *candidates]:
+        try:
+            times[config] = [_time_us(context, work, config) for work in works]
+        except Exception as error:  # too much shared memory, or too many registers, on this chip
+            context.note(f"{kind.name} {config}", f"{type(error).__name__}: {error}"[:200])
+    _report(context, kind, today, times)
+
+
+def _time_us(context: Context, work: Workload, config: Config) -> float:
+    attention = importlib.import_module("chatcache_kernels.triton.attention")
+    with mock.patch.object(attention, "choose", lambda *_: config):
+        return measure(work.attend, work.num_layers, context.device, repeats=7, budget_s=0.05).median_s * 1e6
+
+
+def _today(context: Context, kind: Kind) -> Config:
+    import torch
+    from chatcache_kernels.triton.configs import choose
+
+    return choose(torch.device(context.device), kind.queries, kind.heads.head_dim, 2)
+
+
+def _report(context: Context, kind: Kind, today: Config, times: dict[Config, list[float]]) -> None:
+    """Rank by the worst ratio to a load's best."""
+    bests = [min(column) for column in zip(*times.values(), strict=True)]
+    worst = {one: max(us / best for us, best in zip(row, bests, strict=True)) for one, row in times.items()}
+    ranked = sorted(worst, key=lambda one: worst[one])
+    rows = [{**asdict(one), "worst ratio": worst[one], "us": times[one]} for one in ranked]
+    context.note(f"tune {kind.name}", {"loads": [load.name for load in kind.loads], "ranked": rows})
+    print(f"   {kind.name}: {ranked[0]} worst {worst[ranked[0]]:.3f}", flush=True)
+    for index, load in enumerate(kind.loads):
+        name = f"tune {kind.name}, {load.name}: today's over the winner"
+        context.add(compared(name, times[today][index], "us", times[ranked[0]][index]))
+
+
+def _tune_merge(context: Context) -> None:
+    """The merge alone cannot be timed through the engine's call, so the whole is; everything else stays the same."""
+    merge = importlib.import_module("chatcache_kernels.triton.merge")
+    loads = kinds(context.size)[0]
+    few = replace(loads, loads=[loads.loads[min(1, len(loads.loads) - 1)]])
+    (work,), times = _works(context, few), {}
+    for config in [merge.MERGE, *(MERGES if context.size != "tiny" else MERGES[:1])]:
+        with mock.patch.object(merge, "MERGE", config):
+            timing = measure(work.attend, work.num_layers, context.device, repeats=7, budget_s=0.05)
+        times[config] = timing.median_s * 1e6
+    best = min(times, key=lambda one: times[one])
+    context.note("tune merge", sorted(([us, asdict(one)] for one, us in times.items()), key=lambda pair: pair[0]))
+    context.add(Figure(f"tune merge: best {best.block_s} {best.num_warps} {best.programs}", times[best], "us"))
+
+
+def _compile_all(kind: Kind, candidates: Sequence[Config]) -> None:
+    """Fill Triton's cache from several processes; what does not compile fails again, and is noted, when timed."""
+    count = min(MOST_PROCESSES, max(1, (os.cpu_count() or 2) // 2))
+    parts = [list(candidates[number::count]) for number in range(count)]
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile_some, [replace(kind, loads=())] * count, parts))
+
+
+def _compile_some(kind: Kind, configs: Sequence[Config]) -> None:
+    import torch
+
+    attention = importlib.import_module("chatcache_kernels.triton.attention")
+    kernels = importlib.import_module("chatcache_kernels.triton")
+    group = kind.heads.num_heads // kind.heads.num_kv_heads
+    many = max(1, kind.queries // group)
+    rows = equal_rows(1, 64 + many, many) if kind.queries > 16 else equal_rows(2, 600, 1)
+    work = build(kernels, kind.heads, rows, "cuda", "tiny")
+    for config in configs:
+        try:
+            with torch.inference_mode(), mock.patch.object(attention, "choose", lambda *_, config=config: config):
+                work.attend(0)
+        except Exception as error:
+            print(f"   {config}: {type(error).__name__}", flush=True)
+    torch.cuda.synchronize()
