@@ -318,6 +318,7 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_steps: int = 0
+    num_steps_ahead: int = 0
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
     num_pages_swapped_out: int = 0

@@ -17,6 +17,7 @@ from chatcache.config import EngineConfig
 from chatcache.errors import (
     ChatcacheError,
     ContextTooLong,
+    DeviceLost,
     EngineFault,
     InvalidRequest,
     ModelFolderError,
@@ -47,6 +48,7 @@ _KINDS: dict[str, type[ChatcacheError]] = {
         NotFound,
         Overloaded,
         EngineFault,
+        DeviceLost,
         ModelFolderError,
     )
 }
@@ -115,6 +117,12 @@ class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
     fault: Fault
 
 
+class Ending(msgspec.Struct, frozen=True, tag="ending"):
+    """The engine ends, of this; no event follows."""
+
+    fault: Fault
+
+
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """Reply to `call`: `fault`, or `value` (None for an accepted submit)."""
 
@@ -156,7 +164,7 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
 
 Command = Boot | Submit | Abort | Ask | Explain | Stop
 Reply = Answer | Explained | Accounted
-Notice = Loading | Loaded | LoadFailed | Reply | Scored | Events
+Notice = Loading | Loaded | LoadFailed | Ending | Reply | Scored | Events
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

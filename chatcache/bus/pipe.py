@@ -15,6 +15,7 @@ from chatcache.bus.child import Child
 from chatcache.bus.codec import (
     Boot,
     Command,
+    Ending,
     Events,
     FrameTooLarge,
     Loaded,
@@ -77,7 +78,7 @@ class EngineProcess:
         self._load_fraction = 0.0
         self._ready = False
         self._heard_at = time.monotonic()
-        self._load_error: ChatcacheError | None = None
+        self._last_words: ChatcacheError | None = None
         self._error: ChatcacheError | None = None
         self._loaded = asyncio.Event()
         self._failed = asyncio.Event()
@@ -198,7 +199,8 @@ class EngineProcess:
         num_deaths = 0
         while True:
             finished_before = self._board.num_finished
-            child = self._child = Child(self._receive)
+            child, self._last_words = Child(self._receive), None
+            self._child = child
             try:
                 await child.spawn(self._boot)
             except OSError as reason:
@@ -210,8 +212,8 @@ class EngineProcess:
             served = self._board.num_finished > finished_before
             lived_s = time.monotonic() - child.born_at
             num_deaths = 1 if served or lived_s >= self._policy.healthy_after_s else num_deaths + 1
-            error = self._load_error or EngineFault(f"the engine process died ({_describe(status)})")
-            if num_deaths >= self._policy.max_deaths or (self._load_error and self.facts is None):
+            error = self._last_words or EngineFault(f"the engine process died ({_describe(status)})")
+            if num_deaths >= self._policy.max_deaths or (self._last_words and self.facts is None):
                 self._give_up(error)
                 return
             delay_s = self._policy.delay_s(num_deaths)
@@ -227,11 +229,11 @@ class EngineProcess:
         elif isinstance(notice, Loading):
             self._load_fraction, self._detail = notice.fraction, notice.detail
         elif isinstance(notice, Loaded):
-            self.facts, self._board.health, self._load_error = notice.facts, notice.health, None
+            self.facts, self._board.health, self._last_words = notice.facts, notice.health, None
             self._ready, self._detail, self._load_fraction = True, "", 1.0
             self._loaded.set()
-        elif isinstance(notice, LoadFailed):
-            self._load_error = from_fault(notice.fault)
+        elif isinstance(notice, LoadFailed | Ending):
+            self._last_words = from_fault(notice.fault)
 
     def _down(self, error: ChatcacheError, detail: str = "") -> None:
         """Not ready from here on; everybody waiting is told."""

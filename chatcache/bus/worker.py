@@ -22,6 +22,7 @@ from chatcache.bus.codec import (
     Answer,
     Boot,
     Command,
+    Ending,
     FrameBuffer,
     Loaded,
     LoadFailed,
@@ -34,11 +35,12 @@ from chatcache.bus.codec import (
 )
 from chatcache.bus.loop import Progress, SteppedEngine, run_engine
 from chatcache.config import EngineConfig
-from chatcache.errors import InvalidRequest
+from chatcache.errors import DeviceLost, InvalidRequest
 
 log = logging.getLogger(__name__)
 
 EXIT_LOAD_FAILED = 3
+EXIT_DEVICE_LOST = 4
 READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
@@ -111,6 +113,10 @@ def serve(sock: socket.socket) -> int:
         run_engine(engine, inbox, send)
     except ConnectionError:
         log.info("the parent is gone")
+    except DeviceLost as error:
+        log.critical("the engine process ends: %s", error.message)
+        send(Ending(to_fault(error)))
+        return EXIT_DEVICE_LOST
     return 0
 
 

@@ -1,13 +1,15 @@
-"""The loop that everything else serves: plan -> execute -> advance -> commit -> events.
+"""The loop that everything else serves: plan -> launch -> collect -> commit -> advance -> events.
 
 Why a room of its own: pages, scheduling and decoding know nothing of each other's insides; here they meet, and here
 the promise is kept that every accepted request ends in exactly one terminal event, whatever happens.
 
     client.py     the two protocols at the edges: ModelRunner below, EngineClient above
     engine.py     the loop
+    flight.py     steps on the device: launched, one behind another where the runner runs ahead, and collected
     build.py      the scheduler that the configuration asks for
     admission.py  what is refused at the door, with the numbers
     intake.py     from a caller's request to a live one
+    namespaces.py whose requests came lately
     preparing.py  requests whose grammar is still being compiled
     results.py    a step's result, read with suspicion
     scoring.py    prompt log-probabilities, step by step
@@ -16,6 +18,7 @@ the promise is kept that every accepted request ends in exactly one terminal eve
     health.py     what the engine tells of itself
     accounts.py   who holds the pages
     fake.py       a runner without a model, which reads its history back through simulated pages
+    fake_device.py  its queue of steps, when it runs ahead
 
 What a step costs beside the runner (4,096 sampling requests that each draw one token, by profile): about 30 % are the
 strategies' answers, 30 % events, 25 % applying the answers, 4 % plan and commit (see `chatcache bench kv`), the rest is

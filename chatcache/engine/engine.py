@@ -6,6 +6,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+
+from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.decode.actions import Advance
@@ -14,24 +17,24 @@ from chatcache.engine.accounts import UsageGauge, page_accounts
 from chatcache.engine.admission import check_prompt
 from chatcache.engine.build import build_scheduler
 from chatcache.engine.client import ModelRunner
-from chatcache.engine.health import Totals, with_pages, with_traffic
+from chatcache.engine.flight import Flights, StepFailed
+from chatcache.engine.health import Totals, lasting, with_pages, with_traffic
 from chatcache.engine.intake import Intake, StrategyFactory
+from chatcache.engine.namespaces import Namespaces
 from chatcache.engine.outbox import Outbox
 from chatcache.engine.preparing import Preparing
-from chatcache.engine.results import bad_draws, candidates_of, check_shapes
-from chatcache.engine.scoring import collect_scores
+from chatcache.engine.results import candidates_of
 from chatcache.engine.selfcheck import SelfCheck
-from chatcache.errors import EngineFault, InvalidRequest, Overloaded
+from chatcache.errors import DeviceLost, EngineFault, InvalidRequest, Overloaded
 from chatcache.kv.audit import PageUsage, check, page_usage
 from chatcache.kv.chain import Scope
 from chatcache.sched.audit import check_tokens
 from chatcache.sched.batch import Step
-from chatcache.sched.plan import StepPlan, StepResult
+from chatcache.sched.plan import StepResult
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
 from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
 
-MAX_REMEMBERED_NAMESPACES = 1024
 PREPARING_WAIT_S = 0.005
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,8 @@ log = logging.getLogger(__name__)
 
 class Engine:
     """Continues prompts. After `add`, call `step` while `has_work`; each call returns the new events.
+
+    Where the runner runs ahead, one step may be on the device between two calls; see `engine.flight`.
 
     `token_bytes[id]` is what a token adds to the text, `special_ids` are no text: stop strings and structured outputs
     need them. `make_strategy` is `decode`'s, replaceable so that tests can decode in ways of their own, and so is the
@@ -56,15 +61,15 @@ class Engine:
         make_strategy: StrategyFactory = make_strategy,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._runner = runner
         self._facts = facts
         self._config = config
-        self._clock = clock
         self._capacity = capacity = runner.capacity()
         limits = (facts.max_model_len, capacity.max_model_len, config.max_model_len or capacity.max_model_len)
         self._max_model_len = min(limits)
         self._scheduler = build_scheduler(config, capacity, facts.digest)
         self._kv = self._scheduler.kv
+        self._flights = Flights(runner, self._scheduler, clock)
+        self._lost: DeviceLost | None = None
         self._intake = Intake(
             facts,
             config,
@@ -77,19 +82,23 @@ class Engine:
         )
         self._self_check = SelfCheck(self._kv, self._scheduler, strict=config.strict)
         self._usage = UsageGauge(self._scheduler)
-        self._namespaces: dict[str, None] = {}  # the latest ones, oldest first
+        self._namespaces = Namespaces()
         self._requests: dict[str, LiveRequest] = {}
         self._preparing = Preparing()
         self._outbox = Outbox()
         self._totals = Totals()
+        self._lasting = lasting(facts, config, capacity, self._max_model_len)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest) -> None:
         """Accept a request; from here exactly one terminal event will come.
 
-        Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full.
+        Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full or the device
+        is gone.
         """
+        if self._lost is not None:
+            raise Overloaded(self._lost.message, code="engine_unavailable")
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
         max_tokens = self._intake.check(request)
@@ -97,7 +106,7 @@ class Engine:
             raise Overloaded(f"{self._config.max_num_waiting} requests are waiting already; try again later")
         ticket = self._intake.grammar(request)
         live = self._intake.accept(request, max_tokens, ticket)
-        self._remember(request.namespace)
+        self._namespaces.remember(request.namespace)
         self._requests[request.request_id] = live
         self._outbox.open(request.request_id)
         if ticket is None or (ticket.ready and ticket.failure() is None):
@@ -127,32 +136,33 @@ class Engine:
         return request is not None and request in self._preparing
 
     def has_work(self) -> bool:
-        return bool(self._requests) or len(self._outbox) > 0
+        """Whether to call `step`: for requests, for events, for a step on the device, or to hear that it is lost."""
+        return bool(self._requests or self._outbox or self._flights) or self._lost is not None
 
-    def _remember(self, namespace: str) -> None:
-        self._namespaces.pop(namespace, None)
-        self._namespaces[namespace] = None
-        if len(self._namespaces) > MAX_REMEMBERED_NAMESPACES:
-            del self._namespaces[next(iter(self._namespaces))]
+    def close(self) -> None:
+        """Wait for the device, if a step is on it; what runs is left as it is."""
+        with suppress(DeviceLost):
+            self._flights.drop()
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[EngineEvent]:
         """Run one step and return the events since the last call. Never raises on account of a request.
 
-        Raises: BrokenInvariant, in a strict engine whose books do not add up when it falls idle.
+        Raises: BrokenInvariant, in a strict engine whose books do not add up when it falls idle. DeviceLost, when the
+        device is gone and the events that end every request were taken: this engine will never run again.
         """
+        if self._lost is not None and not self._outbox:
+            raise self._lost
         if self._preparing:
             self._admit_prepared()
         try:
-            step = self._scheduler.plan()
-        except Exception:
-            log.exception("planning failed; every running request ends")
-            self._fail_all(EngineFault("The engine could not plan this request."))
-            step = None
-        if step is not None:
-            self._run(step)
-        if not self._requests:
+            self._fill()
+            if self._flights:
+                self._collect()
+        except DeviceLost as error:
+            self._lose(error)
+        if not self._requests and not self._flights:
             self._self_check.run_if_due()
         return self._outbox.take()
 
@@ -165,29 +175,37 @@ class Engine:
             else:
                 self._close_failed(request, failure)
 
-    def _run(self, step: Step) -> None:
+    def _fill(self) -> None:
         try:
-            result = self._execute(step.plan)
-            check_shapes(step.plan, result)
-        except Exception as error:
-            log.exception("step %d failed", step.plan.step)
-            for request in self._scheduler.abandon(step):
-                self._close_failed(request, error)
+            self._flights.fill()
+        except Exception:
+            log.exception("planning failed; every running request ends")
+            self._fail_all(EngineFault("The engine could not plan this request."), list(self._scheduler.requests()))
+            self._flights.drop()
+
+    def _collect(self) -> None:
+        """Take the oldest step's result, and whatever follows from it."""
+        try:
+            landed = self._flights.collect()
+        except StepFailed as failure:
+            for request in failure.requests:
+                self._close_failed(request, failure.cause)
             return
-        faults = dict(step.faults) | collect_scores(step, result)
-        for draw, message in (*result.faults, *bad_draws(step.plan.draws, result, self._facts.vocab_size)):
-            faults.setdefault(step.request_of_draw(draw), EngineFault(message))
-        self._scheduler.commit(step, faults)
+        step, faults = landed.step, landed.faults(self._facts.vocab_size)
+        if not landed.is_committed:
+            self._scheduler.commit(step, faults)
         for request, fault in faults.items():
             self._fail(request, fault)
-        self._advance(step, result, faults)
+        self._advance(step, landed.result, faults)
+        if self._flights:
+            self._scheduler.confirm(step, landed.result.tokens[:, 0])
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        started_s = self._clock()
-        result = self._runner.execute(plan)
-        rows = plan.rows
-        self._scheduler.swaps.cost.prefill.note(len(rows.tokens), len(rows.slot), self._clock() - started_s)
-        return result
+    def _lose(self, error: DeviceLost) -> None:
+        """End every request, and with them this engine."""
+        log.critical("%s; no request can be served any more", error.message)
+        self._lost = error
+        self._flights.forget()
+        self._fail_all(error, list(self._requests.values()))
 
     def _advance(self, step: Step, result: StepResult, faults: dict[LiveRequest, Exception]) -> None:
         """Give every drawn request its candidates and carry out what its strategy answers."""
@@ -218,26 +236,20 @@ class Engine:
             del self._requests[request.request_id]
             num_pages = self._scheduler.finish(request)
             self._outbox.finished(request, num_pages_freed=num_pages)
-            log.info(
-                "request %s finished: %d prompt tokens (%d cached), %d output tokens, %d computed, %d preemptions",
-                request.request_id,
-                request.num_prompt_tokens,
-                request.num_cached_tokens or 0,
-                request.num_output_tokens,
-                request.num_computed_tokens,
-                request.num_preemptions,
-            )
 
     def _fail(self, request: LiveRequest, error: Exception) -> None:
-        self._scheduler.finish(request, forget=True)
+        if request in self._preparing:
+            self._preparing.remove(request)
+        else:
+            self._scheduler.finish(request, forget=True)
         self._close_failed(request, error)
 
     def _close_failed(self, request: LiveRequest, error: BaseException) -> None:
         del self._requests[request.request_id]
         self._outbox.failed(request, error)
 
-    def _fail_all(self, error: Exception) -> None:
-        for request in list(self._scheduler.requests()):
+    def _fail_all(self, error: Exception, requests: Collection[LiveRequest]) -> None:
+        for request in requests:
             self._fail(request, error)
         self._kv.abandon()
 
@@ -254,17 +266,14 @@ class Engine:
 
     def health(self) -> EngineHealth:
         """Cheap enough to ask 20 times a second; sharing and waste are at most a second old."""
-        facts = EngineHealth(
-            ready=True,
-            model=self._config.served_model_name or self._facts.name,
-            max_model_len=self._max_model_len,
-            scheduling_policy=self._config.scheduling_policy,
-            page_size=self._capacity.page_size,
-            kv_bytes=self._capacity.kv_bytes,
+        facts = replace(
+            self._lasting,
+            ready=self._lost is None,
+            detail="" if self._lost is None else self._lost.message,
             num_waiting=len(self._preparing),
             num_self_checks=self._self_check.num_checks,
             num_broken_invariants=self._self_check.num_broken,
-            load_fraction=1.0,
+            num_steps_ahead=self._flights.num_ahead,
         )
         return with_pages(with_traffic(facts, self._scheduler, self._totals), self._kv, self._usage.read())
 

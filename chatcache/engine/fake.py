@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from chatcache.engine.client import Launched
+from chatcache.engine.fake_device import FakeDevice
 from chatcache.engine.fake_sampling import (
     allowed_logits,
     draw_greedily_or_not,
@@ -40,9 +42,10 @@ def fake_capacity(
     max_model_len: int = 4096,
     num_host_pages: int = 0,
     swap_page_s: float = 1e-6,
+    runs_ahead: bool = False,
 ) -> KVCapacity:
     kv_bytes = num_pages * page_size * 8
-    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s)
+    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s, runs_ahead)
 
 
 def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelFacts:
@@ -66,6 +69,8 @@ class FakeRunner:
 
     `eos` becomes the most likely token once in about `eos_every` positions (0: never by intent). `delay_s` is slept in
     every step. A row whose last token is `faulty_token` comes back with NaN logits, as a fault.
+
+    Where its capacity says that it runs ahead, steps are queued: see `fake_device`, of which `lazy` is.
     """
 
     def __init__(
@@ -77,12 +82,14 @@ class FakeRunner:
         eos_every: int = 24,
         delay_s: float = 0.0,
         faulty_token: int | None = None,
+        lazy: bool = False,
     ) -> None:
         self._capacity = capacity or fake_capacity()
         self._eos = eos
         self._eos_every = eos_every
         self.delay_s = delay_s
         self._faulty_token = faulty_token
+        self.device = FakeDevice(self.execute, lazy=lazy)
         num_entries = -(-self._capacity.max_model_len // self._capacity.page_size)
         self.cells: U64 = np.full((self._capacity.num_pages, self._capacity.page_size), POISON, np.uint64)
         self.host_cells: U64 = np.full((self._capacity.num_host_pages, self._capacity.page_size), POISON, np.uint64)
@@ -92,8 +99,8 @@ class FakeRunner:
     def capacity(self) -> KVCapacity:
         return self._capacity
 
-    def launch(self, plan: StepPlan) -> Done:
-        return Done(self.execute(plan))
+    def launch(self, plan: StepPlan) -> Launched:
+        return self.device.launch(plan) if self._capacity.runs_ahead else Done(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.delay_s:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from chatcache.config import EngineConfig
 from chatcache.kv.audit import PageUsage
 from chatcache.kv.cache import KVCache
+from chatcache.sched.plan import KVCapacity
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import EngineHealth
+from chatcache.types import EngineHealth, ModelFacts
 
 
 @dataclass(slots=True)
@@ -19,6 +21,19 @@ class Totals:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+
+
+def lasting(facts: ModelFacts, config: EngineConfig, capacity: KVCapacity, max_model_len: int) -> EngineHealth:
+    """State what stays the same."""
+    return EngineHealth(
+        ready=True,
+        model=config.served_model_name or facts.name,
+        max_model_len=max_model_len,
+        scheduling_policy=config.scheduling_policy,
+        page_size=capacity.page_size,
+        kv_bytes=capacity.kv_bytes,
+        load_fraction=1.0,
+    )
 
 
 def with_traffic(health: EngineHealth, scheduler: Scheduler, totals: Totals) -> EngineHealth:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from chatcache.decode.actions import Done, Emit, Grown, Output
 from chatcache.errors import ChatcacheError, EngineFault
 from chatcache.sched.request import LiveRequest
 from chatcache.types import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+
+log = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_EVENT = 4096  # what a search holds back may be long, and has to travel
 
@@ -55,6 +59,16 @@ class Outbox:
             self._events.append(Tokens(request.request_id, seq, index, token_ids[part], logprobs[part]))
 
     def finished(self, request: LiveRequest, *, cancelled: bool = False, num_pages_freed: int = 0) -> None:
+        if not cancelled:
+            log.info(
+                "request %s finished: %d prompt tokens (%d cached), %d output tokens, %d computed, %d preemptions",
+                request.request_id,
+                request.num_prompt_tokens,
+                request.num_cached_tokens or 0,
+                request.num_output_tokens,
+                request.num_computed_tokens,
+                request.num_preemptions,
+            )
         self._events.append(
             Finished(
                 request_id=request.request_id,

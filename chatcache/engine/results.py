@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -49,6 +50,19 @@ def _check_pair(name: str, tokens: I32, logprobs: F32, num_rows: int, num_column
         )
     if tokens.dtype.kind not in "iu":
         raise ValueError(f"{name} are {tokens.dtype}, not token ids")
+
+
+def some_of(result: StepResult, which: I32) -> StepResult:
+    """Return these draws of the result of a step that drew one token from each row."""
+    places = {draw: place for place, draw in enumerate(which.tolist())}
+    return replace(
+        result,
+        tokens=result.tokens[which],
+        logprobs=result.logprobs[which],
+        top_tokens=result.top_tokens[which],
+        top_logprobs=result.top_logprobs[which],
+        faults=tuple((places[draw], message) for draw, message in result.faults if draw in places),
+    )
 
 
 def bad_draws(draws: Draws, result: StepResult, vocab_size: int) -> list[tuple[int, str]]:

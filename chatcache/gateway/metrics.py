@@ -63,6 +63,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("chatcache_requests_waiting", "Requests queued.", health.num_waiting)
         yield from _pages(health)
         yield CounterMetricFamily("chatcache_engine_steps", "Steps executed.", health.num_steps)
+        yield CounterMetricFamily("chatcache_engine_steps_ahead", "Launched behind another.", health.num_steps_ahead)
         swaps = health.num_swap_preemptions
         by_kind = {"recompute": health.num_preemptions - swaps, "swap": swaps}
         yield _labelled(CounterMetricFamily, "chatcache_preemptions", "Requests preempted.", "kind", by_kind)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypedDict
 
 from chatcache import compose
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.errors import InvalidRequest, Overloaded
+from chatcache.errors import DeviceLost, InvalidRequest, Overloaded
 from chatcache.llm.outputs import Collector, RequestOutput
 from chatcache.settings import parse_size
 from chatcache.text.quoting import unquote
@@ -178,6 +179,7 @@ class LLM:
     def close(self) -> None:
         """Release the model and its pages; the object is of no use afterwards."""
         if self._open is not None:
+            self._open.close()
             self._open = None
             self._runner.close()
 
@@ -251,5 +253,6 @@ class LLM:
         """After an error or Ctrl-C: end what still runs, so that the next call finds an idle engine."""
         for request_id in collectors:
             self._engine.abort(request_id)
-        while self._engine.has_work():
-            self._engine.step()
+        with suppress(DeviceLost):
+            while self._engine.has_work():
+                self._engine.step()

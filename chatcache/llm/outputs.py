@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from chatcache.errors import EngineFault, InvalidRequest
+from chatcache.errors import DeviceLost, EngineFault, InvalidRequest
 from chatcache.types import (
     Beams,
     BeamSearchParams,
@@ -105,7 +105,8 @@ class Collector:
         elif isinstance(event, CandidateDone):
             self._candidates.setdefault(event.index, _Candidate()).done = event
         elif isinstance(event, Failed):
-            kind = InvalidRequest if 400 <= event.status < 500 else EngineFault
+            fault = DeviceLost if event.code == DeviceLost.code else EngineFault
+            kind = InvalidRequest if 400 <= event.status < 500 else fault
             raise kind(event.message, code=event.code, param=event.param)
         return isinstance(event, Finished)
 

@@ -11,7 +11,9 @@ that decodes one token are all the same case.
     limits.py     what can ever fit: the worst case in pages
     steady.py     the branches of which nothing has to be decided, as arrays; the rest is served branch by branch
     batch.py      collects the granted rows of one step and turns them into a plan
+    grants.py     how a step's budget is split over a request's branches
     draws.py      what to draw, as arrays
+    ahead.py      the step that is planned while the one before it is on the device
     queue.py      admission: who may start, who waits for a twin
     fairness.py   whose turn it is between namespaces
     meter.py      what each of them was served

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from chatcache.decode.actions import Candidates, DrawSpec
 from chatcache.kv.tails import PageCopy
-from chatcache.sched.draws import draws_of, joined, placed
+from chatcache.sched.draws import draws_of, joined, placed, some_of
 from chatcache.sched.plan import I32, Draws, Rows, Scores, StepPlan
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.steady import SteadyBranches, SteadyRows
@@ -45,7 +45,8 @@ class Step:
 
     `granted` is parallel to the plan's first rows: (branch, its new tokens as int32 bytes); `drawn` says which of them
     are drawn. The plan's last rows and draws are `steady`'s, one each. `faults`: requests whose strategy failed to say
-    what to draw. `scored`: whose tokens the plan's scores are about, in the same order.
+    what to draw. `scored`: whose tokens the plan's scores are about, in the same order. `kept`: which draws of the
+    step that was launched are left in this one; None for all.
     """
 
     plan: StepPlan
@@ -54,6 +55,16 @@ class Step:
     steady: SteadyRows
     faults: list[tuple[LiveRequest, Exception]]
     scored: list[Scored]
+    kept: I32 | None = None
+
+    def keeping(self, rows: I32) -> Step:
+        """Return a step of steady rows as if only these of them had been in it."""
+        branches, all_rows = self.steady.branches, self.plan.rows
+        fields = (all_rows.slot, all_rows.start, all_rows.num_tokens, all_rows.tokens)
+        kept = Rows(*(field[rows] for field in fields))
+        draws = some_of(self.plan.draws, rows)
+        steady = SteadyRows([branches[row] for row in rows.tolist()], kept, draws)
+        return replace(self, plan=replace(self.plan, rows=kept, draws=draws), steady=steady, kept=rows)
 
     def branches(self) -> list[Branch]:
         """List the branch of each row."""

@@ -45,6 +45,12 @@ def placed(draws: Draws, row: I32, position: I32) -> Draws:
     return _draws((row, width, seed, lane, position, *rest))
 
 
+def some_of(draws: Draws, which: I32) -> Draws:
+    """Return these of the draws, without edits and masks, each from a row of its own."""
+    _, *rest = arrays_of(draws)
+    return _draws((np.arange(len(which), dtype=np.int32), *(array[which] for array in rest)))
+
+
 def arrays_of(draws: Draws) -> tuple[NDArray[Any], ...]:
     """Return the arrays in the order in which `Draws` takes them."""
     return (

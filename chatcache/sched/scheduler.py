@@ -1,4 +1,5 @@
-"""The two halves of the engine's loop around the runner: plan() before it, commit() and apply() after it.
+"""The two halves of the engine's loop around the runner: plan() before it, commit() and apply() after it. Where
+the runner runs ahead, commit() and plan_ahead() may come before its results (see `ahead`).
 
 Running requests are served in turn: by priority, then oldest first. When pages run out the last one in turn gives all
 of its pages back and comes back later, with copies in host memory (swap) or by computing them again (recompute). The
@@ -17,13 +18,16 @@ from chatcache.kv.cache import KVCache
 from chatcache.kv.keys import TOKEN_BYTES
 from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
+from chatcache.sched.ahead import Ahead
 from chatcache.sched.batch import Batch, Step
 from chatcache.sched.branches import Branches
 from chatcache.sched.cost import CostModel
 from chatcache.sched.fairness import VirtualCounters
+from chatcache.sched.grants import tokens_wanted
 from chatcache.sched.meter import Meter
+from chatcache.sched.plan import I32
 from chatcache.sched.queue import Start, WaitingQueue
-from chatcache.sched.request import Branch, LiveRequest
+from chatcache.sched.request import LiveRequest
 from chatcache.sched.slots import Slots
 from chatcache.sched.steady import SteadyBranches
 from chatcache.sched.swap import Swaps
@@ -54,6 +58,7 @@ class Scheduler:
         self._slots = Slots(num_slots)
         self._steady = SteadyBranches(kv, num_slots)
         self.waiting = WaitingQueue(kv, self._steady, counters)
+        self._ahead = Ahead(self._steady, self.waiting, self._slots)
         self._branches = Branches(kv, self._slots, self._steady)
         self._num_branches = 0  # live branches of the running requests
         self._started: set[LiveRequest] = set()  # in this plan
@@ -71,6 +76,7 @@ class Scheduler:
         if self.waiting.num_forks:
             self._start_forks()
         batch = Batch(self.max_num_batched_tokens, self._steady)
+        self._steady.dismiss()
         turned = self._steady.turn_pages()
         unsettled = sorted(self._steady.unsettled, key=_turn)
         for request in unsettled:
@@ -83,6 +89,16 @@ class Scheduler:
         self.num_steps += 1
         moves = self.kv.host.moves() if self.kv.host is not None else ((), ())
         return batch.finish(self.num_steps, self._slots.take_forks(), turned, moves)
+
+    def may_run_ahead(self, step: Step) -> bool:
+        """Say whether a step can be planned behind this one, the last planned, before its results are here. A query."""
+        return not self._tight and self._ahead.is_clear(step, self.running, self.max_num_batched_tokens)
+
+    def plan_ahead(self) -> Step:
+        """Plan the step behind one that `may_run_ahead` and was committed; its tokens are NOT_YET."""
+        self.num_steps += 1
+        turned = self._steady.turn_pages()
+        return Batch(self.max_num_batched_tokens, self._steady).finish(self.num_steps, [], turned)
 
     @property
     def _tight(self) -> bool:
@@ -112,7 +128,7 @@ class Scheduler:
 
     def _grant(self, request: LiveRequest, batch: Batch, num_later: int = 0) -> bool:
         """Grant the request its next tokens, all its branches or none; False if pages are lacking."""
-        wants = self._wants(request, batch.budget, num_later)
+        wants = tokens_wanted(request, batch.budget, num_later)
         goals = [(t, t.num_tokens + n) for b, n in wants if (t := b.table) and t.num_tokens + n > t.num_reserved]
         if goals:
             copies = self.kv.reserve(goals)
@@ -123,29 +139,6 @@ class Scheduler:
         for branch, num_tokens in wants:
             batch.add(branch, num_tokens)
         return True
-
-    def _wants(self, request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
-        """Split what is left of the budget over the request's branches, the steady ones aside: they have theirs.
-
-        A chunk of a long prompt leaves one token for every branch that comes after it. The last tokens of a lockstep
-        request are computed in one step or not at all, so that its branches are drawn together.
-        """
-        branches = request.branches.values()
-        gaps = [(b, b.num_tokens - b.table.num_tokens) for b in branches if b.table is not None and not b.is_steady]
-        if len(gaps) == 1 and gaps[0][1] == 1 and budget > 0 and not request.num_waiting_branches:
-            return gaps
-        if request.lockstep:
-            num_wanted = sum(gap for _, gap in gaps)
-            longest = budget if num_wanted == len(gaps) else budget - num_later
-            if num_wanted > longest or request.num_waiting_branches:
-                gaps = [(branch, gap - 1) for branch, gap in gaps]
-        wants: list[tuple[Branch, int]] = []
-        for branch, gap in gaps:
-            num_tokens = min(gap, 1 if gap == 1 else max(budget - num_later, 1), budget)
-            if num_tokens > 0:
-                wants.append((branch, num_tokens))
-                budget -= num_tokens
-        return wants
 
     def _admit(self, batch: Batch) -> None:
         while batch.budget > 0 and len(self.waiting):
@@ -218,8 +211,14 @@ class Scheduler:
 
     # -- after the step -------------------------------------------------------------------------------------------
 
+    def current(self, step: Step) -> Step:
+        """Return the step planned last without the rows of branches that have gone since. A query."""
+        rows = self._steady.kept(step.steady)
+        return step if rows is None else step.keeping(rows)
+
     def commit(self, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
-        """Note that the step was executed. Full pages become matchable now, those of `faulty` requests never."""
+        """Note that the `current` step was executed, or launched and `may_run_ahead`. Full pages become matchable now,
+        those of `faulty` requests never."""
         for branch, tokens in step.granted:
             request, table = branch.request, branch.table
             request.num_computed_tokens += len(tokens) // TOKEN_BYTES
@@ -248,8 +247,12 @@ class Scheduler:
             self._num_branches += len(request.branches) - num_before
         if request.num_unsteady and not self._tight:
             self._branches.settle(request)
-            if not request.num_unsteady:
-                self._steady.unsettled.discard(request)
+        if not request.num_unsteady:
+            self._steady.unsettled.discard(request)
+
+    def confirm(self, step: Step, drawn: I32) -> None:
+        """Note what a step of steady rows drew, once all its branches have moved and another step runs behind it."""
+        self._steady.confirm(step.plan.rows.slot, drawn)
 
     def finish(self, request: LiveRequest, *, forget: bool = False) -> int:
         """End a request, wherever it is; return how many pages nobody holds any more."""
@@ -264,13 +267,14 @@ class Scheduler:
         self.waiting.forget(request)
         return num_in_use - self.kv.pool.num_in_use
 
-    def abandon(self, step: Step) -> list[LiveRequest]:
-        """Give up a step whose execution failed; return the requests that fail with it.
+    def abandon(self, *steps: Step) -> list[LiveRequest]:
+        """Give up a step whose execution failed, and the one behind it; return the requests that fail with them.
 
-        What the runner did of it is unknown. So its requests end, forgotten, and all others start over: their pages
-        are intact, but their rows in the runner may lack changes that this step carried.
+        What the runner did of them is unknown. So their requests end, forgotten, and all others start over: their
+        pages are intact, but their rows in the runner may lack changes that these steps carried.
         """
-        failed = step.requests()
+        requests = dict.fromkeys(request for step in steps for request in step.requests())
+        failed = [request for request in requests if self._is_running(request)]
         for request in failed:
             self.finish(request, forget=True)
         self.start_over()

@@ -24,6 +24,10 @@ class Slots:
     def num_unpromised(self) -> int:
         return self.num_slots - self.promised
 
+    @property
+    def has_forks(self) -> bool:
+        return bool(self._forks)
+
     def take(self) -> int:
         return self._free.pop()
 

@@ -11,6 +11,13 @@ The page table of a steady branch lags behind by up to a page: what has been com
 here, and told to the table when the page is full or somebody wants to know (`flush`). Whoever reads what a table says
 of its tokens flushes first; whoever changes a table lets the branch leave first, which flushes, too.
 
+    kept    who is still here of those whose rows were planned last: a row of somebody who left since does not count,
+            even if he came back, and what it drew is drawn again
+
+A step may be planned while the tokens that the one before draws are still on the device. Then the rows say NOT_YET, and
+what they have computed is noted (`advance`) when the tokens are known, before the next step is planned. So whatever is
+told to a table between two steps has been computed and its result has been seen.
+
     place         0    1    2    3    4              who leaves, leaves a hole; before the next step the rest moves up,
     branch       b7   b9    -   b4   b12             sorted by the order of service
     num_computed 31   80    .   64   17
@@ -27,10 +34,11 @@ from numpy.typing import NDArray
 from chatcache.kv.cache import KVCache
 from chatcache.kv.keys import TOKEN_BYTES
 from chatcache.sched.draws import arrays_of, blank_draws, first_of, placed, put
-from chatcache.sched.plan import I32, Draws, Rows
+from chatcache.sched.plan import I32, NOT_YET, Draws, Rows
 from chatcache.sched.request import Branch, LiveRequest
 
-NO_TOKEN = -1  # drawn, and not extended since
+NO_TOKEN = NOT_YET  # drawn, and not extended since
+NO_ROW = -1
 ORDINAL_BITS = 20
 _NO_UPDATES = np.zeros((0, 3), np.int32)
 
@@ -69,6 +77,7 @@ class SteadyBranches:
         self._next_token = np.zeros(num_slots, np.int32)
         self._cell = np.zeros(num_slots, np.int64)  # the cell of `_page_tokens` where the next token goes
         self._end = np.zeros(num_slots, np.int64)  # the one after the last of its page
+        self._row = np.full(num_slots, NO_ROW, np.int32)  # in the step planned last
         self._draws = blank_draws(num_slots)
         self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: those of the page being filled
         self._cells = self._page_tokens.reshape(-1)
@@ -76,7 +85,7 @@ class SteadyBranches:
         self._place_at, self._token_at = self._place.data, self._next_token.data  # the same: one cell is faster so
         self._arrays: list[NDArray[Any]] = [
             *(self._branches, self._tables, self._slot, self._turn, self._num_computed, self._num_counted),
-            *(self._num_pages, self._next_token, self._cell, self._end),
+            *(self._num_pages, self._next_token, self._cell, self._end, self._row),
         ]
         self._arrays += arrays_of(self._draws)
         self._told: list[Branch] = []  # their tables know of the full page already
@@ -105,6 +114,7 @@ class SteadyBranches:
         self._turn[place] = (request.turn << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
         self._num_computed[place] = self._num_counted[place] = table.num_tokens
         self._num_pages[place] = table.num_pages
+        self._row[place] = NO_ROW
         self._next_token[place] = int.from_bytes(branch.outputs[-TOKEN_BYTES:], "little", signed=True)
         self._end[place] = end = (slot + 1) * size
         self._cell[place] = end - (table.num_reserved - table.num_tokens)
@@ -168,12 +178,9 @@ class SteadyBranches:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def turn_pages(self) -> I32:
-        """Give a page to each branch whose last one is full, or let all of these go; return table updates [U, 3].
-
-        Two kinds are rare enough to be left to others, and go: those whose full page was flushed already, and those
-        that nobody extended since they were drawn, who have nothing to compute.
-        """
+    def dismiss(self) -> None:
+        """Let two kinds go that are rare enough to be left to others: those whose full page was flushed already, and
+        those that nobody extended since they were drawn, who have nothing to compute."""
         for branch in self._told:
             self.leave(branch)
         self._told.clear()
@@ -182,7 +189,10 @@ class SteadyBranches:
         if len(undecided):
             for branch in self._branches[undecided].tolist():
                 self.leave(branch)
-            self._move_up()
+
+    def turn_pages(self) -> I32:
+        """Give a page to each branch whose last one is full, or let all of these go; return table updates [U, 3]."""
+        self._move_up()
         count = self._num_places
         full = (self._cell[:count] == self._end[:count]).nonzero()[0]
         if not len(full):
@@ -209,6 +219,7 @@ class SteadyBranches:
             draws = placed(first_of(self._draws, count), numbers, numbers)
             standing = SteadyRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws)
             self._standing = standing
+            self._row[:count] = numbers
         start, rows, draws = self._num_computed[:count].copy(), standing.rows, standing.draws
         return SteadyRows(
             standing.branches,
@@ -216,13 +227,43 @@ class SteadyBranches:
             placed(draws, draws.row, start + 1),
         )
 
+    def kept(self, rows: SteadyRows) -> I32 | None:
+        """Say which of the rows planned last still count; None for all. A query."""
+        return None if self._is_standing(rows) else self._row[self._planned()]
+
     def advance(self, rows: SteadyRows) -> None:
-        """Note that the rows have been computed and drawn. Nobody enters between plan and commit."""
-        count = len(rows.branches)
-        self._cells[self._cell[:count]] = rows.rows.tokens
-        self._cell[:count] += 1
-        self._num_computed[:count] += 1
-        self._next_token[:count] = NO_TOKEN
+        """Note that the rows planned last, those that still count, have been computed with the tokens known now."""
+        places = slice(len(rows.branches)) if self._is_standing(rows) else self._planned()
+        self._cells[self._cell[places]] = self._next_token[places]
+        self._cell[places] += 1
+        self._num_computed[places] += 1
+        self._next_token[places] = NO_TOKEN
+
+    def can_follow(self) -> bool:
+        """Say whether all these branches can run again before anybody knows what the step planned last draws of them:
+        it draws one token of each, and there are pages for those whose last one it fills. A query."""
+        self._move_up()
+        count = self._num_places
+        if not count or self._told or (self._row[:count] == NO_ROW).any() or (self._draws.width[:count] != 1).any():
+            return False
+        return int(np.count_nonzero(self._cell[:count] + 1 == self._end[:count])) <= self._kv.pool.num_free
+
+    def confirm(self, slots: I32, drawn: I32) -> None:
+        """Let those go that went on with another token than was drawn: the row planned last computes the one drawn."""
+        drawn_at = np.full(len(self._slot), NO_TOKEN, np.int32)
+        drawn_at[slots] = drawn
+        places = self._planned()
+        others = places[self._next_token[places] != drawn_at[self._slot[places]]]
+        for branch in self._branches[others].tolist():
+            self.leave(branch)
+
+    def _is_standing(self, rows: SteadyRows) -> bool:
+        """Say whether nobody has come or gone since these rows were planned; they are those planned last."""
+        return self._standing is not None and self._standing.branches is rows.branches
+
+    def _planned(self) -> NDArray[np.intp]:
+        """Find the places of those that have a row in the step planned last."""
+        return np.flatnonzero(self._is_taken & (self._row != NO_ROW))
 
     def _members(self) -> list[Branch]:
         members: list[Branch] = self._branches[self._is_taken].tolist()

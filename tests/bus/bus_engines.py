@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from chatcache.bus.codec import MAX_FRAME_BYTES
 from chatcache.bus.pipe import EngineProcess, RestartPolicy
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import FakeRunner, fake_facts
-from chatcache.errors import ContextTooLong, ModelFolderError
+from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
+from chatcache.errors import ContextTooLong, DeviceLost, ModelFolderError
+from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.types import (
     CandidateDone,
     EngineEvent,
@@ -27,7 +29,15 @@ from chatcache.types import (
     Tokens,
 )
 
+LOST = "the device is lost: an illegal memory access"
 FAST = RestartPolicy(max_deaths=3, first_delay_s=0.01)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
 
 
 def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
@@ -125,6 +135,21 @@ def build(config: EngineConfig, progress: Callable[[float, str], None]) -> Count
 def build_fake(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
     """The real engine over the fake runner."""
     return Engine(FakeRunner(delay_s=0.001), fake_facts(), config)
+
+
+class _Losing(FakeRunner):
+    """Loses its device in its tenth step."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.step >= 10:
+            raise DeviceLost(LOST)
+        return super().execute(plan)
+
+
+def build_losing(config: EngineConfig, progress: object) -> Engine:
+    """The real engine, about to lose its device; `model` "ahead" runs ahead."""
+    capacity = fake_capacity(runs_ahead=config.model == "ahead")
+    return Engine(_Losing(capacity, eos=None, delay_s=0.03), fake_facts(eos=()), config)
 
 
 def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from chatcache.bus.codec import MAX_FRAME_BYTES
 from chatcache.bus.pipe import EngineProcess, RestartPolicy
 from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, ModelFolderError, Overloaded
 from chatcache.types import Failed, Finished, Started, Tokens
-from tests.bus.bus_engines import FAST, expected_tokens, process, request
+from tests.bus.bus_engines import FAST, expected_tokens, process, request, until
 
 
 def state(pid: int) -> str:
@@ -33,13 +32,6 @@ def state(pid: int) -> str:
 
 def alive(pid: int) -> bool:
     return state(pid) not in "ZX"
-
-
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not await condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def ready_again(engine: EngineProcess, restarts: int) -> None:

@@ -14,9 +14,10 @@ from chatcache.types import (
     GenerateRequest,
     SamplingParams,
 )
-from tests.engine.oracle import VOCAB, WANDER, Wander, alone
+from tests.engine.oracle import NARROW, VOCAB, WANDER, Wander, alone
 from tests.engine.workloads import Arrival, Workload
 
+AHEAD = ["", "eager", "lazy", "lazy"]
 _FAMILIES = [tuple(int(t) for t in np.random.default_rng(i).integers(1, VOCAB, 48)) for i in range(3)]
 
 
@@ -30,8 +31,11 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @st.composite
-def requests(draw: st.DrawFn, number: int, tight: bool = False) -> GenerateRequest:
-    kind = draw(st.sampled_from(["greedy", "sample", "sample", "n", "distinct", "beam", "beam", WANDER]))
+def requests(draw: st.DrawFn, number: int, tight: bool = False, calm: bool = False) -> GenerateRequest:
+    """Ask for anything; a `calm` request for nothing but one token after another."""
+    kinds = ["greedy", "sample", "n", NARROW]
+    kind = draw(st.sampled_from(kinds if calm else [*kinds, "sample", "distinct", "beam", "beam", WANDER]))
+    wandering = dict.fromkeys((WANDER, NARROW), Wander.max_branches)
     max_tokens = draw(st.integers(10, 40) if tight else st.one_of(st.integers(1, 12), st.integers(13, 40)))
     params: SamplingParams | BeamSearchParams
     if kind == "beam":
@@ -49,7 +53,7 @@ def requests(draw: st.DrawFn, number: int, tight: bool = False) -> GenerateReque
         )
     else:
         several = draw(st.integers(2, 6))
-        n = {"n": several, "distinct": several, WANDER: Wander.max_branches}.get(kind, 1)
+        n = {"n": several, "distinct": several, **wandering}.get(kind, 1)
         params = SamplingParams(
             n=n,
             distinct=kind == "distinct",
@@ -57,12 +61,12 @@ def requests(draw: st.DrawFn, number: int, tight: bool = False) -> GenerateReque
             seed=draw(st.integers(0, 99)),
             temperature=0.0 if kind == "greedy" else draw(st.sampled_from([0.7, 1.5])),
             top_k=draw(st.sampled_from([0, 5])),
-            frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+            frequency_penalty=0.0 if calm else draw(st.sampled_from([0.0, 0.5])),
             logprobs=draw(st.sampled_from([None, 2])),
             prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
             ignore_eos=tight or draw(st.sampled_from([True, True, False])),
         )
-    namespace = WANDER if kind == WANDER else draw(st.sampled_from(["", "", "other"]))
+    namespace = kind if kind in wandering else draw(st.sampled_from(["", "", "other"]))
     prompt = draw(prompts())
     num_public = draw(st.sampled_from([0, 0, len(prompt) // 2, len(prompt)]))
     return GenerateRequest(
@@ -76,9 +80,9 @@ def requests(draw: st.DrawFn, number: int, tight: bool = False) -> GenerateReque
 
 
 @st.composite
-def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False) -> Arrival:
+def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, calm: bool = False) -> Arrival:
     """Ask on from somewhere within an answer that may still be streaming, hint included."""
-    request = draw(requests(number, tight))
+    request = draw(requests(number, tight, calm))
     lines = alone(source.request).tokens
     index = draw(st.sampled_from(sorted(lines)))
     line = (*source.request.prompt, *lines[index])
@@ -95,13 +99,14 @@ def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False) ->
 def workloads(draw: st.DrawFn, tight: bool = False) -> Workload:
     """Any workload; or a `tight` one: long requests, many for their pool, that preempt each other."""
     arrivals: list[Arrival] = []
+    calm = draw(st.sampled_from([False, False, True]))
     for number in range(draw(st.integers(3, 8) if tight else st.integers(1, 7))):
         step = draw(st.sampled_from([0, 0, 0, 1, 3, 9]))
         cancelled_at = draw(st.one_of(st.none(), st.none(), st.none(), st.integers(step, step + 15)))
         if arrivals and draw(st.integers(0, 2)) == 0:
-            arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)), tight)))
+            arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)), tight, calm)))
         else:
-            arrivals.append(Arrival(draw(requests(number, tight)), step, cancelled_at))
+            arrivals.append(Arrival(draw(requests(number, tight, calm)), step, cancelled_at))
     page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
     largest = max(
         worst_case_pages(len(r.prompt), r.params.max_tokens or 1, num_branches(r.params), page_size)
@@ -120,5 +125,6 @@ def workloads(draw: st.DrawFn, tight: bool = False) -> Workload:
         preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"] if num_host_pages else ["auto"])),
         policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "fair"])),
         crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({9}), frozenset({5, 20, 33})])),
+        ahead=draw(st.sampled_from(AHEAD)),
         swap_crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({1}), frozenset({2, 3})])),
     )

@@ -34,6 +34,7 @@ from chatcache.types import (
 VOCAB = 32
 FACTS = fake_facts(vocab_size=VOCAB)
 WANDER = "wander"  # a namespace prefix that asks for the wandering strategy
+NARROW = "wander narrow"  # for the one that draws a single token each time, and does not always take it
 
 
 class Wander:
@@ -46,20 +47,24 @@ class Wander:
     lockstep = False
     steady = True
 
-    def __init__(self, seed: int, max_tokens: int) -> None:
+    def __init__(self, seed: int, max_tokens: int, width: int = 3) -> None:
+        self._width = width
         self._seed = seed
         self._max_tokens = max_tokens
         self._outputs: dict[int, tuple[int, ...]] = {0: ()}
         self._parents: set[int] = set()
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        return (DrawSpec(width=3, seed=self._seed),)
+        return (DrawSpec(width=self._width, seed=self._seed),)
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         actions: list[BranchAction] = []
         outputs: list[Output] = []
         for branch, (candidates,) in drawn.items():
-            self._advance(branch, candidates.tokens, actions, outputs)
+            tokens = candidates.tokens
+            if self._width == 1:
+                tokens = tuple((tokens[0] * step + step // 2) % VOCAB for step in (1 + tokens[0] % 5 // 4, 3, 5))
+            self._advance(branch, tokens, actions, outputs)
         return Advance(tuple(actions), tuple(outputs), finished=not self._outputs)
 
     def _advance(
@@ -87,7 +92,7 @@ class Wander:
 def strategy_for(request: GenerateRequest, facts: Any, **settings: Any) -> DecodeStrategy:
     """Build the strategy of a request; `wander` namespaces get the wandering one."""
     if request.namespace.startswith(WANDER):
-        return Wander(settings["seed"], settings["max_tokens"])
+        return Wander(settings["seed"], settings["max_tokens"], 1 if request.namespace == NARROW else 3)
     return make_strategy(request, facts, **settings)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from chatcache.config import EngineConfig
-from chatcache.engine.engine import MAX_REMEMBERED_NAMESPACES, Engine
+from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
+from chatcache.engine.namespaces import MAX_REMEMBERED_NAMESPACES
 from chatcache.errors import InvalidRequest
 from chatcache.types import EngineEvent, ForkPoint, GenerateRequest, SamplingParams, Started
 

@@ -52,7 +52,10 @@ class Crashing(FakeRunner):
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and the engine they come to. Its runner crashes in some steps: see `Crashing`."""
+    """Requests and the engine they come to. Its runner crashes in some steps: see `Crashing`.
+
+    `ahead`: "" for a runner that waits for each step; "eager" or "lazy" for one that runs ahead, see `FakeDevice`.
+    """
 
     arrivals: tuple[Arrival, ...]
     num_pages: int
@@ -65,10 +68,13 @@ class Workload:
     policy: str = "fcfs"
     crashes: frozenset[int] = frozenset()
     swap_crashes: frozenset[int] = frozenset()
+    ahead: str = ""
 
     def engine(self) -> tuple[Engine, FakeRunner]:
-        capacity = fake_capacity(self.num_pages, self.page_size, self.num_slots, 256, self.num_host_pages)
-        runner = Crashing(capacity, VOCAB)
+        capacity = fake_capacity(
+            self.num_pages, self.page_size, self.num_slots, 256, self.num_host_pages, runs_ahead=bool(self.ahead)
+        )
+        runner = Crashing(capacity, VOCAB, lazy=self.ahead == "lazy")
         runner.crashes, runner.swap_crashes = self.crashes, self.swap_crashes
         config = EngineConfig(
             max_num_batched_tokens=self.budget,
@@ -137,6 +143,7 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
         step += 1
         assert step < max_steps, "the engine stalls"
     health = engine.health()
+    assert not runner.device.num_refused, "the runner was asked for what no device can do"
     assert (health.num_pages_in_use, health.num_host_pages_in_use) == (0, 0)
     assert health.num_self_checks > 0 or not health.num_steps
     for request_id, seen in events.items():

@@ -1,0 +1,79 @@
+"""A lost device: the child tells why, ends with a status of its own, and everybody hears of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from chatcache.bus.inproc import ThreadedEngine
+from chatcache.bus.pipe import EngineProcess, RestartPolicy
+from chatcache.bus.worker import EXIT_DEVICE_LOST
+from chatcache.config import EngineConfig
+from chatcache.errors import DeviceLost, Overloaded
+from chatcache.types import EngineEvent, Failed, Tokens
+from tests.bus.bus_engines import LOST, build_losing, request, until
+
+AHEAD = pytest.mark.parametrize("model", ["", "ahead"])
+PATIENT = RestartPolicy(max_deaths=3, first_delay_s=600.0)
+
+
+def failures(events: list[EngineEvent]) -> list[tuple[str, str]]:
+    return [(event.code, event.message) for event in events if isinstance(event, Failed)]
+
+
+@AHEAD
+async def test_the_process_ends_after_its_events_and_health_says_why(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    factory = "tests.bus.bus_engines:build_losing"
+    async with EngineProcess(EngineConfig(model=model), factory, policy=PATIENT, log_level="critical") as engine:
+        await engine.wait_loaded()
+        for name in ("a", "b"):
+            await engine.submit(request(name, 1000, prompt=tuple(range(1, 20))))
+        for name in ("a", "b"):
+            events = [event async for event in engine.events(name)]
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+            assert failures(events) == [("device_lost", LOST)] and isinstance(events[-1], Failed)
+            assert name == "b" or any(isinstance(event, Tokens) for event in events)
+        child = engine._child
+        assert child is not None and child.process is not None
+        await child.ended.wait()
+
+        async def told() -> bool:
+            return "starting a new one" in (await engine.health()).detail
+
+        await until(told)
+        health = await engine.health()
+        assert not health.ready and LOST in health.detail
+        assert child.process.returncode == EXIT_DEVICE_LOST
+        assert LOST in caplog.text
+        with pytest.raises(Overloaded, match="device is lost") as caught:
+            await engine.submit(request("late"))
+        assert caught.value.code == "engine_unavailable"
+
+
+async def test_a_row_of_lost_devices_is_given_up_and_told() -> None:
+    factory, policy = "tests.bus.bus_engines:build_losing", RestartPolicy(max_deaths=1, first_delay_s=0.01)
+    async with EngineProcess(EngineConfig(), factory, policy=policy, log_level="critical") as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("a", 1000))
+        assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]
+        error = await engine.wait_failed()
+        assert isinstance(error, DeviceLost) and error.message == LOST
+
+
+@AHEAD
+async def test_an_engine_in_a_thread_raises_to_whoever_asks_next(model: str) -> None:
+    async with ThreadedEngine(lambda: build_losing(EngineConfig(model=model), None)) as engine:
+        await engine.submit(request("a", 1000))
+        assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]
+        assert engine._thread is not None
+        engine._thread.join(20)
+        with pytest.raises((DeviceLost, Overloaded), match="device is lost"):
+            await engine.submit(request("late"))
+        with pytest.raises(DeviceLost):
+            await engine.submit(request("later"))
+        health = await engine.health()
+        assert (health.ready, health.detail) == (False, LOST)
