@@ -8,6 +8,7 @@ for here: it runs as any other step.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -131,6 +132,7 @@ class DecodeSteps:
             for num_lists in range(1, step.most_lists + 1)
             for kind in range(self._parties.plain.num_kinds)
         ]
+        started_s, free_bytes = time.perf_counter(), _free_bytes(self._given.device)
         for done, form in enumerate(reversed(todo)):
             place, step = form.place, self._steps[form.place]
             progress(done / len(todo), f"decode step of {step.size} rows")
@@ -145,6 +147,8 @@ class DecodeSteps:
                 self._replays[form] = capture(work)
             except torch.OutOfMemoryError:
                 log.warning("no memory is left to capture a decode step of %d rows; it will be slower", step.size)
+        took_s, taken = time.perf_counter() - started_s, (free_bytes - _free_bytes(self._given.device)) / 2**20
+        log.info("captured %d decode steps in %.1f s, %.0f MiB", self.num_captured, took_s, taken)
 
     def fill(self, plan: StepPlan, changes: Changes) -> Ready | None:
         """Write a step's numbers into the next lane; None if the step is not for here.
@@ -184,6 +188,10 @@ class DecodeSteps:
     def result(self, ready: Ready) -> StepResult:
         """Return what was drawn, once the device is done."""
         return self._parties.plain.result(self._drawn_arrays[ready.lane][ready.form.place], ready.num_rows)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def _host(like: Tensor, pinned: bool) -> Tensor:

@@ -160,7 +160,7 @@ class Runner:
         """Let go of weights and pages."""
         self._swaps.close()
         self._in_flight.clear()
-        del self._network, self._eager, self._static, self._sampler, self._swaps
+        del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps
 
     def _static_steps(self, parties: Parties, sizes: Sequence[int]) -> DecodeSteps:
         rooms: list[WorkRoom | None] = [None] * len(sizes)
