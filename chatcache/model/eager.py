@@ -15,7 +15,7 @@ from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.device_errors import is_out_of_memory
 from chatcache.model.filters import Index
 from chatcache.model.halving import Part, halve, join
-from chatcache.model.sampler import Sampler
+from chatcache.model.sampler import AnySampler
 from chatcache.model.scores import ScoreSheet, fill_all, part_sizes, scored_tokens
 from chatcache.model.tables import Changes, DeviceSlots, PageTables, Placement
 from chatcache.model.transfer import to_device, upload
@@ -37,7 +37,7 @@ class EagerSteps:
         pages: KVPages,
         tables: PageTables,
         slots: DeviceSlots | None,
-        sampler: Sampler,
+        sampler: AnySampler,
     ) -> None:
         self._network = network
         self._kernels = kernels
@@ -109,12 +109,11 @@ class EagerSteps:
         return self._draw(logits, index, draws, rows) if len(index) else nothing
 
     def _draw(self, logits: Tensor, index: Index, draws: Draws, rows: Rows) -> Finish:
-        result = self._sampler.sample(logits, index, draws)
-        if self._slots is not None:
-            single = draws.width == 1
-            slots, drawn = rows.slot[draws.row[single]].astype(np.int64), result.tokens[single, 0]
-            self._slots.last_token.index_copy_(0, *upload((slots, drawn), self._device))
-        return lambda: result
+        if self._slots is None:
+            return self._sampler.enqueue(logits, index, draws).result
+        once = (draws.width == 1) & (np.bincount(draws.row, minlength=len(rows.slot)) == 1)[draws.row]
+        slots = np.where(once, rows.slot[draws.row], np.int32(-1))
+        return self._sampler.enqueue(logits, index, draws, slots, self._slots.last_token).result
 
     def _scored(
         self, part: Part, scores: Scores, placement: Placement, tokens: Tensor, drawn: Index, index: Index

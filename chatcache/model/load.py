@@ -22,6 +22,7 @@ from chatcache.model.invariant import InvariantLinears
 from chatcache.model.linear import fast_linear
 from chatcache.model.memory import Budget, CudaGauge, host_kv_bytes, measure_budget
 from chatcache.model.runner import Ahead, Runner, ahead_on
+from chatcache.model.sampler import AnySampler, Sampler
 from chatcache.model.threads import limit_threads
 from chatcache.model.weights import Weights, WeightSource
 from chatcache.sched.plan import KVCapacity
@@ -66,7 +67,9 @@ def load_model(
     if ahead is None:
         ahead = ahead_on(device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder))
     say(0.91, "measuring memory")
-    budget = _budget(config, network, kernels, max_model_len, ahead.num_graphs if ahead is not None else 0)
+    sampler = Sampler(geometry.vocab_size, device)
+    num_graphs = ahead.num_graphs if ahead is not None else 0
+    budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
     capacity = plan_capacity(config, geometry, max_model_len, budget)
     say(0.92, f"allocating {capacity.num_pages} KV pages")
     pages = allocate(kernels, geometry, capacity.num_pages, capacity.page_size)
@@ -85,7 +88,7 @@ def load_model(
     if config.deterministic:
         say(0.93, "checking that results do not depend on the batch")
         check_determinism(network, kernels, config.page_size, max_model_len)
-    runner = Runner(network, kernels, pages, capacity, facts, ahead)
+    runner = Runner(network, kernels, pages, capacity, facts, ahead, sampler=sampler)
     say(0.94, "warming up")
     runner.warm_up(lambda fraction, what: say(0.94 + 0.06 * fraction, what))
     say(1.0, "ready")
@@ -184,7 +187,12 @@ def plan_capacity(
 
 
 def _budget(
-    config: EngineConfig, network: Network, kernels: AttentionBackend, max_model_len: int, num_graphs: int
+    config: EngineConfig,
+    network: Network,
+    kernels: AttentionBackend,
+    sampler: AnySampler,
+    max_model_len: int,
+    num_graphs: int,
 ) -> Budget | None:
     """Measure what a device's memory has to hold; None where nobody needs to know."""
     device = network.geometry.device
@@ -194,6 +202,7 @@ def _budget(
         CudaGauge(device),
         network,
         kernels,
+        sampler,
         page_size=config.page_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

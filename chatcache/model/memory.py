@@ -15,7 +15,7 @@ import torch
 from chatcache.model.attention import AttentionBackend, Network, allocate
 from chatcache.model.eager import EagerSteps
 from chatcache.model.room import WorkRoom
-from chatcache.model.sampler import Sampler
+from chatcache.model.sampler import AnySampler
 from chatcache.model.tables import PageTables
 from chatcache.sched.plan import I32, Draws, LogitEdit, Rows, StepPlan
 
@@ -84,6 +84,7 @@ def measure_budget(
     gauge: Gauge,
     network: Network,
     kernels: AttentionBackend,
+    sampler: AnySampler,
     *,
     page_size: int,
     max_model_len: int,
@@ -97,7 +98,7 @@ def measure_budget(
     the partial states of attention.
     """
     free_bytes = gauge.free_bytes()
-    step = _LargestStep(network, kernels, page_size, max_model_len, max_num_seqs, max_num_batched_tokens)
+    step = _LargestStep(network, kernels, sampler, page_size, max_model_len, max_num_seqs, max_num_batched_tokens)
     step_bytes = gauge.peak_bytes(step.run)
     graph_bytes = 0
     if num_graphs:
@@ -119,6 +120,7 @@ class _LargestStep:
         self,
         network: Network,
         kernels: AttentionBackend,
+        sampler: AnySampler,
         page_size: int,
         max_model_len: int,
         max_num_seqs: int,
@@ -126,6 +128,7 @@ class _LargestStep:
     ) -> None:
         self._network = network
         self._kernels = kernels
+        self._sampler = sampler
         self._page_size = page_size
         self._num_tokens = np.ones(min(max_num_seqs, max_num_batched_tokens), np.int32)
         left = max_num_batched_tokens - len(self._num_tokens)
@@ -140,10 +143,9 @@ class _LargestStep:
         num_pages = -(-int(self._num_tokens[0]) // self._page_size)
         tables = PageTables(count, num_pages, self._page_size, self._kernels.prepare, geometry.group)
         tables.rows[:] = np.arange(1, num_pages + 1, dtype=np.int32)
-        sampler = Sampler(geometry.vocab_size, geometry.device)
         with torch.inference_mode():
             pages = allocate(self._kernels, geometry, num_pages + 1, self._page_size)
-            eager = EagerSteps(self._network, self._kernels, pages, tables, None, sampler)
+            eager = EagerSteps(self._network, self._kernels, pages, tables, None, self._sampler)
             plan = self._plan(count)
             eager.run(plan, tables.apply(plan.forks, plan.updates), tables.place(plan.rows))()
 

@@ -17,7 +17,7 @@ from chatcache.model.eager import EagerSteps, Finish
 from chatcache.model.graphs import Capture, CudaCapture, DecodeSteps, Ready, as_it_is, batch_sizes
 from chatcache.model.plain import PlainDraws, TorchDraws
 from chatcache.model.room import WorkRoom
-from chatcache.model.sampler import Sampler
+from chatcache.model.sampler import AnySampler, Sampler
 from chatcache.model.static import Parties
 from chatcache.model.streams import Mark, Streams, streams_of
 from chatcache.model.swaps import Swaps
@@ -84,6 +84,7 @@ class Runner:
         facts: ModelFacts,
         ahead: Ahead | None = None,
         streams: Streams | None = None,
+        sampler: AnySampler | None = None,
     ) -> None:
         self.facts = facts
         self._capacity = replace(capacity, runs_ahead=ahead is not None)
@@ -97,7 +98,7 @@ class Runner:
             capacity.num_slots, max_pages, capacity.page_size, kernels.prepare, network.geometry.group
         )
         slots = DeviceSlots(self._tables, device) if ahead is not None else None
-        self._sampler = Sampler(network.geometry.vocab_size, device)
+        self._sampler = sampler or Sampler(network.geometry.vocab_size, device)
         self._streams = streams or streams_of(device)
         self._swaps = Swaps(kernels, pages, capacity.num_host_pages, self._streams)
         self._eager = EagerSteps(network, kernels, pages, self._tables, slots, self._sampler)
@@ -151,7 +152,7 @@ class Runner:
                 for start, count in steps:
                     slot, first, counts = (np.array([value], np.int32) for value in (0, start, count))
                     self._eager.forward(Rows(slot, first, counts, np.zeros(count, np.int32)), np.zeros(1, np.intp))
-            self._sampler.warm_up()
+            self._sampler.warm_up(self._network.geometry.dtype)
             if self._static is not None:
                 self._static.capture(self._capture, progress or (lambda fraction, what: None))
             self._capacity = replace(self._capacity, swap_page_s=self._swaps.measure_page_s())

@@ -10,7 +10,7 @@ Symbols: D draws, U distinct drawn rows, V vocabulary, W the widest draw.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,46 @@ class _Answer:
         self.logprobs[draw] = self.perturbed[draw] = self.raw_logprobs[draw] = -np.inf
 
 
+class Pending(Protocol):
+    """Draws that a device may still be at."""
+
+    def result(self) -> StepResult:
+        """Wait for the device and return the candidates."""
+        ...
+
+
+class AnySampler(Protocol):
+    """What draws: `Sampler`, or `DeviceSampler` where Triton's kernels are."""
+
+    def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
+        """Draw in every way from logits of this type, so that kernels compile before anyone waits for them."""
+        ...
+
+    def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
+        """Draw and wait; shapes as for `enqueue`."""
+        ...
+
+    def enqueue(
+        self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
+    ) -> Pending:
+        """Begin to draw, behind what the current stream has been given.
+
+        Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw; slots [D] and last [slots], any
+        integer type: where the token of each draw of width 1 is kept for the next step, -1 for nowhere.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Draws that are done. Satisfies `Pending`."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
 class Sampler:
     """Draws candidates. Holds only the hashed vocabulary of `noise.py`."""
 
@@ -61,13 +101,24 @@ class Sampler:
         self._base = token_base(vocab_size, device)
         self._filters = Filters(vocab_size, device)
 
-    def warm_up(self) -> None:
+    def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
         """Draw greedily, from a nucleus and from a few, so that kernels compile before anyone waits for them."""
         zero, none = np.zeros(3, np.int32), np.zeros(3, np.float32)
         temperature, top_p = np.array([0.0, 1.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0], np.float32)
         top_k = np.array([0, 0, 2], np.int32)
         draws = Draws(zero, zero + 1, zero.astype(np.uint64), zero, zero, temperature, top_k, top_p, none, zero)
-        self.sample(torch.zeros(1, self.vocab_size, device=self.device), np.zeros(3, np.intp), draws)
+        self.sample(torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device), np.zeros(3, np.intp), draws)
+
+    def enqueue(
+        self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
+    ) -> Drawn:
+        """Draw, and keep tokens in `last`; shapes as `AnySampler` says."""
+        result = self.sample(logits, index, draws)
+        if slots is not None and last is not None:
+            kept = np.flatnonzero(slots >= 0)
+            at, tokens = self._put(slots[kept].astype(np.int64)), self._put(np.maximum(result.tokens[kept, 0], 0))
+            last.index_copy_(0, at, tokens.to(last.dtype))
+        return Drawn(result)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Return the candidates of every draw.

@@ -22,11 +22,12 @@ from chatcache.model.attention import AttentionStep, allocate
 from chatcache.model.graphs import DecodeSteps
 from chatcache.model.memory import CudaGauge, measure_budget
 from chatcache.model.runner import Ahead, Runner, Underway, ahead_on
+from chatcache.model.sampler import Sampler
 from chatcache.model.streams import CudaMark, Mark, streams_of
 from chatcache.model.swaps import Swaps
 from chatcache.sched.plan import KVCapacity, StepPlan
 from tests.model.drive import Driver, make_draws
-from tests.model.lives import MAX_LEN, NUM_SLOTS, Life, Reader, live, make_runner
+from tests.model.lives import MAX_LEN, NUM_SLOTS, VOCAB, Life, Reader, live, make_runner
 
 pytestmark = pytest.mark.gpu
 
@@ -200,7 +201,7 @@ def test_the_budget_is_what_a_step_takes(device: torch.device) -> None:
     sizes = {"page_size": 8, "max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     network = Hungry(device="cuda:0")
     network.share = float(64 << 20)
-    budget = measure_budget(CudaGauge(device), network, triton, num_graphs=0, **sizes)
+    budget = measure_budget(CudaGauge(device), network, triton, Sampler(VOCAB, device), num_graphs=0, **sizes)
     assert 64 * 64 << 20 <= budget.step_bytes <= 80 * 64 << 20
     assert 0 < budget.kv_bytes < torch.cuda.get_device_properties(device).total_memory
 

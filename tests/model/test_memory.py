@@ -22,10 +22,12 @@ from chatcache.model.halving import Part, halve
 from chatcache.model.load import plan_capacity
 from chatcache.model.memory import GRAPH_BYTES, SLACK_SHARE, Budget, measure_budget
 from chatcache.model.runner import Ahead, Runner
+from chatcache.model.sampler import Sampler
 from chatcache.sched.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
 from tests.model.drive import Driver, make_draws
 from tests.model.lives import MAX_LEN, VOCAB, Life, Reader, live, make_runner, same
 
+SAMPLER = Sampler(VOCAB, torch.device("cpu"))
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
 
 
@@ -133,7 +135,7 @@ class FakeGauge:
 
 def budget(network: Reader, free: int = 1 << 30, peak: int = 1 << 20, num_graphs: int = 0, **more: int) -> Budget:
     sizes = {"page_size": 8, "max_model_len": MAX_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 100, **more}
-    return measure_budget(FakeGauge(free, peak), network, reference, num_graphs=num_graphs, **sizes)
+    return measure_budget(FakeGauge(free, peak), network, reference, SAMPLER, num_graphs=num_graphs, **sizes)
 
 
 def test_the_largest_step_is_run() -> None:
