@@ -1,7 +1,7 @@
 """Time all launch configurations of attention on this chip: python3 kernels/bench/tune_attention.py --out DIR
 
-The same as `gpu_check.py --tune`. Needs a GPU; a few minutes. DIR/tune.jsonl ranks every configuration for each entry of
-`chatcache_kernels/triton/configs.py`; the table says what today's entries lose to the winners.
+The same as `gpu_check.py --tune`. Needs a GPU; a few minutes. DIR/tune.jsonl ranks every configuration for each entry
+of `chatcache_kernels/triton/configs.py`; the table says what today's entries lose to the winners.
 """
 
 from __future__ import annotations
