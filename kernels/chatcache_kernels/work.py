@@ -141,27 +141,52 @@ def plan_host(
     cost: SharingCost = DEFAULT_COST,
 ) -> HostWork:
     """Return the pieces of one step in numpy; the arguments are those of `plan_work`."""
-    small, large = tile_heights(group)
-    offsets = num_tokens.cumsum(dtype=np.int32) - num_tokens
-    most = num_tokens.max(initial=0)
-    shared: list[Tiles] = []
-    own = np.zeros_like(start)  # the first key that a row reads for itself
+    heights = tile_heights(group)
+    ranges, height = None, heights[1]
     if share != "never":
-        levels = prefix_forest(tables, start // page_size * (num_tokens == 1))
-        if levels:
-            rule = CostRule(cost, SPLIT, (small, large), group) if share == "auto" else None
-            ranges, use_large = choose_ranges(levels, start + 1, page_size, rule, launched=bool(most > small))
-            own[ranges.rows] = ranges.end_key.repeat(ranges.sizes)  # of several levels the last counts
-            shared = _shared_tiles(ranges, offsets, small, large if use_large else small)
-    if most <= 1:
+        rule = CostRule(cost, SPLIT, heights, group) if share == "auto" else None
+        ranges, height = find_shared(tables, start, num_tokens, page_size, rule, heights)
+    return cut_step(start, num_tokens, heights, ranges, height)
+
+
+def find_shared(
+    tables: I32, start: I32, num_tokens: I32, page_size: int, rule: CostRule | None, heights: tuple[int, int]
+) -> tuple[SharedRanges | None, int]:
+    """Return what rows of one token should read together, by `rule` or all they can, and how high its tiles may be."""
+    levels = prefix_forest(tables, start // page_size * (num_tokens == 1))
+    if not levels:
+        return None, heights[1]
+    launched = bool(num_tokens.max() > heights[0])
+    ranges, use_large = choose_ranges(levels, start + 1, page_size, rule, launched=launched)
+    return ranges if len(ranges.sizes) else None, heights[1] if use_large else heights[0]
+
+
+def cut_step(
+    start: I32,
+    num_tokens: I32,
+    heights: tuple[int, int],
+    ranges: SharedRanges | None,
+    shared_height: int,
+    most_tokens: int | None = None,
+) -> HostWork:
+    """Return the pieces of a step in tiles of two `heights`, without those of rows of more than `most_tokens`."""
+    small, large = heights
+    offsets = num_tokens.cumsum(dtype=np.int32) - num_tokens
+    own = np.zeros_like(start)  # the first key that a row reads for itself
+    shared: list[Tiles] = []
+    if ranges is not None:
+        own[ranges.rows] = ranges.end_key.repeat(ranges.sizes)  # of several levels the last counts
+        shared = _shared_tiles(ranges, offsets, small, shared_height)
+    if num_tokens.max(initial=0) <= 1:
         tiles = _one_token(start, own, offsets, slice(None) if num_tokens.all() else num_tokens.nonzero()[0], small)
         return _cut([*shared, tiles], tiles.end_key - 1)
-    many = np.flatnonzero(num_tokens > small).astype(np.int32)
-    few = np.flatnonzero((num_tokens > 0) & (num_tokens <= small)).astype(np.int32)
+    counts = num_tokens if most_tokens is None else num_tokens * (num_tokens <= most_tokens)
+    many = np.flatnonzero(counts > small).astype(np.int32)
+    few = np.flatnonzero((counts > 0) & (counts <= small)).astype(np.int32)
     parts = [
-        _row_tiles(many, start, own, num_tokens, offsets, large, large),
+        _row_tiles(many, start, own, counts, offsets, large, large),
         *shared,
-        _row_tiles(few, start, own, num_tokens, offsets, small, large),
+        _row_tiles(few, start, own, counts, offsets, small, large),
     ]
     return _cut(parts, start.repeat(num_tokens) + _within(num_tokens))
 

@@ -1,7 +1,9 @@
 """The operations of `reference` on CPUs, compiled by numba: no compiler is needed on the user's machine.
 
     attention.py  paged_attention: which kernel computes which row
-    decode.py     rows of few new tokens: pages read in place; tile.py is its inner loop
+    decode.py     rows of few new tokens: pages read in place
+    shared.py     the same where rows share pages: each page read once for all of them
+    piece.py      what both do with a run of keys; tile.py is its inner loop
     prefill.py    rows of many new tokens: pages gathered, then torch's matrix multiplications
     pages.py      the page store: layout, reads, copies, swaps
     rope.py       rotation and page write in one pass
@@ -16,11 +18,11 @@ size that 8 does not divide) are computed by torch. Kernels compile at their fir
 later processes load them in tens of milliseconds.
 """
 
-from ..reference import prepare
 from .attention import paged_attention
 from .fused import add_rms_norm, rms_norm, silu_mul
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
 from .rope import rope_write, write_pages
+from .shared import prepare
 
 __all__ = [
     "add_rms_norm",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
-from .decode import PACK, SPLIT, decode_kernel, max_queries, partial_floats, scratch_floats
+from .decode import FEW_QUERIES, PACK, SPLIT, decode_kernel, max_queries, register_lanes
+from .piece import partial_floats, scratch_floats
 from .prefill import attend_row
+from .shared import attend_shared
 from .vectors import KINDS
-
-FEW_QUERIES = 64  # a row of up to this many queries for each key head goes to the decode kernel (measured)
 
 
 def paged_attention(
@@ -28,7 +26,8 @@ def paged_attention(
     """Attend each new token to its row's keys up to and including its own (already written). Causal, GQA.
 
     Shapes: q [T, H, D], sinks [H] -> [T, H, D]. The meaning of every option is `reference.paged_attention`.
-    Rows of few new tokens go to the decode kernel, which reads pages in place; the others are gathered and multiplied.
+    Rows of few new tokens go to a kernel that reads pages in place, once for rows that share them if `prepare` said so;
+    the others are gathered and multiplied.
     """
     q = q.contiguous()
     out = torch.empty_like(q)
@@ -41,16 +40,11 @@ def paged_attention(
             part = slice(offsets[row], offsets[row + 1])
             out[part] = attend_row(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
         most_few = max((count for count in counts if count <= few), default=0)
-    if most_few:
+    if most_few and batch.work is not None:
+        attend_shared(q, out, pages, layer, batch, batch.work, scale, window, softcap, sinks)
+    elif most_few:
         attend_pages(q, out, pages, layer, batch, most_few, scale, window, softcap, sinks)
     return out
-
-
-@cache
-def register_lanes(page_size: int, head_dim: int) -> int:
-    """Return how many float32 a register should hold to fit page and head size, 0 if none fits."""
-    fitting = (n for n in (16, 8) if page_size % n == 0 and head_dim % n == 0 and 64 % page_size == 0)
-    return next(fitting, 0)
 
 
 def attend_pages(
@@ -80,9 +74,9 @@ def attend_pages(
     layer_bytes = layer * k.stride(0) * k.element_size()
     job = PACK.pack(
         0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
-        batch.tables.data_ptr(), batch.start.data_ptr(), batch.num_tokens.data_ptr(), batch.offsets.data_ptr(),
-        sinks.data_ptr() if sinks is not None else 0, splits_done.data_ptr(), floats.data_ptr() + 4 * scratch,
-        floats.data_ptr(), num_rows, max_tokens, queries, table_stride, num_heads, num_kv_heads, head_dim,
-        pages.page_size, window or 0, scale, softcap or 0.0,
+        batch.tables.data_ptr(), sinks.data_ptr() if sinks is not None else 0, floats.data_ptr(), queries, table_stride,
+        num_heads, num_kv_heads, head_dim, pages.page_size, window or 0, batch.start.data_ptr(),
+        batch.num_tokens.data_ptr(), batch.offsets.data_ptr(), splits_done.data_ptr(), floats.data_ptr() + 4 * scratch,
+        num_rows, max_tokens, scale, softcap or 0.0,
     )  # fmt: skip
     decode_kernel(KINDS[k.dtype], register_lanes(pages.page_size, head_dim))(job, num_threads)

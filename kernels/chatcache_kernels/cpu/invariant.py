@@ -20,9 +20,10 @@ from torch import Tensor
 from ..reference import prepare
 from ..types import AttentionBatch, HeadNorms, KVPages
 from . import fused, rope
-from .attention import FEW_QUERIES, attend_pages, register_lanes
-from .decode import SPLIT, max_queries, partial_floats
+from .attention import attend_pages
+from .decode import FEW_QUERIES, SPLIT, max_queries, register_lanes
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
+from .piece import partial_floats
 from .rope import write_pages
 
 __all__ = [
