@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.check import ceilings, decode, model, offline, prefill, read_kernel, small, stages, tune
+from bench.check import ceilings, decode, model, offline, prefill, read_kernel, sampling, small, stages, tune
 from bench.check.context import Context
 from bench.check.figures import Figure, above_floor, compared, from_json, rate, table
 from bench.check.goals import PEER, across_stages, all_figures, in_table
@@ -26,7 +26,7 @@ def told(context: Context) -> list[dict[str, Any]]:
     return [json.loads(line) for line in context.sheet.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("stage", [ceilings, decode, prefill, small], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("stage", [ceilings, decode, prefill, sampling, small], ids=lambda module: module.__name__)
 def test_kernel_stages_run(stage: Any, context: Context) -> None:
     stage.run(context)
     assert context.num_failures == 0, told(context)

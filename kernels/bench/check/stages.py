@@ -56,6 +56,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("peer qwen3-0.6b", "peer", 70, ("qwen3-0.6b",)),
         Stage("prefill kernels", "prefill", 35),
         Stage("small kernels", "small", 35),
+        Stage("sampling", "sampling", 20),
         Stage("offline llama3-8b", "offline", 60, ("llama3-8b",)),
     ),
     "cpu": (
@@ -64,6 +65,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("decode kernels", "decode", 60),
         Stage("prefill kernels", "prefill", 60),
         Stage("small kernels", "small", 60),
+        Stage("sampling", "sampling", 60),
         Stage("model smollm2-135m", "model", 90, ("smollm2-135m",)),
     ),
     "tiny": (
@@ -72,6 +74,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("decode kernels", "decode", 60),
         Stage("prefill kernels", "prefill", 60),
         Stage("small kernels", "small", 60),
+        Stage("sampling", "sampling", 60),
         Stage("model tiny", "model", 60, ("tiny",)),
         Stage("offline tiny", "offline", 60, ("tiny",)),
     ),

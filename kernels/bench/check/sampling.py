@@ -1,0 +1,76 @@
+"""(c) From logits to candidates on the host: seconds beside reading the logits once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.check.ceilings import Ceilings, quick
+from bench.check.context import Context
+from bench.check.figures import above_floor
+from bench.check.timing import wall_s
+from chatcache.model.sampler import Sampler
+from chatcache.sched.plan import Draws
+
+VOCAB = {"full": 151_936, "cpu": 49_152, "tiny": 128}
+BATCHES = {"full": (1, 64, 256), "cpu": (1, 8), "tiny": (2,)}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
+    "min-p 0.05": {"min_p": 0.05},
+    "8 beams": {"temperature": 0.0, "width": 16},
+}
+
+
+def run(context: Context) -> None:
+    """Measure each kind of draw at each batch."""
+    limits, vocab_size = quick(context), VOCAB[context.size]
+    sampler = make_sampler(vocab_size, context.device)
+    for count in BATCHES[context.size]:
+        logits = [torch.randn(count, vocab_size, device=context.device).to(torch.bfloat16) for _ in range(2)]
+        for kind, options in KINDS.items():
+            name = f"{kind}, {count} rows of {vocab_size}"
+            context.measure(name, partial(_measure, context, limits, sampler, logits, name, options))
+
+
+def make_sampler(vocab_size: int, device: str) -> Any:
+    """Return what a runner on this device draws with."""
+    return Sampler(vocab_size, torch.device(device))
+
+
+def make_draws(count: int, **options: Any) -> Draws:
+    """One draw a row, all alike."""
+    kinds: dict[str, tuple[Any, Any]] = {
+        "width": (1, np.int32),
+        "lane": (0, np.int32),
+        "position": (7, np.int32),
+        "temperature": (1.0, np.float32),
+        "top_k": (0, np.int32),
+        "top_p": (1.0, np.float32),
+        "min_p": (0.0, np.float32),
+        "num_top": (0, np.int32),
+    }
+    columns: dict[str, Any] = {
+        name: np.full(count, options.get(name, default), dtype) for name, (default, dtype) in kinds.items()
+    }
+    return Draws(row=np.arange(count, dtype=np.int32), seed=np.arange(count, dtype=np.uint64), **columns)
+
+
+def _measure(
+    context: Context, limits: Ceilings, sampler: Any, logits: list[torch.Tensor], name: str, options: dict[str, Any]
+) -> None:
+    count, turn = len(logits[0]), iter(range(1 << 30))
+    draws, index = make_draws(count, **options), np.arange(count)
+
+    def draw() -> object:
+        with torch.inference_mode():
+            return sampler.sample(logits[next(turn) % 2], index, draws)
+
+    draw(), draw()
+    seconds = wall_s(draw, context.device, repeats=9)
+    floor_s = limits.floor_s(logits[0].numel() * logits[0].element_size())
+    context.add(above_floor(f"draw {name}", seconds, floor_s, scale=1e6))
