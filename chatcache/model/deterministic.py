@@ -136,8 +136,9 @@ class _Trial:
         rows = Rows(table[:, 0], table[:, 1], table[:, 2] - table[:, 1], tokens)
         device = self._network.geometry.device
         place = self._tables.place(rows)
-        step = AttentionStep(self._kernels, self._pages, place.to(device))
-        ids, positions = to_device(tokens.astype(np.int64), device), to_device(place.positions, device)
+        batch, positions = place.to(device)
+        step = AttentionStep(self._kernels, self._pages, batch)
+        ids = to_device(tokens.astype(np.int64), device)
         with torch.inference_mode():
             logits = self._network.forward(ids, positions, step, torch.arange(len(tokens), device=device))
         kind = torch.int32 if logits.dtype == torch.float32 else torch.int16

@@ -75,7 +75,7 @@ class EagerSteps:
 
     def forward(self, rows: Rows, drawn: Index) -> Tensor:
         """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
-        return self._forward(rows, self._tables.place(rows), self._tokens(rows), drawn)
+        return self._forward(self._tables.place(rows), self._tokens(rows), drawn)
 
     def _attempt(self, part: Part, placement: Placement | None, tokens: Tensor) -> list[tuple[Part, Finish]]:
         """Run a part of a step, or its halves one after the other if there is no memory to run it whole."""
@@ -105,7 +105,7 @@ class EagerSteps:
         if part.scores is not None:
             result = self._scored(part, part.scores, placement, own, drawn, index)
             return lambda: result
-        logits = self._forward(rows, placement, own, drawn)
+        logits = self._forward(placement, own, drawn)
         return self._draw(logits, index, draws, rows) if len(index) else nothing
 
     def _draw(self, logits: Tensor, index: Index, draws: Draws, rows: Rows) -> Finish:
@@ -122,7 +122,7 @@ class EagerSteps:
         geometry = self._network.geometry
         wanted = np.concatenate((placement.last[drawn], scored_tokens(part.rows, scores)))
         sizes = part_sizes(len(drawn), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
-        step, positions = self._step(part.rows, placement)
+        step, positions = self._step(placement)
         parts = self._network.forward_parts(
             tokens, positions, step, torch.split(to_device(wanted, self._device), sizes)
         )
@@ -136,17 +136,14 @@ class EagerSteps:
         fill_all(sheet, parts)
         return replace(result, scores=sheet.values, score_tokens=sheet.top_tokens, score_logprobs=sheet.top_logprobs)
 
-    def _forward(self, rows: Rows, placement: Placement, tokens: Tensor, drawn: Index) -> Tensor:
-        step, positions = self._step(rows, placement)
+    def _forward(self, placement: Placement, tokens: Tensor, drawn: Index) -> Tensor:
+        step, positions = self._step(placement)
         return self._network.forward(tokens, positions, step, to_device(placement.last[drawn], self._device))
 
-    def _step(self, rows: Rows, placement: Placement) -> tuple[AttentionStep, Tensor]:
+    def _step(self, placement: Placement) -> tuple[AttentionStep, Tensor]:
         """Return the rows' attention and positions [T]."""
-        tables, slots = None, self._slots
-        if slots is not None:
-            tables = slots.tables_of(to_device(rows.slot.astype(np.int64), self._device), placement.tables.shape[1])
-        batch = placement.to(self._device, tables)
-        return AttentionStep(self._kernels, self._pages, batch), to_device(placement.positions, self._device)
+        batch, positions = placement.to(self._device, self._slots)
+        return AttentionStep(self._kernels, self._pages, batch), positions
 
     def _tokens(self, rows: Rows) -> Tensor:
         """Return the rows' tokens [T], those that the host has not seen yet as they were drawn."""

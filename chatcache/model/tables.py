@@ -15,7 +15,7 @@ from chatcache_kernels import reference
 from chatcache_kernels.types import AttentionBatch, AttentionWork
 from torch import Tensor
 
-from chatcache.model.transfer import to_device, upload
+from chatcache.model.transfer import upload
 from chatcache.sched.plan import I32, I64, Rows
 
 Prepare = Callable[[I32, I32, I32, int, int], AttentionWork | None]
@@ -35,9 +35,10 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a step's tokens go, on the host. Shapes: tables [R, pages of the longest row], start, num_tokens [R],
-    offsets [R + 1] int32; slots, positions [T] int64; last [R] is each row's last token among the T."""
+    """Where a step's tokens go, on the host. Shapes: slot [R] int64; tables [R, pages of the longest row], start,
+    num_tokens [R], offsets [R + 1] int32; slots, positions [T] int64; last [R] is each row's last token among the T."""
 
+    slot: I64
     tables: I32
     start: I32
     num_tokens: I32
@@ -49,20 +50,24 @@ class Placement:
     max_context_tokens: int
     work: AttentionWork | None
 
-    def to(self, device: torch.device, tables: Tensor | None = None) -> AttentionBatch:
-        """Return the attention batch, with `tables` if the device has them already."""
-        host = (self.start, self.num_tokens, self.offsets, self.slots)
-        start, num_tokens, offsets, slots = upload(host, device)
-        return AttentionBatch(
-            tables=to_device(self.tables, device) if tables is None else tables,
+    def to(self, device: torch.device, known: DeviceSlots | None = None) -> tuple[AttentionBatch, Tensor]:
+        """Return the attention batch and the positions, moved there as one piece; page tables that the device knows
+        stay where they are."""
+        work = _arrays(self.work) if self.work is not None else []
+        tables = self.tables if known is None else self.slot
+        host = (tables, self.start, self.num_tokens, self.offsets, self.slots, self.positions, *work)
+        first, start, num_tokens, offsets, slots, positions, *rest = upload(host, device)
+        batch = AttentionBatch(
+            tables=first if known is None else known.tables_of(first, self.tables.shape[1]),
             start=start,
             num_tokens=num_tokens,
             offsets=offsets,
             slots=slots,
             max_new_tokens=self.max_new_tokens,
             max_context_tokens=self.max_context_tokens,
-            work=_moved(self.work, device) if self.work is not None else None,
+            work=_with_arrays(self.work, rest) if self.work is not None else None,
         )
+        return batch, positions
 
 
 class PageTables:
@@ -108,6 +113,7 @@ class PageTables:
         slots = pages.astype(np.int64) * size + positions % size
         start, num_tokens = rows.start.astype(np.int32), rows.num_tokens.astype(np.int32)
         return Placement(
+            slot=rows.slot.astype(np.int64),
             tables=tables,
             start=start,
             num_tokens=num_tokens,
@@ -173,14 +179,17 @@ def _check_pages(pages: I32, positions: I64 | I32, row: I64) -> None:
         raise ValueError(f"row {row[bad]}: position {positions[bad]} has no page")
 
 
-def _moved(work: AttentionWork, device: torch.device) -> AttentionWork:
-    """Return the work on the device, moved there as one piece."""
-    if device.type == "cpu":
-        return work
-    host = [work.positions, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges]
+def _arrays(work: AttentionWork) -> list[I32]:
+    """Return the arrays of a work list that lies on the host."""
+    tensors = [work.positions, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges]
     for one in work.lists:
-        host += [one.items, one.members, one.num_items]
-    positions, tokens, offsets, states, num_merges, *rest = upload([tensor.numpy() for tensor in host], device)
+        tensors += [one.items, one.members, one.num_items]
+    return [tensor.numpy() for tensor in tensors]
+
+
+def _with_arrays(work: AttentionWork, tensors: list[Tensor]) -> AttentionWork:
+    """Return the same work list over other tensors, in the order of `_arrays`."""
+    positions, tokens, offsets, states, num_merges, *rest = tensors
     lists = [
         replace(one, items=rest[3 * place], members=rest[3 * place + 1], num_items=rest[3 * place + 2])
         for place, one in enumerate(work.lists)
