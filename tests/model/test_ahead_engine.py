@@ -1,0 +1,86 @@
+"""Engines over a runner that gets ahead of its device, on late streams: the same answers as in turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatcache.engine.engine import Engine
+from chatcache.model import runner as runners
+from chatcache.model.graphs import batch_sizes
+from chatcache.model.runner import Ahead
+from chatcache.model.static import Replay
+from chatcache.types import CandidateDone, Failed, GenerateRequest, Params, SamplingParams, Tokens
+from tests.gpu.engine_cases import PAGE_BYTES, build, drain, prompt_of
+from tests.model.lazy_streams import lazy_streams
+
+Told = dict[tuple[str, int], tuple[tuple[int, ...], str]]
+
+
+class Replays:
+    """Counts what is replayed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, work: Replay) -> Replay:
+        def replay() -> None:
+            self.count += 1
+            work()
+
+        return replay
+
+
+def requests() -> list[tuple[str, tuple[int, ...], Params]]:
+    """Return requests that decode plainly, with filters, as twins, as forks, and some that ask for alternatives."""
+    plain: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    return [
+        ("greedy", prompt_of(30), SamplingParams(temperature=0.0, **plain)),
+        ("short", prompt_of(5, 1), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)),
+        ("four", prompt_of(19, 2), SamplingParams(temperature=1.0, n=4, seed=5, **plain)),
+        ("long", prompt_of(70, 3), SamplingParams(temperature=0.7, seed=6, max_tokens=40, ignore_eos=True)),
+        ("filtered", prompt_of(12, 4), SamplingParams(temperature=1.0, top_p=0.8, seed=7, **plain)),
+        ("tops", prompt_of(12, 5), SamplingParams(temperature=0.0, logprobs=2, max_tokens=9, ignore_eos=True)),
+        ("stops", prompt_of(25, 6), SamplingParams(temperature=1.0, seed=8, max_tokens=40, stop_token_ids=(3, 9, 70))),
+    ]
+
+
+def told(engine: Engine) -> Told:
+    for name, prompt, params in requests():
+        engine.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
+    events = drain(engine)
+    assert not [event for event in events if isinstance(event, Failed)]
+    parts = [event for event in events if isinstance(event, Tokens)]
+    return {
+        (done.request_id, done.index): (
+            tuple(
+                token
+                for part in parts
+                if (part.request_id, part.index) == (done.request_id, done.index)
+                for token in part.token_ids
+            ),
+            done.finish_reason,
+        )
+        for done in events
+        if isinstance(done, CandidateDone)
+    }
+
+
+@pytest.mark.parametrize("num_pages", [256, 34], ids=["roomy", "tight"])
+@pytest.mark.parametrize("sizes", [batch_sizes(16), ()], ids=["static", "uncaptured"])
+def test_the_same_answers(sizes: list[int], num_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {
+        "kv_memory_bytes": num_pages * PAGE_BYTES,
+        "swap_memory_bytes": 64 * PAGE_BYTES,
+        "preemption": "swap",
+    }
+    expected = told(build(tmp_path, "reference", **settings))
+    monkeypatch.setattr(runners, "streams_of", lambda device: lazy_streams(False, False))
+    replays = Replays()
+    engine = build(tmp_path, "reference", graphs=Ahead(sizes, replays), **settings)
+    assert told(engine) == expected
+    assert engine._flights.num_ahead > 20, "hardly any step was launched behind another"
+    assert (replays.count > 10) == bool(sizes)
+    assert engine.scheduler.num_preemptions > 0 or num_pages > 100
