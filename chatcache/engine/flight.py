@@ -64,13 +64,15 @@ class NeverBegun:
 
 @dataclass(slots=True)
 class _Flight:
-    """`plan` is what was launched, `step` what of it still counts."""
+    """`plan` is what was launched, `step` what of it still counts. `is_void`: whoever waited for it was interrupted, so
+    that its requests may be gone: it counts as failed."""
 
     step: Step
     plan: StepPlan
     launched: Launched
     started_s: float
     is_committed: bool = False
+    is_void: bool = False
 
 
 class Flights:
@@ -97,10 +99,10 @@ class Flights:
             if step is None:
                 return
             self._launch(step)
-        if not self._runs_ahead:
-            return
         front = self._flights[0]
-        if not isinstance(front.launched, NeverBegun) and self._scheduler.may_run_ahead(front.step):
+        if not self._runs_ahead or len(self._flights) > 1 or front.is_void or isinstance(front.launched, NeverBegun):
+            return
+        if self._scheduler.may_run_ahead(front.step):
             self._settle(front)
             self._scheduler.commit(front.step)
             front.is_committed = True
@@ -125,12 +127,17 @@ class Flights:
         try:
             result = front.launched.result()
             check_shapes(front.plan, result)
+            if front.is_void:
+                raise EngineFault("The request was interrupted while it was computed.")
         except DeviceLost:
             raise
         except Exception as error:
             log.exception("step %d failed", front.plan.step)
             self._flights.popleft()
             raise StepFailed(error, self._scheduler.abandon(front.step, *self.drop())) from error
+        except BaseException:
+            front.is_void = True
+            raise
         self._flights.popleft()
         rows = front.plan.rows
         self._scheduler.swaps.cost.prefill.note(len(rows.tokens), len(rows.slot), self._clock() - front.started_s)

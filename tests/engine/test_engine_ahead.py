@@ -394,3 +394,44 @@ def test_results_are_those_of_the_rows_that_count() -> None:
         (end,) = [event for event in events if event.request_id == name and isinstance(event, Finished)]
         assert end.cancelled or len(tokens) == len(output(expected, name))
     assert eng.health().num_steps_ahead > 20 and not runner.device.num_refused
+
+
+class Interrupted(Watched):
+    """Ctrl-C comes while the result of step `when` is waited for."""
+
+    when = 7
+
+    def launch(self, plan: StepPlan) -> Launched:
+        launched, runner = super().launch(plan), self
+
+        class Interruptible:
+            def result(self) -> StepResult:
+                if plan.step == runner.when:
+                    runner.when = 0
+                    raise KeyboardInterrupt
+                return launched.result()
+
+        return Interruptible()
+
+
+@pytest.mark.parametrize("when", [1, 7], ids=["a prompt", "two steps"])
+@pytest.mark.parametrize("num_aborted", [0, 1, 2])
+def test_an_interrupted_wait_leaves_an_engine_that_works(when: int, num_aborted: int) -> None:
+    runner = Interrupted()
+    runner.when = when
+    eng = engine(runner)
+    for name, first in (("a", 1), ("b", 30)):
+        eng.add(request(name, prompt=tuple(range(first, first + 20)), params=LONG))
+    for _ in range(when - 1):
+        eng.step()
+    with pytest.raises(KeyboardInterrupt):
+        eng.step()
+    for name in "ab"[:num_aborted]:
+        eng.abort(name)
+    ends = [type(event) for event in drain(eng) if isinstance(event, Failed | Finished)]
+    assert ends == [Finished] * num_aborted + [Failed] * (2 - num_aborted)
+    assert eng.health().num_pages_in_use == 0 and not runner.device.num_refused
+    eng.add(request("a", params=LONG))
+    clean = engine()
+    clean.add(request("a", params=LONG))
+    assert output(drain(eng)) == output(drain(clean))
