@@ -38,6 +38,7 @@ SPLIT = 512
 LONG_SPLIT = 4096
 SMALL_QUERIES = 16  # queries of a tile for rows of few tokens: the least that a matrix unit multiplies
 LARGE_QUERIES = 64
+PROMPT_QUERIES = 128  # for rows of more tokens than LARGE_QUERIES hold: two groups of warps share each tile of keys
 DEFAULT_COST = SharingCost()
 
 
@@ -146,7 +147,8 @@ def plan_host(
     if share != "never":
         rule = CostRule(cost, SPLIT, heights, group) if share == "auto" else None
         ranges, height = find_shared(tables, start, num_tokens, page_size, rule, heights)
-    return cut_step(start, num_tokens, heights, ranges, height)
+    prompt_height = max(1, PROMPT_QUERIES // group)
+    return cut_step(start, num_tokens, heights, ranges, height, prompt_height=prompt_height)
 
 
 def find_shared(
@@ -168,8 +170,12 @@ def cut_step(
     ranges: SharedRanges | None,
     shared_height: int,
     most_tokens: int | None = None,
+    prompt_height: int | None = None,
 ) -> HostWork:
-    """Return the pieces of a step in tiles of two `heights`, without those of rows of more than `most_tokens`."""
+    """Return the pieces of a step in tiles of two `heights`, without those of rows of more than `most_tokens`.
+
+    `prompt_height`: of the tiles of rows that have more tokens than the larger height, if not that.
+    """
     small, large = heights
     offsets = num_tokens.cumsum(dtype=np.int32) - num_tokens
     own = np.zeros_like(start)  # the first key that a row reads for itself
@@ -181,12 +187,14 @@ def cut_step(
         tiles = _one_token(start, own, offsets, slice(None) if num_tokens.all() else num_tokens.nonzero()[0], small)
         return _cut([*shared, tiles], tiles.end_key - 1)
     counts = num_tokens if most_tokens is None else num_tokens * (num_tokens <= most_tokens)
-    many = np.flatnonzero(counts > small).astype(np.int32)
+    long = np.flatnonzero(counts > large).astype(np.int32)
+    many = np.flatnonzero((counts > small) & (counts <= large)).astype(np.int32)
     few = np.flatnonzero((counts > 0) & (counts <= small)).astype(np.int32)
     parts = [
-        _row_tiles(many, start, own, counts, offsets, large, large),
+        _row_tiles(long, start, own, counts, offsets, prompt_height or large, LONG_SPLIT),
+        _row_tiles(many, start, own, counts, offsets, large, SPLIT),
         *shared,
-        _row_tiles(few, start, own, counts, offsets, small, large),
+        _row_tiles(few, start, own, counts, offsets, small, SPLIT),
     ]
     return _cut(parts, start.repeat(num_tokens) + _within(num_tokens))
 
@@ -221,15 +229,14 @@ def _shared_tiles(ranges: SharedRanges, offsets: I32, small: int, large: int) ->
     return tiles
 
 
-def _row_tiles(rows: I32, start: I32, own: I32, num_tokens: I32, offsets: I32, height: int, large: int) -> Tiles:
+def _row_tiles(rows: I32, start: I32, own: I32, num_tokens: I32, offsets: I32, height: int, split: int) -> Tiles:
     """Return the tiles, each of at most `height` tokens, of each of `rows`."""
     num_tiles = -(-num_tokens[rows] // height)
     row = rows.repeat(num_tiles)
     first = _within(num_tiles) * height
     num = np.minimum(num_tokens[row] - first, height)
-    split = np.where(num_tokens[row] > large, np.int32(LONG_SPLIT), np.int32(SPLIT))
     members = np.repeat(offsets[row] + first, num) + _within(num)
-    return Tiles(row, own[row], start[row] + first + num, num, split, members, height)
+    return Tiles(row, own[row], start[row] + first + num, num, np.full_like(row, split), members, height)
 
 
 def _within(counts: I32) -> I32:

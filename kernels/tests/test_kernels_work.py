@@ -60,7 +60,7 @@ def check(step: Step, plan: AttentionWork) -> None:
             assert 0 <= first < end
             assert 0 < num_members <= one.max_members
             assert 0 <= member <= len(members) - num_members
-            assert one.max_members * step.group <= max(work.LARGE_QUERIES, step.group)
+            assert one.max_members * step.group <= max(work.PROMPT_QUERIES, step.group)
             for n, token in enumerate(members[member : member + num_members]):
                 own, position = tokens[token]
                 stop = max(first, min(end, position + 1))  # the first tokens of a tile may see none of its last piece

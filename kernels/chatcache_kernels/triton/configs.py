@@ -105,7 +105,7 @@ MODEST: Final = {
 }
 # float32 is multiplied exactly, without matrix units: there to compare with, not to be fast
 FLOAT32: Final = {
-    64: tuple(Config(rows, 16, 8, 2, programs=2, max_registers=96) for rows in (16, 32, 64)),
+    64: tuple(Config(rows, 16, 8, 2, programs=2, max_registers=128) for rows in (16, 32, 64)),
     128: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
     256: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
 }
