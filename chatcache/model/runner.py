@@ -27,6 +27,7 @@ from chatcache.types import ModelFacts
 
 Progress = Callable[[float, str], None]
 
+WARM_PAGES = 32  # that two rows share at warm-up: enough to be worth it
 MOST_IN_FLIGHT = 2
 
 
@@ -141,17 +142,23 @@ class Runner:
         return underway
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Run one prompt and one decode step on page 1, so that kernels compile before anyone waits for them, capture
-        the decode steps, and measure how long a swapped page takes."""
-        num_tokens = min(self._capacity.page_size, self._capacity.max_model_len)
-        placed = self._tables.rows[0, 0]
-        none = np.zeros((0, 3), np.int32)
+        """Run a prompt, a decode step and one of rows that share pages, all on page 1, so that kernels compile before
+        anyone waits for them, capture the decode steps, and measure how long a swapped page takes."""
+        size, length = self._capacity.page_size, self._capacity.max_model_len
+        slots, pages = min(2, self._capacity.num_slots), min(WARM_PAGES, self._tables.rows.shape[1])
+        held = self._tables.rows[:slots, :pages].copy()
+        num_tokens, end = min(size, length), min(pages * size, length)
         with self._on_device(0), torch.inference_mode():
-            for page, steps in ((1, ((0, num_tokens), (num_tokens - 1, 1))), (placed, ())):
-                self._eager.change(self._tables.apply(none, np.array([(0, 0, page)], np.int32)))
-                for start, count in steps:
-                    slot, first, counts = (np.array([value], np.int32) for value in (0, start, count))
-                    self._eager.forward(Rows(slot, first, counts, np.zeros(count, np.int32)), np.zeros(1, np.intp))
+            for content, steps in (
+                (np.ones_like(held), ((1, 0, num_tokens), (1, num_tokens - 1, 1), (slots, end - 1, 1))),
+                (held, ()),
+            ):
+                cells = [(*cell, page) for cell, page in np.ndenumerate(content)]
+                self._eager.change(self._tables.apply(np.zeros((0, 3), np.int32), np.array(cells, np.int32)))
+                for count, start, new in steps:
+                    first, news = np.full(count, start, np.int32), np.full(count, new, np.int32)
+                    rows = Rows(np.arange(count, dtype=np.int32), first, news, np.zeros(count * new, np.int32))
+                    self._eager.forward(rows, np.zeros(1, np.intp))
             self._sampler.warm_up(self._network.geometry.dtype)
             if self._static is not None:
                 self._static.capture(self._capture, progress or (lambda fraction, what: None))
