@@ -119,8 +119,8 @@ def test_swaps_that_follow_each_other_see_each_other(triton_device: str) -> None
         plain = reference.allocate_pages(*shape[:1], 8, *shape[1:], torch.bfloat16)
     plain.k.copy_(pages.k.transpose(2, 3)), plain.v.copy_(pages.v.transpose(2, 3))
     ours, theirs = HostPages.allocate(pages, 4), HostPages.allocate(plain, 4)
-    for memory in (ours.k, ours.v, theirs.k, theirs.v):
-        bits(memory).fill_(77)
+    for kept in (ours.k, ours.v, theirs.k, theirs.v):
+        bits(kept).fill_(77)
     for _ in range(4):
         count = random.randrange(1, 5)
         leaving, places = random.sample(range(8), count), random.sample(range(4), count)

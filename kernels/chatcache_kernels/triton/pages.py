@@ -134,7 +134,7 @@ def move_words(  # type: ignore[no-untyped-def]
     tl.store(target_v + target + word, v, mask=inside)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slots"])
 def write_heads(  # type: ignore[no-untyped-def]
     k,
     v,
