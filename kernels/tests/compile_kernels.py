@@ -1,6 +1,6 @@
 """Compile every variant that the Triton modules list, for chips that need not be here, and report what came out.
 
-    python kernels/tests/compile_kernels.py --arch 90 [--module NAME ...] [--match TEXT] [--asm DIR]
+    python kernels/tests/compile_kernels.py --arch 90 [--module NAME ...] [--match TEXT] [--most N] [--asm DIR]
 
 Run it without TRITON_INTERPRET. Prints one JSON object a line: {"variant", "arch", "registers", "shared_bytes",
 "error"}; `error` is null, or says what is wrong: it does not compile, spills, needs more shared memory than the chip
@@ -15,6 +15,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import random
 import re
 import subprocess
 import tempfile
@@ -119,7 +120,15 @@ def examine(variant: Variant, arch: int, folder: Path | None) -> dict[str, Any]:
     return line | sizes | {"error": problem(variant, arch, kernel, used)}
 
 
-def report(names: Iterable[str], arch: int, match: str, folder: Path | None) -> Iterator[dict[str, Any]]:
+def some(variants: list[Variant], most: int) -> list[Variant]:
+    """Return at most so many variants of each kernel, any of them."""
+    kinds: dict[str, list[Variant]] = {}
+    for one in random.sample(variants, len(variants)):
+        kinds.setdefault(one.kernel.__name__, []).append(one)
+    return [one for kind in kinds.values() for one in kind[:most]]
+
+
+def report(names: Iterable[str], arch: int, match: str, most: int, folder: Path | None) -> Iterator[dict[str, Any]]:
     """Yield a line for each variant, and for each module that does not list one."""
     for module in [importlib.import_module(name) for name in names] or modules():
         try:
@@ -128,9 +137,9 @@ def report(names: Iterable[str], arch: int, match: str, folder: Path | None) -> 
             text = f"{type(error).__name__}: {error}"
             yield {"variant": module.__name__, "arch": arch, "registers": 0, "shared_bytes": 0, "error": text}
             continue
-        for variant in variants:
-            if match in variant.name:
-                yield examine(variant, arch, folder)
+        wanted = [one for one in variants if match in one.name]
+        for variant in some(wanted, most) if most else wanted:
+            yield examine(variant, arch, folder)
 
 
 def main() -> None:
@@ -139,9 +148,10 @@ def main() -> None:
     parser.add_argument("--arch", type=int, required=True, choices=sorted(SHARED_BYTES))
     parser.add_argument("--module", action="append", default=[], help="instead of those of the package")
     parser.add_argument("--match", default="", help="only variants whose name holds this")
+    parser.add_argument("--most", type=int, default=0, help="of each kernel no more than these, drawn at random")
     parser.add_argument("--asm", type=Path, help="write PTX and machine code here")
     options = parser.parse_args()
-    for line in report(options.module, options.arch, options.match, options.asm):
+    for line in report(options.module, options.arch, options.match, options.most, options.asm):
         print(json.dumps(line), flush=True)
 
 
