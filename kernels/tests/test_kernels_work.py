@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -21,6 +22,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
+
+SHARES: tuple[work.Share, ...] = ("auto", "always", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ def ideal_reads(step: Step) -> int:
 
 
 @settings(max_examples=80, deadline=None)
-@given(forests(), st.sampled_from(("auto", "always", "never")))
+@given(forests(), st.sampled_from(SHARES))
 def test_any_forest_sees_its_keys_once(step: Step, share: work.Share) -> None:
     check(step, step.plan(share))
 
@@ -260,3 +263,104 @@ def test_the_choice_is_the_best_of_all_where_launches_are_free(step: Step, cost:
         with mock.patch.object(work, "choose_ranges", lambda *_, ranges=ranges, **__: (ranges, True)):
             costs.append(modelled(step, step.plan("always"), cost))
     assert modelled(step, step.plan("auto", cost), cost) <= min(costs) + 1e-6
+
+
+# -- planted bugs: each is a change to one step of the planning -------------------------------------------------------
+
+
+def family() -> Step:
+    """Return 20 rows: a system prompt, two conversations, branches of each; one page is shared before it is full."""
+    tables = np.arange(1, 20 * 80 + 1, dtype=np.int32).reshape(20, 80)
+    tables[:, :20] = tables[0, :20]
+    tables[:12, :60] = tables[0, :60]
+    tables[12:, :41] = tables[12, :41]
+    start = np.full(20, 70 * 16 + 3, np.int32)
+    start[12:] = 40 * 16 + 7  # within page 40, which they have in common
+    return Step(tables, start, np.ones(20, np.int32), 16, 4)
+
+
+def full_too_early(original: Any) -> Any:
+    return lambda tables, full_pages: original(tables, full_pages + 1)
+
+
+def foreign_table(original: Any) -> Any:
+    def planted(*args: Any) -> list[work.Tiles]:
+        return [replace(part, row=np.roll(part.row, 1)) for part in original(*args)]
+
+    return planted
+
+
+def too_many_members(original: Any) -> Any:
+    def planted(ranges: Any, offsets: I32, small: int, large: int) -> list[work.Tiles]:
+        return [replace(part, height=part.height // 2) for part in original(ranges, offsets, small, large)]
+
+    return planted
+
+
+def lost_member(original: Any) -> Any:
+    def planted(*args: Any) -> list[work.Tiles]:
+        return [replace(part, members=np.where(part.members == 5, 4, part.members)) for part in original(*args)]
+
+    return planted
+
+
+def keys_read_twice(original: Any) -> Any:
+    return lambda start, own, *args: original(start, own * 0, *args)
+
+
+def lost_key(original: Any) -> Any:
+    def planted(*args: Any) -> work.Tiles:
+        tiles: work.Tiles = original(*args)
+        return replace(tiles, end_key=tiles.end_key - 1)
+
+    return planted
+
+
+def lost_state(original: Any) -> Any:
+    def planted(*args: Any) -> Any:
+        tokens, offsets, states = original(*args)
+        return tokens, np.minimum(offsets, offsets[-1] - 1), states[:-1]
+
+    return planted
+
+
+def other_order(original: Any) -> Any:
+    def planted(*args: Any) -> Any:
+        tokens, offsets, states = original(*args)
+        swapped = states.copy()
+        swapped[[0, 1]] = states[[1, 0]]
+        return tokens, offsets, swapped
+
+    return planted
+
+
+@pytest.mark.parametrize(
+    ("function", "plant"),
+    [
+        ("prefix_forest", full_too_early),
+        ("_shared_tiles", foreign_table),
+        ("_shared_tiles", too_many_members),
+        ("_shared_tiles", lost_member),
+        ("_one_token", keys_read_twice),
+        ("_one_token", lost_key),
+        ("_merges", lost_state),
+        ("_merges", other_order),
+    ],
+)
+def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, function: str, plant: Callable[[Any], Any]) -> None:
+    step = family()
+    for share in SHARES:
+        check(step, step.plan(share))
+    monkeypatch.setattr(work, function, plant(getattr(work, function)))
+    with pytest.raises((AssertionError, ValueError)):
+        check(step, step.plan("always"))
+
+
+def test_a_choice_that_ignores_the_cost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows share one page of many: reading it apart costs more than it saves."""
+    step = separate([(900, 1), (900, 1)])
+    step.tables[1, 0] = step.tables[0, 0]
+    cost = SharingCost(per_launch=0.0)
+    price = modelled(step, step.plan("auto", cost), cost)
+    monkeypatch.setattr(prefixes.CostRule, "shared", lambda self, num_keys, num_rows: np.zeros(num_keys.shape))
+    assert modelled(step, step.plan("auto", cost), cost) > price
