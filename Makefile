@@ -68,7 +68,7 @@ loadtest: $(VENV)/.installed
 
 OUT ?= bench-out
 gpu-check:
-	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/gpu_check.py --out $(OUT)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/bench/gpu_check.py --out $(OUT) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist web/node_modules chatcache/gateway/static
