@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from bench.check.goals import PEER, across_stages, all_figures, in_table
 from bench.check.machine import describe
 from bench.check.stages import Outcome, Stage, read_sheet, run_apart
 from bench.check.workload import PAGE, equal_rows, tree_rows, unshared
+
+from chatcache.model.load import load_model
+from chatcache.model.runner import Ahead
 
 
 @pytest.fixture
@@ -53,10 +57,15 @@ def test_the_reading_kernel_reads_everything(triton_device: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [model, offline], ids=lambda module: module.__name__)
-def test_engine_stages_run(stage: Any, context: Context) -> None:
+@pytest.mark.parametrize("ahead", [None, Ahead((1, 4))], ids=["in turn", "ahead"])
+def test_engine_stages_run(stage: Any, ahead: Ahead | None, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, and as on a GPU: steps in static buffers, launched before the one before is over."""
+    monkeypatch.setattr(model, "load_model", partial(load_model, ahead=ahead))
     stage.run(context, "tiny")
     assert context.num_failures == 0, told(context)
-    assert sum("figure" in entry for entry in told(context)) >= 5
+    names = [entry["figure"]["name"] for entry in told(context) if "figure" in entry]
+    assert len(names) >= 5
+    assert any("one by one over ahead" in name for name in names) == (ahead is not None)
 
 
 def test_the_queue_is_the_one_others_are_measured_with() -> None:
