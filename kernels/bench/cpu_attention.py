@@ -1,6 +1,7 @@
 """Paged attention on this CPU beside its limits: python kernels/bench/cpu_attention.py [--json FILE]
 
 Decode is bound by reading keys and values: achieved bytes per second over the read bandwidth of a buffer as large.
+Rows that share a prompt are compared with the same rows ungrouped: keys per second, and the ratio is the gain.
 Prefill is bound by matrix multiplication: achieved FLOPs (the causal half of them) over the matmul rate. Pages are
 shuffled, as they are after a while of serving. All in the same run, each the best of many.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from chatcache_kernels import ceilings, cpu
@@ -72,6 +73,24 @@ def decode(name: str, num_rows: int, context: int) -> Figure:
     return Figure(label, seconds * 1e6, num_bytes / seconds / 1e9, limit / 1e9, "GB/s")
 
 
+def shared(name: str, num_rows: int, prompt: int) -> Figure:
+    """Measure branches of one prompt that have gone on for 20 tokens each, beside the same rows read one by one."""
+    heads, kv_heads, head_dim = SHAPES[name]
+    common, own = prompt // 16, 2
+    num_pages = common + num_rows * own + 1
+    pages = cpu.allocate_pages(1, num_pages, 16, kv_heads, head_dim, torch.bfloat16)
+    pages.k.normal_(), pages.v.normal_()
+    shuffled = torch.randperm(num_pages - 1) + 1
+    tables = torch.cat((shuffled[:common].expand(num_rows, -1), shuffled[common:].view(num_rows, own)), 1)
+    batch = AttentionBatch.build(tables, torch.full((num_rows,), prompt + 20), torch.ones(num_rows), 16)
+    rows, start, num_tokens = (x.numpy() for x in (batch.tables, batch.start, batch.num_tokens))
+    together = replace(batch, work=cpu.prepare(rows, start, num_tokens, 16, heads // kv_heads))
+    q = torch.randn(num_rows, heads, head_dim).to(torch.bfloat16)
+    keys = num_rows * (prompt + 21) / 1e6
+    apart_s, seconds = Workload(pages, batch, q).time_s(), Workload(pages, together, q).time_s()
+    return Figure(f"shared  {name}, {num_rows} x {prompt}", seconds * 1e6, keys / seconds, keys / apart_s, "Mkey/s")
+
+
 def prefill(name: str, context: int, new: int) -> Figure:
     """Measure one row's chunk of `new` tokens after context - new cached ones."""
     heads, _, head_dim = SHAPES[name]
@@ -87,6 +106,7 @@ def prefill(name: str, context: int, new: int) -> Figure:
 def measure() -> list[Figure]:
     """Measure every line of the table."""
     figures = [decode(name, rows, 2048) for name in SHAPES for rows in (1, 8, 32)]
+    figures += [shared(name, 8, prompt) for name in ("SmolLM2-135M", "Llama-3-8B") for prompt in (1024, 2048, 4096)]
     return figures + [prefill("SmolLM2-135M", *sizes) for sizes in ((512, 512), (2048, 2048), (2560, 512), (2112, 64))]
 
 

@@ -98,7 +98,7 @@ class AttentionWork:
     Shapes: positions [T] int32, of each token in its row; merge_tokens [X] int32: the tokens with states, those of
     token merge_tokens[x] are merge_states[merge_offsets[x] .. merge_offsets[x + 1] - 1]; merge_offsets [X + 1],
     merge_states [S] int32; num_merges [1] int32 (X; what follows is left over). `num_states`: S, on the host. Lists
-    without a piece are left out, unless a static buffer keeps its place.
+    differ in `max_members`; one without a piece is left out, unless a static buffer keeps its place.
     """
 
     lists: tuple[WorkList, ...]
