@@ -124,8 +124,7 @@ class DecodeSteps:
         return len(self._replays)
 
     def capture(self, capture: Capture, progress: Progress) -> None:
-        """Make every step replayable, the largest first. Steps that cannot be captured are left out, and run as others
-        do."""
+        """Make every step replayable, the largest first. What cannot be captured runs as other steps do."""
         todo = [
             Form(place, num_lists, kind)
             for place, step in enumerate(self._steps)
@@ -147,6 +146,9 @@ class DecodeSteps:
                 self._replays[form] = capture(work)
             except torch.OutOfMemoryError:
                 log.warning("no memory is left to capture a decode step of %d rows; it will be slower", step.size)
+            except RuntimeError as error:
+                log.warning("decode steps cannot be captured and will be slower: %s", str(error).partition("\n")[0])
+                break
         took_s, taken = time.perf_counter() - started_s, (free_bytes - _free_bytes(self._given.device)) / 2**20
         log.info("captured %d decode steps in %.1f s, %.0f MiB", self.num_captured, took_s, taken)
 

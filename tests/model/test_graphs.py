@@ -225,6 +225,17 @@ def test_what_does_not_fit_memory_is_left_out(caplog: pytest.LogCaptureFixture) 
     assert said[0][0] == 0 and said[1][0] == 0.5
 
 
+def test_what_cannot_be_captured_runs_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(work: Replay) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of this")
+
+    runner = make_runner(Ahead([1, 4], refuse))
+    runner.warm_up()
+    assert "slower: operation not permitted when stream is capturing" in caplog.text
+    assert len(caplog.records) == 1
+    assert live(make_runner(), runner, Life(np.random.default_rng(SEED)), 20).differing() is None, f"seed {SEED}"
+
+
 def test_nobodys_rows_stay_numbers() -> None:
     """Whatever memory held, rows that fill up a batch compute numbers: nothing can leak from them, not even nan."""
     seen: list[torch.Tensor] = []
