@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.check import ceilings, decode, model, offline, prefill, read_kernel, sampling, small, stages, tune
+from bench.check import ceilings, decode, model, offline, prefill, read_kernel, sampling, small, stages, timing, tune
 from bench.check.context import Context
 from bench.check.figures import Figure, above_floor, compared, from_json, rate, table
 from bench.check.goals import PEER, across_stages, all_figures, in_table
@@ -37,6 +38,26 @@ def test_kernel_stages_run(stage: Any, context: Context) -> None:
     figures = [from_json(entry["figure"]) for entry in told(context) if "figure" in entry]
     assert len(figures) >= 6 and all(figure.value > 0 for figure in figures)
     assert len({figure.name for figure in figures}) == len(figures)
+
+
+@pytest.mark.parametrize("stage", [decode, prefill, small], ids=lambda module: module.__name__)
+def test_kernel_stages_run_on_triton(
+    stage: Any, context: Context, triton_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call that a GPU would get, once: interpreted kernels are too slow to be timed."""
+
+    def once(work: timing.Work, num_inputs: int, device: str, **limits: float) -> timing.Timing:
+        with torch.inference_mode():
+            work(num_inputs - 1)
+        return timing.Timing(1e-3, 1e-3, 1e-3)
+
+    for module in {stage, ceilings, decode}:
+        monkeypatch.setattr(module, "measure", once)
+    monkeypatch.setattr(stage, "choose_kernels", lambda device: importlib.import_module("chatcache_kernels.triton"))
+    context.device = triton_device
+    stage.run(context)
+    assert context.num_failures == 0, told(context)
+    assert sum("figure" in entry for entry in told(context)) >= 6
 
 
 def test_configurations_are_ranked(context: Context, triton_device: str) -> None:

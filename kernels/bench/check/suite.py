@@ -16,7 +16,7 @@ from bench.check.machine import ROOT
 
 INI = ROOT / "kernels" / "bench" / "bare" / "pytest.ini"
 GPU_TESTS = ("kernels/tests", "tests/gpu", "tests/model")
-TRITON_ONLY = "triton or gpu or reference or work"
+TRITON_ONLY = "triton or gpu or reference or work or device or sampler"
 MOST_PROCESSES = 8
 FEW_CORES = 4
 

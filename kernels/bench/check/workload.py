@@ -124,12 +124,17 @@ def build(kernels: ModuleType, heads: Heads, rows: Rows, device: str, size: str)
 
 
 def make_batch(kernels: ModuleType, heads: Heads, rows: Rows, device: str, share: Share = "auto") -> AttentionBatch:
-    """Return the batch of `rows`, planned as the engine would or as `share` says, if the backend wants a plan."""
+    """Return the batch of `rows`, planned as the engine would or as `share` says.
+
+    A backend with a plan of its own knows no "always", and its "never" is no plan.
+    """
     tables, start, num_tokens = (torch.from_numpy(each) for each in (rows.tables, rows.start, rows.num_tokens))
     batch = AttentionBatch.build(tables, start, num_tokens, PAGE)
     group = heads.num_heads // heads.num_kv_heads
     work = kernels.prepare(rows.tables, rows.start, rows.num_tokens, PAGE, group)
-    if work is not None and share != "auto":
+    if share == "never" and kernels.prepare is not plan_work:
+        work = None
+    elif share != "auto" and kernels.prepare is plan_work:
         work = plan_work(rows.tables, rows.start, rows.num_tokens, PAGE, group, share=share)
     return replace(batch, work=work).to(device)
 
