@@ -6,6 +6,7 @@ A failing case prints its seed; CHATCACHE_TEST_SEED=<seed> replays it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -321,6 +322,28 @@ def test_leftovers_of_static_buffers_are_not_touched(build: Build, window: int |
     case = build([(700, 1), (1030, 1), (5, 1), (90, 100)])
     assert case.batch.work is not None
     case.check(work=with_leftovers(case.batch.work.to("cpu")), window=window)
+
+
+def test_stores_beyond_32_bits(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages at the end of the last layer, whose elements no 32-bit number counts; K and V are the same memory."""
+    case = build([(69, 1), (700, 1), (3, 70)], 2, 1, 256, 64, torch.bfloat16)
+    num_pages = 132_000
+    num_bytes = 3 * num_pages * 64 * 256 * 2
+    if case.q.is_cuda:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=case.q.device)
+    else:  # addresses without memory behind them until they are written; the interpreter would write all of it back
+        from triton.runtime.interpreter import GridExecutor
+
+        monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        memory = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    both = memory.view(torch.bfloat16).view(3, num_pages, 1, 64, 256)
+    assert both.stride(0) > 2**31
+    both[2, -case.paged.num_pages :] = case.paged.k[1]
+    expected = replace(case, plain=replace(case.plain, v=case.plain.k)).expected(0.2)
+    batch = replace(case.batch, tables=case.batch.tables + (num_pages - case.paged.num_pages))
+    got = triton.paged_attention(case.q, replace(case.paged, k=both, v=both), 2, batch, 0.2)
+    torch.testing.assert_close(got.float(), expected, atol=1.5e-2, rtol=1.5e-2, msg=lambda m: f"seed {SEED}: {m}")
 
 
 def test_what_does_not_fit_is_refused(build: Build) -> None:
