@@ -35,14 +35,14 @@ class Figure:
         limit = f"{self.limit:11.4g}" if self.limit is not None else f"{'':11}"
         ratio = f"{self.ratio:8.3f}" if self.ratio is not None else f"{'':8}"
         verdict = {None: "", True: "met", False: "MISSED"}[self.met]
-        return f"{self.name:58.58} {self.value:11.4g} {self.unit:9} {limit} {ratio}  {self.goal:8} {verdict}".rstrip()
+        return f"{self.name:74.74} {self.value:11.4g} {self.unit:9} {limit} {ratio}  {self.goal:8} {verdict}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
         """Return the figure as plain data."""
         return {**asdict(self), "met": self.met}
 
 
-HEADER = f"{'':58} {'value':>11} {'unit':9} {'limit':>11} {'ratio':>8}  goal"
+HEADER = f"{'':74} {'value':>11} {'unit':9} {'limit':>11} {'ratio':>8}  goal"
 
 
 def rate(name: str, value: float, unit: str, limit: float, goal: str = "") -> Figure:

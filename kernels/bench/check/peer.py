@@ -45,11 +45,13 @@ def _load(context: Context, name: str) -> Any:
 
 def _generate(context: Context, model: Any, queue: Queue) -> tuple[float, int]:
     """Return seconds and tokens of the requests that finished; gives up shortly before the stage must end."""
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config = GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=-1, max_new_tokens=max(queue.lengths))
     num_tokens = num_done = 0
     hints = _hints(queue)
+    if not context.on_gpu:  # transformers sizes its store by the memory of a GPU
+        hints["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=128)
     with model.continuous_batching_context_manager(generation_config=config, block=True, timeout=5, **hints) as manager:
         start = time.perf_counter()
         for prompt, length in zip(queue.prompts, queue.lengths, strict=True):
