@@ -44,8 +44,8 @@ class Ahead:
 
     @property
     def num_graphs(self) -> int:
-        """Return how many steps are captured at most: each size with and without shared pages."""
-        return 2 * len(self.sizes)
+        """Return how many steps are captured at most: each size and kind, with and without shared pages."""
+        return 2 * len(self.sizes) * (self.plain.num_kinds if self.plain is not None else 1)
 
 
 class Underway:
