@@ -8,6 +8,7 @@
     rope.py        head norms, rotation and page write in one launch
     norm.py        RMSNorm, alone and after an addition
     activation.py  the gated activation
+    sampling.py    tokens and candidates drawn from logits; sampling_*.py are its kernels
     rounding.py    one cast that rounds alike on GPUs and in the interpreter
     launch.py      what all launches share
     variants.py    which forms of the kernels models launch, to compile them all in tests
