@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from chatcache.model.device_sampler import DeviceSampler
 from chatcache.model.noise import draw_keys, gumbel, token_base
 from chatcache.model.ranking import top_tokens
 from chatcache.model.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
@@ -22,6 +23,15 @@ CPU = torch.device("cpu")
 NUM_DRAWS = 20_000
 
 
+make_sampler: type[Sampler] | type[DeviceSampler] = Sampler
+
+
+@pytest.fixture(params=[Sampler, DeviceSampler], ids=["cpu", "triton"], autouse=True)
+def _sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw by each sampler in turn: one contract, two implementations."""
+    monkeypatch.setitem(globals(), "make_sampler", request.param)
+
+
 def draw(
     logits: torch.Tensor,
     specs: list[dict[str, Any]],
@@ -30,7 +40,7 @@ def draw(
 ) -> StepResult:
     """Sample from one row of logits per spec."""
     rows = np.array([spec.get("row", 0) for spec in specs])
-    return Sampler(logits.shape[-1], CPU).sample(logits, rows, make_draws(specs, edits, masks))
+    return make_sampler(logits.shape[-1], CPU).sample(logits, rows, make_draws(specs, edits, masks))
 
 
 def mask_of(draw: int, allowed: Iterable[int], num_words: int) -> LogitMask:

@@ -11,22 +11,41 @@ import torch
 import triton
 from torch import Tensor
 
+from .launch import EXACT, next_power_of_2
+from .sampling_cuts import cut_kernel
 from .sampling_draws import draw_kernel, finish_kernel
+from .sampling_edits import edit_kernel
+from .sampling_ranks import describe_kernel, rank_kernel, select_kernel
 
-CHUNK = 2048
-"""Tokens a program of a draw looks at: with 4 warps 16 a thread. Not measured."""
-ROWS = 64 if triton.knobs.runtime.interpret else 1
-"""Draws a program works for. The interpreter takes as long for one as for many."""
-WARPS = 4
-OPTIONS = {"enable_fp_fusion": False, "num_warps": WARPS}
-"""A product and a sum are two roundings, as on the CPU."""
+NOTHING_LEFT, NOT_FINITE = 1, 2
+MOST_SELECTED = 64
+"""Tokens that a program takes one by one; of more, torch sorts the keys."""
+MOST_KEYS = 8192
+"""Keys that fit a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """How the kernels are launched; not measured.
+
+    chunk: tokens that a program of a draw looks at. block: tokens at a time of a program that looks for a cut, and goes
+    over its whole row. rows: draws that a program works for.
+    """
+
+    chunk: int = 2048
+    warps: int = 4
+    block: int = 4096
+    cut_warps: int = 16
+    rows: int = 64 if triton.knobs.runtime.interpret else 1  # the interpreter takes as long for one as for many
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a launch draws from. Shapes: x [U, V] as drawn from; raw [U', V] as reported (x, where nothing was edited);
-    both with dense rows; base int32 [V], the hashed token ids; table int32 [NUM_FIELDS, N] (`sampling_rows`); words
-    int32 [M, ceil(V / 32)] or None; cuts: whether any draw has a filter."""
+    """What a launch draws from. `cuts`: whether any draw has a CUT.
+
+    Shapes: x [U, V] as drawn from, raw [U', V] as reported (x itself, if nothing is edited), both with dense rows; base
+    int32 [V], the hashed token ids; table int32 [NUM_FIELDS, N] (`sampling_rows`); words int32 [M, ceil(V / 32)] or None.
+    """
 
     x: Tensor
     raw: Tensor
@@ -34,8 +53,7 @@ class Draws:
     table: Tensor
     words: Tensor | None
     cuts: bool
-    chunk: int = CHUNK
-    rows: int = ROWS
+    launches: Launches = Launches()
 
     @property
     def num_draws(self) -> int:
@@ -43,23 +61,31 @@ class Draws:
 
     @property
     def num_chunks(self) -> int:
-        return -(-self.x.shape[1] // self.chunk)
+        return -(-self.x.shape[1] // self.launches.chunk)
+
+    @property
+    def num_programs(self) -> int:
+        return -(-self.num_draws // self.launches.rows)
+
+    @property
+    def mask_words(self) -> Tensor:
+        """Return the words of masks, or anything where there are none."""
+        return self.base if self.words is None else self.words
 
 
-def draw(draws: Draws, last: Tensor, out: Tensor) -> None:
+def draw(draws: Draws, last: Tensor, tokens: Tensor, logprobs: Tensor, faults: Tensor) -> None:
     """Draw one token each.
 
-    Shapes: last int32 [slots], where draws with a slot leave their token; out int32 [3, N]: token, the bits of its raw
-    log-probability, fault (1: nothing left to draw, 2: the raw logits are not finite).
+    Shapes: last [slots], where draws that have a slot leave their token; tokens [N], logprobs float32 [N] of the raw
+    log-softmax, faults int32 [N] (0; NOTHING_LEFT to draw; NOT_FINITE: the raw logits). tokens, last: any integer type.
     """
     if not draws.num_draws:
         return
-    chunks = draws.num_chunks
-    ids = torch.empty(draws.num_draws, chunks, dtype=torch.int32, device=out.device)
+    ids = torch.empty(draws.num_draws, draws.num_chunks, dtype=torch.int32, device=tokens.device)
     cuts = _cut(draws)
-    sums = _sums(draws, ids, cuts, 4)
-    raw_sums = sums if draws.raw is draws.x else _sums(draws, ids, cuts, 2)
-    finish_kernel[(triton.cdiv(draws.num_draws, draws.rows),)](
+    sums = _sums(draws, ids, cuts, SUMS_ONLY=False)
+    raw_sums = sums if draws.raw is draws.x else _sums(draws, ids, cuts, SUMS_ONLY=True)
+    finish_kernel[(draws.num_programs,)](
         draws.x,
         draws.raw,
         draws.base,
@@ -67,48 +93,172 @@ def draw(draws: Draws, last: Tensor, out: Tensor) -> None:
         raw_sums,
         sums,
         ids,
-        cuts,
         last,
-        out,
+        tokens,
+        logprobs,
+        faults,
         draws.x.stride(0),
         draws.raw.stride(0),
         draws.num_draws,
         draws.x.shape[1],
-        chunks,
-        ROWS=draws.rows,
-        CHUNKS=triton.next_power_of_2(chunks),
-        **OPTIONS,
+        draws.num_chunks,
+        ROWS=draws.launches.rows,
+        CHUNKS=next_power_of_2(draws.num_chunks),
+        **EXACT,
     )
 
 
-def _sums(draws: Draws, ids: Tensor, cuts: Tensor, planes: int) -> Tensor:
-    """Run the pass over the vocabulary: of what is drawn from (4 planes), or of the raw rows (2)."""
-    sums = torch.empty(planes, *ids.shape, dtype=torch.float32, device=ids.device)
-    x = draws.x if planes == 4 else draws.raw
-    masked = draws.words is not None and planes == 4
-    words = draws.words if draws.words is not None else draws.base
-    draw_kernel[(triton.cdiv(draws.num_draws, draws.rows) * draws.num_chunks,)](
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Where `rank` writes: S tokens of each draw, best first; -1, -inf where nothing is left.
+
+    Shapes: tokens int32, logprobs, perturbed, raw_logprobs float32 [N, S]; faults int32 [N].
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    perturbed: Tensor
+    raw_logprobs: Tensor
+    faults: Tensor
+
+
+def rank(draws: Draws, out: Ranked) -> None:
+    """Take the S best tokens of each draw, without replacement where it has a temperature; such draws must have a CUT.
+
+    logprobs: at temperature 0 of x before masks, else of what survives masks and filters; perturbed: those with the
+    noise.
+    """
+    size = out.tokens.shape[1]
+    if not draws.num_draws or not size:
+        return
+    device, num_chunks = out.tokens.device, draws.num_chunks
+    taken = min(size, draws.launches.chunk) if size <= MOST_SELECTED else draws.launches.chunk
+    keys = torch.empty(draws.num_draws, num_chunks * taken, dtype=torch.int64, device=device)
+    sums = torch.empty(3, draws.num_draws, num_chunks, dtype=torch.float32, device=device)
+    cuts = _cut(draws)
+    rank_kernel[(draws.num_programs * num_chunks,)](
+        draws.x,
+        draws.base,
+        draws.table,
+        cuts,
+        draws.mask_words,
+        sums,
+        keys,
+        draws.x.stride(0),
+        draws.num_draws,
+        draws.x.shape[1],
+        draws.mask_words.shape[-1],
+        num_chunks,
+        taken,
+        MASKED=draws.words is not None,
+        ALL=size > MOST_SELECTED,
+        ROWS=draws.launches.rows,
+        CHUNK=draws.launches.chunk,
+        num_warps=draws.launches.warps,
+        **EXACT,
+    )
+    describe_kernel[(draws.num_programs,)](
+        draws.x,
+        draws.raw,
+        draws.table,
+        cuts,
+        sums if draws.raw is draws.x else _sums(draws, draws.table, cuts, SUMS_ONLY=True),
+        sums,
+        _best(draws, keys, size),
+        out.tokens,
+        out.logprobs,
+        out.perturbed,
+        out.raw_logprobs,
+        out.faults,
+        draws.x.stride(0),
+        draws.raw.stride(0),
+        draws.num_draws,
+        num_chunks,
+        size,
+        ROWS=draws.launches.rows,
+        CHUNKS=next_power_of_2(num_chunks),
+        SIZE=next_power_of_2(size),
+        **EXACT,
+    )
+
+
+def edit(x: Tensor, rows: Tensor, ids: Tensor, scale: Tensor, add: Tensor) -> None:
+    """Change single logits in place: x / scale if x > 0 else x * scale, plus add.
+
+    Shapes: x float32 [E, V]; rows, ids int32, scale, add float32 [K]; no cell named twice.
+    """
+    if len(ids):
+        grid = (triton.cdiv(len(ids), 256),)
+        edit_kernel[grid](x, rows, ids, scale, add, x.stride(0), len(ids), BLOCK=256, **EXACT)
+
+
+def _sums(draws: Draws, ids: Tensor, cuts: Tensor, *, SUMS_ONLY: bool) -> Tensor:
+    """Run a draw's pass over the vocabulary: of what is drawn from, or only the log-sum-exp of the raw rows."""
+    sums = torch.empty(
+        2 if SUMS_ONLY else 4, draws.num_draws, draws.num_chunks, dtype=torch.float32, device=cuts.device
+    )
+    x = draws.raw if SUMS_ONLY else draws.x
+    draw_kernel[(draws.num_programs * draws.num_chunks,)](
         x,
         draws.base,
         draws.table,
         cuts,
-        words,
+        draws.mask_words,
         sums,
         ids,
         x.stride(0),
         draws.num_draws,
         x.shape[1],
-        words.shape[-1],
+        draws.mask_words.shape[-1],
         draws.num_chunks,
-        MASKED=masked,
-        SUMS_ONLY=planes == 2,
-        ROWS=draws.rows,
-        CHUNK=draws.chunk,
-        **OPTIONS,
+        MASKED=draws.words is not None and not SUMS_ONLY,
+        SUMS_ONLY=SUMS_ONLY,
+        ROWS=draws.launches.rows,
+        CHUNK=draws.launches.chunk,
+        num_warps=draws.launches.warps,
+        **EXACT,
     )
     return sums
 
 
 def _cut(draws: Draws) -> Tensor:
-    """Find where each filtered draw's survivors end. Returns float32 [3, N]: largest, least, last id at the least."""
-    return torch.empty(3, draws.num_draws, dtype=torch.float32, device=draws.table.device)
+    """Find where filtered draws' survivors end. Returns float32 [3, N] as `cut_kernel`; other cells stay unset."""
+    cuts = torch.empty(3, draws.num_draws, dtype=torch.float32, device=draws.table.device)
+    if draws.cuts:
+        cut_kernel[(draws.num_programs,)](
+            draws.x,
+            draws.table,
+            draws.mask_words,
+            cuts,
+            draws.x.stride(0),
+            draws.num_draws,
+            draws.x.shape[1],
+            draws.mask_words.shape[-1],
+            MASKED=draws.words is not None,
+            ROWS=draws.launches.rows,
+            BLOCK=draws.launches.block,
+            num_warps=draws.launches.cut_warps,
+            **EXACT,
+        )
+    return cuts
+
+
+def _best(draws: Draws, keys: Tensor, size: int) -> Tensor:
+    """Return the best keys of each draw, descending. Shapes: [N, K] -> [N, S]."""
+    num_keys = keys.shape[1]
+    if size > MOST_SELECTED or num_keys > MOST_KEYS:
+        return keys.topk(size).values.contiguous()  # no two are equal, so their order is the only one
+    best = torch.empty(draws.num_draws, size, dtype=torch.int64, device=keys.device)
+    tile = next_power_of_2(num_keys)
+    select_kernel[(draws.num_programs,)](
+        keys,
+        best,
+        draws.num_draws,
+        num_keys,
+        size,
+        ROWS=draws.launches.rows,
+        KEYS=tile,
+        num_warps=8 if tile > 2048 else 4,
+        **EXACT,
+    )
+    return best

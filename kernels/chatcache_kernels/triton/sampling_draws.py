@@ -1,11 +1,11 @@
 """One token for each draw: a pass over the vocabulary in chunks, and a merge.
 
-Symbols: N draws, V vocabulary, C = ceil(V / CHUNK) chunks. `plain` reads each logit once, whatever is asked.
+Symbols: N draws, V vocabulary, C = ceil(V / CHUNK) chunks. Each logit is read once, whatever is asked.
 
-Estimate, not a measurement (H200: 4.8 TB/s, 132 multiprocessors x 128 lanes x 1.75 GHz; about 65 instructions a token,
-most of them noise): V = 151,936 in bf16, one draw: 75 programs at a time, 0.3 MB, about 4 us with both launches; 256
-draws: 39 M tokens x 65 instructions are 86 us, 78 MB of reading 16 us: the noise is the limit. Greedy draws skip it:
-about 20 us for 256. One program for a whole row would take some 50 us for one draw, hence the chunks.
+Estimate, not a measurement (H200: 4.8 TB/s, 132 multiprocessors x 128 lanes x 1.75 GHz; about 80 instructions a token,
+most of them noise): V = 151,936 in bf16, one draw: 75 programs at once, 0.3 MB, about 5 us with both launches; 256
+draws: 39 M tokens x 80 instructions are 105 us, reading 78 MB takes 16 us: the noise is the limit. Greedy draws skip
+it: about 20 us for 256. One program for a whole row would take some 60 us for one draw, hence the chunks.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def draw_kernel(  # type: ignore[no-untyped-def]
 ):
     """Find each chunk's best token, and its part of the log-sum-exp.
 
-    Shapes: x [U, V] (rows x_stride apart), base int32 [V], table [F, N], cuts [3, N], words int32 [M, W] -> sums float32
-    [4, N, C] (largest, sum of exp(x - largest), largest allowed, best score), ids int32 [N, C]. SUMS_ONLY: the first two
-    of the raw rows. Grid (ceil(N / ROWS) * C): one program a chunk of ROWS draws.
+    Shapes: x [U, V] (rows x_stride apart), base int32 [V], table [F, N], cuts [3, N], words int32 [M, W] ->
+    sums float32 [4, N, C] (largest, sum of exp(x - largest), largest allowed, best score), ids int32 [N, C].
+    SUMS_ONLY: the first two, of the raw rows. Grid (ceil(N / ROWS) * C): one program a chunk of ROWS draws.
     Score: x of greedy draws; (x - top) / temperature + noise of others, where top is the row's where it has a cut, else
     the chunk's; tokens behind the cut have none.
     """
@@ -126,9 +126,10 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     raw_sums_ptr,
     sums_ptr,
     ids_ptr,
-    cuts_ptr,
     last_ptr,
-    out_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    faults_ptr,
     x_stride,
     raw_stride,
     num_draws,
@@ -139,10 +140,10 @@ def finish_kernel(  # type: ignore[no-untyped-def]
 ):
     """Choose among the chunks' best tokens and report.
 
-    Shapes: as `draw_kernel`; raw [U', V]; raw_sums [2 or 4, N, C] of the raw rows; last int32 [slots] -> out int32 [3, N]:
-    token, bits of its raw log-probability, fault (1: nothing left to draw, 2: raw logits not finite). CHUNKS >= C, a
-    power of two. Grid (ceil(N / ROWS)). Scores are computed again with the whole row's largest, so that they are those of
-    an undivided row; at equal scores the lower id wins.
+    Shapes: as `draw_kernel`; raw [U', V]; raw_sums [2 or 4, N, C] of the raw rows; last [slots] -> tokens, logprobs (of
+    the raw log-softmax), faults [N] (1: nothing left to draw, 2: raw logits not finite); tokens and last of any integer
+    type. CHUNKS >= C, a power of two. Grid (ceil(N / ROWS)).
+    Scores are computed again with the whole row's largest, as for an undivided row; at equal scores the lower id wins.
     """
     draw, live = draws_of(tl.program_id(0), num_draws, ROWS)
     offsets = tl.arange(0, CHUNKS)[None, :]
@@ -166,9 +167,9 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     raw_ptr += number(table_ptr, RAW_ROW, draw, num_draws).to(tl.int64) * raw_stride
     sum_of_all = log_total(raw_sums_ptr, at, valid, plane)
     logprob = tl.load(raw_ptr + token).to(tl.float32) - sum_of_all
-    keep(out_ptr, draw, token, live)
-    keep(out_ptr + num_draws, draw, logprob.to(tl.int32, bitcast=True), live)
+    keep(tokens_ptr, draw, token, live)
+    keep(logprobs_ptr, draw, logprob, live)
     fault = tl.where(is_finite(sum_of_all), tl.where(alive, 0, 1), 2)
-    keep(out_ptr + 2 * num_draws, draw, fault, live)
+    keep(faults_ptr, draw, fault, live)
     slot = number(table_ptr, SLOT, draw, num_draws)
     tl.store(last_ptr + slot, token, mask=live[:, None] & (slot >= 0))
