@@ -36,7 +36,7 @@ class Launches:
     warps: int = 4
     block: int = 4096
     cut_warps: int = 16
-    rows: int = 64 if triton.knobs.runtime.interpret else 1  # the interpreter takes as long for one as for many
+    rows: int = 256 if triton.knobs.runtime.interpret else 1  # the interpreter takes as long for one as for many
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Draws:
     """What a launch draws from. `cuts`: whether any draw has a CUT.
 
     Shapes: x [U, V] as drawn from, raw [U', V] as reported (x itself, if nothing is edited), both with dense rows; base
-    int32 [V], the hashed token ids; table int32 [NUM_FIELDS, N] (`sampling_rows`); words int32 [M, ceil(V / 32)] or None.
+    int32 [V], the hashed token ids; table int32 [NUM_FIELDS, N] (`sampling_rows`); words int32 [M, V / 32] or None.
     """
 
     x: Tensor
@@ -60,12 +60,20 @@ class Draws:
         return self.table.shape[1]
 
     @property
+    def chunk(self) -> int:
+        return min(self.launches.chunk, next_power_of_2(self.x.shape[1]))
+
+    @property
     def num_chunks(self) -> int:
-        return -(-self.x.shape[1] // self.launches.chunk)
+        return -(-self.x.shape[1] // self.chunk)
+
+    @property
+    def rows(self) -> int:
+        return min(self.launches.rows, next_power_of_2(self.num_draws))
 
     @property
     def num_programs(self) -> int:
-        return -(-self.num_draws // self.launches.rows)
+        return -(-self.num_draws // self.rows)
 
     @property
     def mask_words(self) -> Tensor:
@@ -102,7 +110,7 @@ def draw(draws: Draws, last: Tensor, tokens: Tensor, logprobs: Tensor, faults: T
         draws.num_draws,
         draws.x.shape[1],
         draws.num_chunks,
-        ROWS=draws.launches.rows,
+        ROWS=draws.rows,
         CHUNKS=next_power_of_2(draws.num_chunks),
         **EXACT,
     )
@@ -132,7 +140,7 @@ def rank(draws: Draws, out: Ranked) -> None:
     if not draws.num_draws or not size:
         return
     device, num_chunks = out.tokens.device, draws.num_chunks
-    taken = min(size, draws.launches.chunk) if size <= MOST_SELECTED else draws.launches.chunk
+    taken = min(size, draws.chunk) if size <= MOST_SELECTED else draws.chunk
     keys = torch.empty(draws.num_draws, num_chunks * taken, dtype=torch.int64, device=device)
     sums = torch.empty(3, draws.num_draws, num_chunks, dtype=torch.float32, device=device)
     cuts = _cut(draws)
@@ -152,8 +160,8 @@ def rank(draws: Draws, out: Ranked) -> None:
         taken,
         MASKED=draws.words is not None,
         ALL=size > MOST_SELECTED,
-        ROWS=draws.launches.rows,
-        CHUNK=draws.launches.chunk,
+        ROWS=draws.rows,
+        CHUNK=draws.chunk,
         num_warps=draws.launches.warps,
         **EXACT,
     )
@@ -175,7 +183,7 @@ def rank(draws: Draws, out: Ranked) -> None:
         draws.num_draws,
         num_chunks,
         size,
-        ROWS=draws.launches.rows,
+        ROWS=draws.rows,
         CHUNKS=next_power_of_2(num_chunks),
         SIZE=next_power_of_2(size),
         **EXACT,
@@ -213,8 +221,8 @@ def _sums(draws: Draws, ids: Tensor, cuts: Tensor, *, SUMS_ONLY: bool) -> Tensor
         draws.num_chunks,
         MASKED=draws.words is not None and not SUMS_ONLY,
         SUMS_ONLY=SUMS_ONLY,
-        ROWS=draws.launches.rows,
-        CHUNK=draws.launches.chunk,
+        ROWS=draws.rows,
+        CHUNK=draws.chunk,
         num_warps=draws.launches.warps,
         **EXACT,
     )
@@ -235,8 +243,8 @@ def _cut(draws: Draws) -> Tensor:
             draws.x.shape[1],
             draws.mask_words.shape[-1],
             MASKED=draws.words is not None,
-            ROWS=draws.launches.rows,
-            BLOCK=draws.launches.block,
+            ROWS=draws.rows,
+            BLOCK=min(draws.launches.block, next_power_of_2(draws.x.shape[1])),
             num_warps=draws.launches.cut_warps,
             **EXACT,
         )
@@ -256,7 +264,7 @@ def _best(draws: Draws, keys: Tensor, size: int) -> Tensor:
         draws.num_draws,
         num_keys,
         size,
-        ROWS=draws.launches.rows,
+        ROWS=draws.rows,
         KEYS=tile,
         num_warps=8 if tile > 2048 else 4,
         **EXACT,

@@ -105,11 +105,12 @@ def survives(scaled, ids, cuts_ptr, draw, num_draws):  # type: ignore[no-untyped
 
 @triton.jit
 def log_total(sums_ptr, at, valid, plane):  # type: ignore[no-untyped-def]
-    """Merge chunks' parts of log-sum-exps; nan, inf or -inf where logits are not finite. Shapes: [R, C] -> [R, 1]."""
+    """Merge chunks' parts of log-sum-exps; inf or -inf where logits are not finite. Shapes: [R, C] -> [R, 1]."""
     most = tl.load(sums_ptr + at, mask=valid, other=MINUS_INFINITY)
     part = tl.load(sums_ptr + plane + at, mask=valid, other=0.0)
     top = no_higher(largest(most))
-    return top + tl.log(total(part * tl.exp(most - top)))
+    part = total(part * tl.exp(most - top))
+    return tl.where(part > 0, top + tl.log(tl.maximum(part, 1e-38)), MINUS_INFINITY)
 
 
 @triton.jit
@@ -166,10 +167,11 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     token = tl.where(target >= 0, target, token)
     raw_ptr += number(table_ptr, RAW_ROW, draw, num_draws).to(tl.int64) * raw_stride
     sum_of_all = log_total(raw_sums_ptr, at, valid, plane)
-    logprob = tl.load(raw_ptr + token).to(tl.float32) - sum_of_all
+    healthy = is_finite(sum_of_all)
+    logprob = tl.load(raw_ptr + token).to(tl.float32) - tl.where(healthy, sum_of_all, 0.0)
     keep(tokens_ptr, draw, token, live)
     keep(logprobs_ptr, draw, logprob, live)
-    fault = tl.where(is_finite(sum_of_all), tl.where(alive, 0, 1), 2)
+    fault = tl.where(healthy, tl.where(alive, 0, 1), 2)
     keep(faults_ptr, draw, fault, live)
     slot = number(table_ptr, SLOT, draw, num_draws)
     tl.store(last_ptr + slot, token, mask=live[:, None] & (slot >= 0))

@@ -149,7 +149,7 @@ def describe_kernel(  # type: ignore[no-untyped-def]
     raw_total = log_total(raw_sums_ptr, at, valid, plane)
     whole = log_total(sums_ptr, at, valid, plane)
     survivors = total(tl.load(sums_ptr + 2 * plane + at, mask=valid & warm, other=0.0))
-    whole = tl.where(warm, tl.log(tl.where(warm, survivors, 1.0)), whole)
+    whole = tl.where(warm, tl.log(tl.maximum(tl.where(warm, survivors, 1.0), 1e-38)), whole)
     ranks = tl.arange(0, SIZE)[None, :]
     cells = draw[:, None] * size + ranks
     key = tl.load(best_ptr + cells, mask=ranks < size, other=NO_KEY)
@@ -157,15 +157,18 @@ def describe_kernel(  # type: ignore[no-untyped-def]
     present = (key != NO_KEY) & is_finite(value)
     x_ptr += number(table_ptr, ROW, draw, num_draws).to(tl.int64) * x_stride
     raw_ptr += number(table_ptr, RAW_ROW, draw, num_draws).to(tl.int64) * raw_stride
-    x = tl.load(x_ptr + ids, mask=present, other=MINUS_INFINITY).to(tl.float32)
-    raw = tl.load(raw_ptr + ids, mask=present, other=MINUS_INFINITY).to(tl.float32)
+    x = tl.load(x_ptr + ids, mask=present, other=0.0).to(tl.float32)
+    raw = tl.load(raw_ptr + ids, mask=present, other=0.0).to(tl.float32)
     top = tl.load(cuts_ptr + draw)[:, None]
     clean = tl.where(warm, scale(x, tl.where(warm, top, 0.0), temperature), value)
-    present = present & is_finite(clean - whole)
+    healthy = is_finite(raw_total)
+    raw_total = tl.where(healthy, raw_total, 0.0)
+    present = present & is_finite(whole)
+    whole = tl.where(is_finite(whole), whole, 0.0)
     cells_live = live[:, None] & (ranks < size)
     tl.store(tokens_ptr + cells, tl.where(present, ids, -1), mask=cells_live)
     tl.store(logprobs_ptr + cells, tl.where(present, clean - whole, MINUS_INFINITY), mask=cells_live)
     tl.store(perturbed_ptr + cells, tl.where(present & warm, value - whole, MINUS_INFINITY), mask=cells_live)
     tl.store(raw_logprobs_ptr + cells, tl.where(present, raw - raw_total, MINUS_INFINITY), mask=cells_live)
     some = tl.max(present.to(tl.int32), 1)[:, None] > 0
-    keep(faults_ptr, draw, tl.where(is_finite(raw_total), tl.where(some, 0, 1), 2), live)
+    keep(faults_ptr, draw, tl.where(healthy, tl.where(some, 0, 1), 2), live)

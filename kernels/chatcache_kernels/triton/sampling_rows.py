@@ -69,7 +69,7 @@ def is_any(flags):  # type: ignore[no-untyped-def]
 @triton.jit
 def keep(out_ptr, at, values, live):  # type: ignore[no-untyped-def]
     """Store one number for each row. Shapes: at, live [R], values [R, 1]."""
-    tl.store(out_ptr + at, tl.max(values, 1), mask=live)
+    tl.store(out_ptr + at, tl.sum(values, 1), mask=live)
 
 
 @triton.jit
@@ -92,8 +92,8 @@ def first_where(flags, ids, otherwise):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def no_higher(top):  # type: ignore[no-untyped-def]
-    """Return a shift that keeps x - top defined where nothing is finite."""
-    return tl.where(top == MINUS_INFINITY, 0.0, top)
+    """Return a shift that keeps x - top defined where top is infinite."""
+    return tl.where((top > MINUS_INFINITY) & (top < float("inf")), top, 0.0)
 
 
 @triton.jit
