@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model.arch import Architecture, is_native, read_architecture
 from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate, choose_backend
+from chatcache.model.choose import choose_plain, choose_sampler
 from chatcache.model.decoder import Decoder, check_unused, load_decoder
 from chatcache.model.deterministic import TokenByToken, check_determinism
 from chatcache.model.folder import eos_token_ids, model_name, read_config, resolve_model_path, weight_files
@@ -22,7 +24,7 @@ from chatcache.model.invariant import InvariantLinears
 from chatcache.model.linear import fast_linear
 from chatcache.model.memory import Budget, CudaGauge, host_kv_bytes, measure_budget
 from chatcache.model.runner import Ahead, Runner, ahead_on
-from chatcache.model.sampler import AnySampler, Sampler
+from chatcache.model.sampler import AnySampler
 from chatcache.model.threads import limit_threads
 from chatcache.model.weights import Weights, WeightSource
 from chatcache.sched.plan import KVCapacity
@@ -67,7 +69,9 @@ def load_model(
     if ahead is None:
         ahead = ahead_on(device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder))
     say(0.91, "measuring memory")
-    sampler = Sampler(geometry.vocab_size, device)
+    sampler = choose_sampler(backend, geometry.vocab_size, device)
+    if ahead is not None and ahead.plain is None:
+        ahead = replace(ahead, plain=choose_plain(backend, geometry.vocab_size, device))
     num_graphs = ahead.num_graphs if ahead is not None else 0
     budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
     capacity = plan_capacity(config, geometry, max_model_len, budget)

@@ -5,7 +5,9 @@ Every function launches and returns; nothing waits for the device, so that all c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -16,6 +18,8 @@ from .sampling_cuts import cut_kernel
 from .sampling_draws import draw_kernel, finish_kernel
 from .sampling_edits import edit_kernel
 from .sampling_ranks import describe_kernel, rank_kernel, select_kernel
+from .sampling_rows import NUM_FIELDS
+from .variants import Variant, traced
 
 NOTHING_LEFT, NOT_FINITE = 1, 2
 MOST_SELECTED = 64
@@ -64,6 +68,23 @@ class Draws:
         return min(self.launches.chunk, next_power_of_2(self.x.shape[1]))
 
     @property
+    def masked(self) -> bool:
+        return self.words is not None
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a draw's programs; masks take registers, so more of them share a chunk."""
+        return self.launches.warps * (2 if self.masked else 1)
+
+    @property
+    def block(self) -> int:
+        return min(self.launches.block // (2 if self.masked else 1), next_power_of_2(self.x.shape[1]))
+
+    @property
+    def cut_warps(self) -> int:
+        return self.launches.cut_warps // (2 if self.masked else 1)
+
+    @property
     def num_chunks(self) -> int:
         return -(-self.x.shape[1] // self.chunk)
 
@@ -79,6 +100,24 @@ class Draws:
     def mask_words(self) -> Tensor:
         """Return the words of masks, or anything where there are none."""
         return self.base if self.words is None else self.words
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """Yield the launches of plain draws, and of draws with masks, from edited copies, several at once."""
+    for vocab_size, dtype in ((151_936, torch.bfloat16), (50_257, torch.float16), (49_152, torch.float32)):
+        empty = partial(torch.empty, device="meta")
+        raw, edited = empty(3, vocab_size, dtype=dtype), empty(3, vocab_size)
+        base, table = (empty(*shape, dtype=torch.int32) for shape in ((vocab_size,), (NUM_FIELDS, 7)))
+        last, tokens, faults = empty(9, dtype=torch.int64), empty(7, dtype=torch.int64), empty(7, dtype=torch.int32)
+        yield from traced(partial(draw, Draws(raw, raw, base, table, None, True), last, tokens, empty(7), faults))
+        words = empty(1, -(-vocab_size // 32), dtype=torch.int32)
+        for x in (raw, edited):
+            draws = Draws(x, raw, base, table, words, True)
+            yield from traced(partial(draw, draws, last, faults, empty(7), faults))
+            for size in (5, 20, 100) if dtype == torch.bfloat16 else (5,):
+                found = empty(7, size, dtype=torch.int32), *(empty(7, size) for _ in range(3)), faults
+                yield from traced(partial(rank, draws, Ranked(*found)))
+        yield from traced(partial(edit, edited, tokens.int(), faults, empty(7), empty(7)))
 
 
 def draw(draws: Draws, last: Tensor, tokens: Tensor, logprobs: Tensor, faults: Tensor) -> None:
@@ -158,11 +197,11 @@ def rank(draws: Draws, out: Ranked) -> None:
         draws.mask_words.shape[-1],
         num_chunks,
         taken,
-        MASKED=draws.words is not None,
+        MASKED=draws.masked,
         ALL=size > MOST_SELECTED,
         ROWS=draws.rows,
         CHUNK=draws.chunk,
-        num_warps=draws.launches.warps,
+        num_warps=draws.warps,
         **EXACT,
     )
     describe_kernel[(draws.num_programs,)](
@@ -219,11 +258,11 @@ def _sums(draws: Draws, ids: Tensor, cuts: Tensor, *, SUMS_ONLY: bool) -> Tensor
         x.shape[1],
         draws.mask_words.shape[-1],
         draws.num_chunks,
-        MASKED=draws.words is not None and not SUMS_ONLY,
+        MASKED=draws.masked and not SUMS_ONLY,
         SUMS_ONLY=SUMS_ONLY,
         ROWS=draws.rows,
         CHUNK=draws.chunk,
-        num_warps=draws.launches.warps,
+        num_warps=draws.warps,
         **EXACT,
     )
     return sums
@@ -242,10 +281,10 @@ def _cut(draws: Draws) -> Tensor:
             draws.num_draws,
             draws.x.shape[1],
             draws.mask_words.shape[-1],
-            MASKED=draws.words is not None,
+            MASKED=draws.masked,
             ROWS=draws.rows,
-            BLOCK=min(draws.launches.block, next_power_of_2(draws.x.shape[1])),
-            num_warps=draws.launches.cut_warps,
+            BLOCK=draws.block,
+            num_warps=draws.cut_warps,
             **EXACT,
         )
     return cuts
