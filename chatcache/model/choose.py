@@ -1,4 +1,4 @@
-"""Choose how tokens are drawn: by Triton's kernels where attention is Triton's, else in torch and on the CPU's kernels."""
+"""Choose how tokens are drawn: by Triton's kernels where attention is Triton's, else by torch or the CPU's kernels."""
 
 from __future__ import annotations
 

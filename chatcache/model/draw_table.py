@@ -42,3 +42,14 @@ def fill_table(table: NDArray[Any], draws: Draws, rows: NDArray[np.integer[Any]]
     used[fields.TOP_P.value] = top_p.view(np.int32)
     used[fields.FLOOR.value] = floor.view(np.int32)
     used[fields.CUT.value] = (top_k > 0) | (top_p < 1) | (floor > -np.inf)
+
+
+def has_cuts(draws: Draws, vocab_size: int) -> bool:
+    """Whether any draw has a filter that can drop something."""
+    top_k, top_p, floor = limits(draws, vocab_size)
+    return bool(((top_k > 0) | (top_p < 1) | (floor > -np.inf)).any())
+
+
+def set_slots(table: NDArray[Any], slots: NDArray[np.integer[Any]]) -> None:
+    """Say where each column's token is kept for the next step. Shape: slots [N]."""
+    table[fields.SLOT.value] = slots
