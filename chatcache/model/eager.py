@@ -19,7 +19,7 @@ from chatcache.model.sampler import AnySampler
 from chatcache.model.scores import ScoreSheet, fill_all, part_sizes, scored_tokens
 from chatcache.model.tables import Changes, DeviceSlots, PageTables, Placement
 from chatcache.model.transfer import to_device, upload
-from chatcache.sched.plan import Draws, Rows, Scores, StepPlan, StepResult
+from chatcache.sched.plan import I32, Draws, Rows, Scores, StepPlan, StepResult
 
 Finish = Callable[[], StepResult]
 """Returns what was drawn, once the device is done."""
@@ -54,7 +54,7 @@ class EagerSteps:
         Raises: whatever torch raises, for lack of memory only if a single token does not fit.
         """
         self.change(changes)
-        self.copy(plan)
+        self.copy(plan.copies)
         if placement is None:
             return nothing
         whole = Part.whole(plan)
@@ -68,10 +68,10 @@ class EagerSteps:
         if self._slots is not None:
             self._slots.apply(changes)
 
-    def copy(self, plan: StepPlan) -> None:
-        """Enqueue a plan's copies."""
-        if len(plan.copies):
-            self._kernels.copy_pages(self._pages, to_device(plan.copies, self._device))
+    def copy(self, copies: I32) -> None:
+        """Enqueue a plan's copies. Shapes: copies [C, 2]."""
+        if len(copies):
+            self._kernels.copy_pages(self._pages, to_device(copies, self._device))
 
     def forward(self, rows: Rows, drawn: Index) -> Tensor:
         """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""

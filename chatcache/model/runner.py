@@ -159,6 +159,7 @@ class Runner:
                     first, news = np.full(count, start, np.int32), np.full(count, new, np.int32)
                     rows = Rows(np.arange(count, dtype=np.int32), first, news, np.zeros(count * new, np.int32))
                     self._eager.forward(rows, np.zeros(1, np.intp))
+            self._eager.copy(np.array([[1, 0]], np.int32))  # nobody reads the null page
             self._sampler.warm_up(self._network.geometry.dtype)
             if self._static is not None:
                 self._static.capture(self._capture, progress or (lambda fraction, what: None))
@@ -190,7 +191,7 @@ class Runner:
 
     def _replay(self, plan: StepPlan, ready: Ready, static: DecodeSteps) -> None:
         with torch.inference_mode():
-            self._eager.copy(plan)
+            self._eager.copy(plan.copies)
             static.run(ready)
 
     def _run(self, plan: StepPlan, changes: Changes, placement: Placement | None) -> Finish:

@@ -1,0 +1,61 @@
+"""Warm-up launches every form of every Triton kernel that steps will need: none is compiled while someone waits."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chatcache_kernels import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from chatcache.model.graphs import batch_sizes
+from chatcache.model.runner import Ahead
+from tests.model.lazy_streams import lazy_streams
+from tests.model.lives import NUM_SLOTS, Life, live, make_runner
+
+SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+
+
+def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Hashable:
+    """Return what Triton compiles a kernel anew for: constants, options, types, and what 1 or 16 divides."""
+    signature = inspect.signature(kernel.fn)
+    options = {name: value for name, value in given.items() if name not in signature.parameters}
+    bound = signature.bind(*args, **{name: value for name, value in given.items() if name not in options})
+    facts = []
+    for name, value in bound.arguments.items():
+        if signature.parameters[name].annotation != inspect.Parameter.empty:
+            facts.append(value)
+        elif name in (kernel.kwargs.get("do_not_specialize") or ()):
+            facts.append(str(getattr(value, "dtype", type(value))))
+        elif isinstance(value, torch.Tensor):
+            free = name in (kernel.kwargs.get("do_not_specialize_on_alignment") or ())
+            facts.append((value.dtype, free or value.data_ptr() % 16 == 0))
+        elif isinstance(value, int):
+            facts.append((value == 1, value % 16 == 0, abs(value) < 2**31))
+        else:
+            facts.append(type(value))
+    return kernel.fn.__name__, tuple(map(str, facts)), str(sorted(options.items()))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="reads launches off the interpreter")
+def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: set[Hashable] = set()
+    launch = InterpretedFunction.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> Any:
+        launched.add(form(kernel, args, given))
+        return launch(kernel, *args, grid=grid, warmup=warmup, **given)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    runner = make_runner(Ahead(batch_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
+    runner.warm_up()
+    warm = set(launched)
+    live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.6), 20)
+    assert {"attend_items", "merge_tokens", "move_words", "write_heads"} <= {str(name) for name, *_ in launched}  # type: ignore[misc]
+    assert not launched - warm, f"seed {SEED}: " + "\n".join(map(str, sorted(launched - warm, key=str)))
