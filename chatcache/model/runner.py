@@ -27,7 +27,8 @@ from chatcache.types import ModelFacts
 
 Progress = Callable[[float, str], None]
 
-WARM_PAGES = 32  # that two rows share at warm-up: enough to be worth it
+WARM_TOKENS = 1040  # of a row at warm-up: enough keys to be read in pieces, and to be worth sharing
+WARM_PROMPTS = tuple(2**i for i in range(9))  # tokens of a row: every tile height that a work list chooses by them
 MOST_IN_FLIGHT = 2
 
 
@@ -94,6 +95,8 @@ class Runner:
         self._device = device = network.geometry.device
         self._name = _name_of(device)  # a lost device may not even tell its name
         self._page_size = capacity.page_size
+        one = np.zeros((1, 1), np.int32)
+        self._plans_work = kernels.prepare(one, one[0], one[0] + 1, self._page_size, 1) is not None
         max_pages = -(-capacity.max_model_len // capacity.page_size)
         self._tables = PageTables(
             capacity.num_slots, max_pages, capacity.page_size, kernels.prepare, network.geometry.group
@@ -142,15 +145,16 @@ class Runner:
         return underway
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Run a prompt, a decode step and one of rows that share pages, all on page 1, so that kernels compile before
+        """Run prompts, a decode step and one of rows that share pages, all on page 1, so that kernels compile before
         anyone waits for them, capture the decode steps, and measure how long a swapped page takes."""
         size, length = self._capacity.page_size, self._capacity.max_model_len
-        slots, pages = min(2, self._capacity.num_slots), min(WARM_PAGES, self._tables.rows.shape[1])
+        slots, pages = min(2, self._capacity.num_slots), min(-(-WARM_TOKENS // size), self._tables.rows.shape[1])
         held = self._tables.rows[:slots, :pages].copy()
-        num_tokens, end = min(size, length), min(pages * size, length)
+        end = min(pages * size, length)
+        prompts = [count for count in WARM_PROMPTS if count <= end] if self._plans_work else [min(size, end)]
         with self._on_device(0), torch.inference_mode():
             for content, steps in (
-                (np.ones_like(held), ((1, 0, num_tokens), (1, num_tokens - 1, 1), (slots, end - 1, 1))),
+                (np.ones_like(held), (*((1, 0, count) for count in prompts), (1, end - 1, 1), (slots, end - 1, 1))),
                 (held, ()),
             ):
                 cells = [(*cell, page) for cell, page in np.ndenumerate(content)]
@@ -173,8 +177,8 @@ class Runner:
 
     def _static_steps(self, parties: Parties, sizes: Sequence[int]) -> DecodeSteps:
         rooms: list[WorkRoom | None] = [None] * len(sizes)
-        one, capacity = np.zeros((1, 1), np.int32), self._capacity
-        if parties.kernels.prepare(one, one[0], one[0] + 1, self._page_size, 1) is not None:
+        if self._plans_work:
+            capacity = self._capacity
             group, num_tokens = parties.network.geometry.group, capacity.num_pages * self._page_size
             rooms = [WorkRoom.of(size, group, capacity.max_model_len, num_tokens) for size in sizes]
         return DecodeSteps(parties, self._tables, sizes, rooms)

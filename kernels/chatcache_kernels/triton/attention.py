@@ -64,7 +64,10 @@ def _queries(  # type: ignore[no-untyped-def]
     return item, kv_head, member, kv_head * GROUP + lane % GROUP, token, taken
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride", "window"])
+@triton.jit(
+    do_not_specialize=["layer", "table_stride", "window"],
+    do_not_specialize_on_alignment=["items", "members", "num_items", "positions", "tables"],  # pieces of one transfer
+)
 def attend_items(  # type: ignore[no-untyped-def]
     q,
     k,

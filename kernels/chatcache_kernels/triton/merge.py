@@ -17,7 +17,7 @@ from .rounding import rounded
 from .variants import Variant, traced
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens", "offsets", "pieces", "num_merges"])  # pieces of one transfer
 def merge_tokens(  # type: ignore[no-untyped-def]
     out,
     states,
