@@ -79,14 +79,23 @@ def threads_for(num_elements: int) -> int:
 @cache
 def _parallel() -> Callable[[int, Any, int, int], None]:
     """Return run(entry, job, num_threads, flags), which runs entry(job) on every thread of a team."""
-    library = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        run = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
+    address = omp_function("GOMP_parallel")
+    if not address:
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         return lambda entry, job, num_threads, flags: call(entry)(ctypes.addressof(job))
-    run.argtypes, run.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-    return run
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(address)
+
+
+@cache
+def omp_function(name: str) -> int:
+    """Return the address of a function of torch's OpenMP runtime, 0 where torch has another runtime or none."""
+    library = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        runtime = ctypes.CDLL(str(library))
+        known = ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p), getattr(runtime, name)
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(known[1], ctypes.c_void_p).value or 0
 
 
 @cache
