@@ -19,6 +19,7 @@ from chatcache.model.arch import Architecture
 from chatcache.model.attention import AttentionStep, Geometry
 from chatcache.model.linear import MakeLinear, Product, fast_linear
 from chatcache.model.rope import rope_tables
+from chatcache.model.short import ShortSteps, short_steps
 from chatcache.model.weights import WeightSource
 
 Progress = Callable[[float, str], None]
@@ -58,15 +59,21 @@ class Decoder:
         self._head = head
         self._scale = arch.head_dim**-0.5
         self._cos = self._sin = torch.empty(0, arch.rope.dim // 2)
+        self._short: ShortSteps | None = None
 
     def extend_positions(self, length: int) -> None:
         """Make the rotary tables for contexts of up to `length` tokens."""
         cos, sin = rope_tables(self.arch.rope, length, self.arch.max_position)
         self._cos, self._sin = cos.to(self.geometry.device), sin.to(self.geometry.device)
+        self._short = short_steps(
+            self._layers, self._head, self._embedding, self._norm, self.arch.rms_norm_eps, self._scale,
+            self.arch.num_heads, (self._cos, self._sin),
+        )  # fmt: skip
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
         """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
-        return self._head(self._states(tokens, positions, step, drawn))
+        logits = self._short.run(tokens, positions, step, drawn) if self._short is not None else None
+        return self._head(self._states(tokens, positions, step, drawn)) if logits is None else logits
 
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]

@@ -18,6 +18,27 @@ MakeLinear = Callable[[Tensor, Tensor | None], Product]
 """Makes a layer of a weight [out, in] and perhaps a bias [out]."""
 
 
+class PanelLinear:
+    """A layer that keeps its weight a second time, in the panels of `chatcache_kernels.cpu.matmul`, for few tokens."""
+
+    __slots__ = ("bias", "panels", "product")
+
+    def __init__(self, product: Product, panels: Tensor, bias: Tensor | None) -> None:
+        self.product, self.panels, self.bias = product, panels, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+def twofold_linear(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """Return a linear layer for many tokens by oneDNN and, where the CPU's kernels take the weight, for few."""
+    from chatcache_kernels.cpu.matmul import pack_weight, packs
+
+    panels = pack_weight(weight) if packs(weight) else None
+    product = fast_linear(weight, bias)
+    return product if panels is None else PanelLinear(product, panels, bias)
+
+
 def fast_linear(weight: Tensor, bias: Tensor | None = None) -> Product:
     """Return a linear layer for inference.
 

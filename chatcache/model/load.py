@@ -21,8 +21,9 @@ from chatcache.model.decoder import Decoder, check_unused, load_decoder
 from chatcache.model.deterministic import TokenByToken, check_determinism
 from chatcache.model.folder import eos_token_ids, model_name, read_config, resolve_model_path, weight_files
 from chatcache.model.invariant import InvariantLinears
-from chatcache.model.linear import fast_linear
+from chatcache.model.linear import MakeLinear, fast_linear, twofold_linear
 from chatcache.model.memory import Budget, CudaGauge, host_kv_bytes, measure_budget
+from chatcache.model.short import MAX_BYTES
 from chatcache.model.runner import Ahead, Runner, ahead_on
 from chatcache.model.sampler import AnySampler
 from chatcache.model.threads import limit_threads
@@ -118,7 +119,7 @@ def _load_network(
         arch = read_architecture(raw, where)
         check_unused(weights, arch, folder)
         length = context_length(config, arch)
-        make_linear = InvariantLinears() if config.deterministic else fast_linear
+        make_linear = choose_linear(config, weights, dtype, device)
         decoder = load_decoder(arch, weights, dtype, device, part, make_linear)
         decoder.extend_positions(length)
         return decoder, length
@@ -132,6 +133,16 @@ def _load_network(
     torch.set_num_threads(1)  # how torch shares its work among threads is nobody's promise
     log.warning("deterministic: this model runs through transformers, on one thread, one token at a time")
     return TokenByToken(network), length
+
+
+def choose_linear(
+    config: EngineConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+) -> MakeLinear:
+    """Return how this model multiplies: the weights are kept twice where that is small change and few tokens gain."""
+    if config.deterministic:
+        return InvariantLinears()
+    twice = device.type == "cpu" and config.attention in ("auto", "cpu")
+    return twofold_linear if twice and weights.num_parameters * dtype.itemsize <= MAX_BYTES else fast_linear
 
 
 def context_length(config: EngineConfig, arch: Architecture) -> int:

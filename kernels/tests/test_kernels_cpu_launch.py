@@ -10,10 +10,10 @@ import sys
 SCRIPT = """
 import torch
 from chatcache_kernels import cpu
-from chatcache_kernels.cpu.fused import _norm_kernel
+from chatcache_kernels.cpu.fused import norm_kernel
 x = torch.randn(3, 32)
 assert torch.allclose(cpu.rms_norm(x, torch.ones(32), 0.0).square().mean(-1), torch.ones(3))
-print(_norm_kernel(0).compiled.cache_hits)
+print(norm_kernel(0).compiled.cache_hits)
 """
 
 

@@ -19,10 +19,10 @@ from .launch import Launch, compile_kernel, record, threads_for
 from .tile import LOG2E
 from .vectors import KINDS, add, div, exp2, fetch_add, fma, load, minimum, mul, pointer, splat, store, total, zeros
 
-_LANES = 16
+LANES = 16
 
-NORM_JOB, _PACK_NORM = record("x residual weight out total num_rows width", "eps")
-SILU_JOB, _PACK_SILU = record("gate_up out num_rows width")
+NORM_JOB, _PACK_NORM = record("x residual weight out total num_rows width rows_each", "eps")
+SILU_JOB, _PACK_SILU = record("gate_up out num_rows width rows_each")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,42 +52,48 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return reference.silu_mul(gate_up)
     gate_up = gate_up.contiguous()
     out = torch.empty(num_rows, width, dtype=gate_up.dtype)
-    job = _PACK_SILU.pack(0, 0, gate_up.data_ptr(), out.data_ptr(), num_rows, width)
-    _silu_kernel(KINDS[gate_up.dtype])(job, threads_for(gate_up.numel()))
+    job = _PACK_SILU.pack(0, 0, gate_up.data_ptr(), out.data_ptr(), num_rows, width, rows_each(num_rows))
+    silu_kernel(KINDS[gate_up.dtype])(job, threads_for(gate_up.numel()))
     return out
 
 
 def norm_fits(x: Tensor, weight: Tensor) -> bool:
     """Tell whether a norm takes the kernel rather than torch."""
-    return x.shape[-1] % _LANES == 0 and x.dtype in KINDS and weight.dtype == x.dtype and weight.is_contiguous()
+    return x.shape[-1] % LANES == 0 and x.dtype in KINDS and weight.dtype == x.dtype and weight.is_contiguous()
 
 
 def silu_fits(gate_up: Tensor) -> bool:
     """Tell whether the activation takes the kernel rather than torch."""
-    return gate_up.shape[1] % (2 * _LANES) == 0 and gate_up.dtype in KINDS
+    return gate_up.shape[1] % (2 * LANES) == 0 and gate_up.dtype in KINDS
+
+
+def rows_each(num_rows: int) -> int:
+    """Return how many rows a thread takes at a time: drawing a row costs as much as computing a short one."""
+    return max(1, min(16, num_rows // 16))
 
 
 def _norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: int, eps: float) -> None:
     width = x.shape[-1]
+    num_rows = x.numel() // width
     job = _PACK_NORM.pack(
-        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, x.numel() // width, width, eps
-    )
-    _norm_kernel(KINDS[x.dtype])(job, threads_for(x.numel()))
+        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, num_rows, width, rows_each(num_rows), eps
+    )  # fmt: skip
+    norm_kernel(KINDS[x.dtype])(job, threads_for(x.numel()))
 
 
 @cache
-def _norm_kernel(kind: int) -> Launch:
+def norm_kernel(kind: int) -> Launch:
     """Return the launcher of the norms. Takes a NORM_JOB; without a residual, `residual` and `total` are 0."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, NORM_JOB)[0]
-        zero, width = zeros(_LANES), job.width
+        zero, width = zeros(LANES), job.width
         x, weight, out = pointer(kind, job.x), pointer(kind, job.weight), pointer(kind, job.out)
         residual, summed = pointer(kind, job.residual), pointer(kind, job.total)
-        row = fetch_add(address, 0, 1)
+        row = fetch_add(address, 0, job.rows_each)
         while row < job.num_rows:
             squares = zero
-            for i in range(row * width, (row + 1) * width, _LANES):
+            for i in range(row * width, (row + 1) * width, LANES):
                 value = load(zero, x, i)
                 if job.residual != 0:
                     store(summed, i, add(value, load(zero, residual, i)))
@@ -95,31 +101,35 @@ def _norm_kernel(kind: int) -> Launch:
                 squares = fma(value, value, squares)
             scale = splat(zero, np.float32(1.0 / np.sqrt(total(squares) / width + job.eps)))
             source = x if job.residual == 0 else summed
-            for i in range(0, width, _LANES):
+            for i in range(0, width, LANES):
                 value = mul(load(zero, source, row * width + i), scale)
                 store(out, row * width + i, mul(value, load(zero, weight, i)))
-            row = fetch_add(address, 0, 1)
+            row += 1
+            if row % job.rows_each == 0:
+                row = fetch_add(address, 0, job.rows_each)
 
     return compile_kernel(kernel)
 
 
 @cache
-def _silu_kernel(kind: int) -> Launch:
+def silu_kernel(kind: int) -> Launch:
     """Return the launcher of the activation. Takes a SILU_JOB."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SILU_JOB)[0]
-        zero, width = zeros(_LANES), job.width
+        zero, width = zeros(LANES), job.width
         gate_up, out = pointer(kind, job.gate_up), pointer(kind, job.out)
         one, minus_log2e = splat(zero, np.float32(1.0)), splat(zero, np.float32(-LOG2E))
         most = splat(zero, np.float32(126.0))
-        row = fetch_add(address, 0, 1)
+        row = fetch_add(address, 0, job.rows_each)
         while row < job.num_rows:
-            for i in range(0, width, _LANES):
+            for i in range(0, width, LANES):
                 gate = load(zero, gate_up, 2 * row * width + i)
                 up = load(zero, gate_up, (2 * row + 1) * width + i)
                 slope = add(one, exp2(minimum(mul(gate, minus_log2e), most)))
                 store(out, row * width + i, mul(div(gate, slope), up))
-            row = fetch_add(address, 0, 1)
+            row += 1
+            if row % job.rows_each == 0:
+                row = fetch_add(address, 0, job.rows_each)
 
     return compile_kernel(kernel)

@@ -19,13 +19,32 @@ from ..types import HeadNorms, KVPages
 from .fused import rms_norm
 from .launch import Launch, compile_kernel, helper, record, threads_for
 from .pages import write_slots
-from .vectors import FLOAT32, INT64, KINDS, fetch_add, fma, load, mul, num_lanes, pointer, scatter, splat, store, zeros
+from .vectors import (
+    FLOAT32,
+    INT64,
+    KINDS,
+    fetch_add,
+    fma,
+    load,
+    mul,
+    num_lanes,
+    pointer,
+    scatter,
+    splat,
+    store,
+    total,
+    zeros,
+)
 
 JOB, _PACK = record(
-    "q k v out cos sin k_pages v_pages slots num_tokens q_stride k_stride v_stride num_heads num_kv_heads head_dim half"
-    " page_size"
+    "q k v out cos sin k_pages v_pages slots q_norm k_norm num_tokens q_stride k_stride v_stride num_heads num_kv_heads"
+    " head_dim half page_size tokens_each",
+    "eps",
 )
-"""Addresses, sizes, and strides between tokens in elements. cos, sin [T, C] float32; half = C, 0 = do not rotate."""
+"""Addresses, sizes, and strides between tokens in elements. cos, sin [T, C] float32; half = C, 0 = do not rotate.
+q_norm, k_norm [D], 0 = none. `tokens_each`: tokens of a piece of work."""
+
+_MANY_TOKENS = 64  # from here on a thread takes a page of tokens at a time: in the store neighbours share cache lines
 
 
 def rope_write(
@@ -43,23 +62,24 @@ def rope_write(
 
     Shapes: q [T, H, D], k, v [T, Hkv, D], cos, sin [T, C], slots [T].
     """
-    if norms is not None:
-        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     half = cos.shape[-1]
-    lanes = _lanes(pages.head_dim, half)
-    if not lanes or not (q.dtype == k.dtype == v.dtype == pages.k.dtype):
+    lanes = register_lanes(pages.head_dim, half)
+    of_norms = {norms.q.dtype, norms.k.dtype} if norms is not None else set()
+    if not lanes or {q.dtype, k.dtype, v.dtype} | of_norms != {pages.k.dtype}:
+        if norms is not None:
+            q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
         write_slots(pages, layer, reference.rope(k, cos, sin), v, slots)
         return reference.rope(q, cos, sin)
     q, k, v = (_dense_heads(x) for x in (q, k, v))
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
-    _run(q, k, v, out, cos.data_ptr(), sin.data_ptr(), half, lanes, pages, layer, slots)
+    _run(q, k, v, out, cos.data_ptr(), sin.data_ptr(), half, lanes, pages, layer, slots, norms)
     return out
 
 
 def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store keys and values of new tokens. Shapes: k, v [T, Hkv, D]; slots [T]."""
-    lanes = _lanes(pages.head_dim, 0)
+    lanes = register_lanes(pages.head_dim, 0)
     if not lanes:
         write_slots(pages, layer, k, v, slots)
         return
@@ -68,7 +88,7 @@ def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor)
 
 
 @cache
-def _lanes(head_dim: int, half: int) -> int:
+def register_lanes(head_dim: int, half: int) -> int:
     """Return the register width that divides the rotated halves and the rest of a head, 0 if none does."""
     return next((n for n in (16, 8) if half % n == 0 and (head_dim - 2 * half) % n == 0), 0)
 
@@ -79,58 +99,77 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cos: int, sin: int, half: int, lanes: int, pages: KVPages, layer: int,
-    slots: Tensor,
+    slots: Tensor, norms: HeadNorms | None = None,
 ) -> None:  # fmt: skip
     layer_bytes = layer * pages.k.stride(0) * pages.k.element_size()
     slots = slots.to(torch.int64).contiguous()
     num_tokens, num_heads = q.shape[:2]
     job = _PACK.pack(
         0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), cos, sin, pages.k.data_ptr() + layer_bytes,
-        pages.v.data_ptr() + layer_bytes, slots.data_ptr(), num_tokens, q.stride(0), k.stride(0), v.stride(0),
-        num_heads, pages.num_kv_heads, pages.head_dim, half, pages.page_size,
+        pages.v.data_ptr() + layer_bytes, slots.data_ptr(), norms.q.data_ptr() if norms else 0,
+        norms.k.data_ptr() if norms else 0, num_tokens, q.stride(0), k.stride(0), v.stride(0), num_heads,
+        pages.num_kv_heads, pages.head_dim, half, pages.page_size,
+        pages.page_size if num_tokens >= _MANY_TOKENS else 1, norms.eps if norms else 0.0,
     )  # fmt: skip
     threads = threads_for(num_tokens * (num_heads + 2 * pages.num_kv_heads) * pages.head_dim)
-    _rope_kernel(KINDS[pages.k.dtype], lanes)(job, threads)
+    rope_kernel(KINDS[pages.k.dtype], lanes)(job, threads)
 
 
 @cache
-def _rope_kernel(kind: int, lanes: int) -> Launch:
+def rope_kernel(kind: int, lanes: int) -> Launch:
     """Return the launcher. Takes a JOB."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, JOB)[0]
         q, k, v, out = pointer(kind, job.q), pointer(kind, job.k), pointer(kind, job.v), pointer(kind, job.out)
         k_pages, v_pages = pointer(kind, job.k_pages), pointer(kind, job.v_pages)
+        q_norm, k_norm = pointer(kind, job.q_norm), pointer(kind, job.k_norm)
         zero, slots, size, dim = zeros(lanes), pointer(INT64, job.slots), job.page_size, job.head_dim
-        token = fetch_add(address, 0, 1)
+        token = fetch_add(address, 0, job.tokens_each)
         while token < job.num_tokens:
             for head in range(job.num_heads):
                 target = (token * job.num_heads + head) * dim
-                _rotate(zero, job, token, q, token * job.q_stride + head * dim, out, target, 1)
+                _rotate(zero, job, token, q, q_norm, token * job.q_stride + head * dim, out, target, 1)
             page, offset = divmod(slots[token], size)
             for head in range(job.num_kv_heads):
                 base = (page * job.num_kv_heads + head) * size * dim
-                _rotate(zero, job, token, k, token * job.k_stride + head * dim, k_pages, base + offset, size)
+                _rotate(zero, job, token, k, k_norm, token * job.k_stride + head * dim, k_pages, base + offset, size)
                 for d in range(0, dim, lanes):
                     store(v_pages, base + offset * dim + d, load(zero, v, token * job.v_stride + head * dim + d))
-            token = fetch_add(address, 0, 1)
+            token += 1
+            if token % job.tokens_each == 0:
+                token = fetch_add(address, 0, job.tokens_each)
 
     return compile_kernel(kernel)
 
 
 @helper
-def _rotate(zero: Any, job: Any, token: int, source: Any, at: int, target: Any, to: int, step: int) -> None:
-    """Rotate one head from `source` into `target`, whose elements lie `step` apart."""
+def _rotate(
+    zero: Any, job: Any, token: int, source: Any, norm: Any, at: int, target: Any, to: int, step: int
+) -> None:
+    """Norm one head if asked and rotate it from `source` into `target`, whose elements lie `step` apart."""
     half, lanes = job.half, num_lanes(zero)
     cos, sin = pointer(FLOAT32, job.cos), pointer(FLOAT32, job.sin)
-    minus = splat(zero, np.float32(-1.0))
+    minus, scale = splat(zero, np.float32(-1.0)), zero
+    if job.q_norm != 0:
+        squares = zero
+        for i in range(0, job.head_dim, lanes):
+            x = load(zero, source, at + i)
+            squares = fma(x, x, squares)
+        scale = splat(zero, np.float32(1.0 / np.sqrt(total(squares) / job.head_dim + job.eps)))
     for i in range(0, half, lanes):
         c, s = load(zero, cos, token * half + i), load(zero, sin, token * half + i)
         first, second = load(zero, source, at + i), load(zero, source, at + half + i)
+        if job.q_norm != 0:
+            first = mul(mul(first, scale), load(zero, norm, i))
+            second = mul(mul(second, scale), load(zero, norm, half + i))
         _put(target, to + i * step, step, fma(first, c, mul(minus, mul(second, s))))
         _put(target, to + (half + i) * step, step, fma(second, c, mul(first, s)))
     for i in range(2 * half, job.head_dim, lanes):
-        _put(target, to + i * step, step, load(zero, source, at + i))
+        x = load(zero, source, at + i)
+        if job.q_norm != 0:
+            x = mul(mul(x, scale), load(zero, norm, i))
+        _put(target, to + i * step, step, x)
 
 
 @helper
