@@ -23,9 +23,9 @@ from chatcache.model.folder import eos_token_ids, model_name, read_config, resol
 from chatcache.model.invariant import InvariantLinears
 from chatcache.model.linear import MakeLinear, fast_linear, twofold_linear
 from chatcache.model.memory import Budget, CudaGauge, host_kv_bytes, measure_budget
-from chatcache.model.short import MAX_BYTES
 from chatcache.model.runner import Ahead, Runner, ahead_on
 from chatcache.model.sampler import AnySampler
+from chatcache.model.short import MAX_BYTES
 from chatcache.model.threads import limit_threads
 from chatcache.model.weights import Weights, WeightSource
 from chatcache.sched.plan import KVCapacity
@@ -135,9 +135,7 @@ def _load_network(
     return TokenByToken(network), length
 
 
-def choose_linear(
-    config: EngineConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
-) -> MakeLinear:
+def choose_linear(config: EngineConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> MakeLinear:
     """Return how this model multiplies: the weights are kept twice where that is small change and few tokens gain."""
     if config.deterministic:
         return InvariantLinears()

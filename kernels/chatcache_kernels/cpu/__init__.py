@@ -12,6 +12,8 @@
     fused.py      norms and the activation in one pass each
     vectors.py    registers of float32 for numba
     launch.py     compile once per machine, run on torch's threads
+    matmul.py     linear layers of few tokens; amx.py and pairs.py are the CPU's instructions for them
+    decoder.py    a step of few tokens through a whole model, by program.py: many kernels in one launch; rows.py
 
 Activations may be float32, bfloat16 or float16, and so may pages, independently. Shapes that fit no register (a head
 size that 8 does not divide) are computed by torch. Kernels compile at their first call (seconds, once per machine);

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..types import AttentionBatch, HeadNorms, KVPages
 from . import decode, fused, matmul, rope, rows
+from .amx import has_amx
 from .attention import DecodeRoom, few_tokens, launcher, register_lanes
 from .program import Jobs, Program
-from .vectors import KINDS, BFLOAT16
+from .vectors import BFLOAT16, KINDS
 
 MAX_TOKENS = 64  # of a step; more are better off with oneDNN (measured), and the buffers are this long
 MAX_TOKENS_NO_TILES = 8  # the same on a CPU without AMX
@@ -91,7 +92,7 @@ class FewTokens:
         """Raises: ValueError for shapes that `fits` refuses."""
         if not weights.fits(pages):
             raise ValueError("this model's shapes need torch in every layer")
-        self.max_tokens = MAX_TOKENS if matmul.has_amx() else MAX_TOKENS_NO_TILES
+        self.max_tokens = MAX_TOKENS if has_amx() else MAX_TOKENS_NO_TILES
         self._weights, self._pages = weights, pages
         self._num_threads = torch.get_num_threads()
         self._few = few_tokens(weights.num_heads, pages.num_kv_heads)
@@ -122,7 +123,9 @@ class FewTokens:
             jobs.set(**{name: counts})
             if name == "num_tokens" and jobs is not self._rope:
                 configs = matmul.tile_configs(len(tokens)), matmul.tile_configs(len(drawn))
-                jobs.set(configs=np.where(np.arange(len(counts)) < len(counts) - every, *(c.data_ptr() for c in configs)))
+                jobs.set(
+                    configs=np.where(np.arange(len(counts)) < len(counts) - every, *(c.data_ptr() for c in configs))
+                )
         self._head.set(out=logits.data_ptr())
         self._program.run(min(self._num_threads, torch.get_num_threads()))
         del room
@@ -262,6 +265,7 @@ class _Buffers:
         layer, hidden = weights.layers[0], weights.norm.shape[0]
         heads, gates, half = weights.num_heads * pages.head_dim, layer.gate_up.num_outputs, weights.cos.shape[1]
         widths = (hidden, hidden, hidden, layer.qkv.num_outputs, heads, heads, gates, gates // 2, hidden, heads)
-        activations = (torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in widths)
-        turns = (torch.empty(num_tokens, half) for _ in range(2))
-        return cls(*activations, *turns, torch.empty(torch.get_num_threads() * matmul.SCRATCH_FLOATS))
+        buffers = [torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in widths]
+        buffers += [torch.empty(num_tokens, half) for _ in range(2)]
+        buffers.append(torch.empty(torch.get_num_threads() * matmul.SCRATCH_FLOATS))
+        return cls(*buffers)

@@ -76,7 +76,8 @@ def _norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: int, ep
     width = x.shape[-1]
     num_rows = x.numel() // width
     job = _PACK_NORM.pack(
-        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, num_rows, width, rows_each(num_rows), eps
+        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, num_rows, width, rows_each(num_rows),
+        eps,
     )  # fmt: skip
     norm_kernel(KINDS[x.dtype])(job, threads_for(x.numel()))
 

@@ -45,7 +45,7 @@ JOB, PACK = record("x weight bias out scratch configs num_tokens num_inputs num_
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return the weight in the order in which the kernel reads it. Shapes: [out, in] -> [out / 32, in / 32, 2, 16, 16, 2]."""
+    """Return the weight in the order in which the kernel reads it: [out, in] -> [out / 32, in / 32, 2, 16, 16, 2]."""
     num_outputs, num_inputs = weight.shape
     parts = weight.view(num_outputs // PANEL, 2, 16, num_inputs // PANEL, 16, 2)
     return parts.permute(0, 3, 1, 4, 2, 5).contiguous()
@@ -73,7 +73,7 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None, unit: str | 
 
 @cache
 def tile_configs(num_tokens: int) -> Tensor:
-    """Return the tile set-ups of groups of tokens: of a full one, and of the last. Tiles: 4 sums, 2 of x, 2 of weights."""
+    """Return the tile set-ups of a full group of tokens and of the last: 4 tiles of sums, 2 of x, 2 of weights."""
     last = (num_tokens - 1) % GROUP + 1
     first, second = min(last, TILE_ROWS), max(last - TILE_ROWS, 1)
     rows = [(16,) * 8, (first, first, second, second, first, second, 16, 16)]

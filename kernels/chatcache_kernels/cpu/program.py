@@ -18,7 +18,7 @@ from numba import carray, types
 from numpy.typing import NDArray
 
 from .launch import Launch, compile_kernel, omp_function, record
-from .vectors import INT64, _call, fetch_add, _instruction, pointer
+from .vectors import INT64, _call, _instruction, fetch_add, pointer
 
 SPINS = 2000  # looks at the counter (tens of microseconds) before a waiting thread first gives way
 
@@ -60,7 +60,9 @@ class Program:
         """Carry out every job; when it returns, all are done."""
         for jobs in self._jobs:
             jobs.set(next_piece=0, next_thread=0)
-        job = _PACK.pack(0, 0, self._steps.ctypes.data, len(self._steps), _sched_yield(), omp_function("omp_get_num_threads"))
+        job = _PACK.pack(
+            0, 0, self._steps.ctypes.data, len(self._steps), _sched_yield(), omp_function("omp_get_num_threads")
+        )
         _program_kernel()(job, num_threads)
 
 

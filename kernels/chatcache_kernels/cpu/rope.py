@@ -144,9 +144,7 @@ def rope_kernel(kind: int, lanes: int) -> Launch:
 
 
 @helper
-def _rotate(
-    zero: Any, job: Any, token: int, source: Any, norm: Any, at: int, target: Any, to: int, step: int
-) -> None:
+def _rotate(zero: Any, job: Any, token: int, source: Any, norm: Any, at: int, target: Any, to: int, step: int) -> None:
     """Norm one head if asked and rotate it from `source` into `target`, whose elements lie `step` apart."""
     half, lanes = job.half, num_lanes(zero)
     cos, sin = pointer(FLOAT32, job.cos), pointer(FLOAT32, job.sin)
