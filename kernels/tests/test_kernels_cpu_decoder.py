@@ -174,6 +174,23 @@ def test_logits_and_pages(options: dict[str, bool]) -> None:
             assert all(error(mine, other) < 2e-2 for mine, other in pairs)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+def test_rows_that_share_pages() -> None:
+    torch.set_num_threads(2)
+    model = Model.draw(2)
+    ours, theirs = stores(2)
+    few = FewTokens(model.packed(), ours)
+    starts, counts = [random.randrange(480, 560) for _ in range(4)], [1, 2, 1, 1]
+    batch, positions = batch_of(starts, counts)
+    batch.tables[1:, :20] = batch.tables[0, :20]
+    arrays = (each.numpy() for each in (batch.tables, batch.start, batch.num_tokens))
+    work = cpu.prepare(*arrays, PAGE, HEADS // KV_HEADS)
+    assert work is not None
+    tokens = torch.randint(VOCAB, (len(positions),))
+    expected = model.logits(tokens, positions, batch, theirs)
+    assert error(few.run(tokens, positions, replace(batch, work=work), None), expected) < 2e-2
+
+
 def test_what_it_does_not_take() -> None:
     model = Model.draw(1)
     ours, _ = stores(1)

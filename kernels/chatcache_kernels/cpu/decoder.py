@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, HeadNorms, KVPages
-from . import decode, fused, matmul, rope, rows
+from . import decode, fused, matmul, rope, rows, shared
 from .amx import has_amx
-from .attention import DecodeRoom, few_tokens, launcher, register_lanes
+from .decode import FEW_QUERIES, register_lanes
+from .launch import Launch
+from .listed import list_rows, list_shared
 from .program import Jobs, Program
-from .vectors import BFLOAT16, KINDS
+from .vectors import BFLOAT16
 
 MAX_TOKENS = 64  # of a step; more are better off with oneDNN (measured), and the buffers are this long
 MAX_TOKENS_NO_TILES = 8  # the same on a CPU without AMX
@@ -95,7 +97,7 @@ class FewTokens:
         self.max_tokens = MAX_TOKENS if has_amx() else MAX_TOKENS_NO_TILES
         self._weights, self._pages = weights, pages
         self._num_threads = torch.get_num_threads()
-        self._few = few_tokens(weights.num_heads, pages.num_kv_heads)
+        self._few = max(1, FEW_QUERIES * pages.num_kv_heads // weights.num_heads)
         self._buffers = _Buffers.of(weights, pages, self.max_tokens)
         self._build()
 
@@ -113,7 +115,15 @@ class FewTokens:
         if drawn is None:
             drawn = torch.arange(len(tokens))
         logits = torch.empty(len(drawn), self._weights.head.num_outputs, dtype=torch.bfloat16)
-        room = self._prepare(batch, len(tokens))
+        threads = min(self._num_threads, torch.get_num_threads())
+        if batch.work is None:
+            attend, program = self._attend_rows, self._by_rows
+            listed = list_rows(batch, self._pages, self._weights.num_heads, threads)
+        else:
+            attend, program = self._attend_shared, self._by_shared
+            listed = list_shared(batch, batch.work, self._pages, self._weights.num_heads, threads)
+        attend.set(**listed.fields)
+        self._rope.set(slots=batch.slots.data_ptr(), num_tokens=len(tokens))
         self._embed.set(rows=tokens.data_ptr(), num_rows=len(tokens))
         self._turn.set(rows=positions.data_ptr(), num_rows=len(tokens))
         self._pick.set(rows=drawn.data_ptr(), num_rows=len(drawn))
@@ -127,23 +137,8 @@ class FewTokens:
                     configs=np.where(np.arange(len(counts)) < len(counts) - every, *(c.data_ptr() for c in configs))
                 )
         self._head.set(out=logits.data_ptr())
-        self._program.run(min(self._num_threads, torch.get_num_threads()))
-        del room
+        program.run(threads)
         return logits
-
-    def _prepare(self, batch: AttentionBatch, num_tokens: int) -> Any:
-        """Point rotation and attention to the step's rows; return what must live until it has run."""
-        num_layers, pages = len(self._weights.layers), self._pages
-        room = DecodeRoom.of(self._weights.num_heads, pages.head_dim, pages, batch, batch.max_new_tokens, num_layers)
-        done = room.splits_done
-        self._rope.set(slots=batch.slots.data_ptr(), num_tokens=num_tokens)
-        self._attend.set(
-            tables=batch.tables.data_ptr(), start=batch.start.data_ptr(), num_tokens=batch.num_tokens.data_ptr(),
-            offsets=batch.offsets.data_ptr(), num_rows=batch.tables.shape[0], table_stride=batch.tables.stride(0),
-            max_tokens=batch.max_new_tokens, max_queries=room.queries, scratch=room.scratch.data_ptr(),
-            partial=room.partial.data_ptr(), splits_done=done.data_ptr() + 8 * done.stride(0) * np.arange(num_layers),
-        )  # fmt: skip
-        return room
 
     def _build(self) -> None:
         """Lay out the jobs, all but what a step changes, and their order."""
@@ -152,7 +147,10 @@ class FewTokens:
         self._embed = self._rows(w.embedding, b.x)
         self._turn = self._rows(w.cos, b.cos, w.sin, b.sin)
         self._pick = self._rows(b.mixed, b.mixed_drawn, b.x, b.x_drawn)
-        self._rope, self._attend = self._rope_jobs(), self._attention_jobs()
+        self._rope = self._rope_jobs()
+        lanes = register_lanes(self._pages.page_size, self._pages.head_dim)
+        self._attend_rows = self._attention_jobs(decode.decode_kernel(BFLOAT16, lanes), decode.JOB)
+        self._attend_shared = self._attention_jobs(shared.shared_kernel(BFLOAT16, lanes), shared.JOB)
         norms = [layers[0].attention_norm]
         for index, layer in enumerate(layers):
             norms += [layer.mlp_norm, layers[index + 1].attention_norm if index + 1 < count else w.norm]
@@ -174,13 +172,17 @@ class FewTokens:
         gate_up = self._linear([layer.gate_up for layer in layers], b.h, b.gates)
         down = self._linear([layer.down for layer in layers], b.gated, b.y)
         self._head = self._linear([w.head], b.h, b.h)
-        steps = [(self._embed, 0), (self._turn, 0), (self._turn, 1), (norm, 0)]
-        for index in range(count):
-            steps += [(qkv, index), (self._rope, index), (self._attend, index)]
-            steps += [(self._pick, 0), (self._pick, 1)] if index == count - 1 else []
-            steps += [(out, index), (norm, 2 * index + 1), (gate_up, index), (silu, index)]
-            steps += [(down, index), (norm, 2 * index + 2)]
-        self._program = Program([*steps, (self._head, 0)])
+
+        def order(attend: Jobs) -> Program:
+            steps = [(self._embed, 0), (self._turn, 0), (self._turn, 1), (norm, 0)]
+            for index in range(count):
+                steps += [(qkv, index), (self._rope, index), (attend, index)]
+                steps += [(self._pick, 0), (self._pick, 1)] if index == count - 1 else []
+                steps += [(out, index), (norm, 2 * index + 1), (gate_up, index), (silu, index)]
+                steps += [(down, index), (norm, 2 * index + 2)]
+            return Program([*steps, (self._head, 0)])
+
+        self._by_rows, self._by_shared = order(self._attend_rows), order(self._attend_shared)
         # jobs, the field that counts tokens, and how many of the last records count drawn ones
         self._counted = [
             (qkv, "num_tokens", 0), (out, "num_tokens", 1), (gate_up, "num_tokens", 1), (down, "num_tokens", 1),
@@ -220,13 +222,12 @@ class FewTokens:
             page_size=pages.page_size, tokens_each=1, eps=norms[0].eps if norms[0] else 0.0,
         )  # fmt: skip
 
-    def _attention_jobs(self) -> Jobs:
+    def _attention_jobs(self, kernel: Launch, layout: np.dtype[np.void]) -> Jobs:
         w, b, pages = self._weights, self._buffers, self._pages
         return Jobs(
-            launcher(pages), decode.JOB, len(w.layers), q=b.q.data_ptr(), out=b.mixed.data_ptr(),
-            kind=KINDS[torch.bfloat16], **_store(pages, "k", "v"), num_heads=w.num_heads,
-            num_kv_heads=pages.num_kv_heads, head_dim=pages.head_dim, page_size=pages.page_size,
-            window=[layer.window or 0 for layer in w.layers], scale=w.scale,
+            kernel, layout, len(w.layers), q=b.q.data_ptr(), out=b.mixed.data_ptr(), kind=BFLOAT16,
+            **_store(pages, "k", "v"), num_heads=w.num_heads, num_kv_heads=pages.num_kv_heads, head_dim=pages.head_dim,
+            page_size=pages.page_size, window=[layer.window or 0 for layer in w.layers], scale=w.scale,
         )  # fmt: skip
 
 
