@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("fresh_random")
 
-HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB, PAGE, NUM_PAGES, LENGTH = 6, 2, 32, 96, 160, 320, 16, 90, 700
+HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB, PAGE, NUM_PAGES, LENGTH = 6, 2, 32, 96, 160, 320, 16, 160, 700
 EPS, SCALE = 1e-5, 32**-0.5
 
 
@@ -183,8 +183,8 @@ def test_rows_that_share_pages() -> None:
     starts, counts = [random.randrange(480, 560) for _ in range(4)], [1, 2, 1, 1]
     batch, positions = batch_of(starts, counts)
     batch.tables[1:, :20] = batch.tables[0, :20]
-    arrays = (each.numpy() for each in (batch.tables, batch.start, batch.num_tokens))
-    work = cpu.prepare(*arrays, PAGE, HEADS // KV_HEADS)
+    tables, start, num_tokens = (each.numpy() for each in (batch.tables, batch.start, batch.num_tokens))
+    work = cpu.prepare(tables, start, num_tokens, PAGE, HEADS // KV_HEADS)
     assert work is not None
     tokens = torch.randint(VOCAB, (len(positions),))
     expected = model.logits(tokens, positions, batch, theirs)
