@@ -14,6 +14,7 @@ from chatcache_kernels import reference
 from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, allocate
+from chatcache.model.choose import choose_plain, choose_sampler
 from chatcache.model.runner import Ahead, Runner
 from chatcache.model.streams import Streams
 from chatcache.sched.plan import I32, NOT_YET, KVCapacity, LogitEdit, Rows, StepPlan, StepResult
@@ -72,7 +73,11 @@ def make_runner(
     pages.k.fill_(torch.nan)
     pages.v.fill_(torch.nan)
     capacity = KVCapacity(NUM_PAGES, SIZE, NUM_SLOTS, MAX_LEN, num_host_pages=NUM_HOST_PAGES)
-    return Runner(network, kernels, pages, capacity, FACTS, ahead, streams)
+    backend = "triton" if "triton" in getattr(kernels, "__name__", "") else "reference"
+    sampler = choose_sampler(backend, VOCAB, network.geometry.device)
+    if ahead is not None:
+        ahead = replace(ahead, plain=choose_plain(backend, VOCAB, network.geometry.device))
+    return Runner(network, kernels, pages, capacity, FACTS, ahead, streams, sampler)
 
 
 @dataclass
@@ -253,6 +258,7 @@ class Life:
         spec |= {"temperature": float(self.noise.choice([0.0, 0.8, 1.3])), "lane": int(self.noise.integers(3))}
         if not is_plain:
             spec |= {"width": int(self.noise.choice([1, 1, 2])), "num_top": int(self.noise.choice([0, 0, 2]))}
+        if not is_plain or self.noise.random() < 0.1:
             spec["top_p"] = float(self.noise.choice([1.0, 0.9]))
         return spec
 
