@@ -1,0 +1,139 @@
+"""The peer script: engines as processes, what each figure asks for, and the table; with an engine made for the test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.peers import engines
+from loadtest.peers.__main__ import cells, main, prepare_model, vocab_size
+from loadtest.peers.engines import Peer, PeerFault, Process, find_peers
+from loadtest.peers.work import FIGURES, NotDone, Prompts
+
+DRIVER = """
+import sys
+sys.path.insert(0, {drivers!r})
+from serve import NotDone, serve
+
+class Engine:
+    def generate(self, prompts, max_tokens, n):
+        if max_tokens == 13:
+            raise RuntimeError("thirteen")
+        return len(prompts) * n * max_tokens
+
+    def beam(self, prompt, width, max_tokens):
+        raise NotDone("no beams here")
+
+print("engines print what they like")
+serve(Engine())
+"""
+
+
+class Recorder:
+    """Answers every command and keeps it."""
+
+    def __init__(self) -> None:
+        self.commands: list[dict[str, Any]] = []
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        self.commands.append(command)
+        return {"s": 0.5 * command["max_tokens"]}
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Peer:
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER.format(drivers=str(engines.DRIVERS)))
+    return Peer("made", Path(sys.executable), str(driver), tmp_path)
+
+
+def test_a_process_answers_until_it_is_stopped(peer: Peer, tmp_path: Path) -> None:
+    process = Process(peer, 1, tmp_path / "log")
+    assert process.start_s > 0
+    answer = process.ask(do="generate", prompts=[[1], [2]], max_tokens=3, n=2)
+    assert answer["tokens"] == 12 and answer["s"] >= 0
+    assert process.ask(do="beam", prompts=[[1]], max_tokens=3, n=2) == {"not": "no beams here"}
+    with pytest.raises(PeerFault, match="made ended with status 1: RuntimeError: thirteen"):
+        process.ask(do="generate", prompts=[[1]], max_tokens=13, n=1)
+    process.stop()
+
+
+def test_every_figure_asks_for_what_it_says() -> None:
+    asked = {}
+    for figure in FIGURES:
+        engine = Recorder()
+        value = figure.measure(engine, Prompts("1", 100))
+        asked[figure.name] = [
+            (len(c["prompts"]), len(c["prompts"][0]), c["max_tokens"], c["n"]) for c in engine.commands
+        ]
+        assert value > 0
+    assert asked["decode, batch 32"] == [(32, 64, 1, 1), (32, 64, 65, 1)]
+    assert asked["n = 8 after 1k"] == [(1, 1024, 1, 8), (1, 1024, 65, 8)]
+    assert asked["beam 8, 512 + 64"] == [(1, 512, 64, 8)]
+    assert asked["first token, 2k cached + 16"] == [(1, 2048, 1, 1), (1, 2064, 1, 1)]
+    decode = next(figure for figure in FIGURES if figure.name == "decode, batch 8")
+    assert decode.measure(Recorder(), Prompts("1", 100)) == 8 * 64 / 32  # 64 of 65 tokens at half a second
+
+
+def test_engines_get_the_same_tokens_once_restored() -> None:
+    prompts = Prompts("seed", 1000)
+    state = prompts.state()
+    first = prompts(2, 5)
+    assert prompts(2, 5) != first
+    prompts.restore(state)
+    assert prompts(2, 5) == first
+
+
+def test_missing_peers_are_told(tmp_path: Path) -> None:
+    peers, missing = find_peers(tmp_path, tmp_path, None, Path(sys.executable))
+    assert [peer.name for peer in peers] == ["chatcache", "transformers"]
+    assert missing[0] == "vllm: left out, no --vllm-python given"
+    assert "has no module llama_cpp" in missing[1]
+
+
+def test_ratios_say_by_how_much_chatcache_is_ahead() -> None:
+    values = {"chatcache": [10.0, 30.0, 20.0], "vllm": [5.0], "llama.cpp": []}
+    assert cells(values, list(values), more_is_better=True) == ["20", "5 (4.00x)", "-"]
+    assert cells(values, list(values), more_is_better=False) == ["20", "5 (0.25x)", "-"]
+
+
+def test_a_folder_without_words_gets_some(tmp_path: Path) -> None:
+    model, scratch = tmp_path / "model", tmp_path / "scratch"
+    model.mkdir()
+    scratch.mkdir()
+    (model / "config.json").write_text(json.dumps({"vocab_size": 7}))
+    folder = prepare_model(model, scratch)
+    assert vocab_size(folder) == 7
+    assert len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) == 7
+    assert not (model / "tokenizer.json").exists()
+
+
+def test_a_fault_drops_one_engine_and_the_rest_goes_on(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Peer("broken", Path(sys.executable), str(tmp_path / "none.py"), tmp_path)
+    monkeypatch.setattr("loadtest.peers.__main__.find_peers", lambda *_: ([peer, broken], ["other: left out"]))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9}))
+    out = tmp_path / "out" / "peers.json"
+    code = main(
+        ["--model", str(tmp_path), "--only", "beam,prefix", "--repeat", "2", "--threads", "1", "--out", str(out)]
+    )
+    report = json.loads(out.read_text())
+    assert code == 1
+    assert "broken ended with status" in report["faults"][0]
+    assert report["figures"]["beam 4, 512 + 64"]["made"] == []
+    assert len(report["figures"]["first token, 2k anew"]["made"]) == 2
+    assert "other: left out" in capsys.readouterr().out
+
+
+def test_not_done_is_an_answer() -> None:
+    class Refuses:
+        def ask(self, **command: Any) -> dict[str, Any]:
+            return {"not": "no"}
+
+    with pytest.raises(NotDone, match="no"):
+        FIGURES[0].measure(Refuses(), Prompts("1", 10))
