@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from chatcache_kernels.types import HostPages, KVPages
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend
-from chatcache.model.streams import Mark, Streams, streams_of
+from chatcache.model.streams import Mark, Stream, Streams, streams_of
 from chatcache.sched.plan import I32, I64
 
 NUM_MEASURED_PAGES = 8
@@ -37,7 +40,9 @@ class Swaps:
         self._device = pages.k.device
         self._streams = streams or streams_of(self._device)
         self._host = HostPages.allocate(pages, num_host_pages)
-        self._pinned = _pin(self._host) if self._device.type == "cuda" else []
+        self._unlock: Callable[[], object] = nothing_to_do
+        if self._device.type == "cuda":  # memory must not go while it is locked, whoever forgets to close
+            self._unlock = weakref.finalize(self, _unlock, _lock(self._host), self._host, self._streams.side)
         self._leaving: Mark | None = None  # after it, the pages that the last plan sent away may be written
 
     def apply(self, swaps_out: I32, swaps_in: I32, written: I32 | I64 | None = None) -> None:
@@ -88,9 +93,7 @@ class Swaps:
     def close(self) -> None:
         """Let go of the host pages."""
         self._streams.side.mark().wait()
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-        self._pinned = []
+        self._unlock()
 
     def _move(self, swaps_out: I32, swaps_in: I32) -> None:
         with torch.inference_mode():  # which pages go where is told in host memory, for that is where it is needed
@@ -108,7 +111,19 @@ class Swaps:
                 raise ValueError(f"a swap names {name} {ids.max() if ids.max() >= count else ids.min()} of {count}")
 
 
-def _pin(host: HostPages) -> list[int]:
+def nothing_to_do() -> None:
+    """Unlock nothing, where nothing is locked."""
+
+
+def _unlock(addresses: list[int], host: HostPages, side: Stream) -> None:
+    """Unlock `host`, which has been kept until here, once the stream that touches it is done."""
+    with suppress(RuntimeError):  # a lost device touches nothing any more
+        side.mark().wait()
+        for address in addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _lock(host: HostPages) -> list[int]:
     """Lock the host pages in memory, where devices reach them, and return the addresses to unlock.
 
     torch's own pinned memory comes in powers of two; this is exactly what was asked for.

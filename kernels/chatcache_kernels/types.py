@@ -7,11 +7,14 @@ of a work list: I items, B members of all items, S partial states.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+MEMORY_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +64,23 @@ class HostPages:
     @classmethod
     def allocate(cls, pages: KVPages, num_pages: int) -> HostPages:
         """Reserve the room; memory that is never written takes none. There is no null page: 0 .. num_pages - 1."""
-        # numpy leaves large buffers untouched and, unlike torch, asks for huge pages
-        layout, kind = (num_pages, pages.num_layers), f"i{pages.k.element_size()}"
-        k, v = (torch.from_numpy(np.empty((*layout, *store.shape[2:]), kind)) for store in (pages.k, pages.v))
-        return cls(k.view(pages.k.dtype), v.view(pages.v.dtype))
+        k, v = (_host_like(store, num_pages) for store in (pages.k, pages.v))
+        return cls(k, v)
 
     @property
     def num_pages(self) -> int:
         """Return M."""
         return self.k.shape[0]
+
+
+def _host_like(store: Tensor, num_pages: int) -> Tensor:
+    """Return room for pages of a store, alone on the memory pages that it lies on, for those are what can be locked."""
+    shape = num_pages, store.shape[0], *store.shape[2:]
+    num_bytes = store.element_size() * math.prod(shape)
+    # numpy leaves large buffers untouched and, unlike torch, asks for huge pages
+    memory = np.empty(num_bytes + 2 * MEMORY_PAGE_BYTES, np.uint8)
+    first = -memory.ctypes.data % MEMORY_PAGE_BYTES
+    return torch.from_numpy(memory[first : first + num_bytes]).view(store.dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 from chatcache_kernels import work
 
 from chatcache.model.runner import Ahead
-from tests.gpu.engine_cases import CASES, assert_same, outcome
+from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
 
 QUICK = [case for case in CASES if case != "long"]
 
@@ -34,9 +34,11 @@ def test_keys_cut_into_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest
     assert_same(outcome("n_best", tmp_path, "triton", share="never"), expected)
 
 
-def test_steps_in_static_buffers_launched_ahead_change_nothing(tmp_path: Path) -> None:
+def test_steps_in_static_buffers_launched_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the runner's way on a GPU but the capture itself: steps of 2 and 8 rows, some of them nobody's."""
+    replayed = count_replays(monkeypatch)
     found = outcome("n_best", tmp_path, "triton", share="always", graphs=Ahead((2, 8)))
+    assert len(replayed) >= 3
     assert_same(found, outcome("n_best", tmp_path, "reference"))
 
 

@@ -16,12 +16,14 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from bench.check.in_order import OneByOne
 from chatcache_kernels import triton, work
 
 from chatcache.bench.shapes import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
+from chatcache.model.graphs import DecodeSteps, Ready
 from chatcache.model.load import load_model
 from chatcache.model.runner import Ahead
 from chatcache.types import (
@@ -92,7 +94,8 @@ def prompt_of(num_tokens: int, number: int = 0) -> Prompt:
 
 
 def greedy(num_tokens: int = 5, **more: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, "logprobs": 1, **more})
+    """Ask for tokens and their log-probabilities alone, so that steps are plain and captured ones are replayed."""
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, "logprobs": 0, **more})
 
 
 def sampled(n: int, num_tokens: int = 5, **more: Any) -> SamplingParams:
@@ -148,6 +151,19 @@ def assert_same(found: Answers, expected: Answers) -> None:
         np.testing.assert_allclose(other.score, one.score, atol=len(one.tokens) * LOGPROB_TOLERANCE)
 
 
+def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of rows of every captured step that is run."""
+    replayed: list[int] = []
+    run = DecodeSteps.run
+
+    def counted(steps: DecodeSteps, ready: Ready) -> None:
+        replayed.append(ready.num_rows)
+        run(steps, ready)
+
+    monkeypatch.setattr(DecodeSteps, "run", counted)
+    return replayed
+
+
 # -- cases --------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +172,8 @@ def mixed(engine: Engine) -> Answers:
     return answer(
         engine,
         (prompt_of(5, 1), greedy()),
-        (prompt_of(16, 2), greedy()),
+        (prompt_of(16, 2), greedy(9)),  # alone at last, and plain
+        (prompt_of(12, 24), greedy(3, logprobs=2)),
         (prompt_of(41, 3), sampled(1, top_k=20, min_p=0.02)),
         (prompt_of(23, 4), sampled(1, top_p=0.8, temperature=0.7, repetition_penalty=1.2, logit_bias={3: 2.0})),
     )

@@ -11,7 +11,18 @@ import pytest
 
 from chatcache.model.runner import Ahead
 from chatcache.types import Finished
-from tests.gpu.engine_cases import CASES, Answers, assert_same, build, drain, outcome, prompt_of, sampled, submit
+from tests.gpu.engine_cases import (
+    CASES,
+    Answers,
+    assert_same,
+    build,
+    count_replays,
+    drain,
+    outcome,
+    prompt_of,
+    sampled,
+    submit,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +37,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_triton_says_what_the_reference_says(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
     assert_same(outcome(case, tmp_path, "triton", "cuda"), expected[case])
+
+
+@pytest.mark.parametrize("case", ["n_best", "chunked", "swapped"])
+def test_steps_are_replayed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the test above says little about graphs."""
+    replayed = count_replays(monkeypatch)
+    outcome(case, tmp_path, "triton", "cuda")
+    assert len(replayed) >= 3, f"{len(replayed)} steps were replayed"
 
 
 @pytest.mark.parametrize("case", ["n_best", "long", "beams"])

@@ -111,9 +111,13 @@ def test_planted_draws_of_the_other_half(monkeypatch: pytest.MonkeyPatch) -> Non
         kept = tuple(edit for edit in draws.edits if edit.draw in which and edit.draw < len(which))
         return replace(cut, edits=kept)
 
-    monkeypatch.setattr(halving, "_draws", lazy)
-    got = everything(np.random.default_rng(SEED), short(14)[0])
-    assert not equal(got, everything(np.random.default_rng(SEED), make_runner())), f"seed {SEED}"
+    for seed in range(SEED, SEED + 20):  # with some prompts the edited token is not the one that is drawn
+        want = everything(np.random.default_rng(seed), make_runner())
+        with monkeypatch.context() as planted:
+            planted.setattr(halving, "_draws", lazy)
+            if not equal(everything(np.random.default_rng(seed), short(14)[0]), want):
+                return
+    raise AssertionError(f"seeds {SEED} to {SEED + 19}")
 
 
 # -- the page store ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import permutations
@@ -20,6 +21,7 @@ from chatcache.sched.plan import LogitEdit, LogitMask, StepResult
 from tests.model.drive import make_draws
 
 CPU = torch.device("cpu")
+KERNELS = CPU if os.environ.get("TRITON_INTERPRET") == "1" else torch.device("cuda", 0)  # as the root conftest decides
 NUM_DRAWS = 20_000
 
 
@@ -40,7 +42,8 @@ def draw(
 ) -> StepResult:
     """Sample from one row of logits per spec."""
     rows = np.array([spec.get("row", 0) for spec in specs])
-    return make_sampler(logits.shape[-1], CPU).sample(logits, rows, make_draws(specs, edits, masks))
+    device = KERNELS if make_sampler is DeviceSampler else CPU
+    return make_sampler(logits.shape[-1], device).sample(logits.to(device), rows, make_draws(specs, edits, masks))
 
 
 def mask_of(draw: int, allowed: Iterable[int], num_words: int) -> LogitMask:

@@ -25,6 +25,11 @@ def test_a_life_on_triton_kernels_is_the_same_life(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(room, "SPLIT", 16)
     runner = make_runner(Ahead(batch_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
     runner.warm_up()
-    outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.85), 25)
-    assert outcome.differing() is None, f"seed {SEED}"
-    assert outcome.num_unseen > 10
+    plain, life, num_unseen = make_runner(), Life(np.random.default_rng(SEED), plain=0.85), 0
+    for _ in range(8):  # as a rule one round is enough
+        outcome = live(plain, runner, life, 25)
+        assert outcome.differing() is None, f"seed {SEED}"
+        num_unseen += outcome.num_unseen
+        if num_unseen > 10:
+            return
+    raise AssertionError(f"seed {SEED}: only {num_unseen} tokens were not seen by the host")

@@ -12,7 +12,8 @@ from bench.check.ceilings import Ceilings, quick
 from bench.check.context import Context
 from bench.check.figures import above_floor
 from bench.check.timing import wall_s
-from chatcache.model.sampler import Sampler
+from chatcache.model.choose import choose_sampler
+from chatcache.model.sampler import AnySampler
 from chatcache.sched.plan import Draws
 
 VOCAB = {"full": 151_936, "cpu": 49_152, "tiny": 128}
@@ -37,9 +38,9 @@ def run(context: Context) -> None:
             context.measure(name, partial(_measure, context, limits, sampler, logits, name, options))
 
 
-def make_sampler(vocab_size: int, device: str) -> Any:
+def make_sampler(vocab_size: int, device: str) -> AnySampler:
     """Return what a runner on this device draws with."""
-    return Sampler(vocab_size, torch.device(device))
+    return choose_sampler("triton" if device.startswith("cuda") else "cpu", vocab_size, torch.device(device))
 
 
 def make_draws(count: int, **options: Any) -> Draws:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
+import numpy as np
 import torch
-from chatcache_kernels.types import HeadNorms, HostPages, KVPages
+from chatcache_kernels.types import HeadNorms, KVPages
 from torch import Tensor
 
 from bench.check.ceilings import Ceilings, quick
@@ -16,6 +17,7 @@ from bench.check.context import Context
 from bench.check.figures import Figure, rate
 from bench.check.timing import Work, measure, wall_s
 from bench.check.workload import PAGE, Heads, choose_kernels
+from chatcache.model.swaps import Swaps
 
 LAUNCH_BYTES = 64 * 2**20  # below this a launch is judged by its time alone
 
@@ -119,18 +121,19 @@ def _copies(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleTyp
 
 
 def _swaps(context: Context, sizes: Sizes, kernels: ModuleType) -> None:
-    """Both ways over the bus, beside torch's copy of as many bytes of pinned memory."""
+    """Both ways over the bus as a runner does it, beside torch's copy of as many bytes of pinned memory."""
     for count in sizes.swaps:
         pages = _pages(context, kernels, sizes.heads, sizes.num_layers, count + 1)
-        host = HostPages.allocate(pages, count)
-        away = torch.stack((1 + torch.randperm(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32)), 1)
-        out, back = away.to(context.device), away.flip(1).contiguous().to(context.device)
+        swaps = Swaps(kernels, pages, count)
+        away = np.stack((1 + np.random.default_rng(0).permutation(count), np.arange(count)), 1).astype(np.int32)
+        back, none = away[:, ::-1].copy(), away[:0]
         num_bytes = count * pages.page_bytes
         limit = num_bytes / _bus_s(context, num_bytes) / 1e9
-        for name, move, swaps in (("out", kernels.swap_out, out), ("in", kernels.swap_in, back)):
-            move(pages, host, swaps)
-            seconds = wall_s(partial(move, pages, host, swaps), context.device)
+        for name, move in (("out", partial(swaps.apply, away, none)), ("in", partial(swaps.apply, none, back))):
+            move()
+            seconds = wall_s(move, context.device)
             context.add(rate(f"swap {name} {count} pages", num_bytes / seconds / 1e9, "GB/s", limit))
+        swaps.close()
 
 
 def _bus_s(context: Context, num_bytes: int) -> float:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,13 @@ def environment() -> dict[str, str]:
     path = [str(ROOT), str(ROOT / "kernels")]
     if importlib.util.find_spec("msgspec") is None:
         path.append(str(BARE))
-    given = {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    cache = Path(tempfile.gettempdir()) / "chatcache-triton"  # one for all stages, so that each kernel compiles once
+    given = {
+        "TRITON_CACHE_DIR": str(cache),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     return {**given, **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 

@@ -15,8 +15,8 @@ from bench.check.figures import Figure
 from bench.check.machine import ROOT
 
 INI = ROOT / "kernels" / "bench" / "bare" / "pytest.ini"
-GPU_TESTS = ("kernels/tests", "tests/gpu", "tests/model")
-TRITON_ONLY = "triton or gpu or reference or work or device or sampler"
+GPU_TESTS = ("tests/gpu", "kernels/tests", "tests/model")
+NEED_A_GPU = "(triton or gpu) and not compile and not attention_code and not bench"  # compiling for chips needs none
 MOST_PROCESSES = 8
 FEW_CORES = 4
 
@@ -26,7 +26,7 @@ def run(context: Context) -> None:
     if context.size == "tiny":
         context.measure("tests", lambda: _pytest(context, ["kernels/tests/test_kernels_reference.py"], []))
     elif context.on_gpu:
-        context.measure("tests on the GPU", lambda: _pytest(context, GPU_TESTS, ["-k", TRITON_ONLY]))
+        context.measure("tests on the GPU", lambda: _pytest(context, GPU_TESTS, ["-k", NEED_A_GPU]))
     else:
         context.measure("tests", lambda: _pytest(context, ["kernels/tests", "tests/gpu"], []))
 
@@ -39,6 +39,8 @@ def _pytest(context: Context, paths: Sequence[str], options: Sequence[str]) -> N
     command += [
         "-p",
         "no:cacheprovider",
+        "-p",
+        "no:benchmark",
         f"--junitxml={report}",
         "--durations=10",
         "--tb=short",

@@ -91,4 +91,7 @@ def _across(staged: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(source: NDArray[np.int64], target: NDArray[np.int64], pages: KVPages) -> Tensor:
-    return torch.from_numpy(np.stack((source, target), 1)).to(pages.k.device, non_blocking=True)
+    pairs = torch.from_numpy(np.stack((source, target), 1))
+    if pages.k.is_cuda:  # out of ordinary memory the copy may first let the stream finish all it has been given
+        pairs = pairs.pin_memory()
+    return pairs.to(pages.k.device, non_blocking=True)
