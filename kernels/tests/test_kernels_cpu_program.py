@@ -11,7 +11,7 @@ import torch
 from chatcache_kernels.cpu import launch, program, rows
 from chatcache_kernels.cpu.program import Jobs, Program
 
-NUM_STEPS, NUM_ROWS, NUM_WORDS = 300, 24, 8
+NUM_STEPS, NUM_ROWS, NUM_WORDS = 40, 3, 20_000  # rows long enough for a thread to run ahead of one that copies
 
 
 def chain(buffers: torch.Tensor, orders: torch.Tensor) -> tuple[Program, Jobs]:
