@@ -17,11 +17,12 @@ from torch import Tensor
 
 from chatcache.model.device_jobs import Job, draw_jobs, flat_edits, mask_words, tops_job
 from chatcache.model.device_results import Asked, download_parts, result_of
+from chatcache.model.device_scores import DeviceScoreSheet
 from chatcache.model.download import Download
 from chatcache.model.filters import Index
 from chatcache.model.noise import token_base
 from chatcache.model.transfer import Layout, upload
-from chatcache.sched.plan import I32, Draws, LogitEdit, LogitMask, StepResult
+from chatcache.sched.plan import I32, Draws, LogitEdit, LogitMask, Rows, Scores, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,11 @@ class PendingDraws:
 class DeviceSampler:
     """Draws candidates by Triton kernels, the same as `Sampler`. Holds only the hashed vocabulary of `noise.py`."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, launches: sampling.Launches | None = None) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._base = token_base(vocab_size, device)
+        self._launches = launches or sampling.Launches()
         self._nowhere = torch.zeros(1, dtype=torch.int64, device=device)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
@@ -56,6 +58,10 @@ class DeviceSampler:
         for some in ((), tuple(edits)):
             draws = Draws(i32, width, i32.astype(np.uint64), i32, i32, temperature, i32, top_p, f32, top, some, masks)
             self.sample(logits, np.zeros(4, np.intp), draws)
+
+    def sheet(self, rows: Rows, scores: Scores) -> DeviceScoreSheet:
+        """Return where a step's `Scores` are filled in."""
+        return DeviceScoreSheet(rows, scores, self._base)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Return the candidates of every draw.
@@ -106,7 +112,7 @@ class DeviceSampler:
     ) -> None:
         for place, (job, table) in enumerate(zip(jobs, tables, strict=True)):
             x = changed if job.edited else raw
-            draws = sampling.Draws(x, raw, self._base, table, words, job.cuts)
+            draws = sampling.Draws(x, raw, self._base, table, words, job.cuts, self._launches)
             tokens, logprobs, faults = (out[f"{name} {place}"] for name in ("tokens", "logprobs", "faults"))
             if job.size:
                 perturbed, raw_logprobs = out[f"perturbed {place}"], out[f"raw_logprobs {place}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from chatcache.model.device_errors import is_out_of_memory
 from chatcache.model.filters import Index
 from chatcache.model.halving import Part, halve, join
 from chatcache.model.sampler import AnySampler
-from chatcache.model.scores import ScoreSheet, fill_all, part_sizes, scored_tokens
+from chatcache.model.scores import fill_all, part_sizes, scored_tokens
 from chatcache.model.tables import Changes, DeviceSlots, PageTables, Placement
 from chatcache.model.transfer import to_device, upload
 from chatcache.sched.plan import I32, Draws, Rows, Scores, StepPlan, StepResult
@@ -103,8 +102,7 @@ class EagerSteps:
         rows_drawn, index = np.unique(draws.row, return_inverse=True)
         drawn: Index = rows_drawn.astype(np.intp)
         if part.scores is not None:
-            result = self._scored(part, part.scores, placement, own, drawn, index)
-            return lambda: result
+            return self._scored(part, part.scores, placement, own, drawn, index)
         logits = self._forward(placement, own, drawn)
         return self._draw(logits, index, draws, rows) if len(index) else nothing
 
@@ -117,7 +115,7 @@ class EagerSteps:
 
     def _scored(
         self, part: Part, scores: Scores, placement: Placement, tokens: Tensor, drawn: Index, index: Index
-    ) -> StepResult:
+    ) -> Finish:
         """Run the rows, draw, and score the prompts that asked for it, never holding all their logits at once."""
         geometry = self._network.geometry
         wanted = np.concatenate((placement.last[drawn], scored_tokens(part.rows, scores)))
@@ -126,15 +124,15 @@ class EagerSteps:
         parts = self._network.forward_parts(
             tokens, positions, step, torch.split(to_device(wanted, self._device), sizes)
         )
-        sheet = ScoreSheet(part.rows, scores, geometry.vocab_size)
+        sheet = self._sampler.sheet(part.rows, scores)
         logits = next(parts)
-        result = nothing()
+        drawing: Finish = nothing
         if len(index):
-            result = self._draw(logits[: len(drawn)], index, part.draws, part.rows)()
+            drawing = self._draw(logits[: len(drawn)], index, part.draws, part.rows)
         sheet.fill(logits[len(drawn) :])
         del logits
         fill_all(sheet, parts)
-        return replace(result, scores=sheet.values, score_tokens=sheet.top_tokens, score_logprobs=sheet.top_logprobs)
+        return lambda: sheet.add_to(drawing())
 
     def _forward(self, placement: Placement, tokens: Tensor, drawn: Index) -> Tensor:
         step, positions = self._step(placement)

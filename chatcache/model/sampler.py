@@ -21,9 +21,10 @@ from chatcache.model.edits import apply_edits, apply_masks
 from chatcache.model.filters import Filters, Flags, Index, draws_at
 from chatcache.model.noise import draw_keys, gumbel, token_base
 from chatcache.model.ranking import top_tokens
+from chatcache.model.scores import AnySheet, ScoreSheet
 from chatcache.model.transfer import to_device
 from chatcache.model.vocabulary import first_largest, log_sum_exp, noisy_largest, scale
-from chatcache.sched.plan import F32, I32, Draws, StepResult
+from chatcache.sched.plan import F32, I32, Draws, Rows, Scores, StepResult
 
 NOT_FINITE = "the model produced logits that are not finite"
 NOTHING_LEFT = "no token is left to draw: every one is banned"
@@ -69,6 +70,10 @@ class AnySampler(Protocol):
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Draw and wait; shapes as for `enqueue`."""
+        ...
+
+    def sheet(self, rows: Rows, scores: Scores) -> AnySheet:
+        """Return where a step's `Scores` are filled in."""
         ...
 
     def enqueue(
@@ -119,6 +124,10 @@ class Sampler:
             at, tokens = self._put(slots[kept].astype(np.int64)), self._put(np.maximum(result.tokens[kept, 0], 0))
             last.index_copy_(0, at, tokens.to(last.dtype))
         return Drawn(result)
+
+    def sheet(self, rows: Rows, scores: Scores) -> AnySheet:
+        """Return where a step's `Scores` are filled in."""
+        return ScoreSheet(rows, scores, self.vocab_size)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Return the candidates of every draw.

@@ -9,7 +9,8 @@ at most 256 + 80 MiB whatever the prompt, the budget and the vocabulary (as long
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from chatcache.model.ranking import top_tokens
 from chatcache.model.transfer import to_device
 from chatcache.model.vocabulary import log_sum_exp
-from chatcache.sched.plan import F32, I32, I64, Rows, Scores
+from chatcache.sched.plan import F32, I32, I64, Rows, Scores, StepResult
 
 PART_BYTES = 256 << 20
 CHUNK_BYTES = 16 << 20
@@ -40,6 +41,24 @@ def part_sizes(num_first: int, num_tokens: int, row_bytes: int) -> list[int]:
     return [size for size in sizes if size] or [0]
 
 
+def targets_of(rows: Rows, scores: Scores, vocab_size: int) -> tuple[I64, I32]:
+    """Return the successor of each scored token, -1 where the logits know none, and how many alternatives to report."""
+    targets = np.where(scores.targets < vocab_size, scores.targets, -1).astype(np.int64)
+    return targets, np.repeat(scores.num_top, rows.num_tokens[scores.row])
+
+
+class AnySheet(Protocol):
+    """The answer to a step's `Scores`, filled part by part."""
+
+    def fill(self, logits: Tensor) -> None:
+        """Take the logits of the next tokens. Shape [N, V], any float dtype."""
+        ...
+
+    def add_to(self, result: StepResult) -> StepResult:
+        """Return a step's result with the scores, once all are filled in."""
+        ...
+
+
 class ScoreSheet:
     """The answer to a step's `Scores`, filled part by part: `values`, `top_tokens`, `top_logprobs` of StepResult.
 
@@ -47,14 +66,16 @@ class ScoreSheet:
     """
 
     def __init__(self, rows: Rows, scores: Scores, vocab_size: int) -> None:
-        self._targets = scores.targets.astype(np.int64)
-        self._targets[self._targets >= vocab_size] = -1
-        self._num_top: I32 = np.repeat(scores.num_top, rows.num_tokens[scores.row])
+        self._targets, self._num_top = targets_of(rows, scores, vocab_size)
         size = min(int(self._num_top.max(initial=0)), vocab_size)
         self._filled = 0
         self.values: F32 = np.full(len(self._targets), np.nan, np.float32)
         self.top_tokens: I32 = np.full((len(self._targets), size), -1, np.int32)
         self.top_logprobs: F32 = np.full((len(self._targets), size), -np.inf, np.float32)
+
+    def add_to(self, result: StepResult) -> StepResult:
+        """Return a step's result with the scores."""
+        return replace(result, scores=self.values, score_tokens=self.top_tokens, score_logprobs=self.top_logprobs)
 
     def fill(self, logits: Tensor) -> None:
         """Take the logits of the next tokens. Shape [N, V], any float dtype."""
@@ -85,7 +106,7 @@ class ScoreSheet:
         self.top_logprobs[start + which] = np.where(used, (values - lse[rows, None]).cpu().numpy(), -np.inf)
 
 
-def fill_all(sheet: ScoreSheet, parts: Iterable[Tensor]) -> None:
+def fill_all(sheet: AnySheet, parts: Iterable[Tensor]) -> None:
     """Score part after part, holding one of them at a time."""
     for logits in parts:
         sheet.fill(logits)

@@ -11,7 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatcache.model import scores as scores_module
+from chatcache.model.device_sampler import DeviceSampler
+from chatcache.model.eager import nothing
 from chatcache.model.runner import Runner
+from chatcache.model.sampler import Sampler
 from chatcache.model.scores import ScoreSheet, part_sizes, scored_tokens
 from chatcache.sched.plan import Rows, Scores, StepResult
 from tests.model.drive import Driver, make_draws
@@ -81,14 +84,22 @@ def test_the_scored_tokens_are_found_row_by_row() -> None:
     assert scored_tokens(rows_of([3]), scores_of([], [], [])).tolist() == []
 
 
-def test_not_finite_logits_leave_nan_and_ids_out_of_range_are_never_looked_up() -> None:
-    sheet = ScoreSheet(rows_of([4]), scores_of([0], [2], [1, 2, 99, 0]), vocab_size=3)
+@pytest.mark.parametrize("kind", [Sampler, DeviceSampler], ids=["cpu", "triton"])
+def test_not_finite_logits_leave_nan_and_ids_out_of_range_are_never_looked_up(
+    kind: type[Sampler] | type[DeviceSampler],
+) -> None:
+    sheet = kind(3, torch.device("cpu")).sheet(rows_of([4]), scores_of([0], [2], [1, 2, 99, 0]))
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 1.0], [0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0]])
     sheet.fill(logits[:1])
     sheet.fill(logits[1:])
-    assert np.isnan(sheet.values).tolist() == [False, True, True, False]
-    assert np.isneginf(sheet.values[3])
-    assert sheet.top_tokens.tolist() == [[2, 1], [-1, -1], [-1, -1], [1, 2]]
+    result = sheet.add_to(nothing())
+    assert result.scores is not None and result.score_tokens is not None and result.score_logprobs is not None
+    assert np.isnan(result.scores).tolist() == [False, True, True, False]
+    assert np.isneginf(result.scores[3])
+    assert result.score_tokens.tolist() == [[2, 1], [-1, -1], [-1, -1], [1, 2]]
+    np.testing.assert_allclose(result.scores[0], logits[0].log_softmax(-1)[1], rtol=1e-6)
+    np.testing.assert_allclose(result.score_logprobs[0], logits[0].log_softmax(-1)[[2, 1]], rtol=1e-6)
+    np.testing.assert_allclose(result.score_logprobs[3], np.log([0.5, 0.5]), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

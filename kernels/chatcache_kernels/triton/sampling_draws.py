@@ -118,7 +118,9 @@ def is_finite(x):  # type: ignore[no-untyped-def]
     return (x > MINUS_INFINITY) & (x < float("inf"))
 
 
-@triton.jit(do_not_specialize=["num_draws"])
+@triton.jit(
+    do_not_specialize=["num_draws"], do_not_specialize_on_alignment=["tokens_ptr", "logprobs_ptr", "faults_ptr"]
+)
 def finish_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     raw_ptr,

@@ -110,7 +110,16 @@ def select_kernel(  # type: ignore[no-untyped-def]
         keys = tl.where(keys == best[:, None], NO_KEY, keys)
 
 
-@triton.jit(do_not_specialize=["num_draws", "size"])
+@triton.jit(
+    do_not_specialize=["num_draws", "size"],
+    do_not_specialize_on_alignment=[
+        "tokens_ptr",
+        "logprobs_ptr",
+        "perturbed_ptr",
+        "raw_logprobs_ptr",
+        "faults_ptr",
+    ],
+)
 def describe_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     raw_ptr,
