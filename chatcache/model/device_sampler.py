@@ -19,9 +19,10 @@ from chatcache.model.device_jobs import Job, draw_jobs, flat_edits, mask_words, 
 from chatcache.model.device_results import Asked, download_parts, result_of
 from chatcache.model.device_scores import DeviceScoreSheet
 from chatcache.model.download import Download
+from chatcache.model.edits import WORD_BITS
 from chatcache.model.filters import Index
 from chatcache.model.noise import token_base
-from chatcache.model.transfer import Layout, upload
+from chatcache.model.transfer import Layout, to_device, upload
 from chatcache.sched.plan import I32, Draws, LogitEdit, LogitMask, Rows, Scores, StepResult
 
 
@@ -44,24 +45,36 @@ class DeviceSampler:
         self.vocab_size = vocab_size
         self.device = device
         self._base = token_base(vocab_size, device)
+        self._no_words = torch.zeros(1, -(-vocab_size // WORD_BITS), dtype=torch.int32, device=device)
         self._launches = launches or sampling.Launches()
-        self._nowhere = torch.zeros(1, dtype=torch.int64, device=device)
+        self._nowhere = torch.zeros(1, dtype=torch.int32, device=device)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
         """Draw in every way from logits of this type, so that kernels compile before anyone waits for them."""
         i32, f32 = np.zeros(4, np.int32), np.zeros(4, np.float32)
-        width, top = np.array([1, 1, 2, 2], np.int32), np.array([1, 0, 0, 0], np.int32)
+        top = np.array([1, 0, 0, 0], np.int32)
         temperature, top_p = np.array([0.0, 1.0, 0.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0, 1.0], np.float32)
         edits = [LogitEdit(draw, i32[:1], f32[:1] + 1, f32[:1]) for draw in range(4)]
         masks = (LogitMask(0, np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)),)
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
         for some in ((), tuple(edits)):
-            draws = Draws(i32, width, i32.astype(np.uint64), i32, i32, temperature, i32, top_p, f32, top, some, masks)
-            self.sample(logits, np.zeros(4, np.intp), draws)
+            for most in (2, sampling.MOST_SELECTED + 1):
+                width = np.array([1, 1, most, most], np.int32)
+                seed = i32.astype(np.uint64)
+                draws = Draws(i32, width, seed, i32, i32, temperature, i32, top_p, f32, top, some, masks)
+                self.sample(logits, np.zeros(4, np.intp), draws)
+        self._warm_up_plain(logits)
+
+    def _warm_up_plain(self, logits: Tensor) -> None:
+        """Draw as `KernelDraws` does: a step that cannot be captured runs the same kernels."""
+        table = to_device(tops_job(np.zeros(1, np.intp), 1).table, self.device)
+        draws = sampling.Draws(logits, logits, self._base, table, None, True, self._launches)
+        ids, faults = torch.empty(2, 1, dtype=torch.int32, device=self.device)
+        sampling.draw(draws, self._nowhere, ids, torch.empty(1, device=self.device), faults)
 
     def sheet(self, rows: Rows, scores: Scores) -> DeviceScoreSheet:
         """Return where a step's `Scores` are filled in."""
-        return DeviceScoreSheet(rows, scores, self._base)
+        return DeviceScoreSheet(rows, scores, self._base, self._no_words)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Return the candidates of every draw.

@@ -24,8 +24,9 @@ from chatcache.sched.plan import Rows, Scores, StepResult
 class DeviceScoreSheet:
     """The answer to a step's `Scores`, filled part by part. Symbols: T scored tokens, L the most alternatives."""
 
-    def __init__(self, rows: Rows, scores: Scores, base: Tensor) -> None:
+    def __init__(self, rows: Rows, scores: Scores, base: Tensor, no_words: Tensor) -> None:
         self._base = base
+        self._no_words = no_words  # so that the kernels are those that draws have compiled
         self._targets, self._num_top = targets_of(rows, scores, len(base))
         count, self._size = len(self._targets), min(int(self._num_top.max(initial=0)), len(base))
         parts = {"logprobs": (np.float32, (count,)), "faults": (np.int32, (count,))}
@@ -45,7 +46,7 @@ class DeviceScoreSheet:
         self._filled = cells.stop
         table = tops_job(np.arange(num_rows), self._size).table
         table[fields.TARGET.value] = self._targets[cells]
-        draws = sampling.Draws(raw, raw, self._base, to_device(table, device), None, cuts=False)
+        draws = sampling.Draws(raw, raw, self._base, to_device(table, device), self._no_words, cuts=False)
         ids, nowhere = torch.empty(2, num_rows, dtype=torch.int32, device=device)
         sampling.draw(draws, nowhere, ids, self._out["logprobs"][cells], self._out["faults"][cells])
         if self._num_top[cells].any():

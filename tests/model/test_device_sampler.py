@@ -25,6 +25,7 @@ from tests.model.drive import make_draws
 
 CPU = torch.device("cpu")
 SMALL = Launches(chunk=128, block=64)
+FEW, MANY = (Launches(rows=rows) if triton.knobs.runtime.interpret else Launches() for rows in (8, 256))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,7 +91,7 @@ def test_ten_thousand_draws_are_the_cpu_s() -> None:
     rng = np.random.default_rng()
     vocab_size, num_rows = 1_500, 300
     logits = torch.from_numpy(rng.normal(0, 2, (num_rows, vocab_size)).astype(np.float32))
-    host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, CPU)
+    host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, CPU, MANY)
     filters = {
         "top_k": rng.choice([0, 1, 2, 40, 1499], 2_000).astype(np.int32),
         "top_p": rng.choice([1.0, 0.95, 0.3], 2_000).astype(np.float32),
@@ -107,7 +108,7 @@ def test_draws_over_real_vocabularies_are_the_cpu_s(vocab_size: int) -> None:
     logits = torch.from_numpy(rng.normal(0, 2.5, (3, vocab_size)).astype(np.float32)).to(torch.bfloat16)
     top_k, top_p = np.array([0, 0, 0, 20, 0, 1000], np.int32), np.array([1, 1, 1, 1, 0.9, 0.9], np.float32)
     index, draws = random_draws(rng, 6, 3, top_k=top_k, top_p=top_p, num_top=np.array([3, 0, 0, 0, 0, 0], np.int32))
-    host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, CPU)
+    host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, CPU, FEW)
     want, got = host.sample(logits, index, draws), device.sample(logits, index, draws)
     check_draws(got, want, logits, index, draws)
     np.testing.assert_array_equal(got.top_tokens, want.top_tokens)
@@ -125,7 +126,7 @@ def test_frequencies_are_within_four_sigma_of_softmax(top_p: float) -> None:
     kept /= kept.sum()
     count = 10_000
     draws = make_draws([{"temperature": 1.0, "seed": 5, "position": place, "top_p": top_p} for place in range(count)])
-    tokens = DeviceSampler(12, CPU).sample(logits, np.zeros(count, np.intp), draws).tokens[:, 0]
+    tokens = DeviceSampler(12, CPU, MANY).sample(logits, np.zeros(count, np.intp), draws).tokens[:, 0]
     counts = np.bincount(tokens, minlength=12)
     assert (np.abs(counts - count * kept) <= 4 * np.sqrt(count * kept * (1 - kept))).all()
 

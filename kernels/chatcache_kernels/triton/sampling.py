@@ -78,7 +78,7 @@ def draw(draws: Draws, last: Tensor, tokens: Tensor, logprobs: Tensor, faults: T
         draws.num_draws,
         draws.x.shape[1],
         draws.num_chunks,
-        ROWS=draws.rows,
+        ROWS=draws.launches.rows,
         CHUNKS=next_power_of_2(draws.num_chunks),
         **EXACT,
     )
@@ -128,7 +128,7 @@ def rank(draws: Draws, out: Ranked) -> None:
         taken,
         MASKED=draws.masked,
         ALL=size > MOST_SELECTED,
-        ROWS=draws.rows,
+        ROWS=draws.launches.rows,
         CHUNK=draws.chunk,
         num_warps=draws.warps,
         **EXACT,
@@ -151,9 +151,9 @@ def rank(draws: Draws, out: Ranked) -> None:
         draws.num_draws,
         num_chunks,
         size,
-        ROWS=draws.rows,
+        ROWS=draws.launches.rows,
         CHUNKS=next_power_of_2(num_chunks),
-        SIZE=next_power_of_2(size),
+        SIZE=next_power_of_2(max(size, MOST_SELECTED)),
         **EXACT,
     )
 
@@ -189,7 +189,7 @@ def _sums(draws: Draws, ids: Tensor, cuts: Tensor, *, SUMS_ONLY: bool) -> Tensor
         draws.num_chunks,
         MASKED=draws.masked and not SUMS_ONLY,
         SUMS_ONLY=SUMS_ONLY,
-        ROWS=draws.rows,
+        ROWS=draws.launches.rows,
         CHUNK=draws.chunk,
         num_warps=draws.warps,
         **EXACT,
@@ -211,7 +211,7 @@ def _cut(draws: Draws) -> Tensor:
             draws.x.shape[1],
             draws.mask_words.shape[-1],
             MASKED=draws.masked,
-            ROWS=draws.rows,
+            ROWS=draws.launches.rows,
             BLOCK=draws.block,
             num_warps=draws.cut_warps,
             **EXACT,
@@ -221,18 +221,17 @@ def _cut(draws: Draws) -> Tensor:
 
 def _best(draws: Draws, keys: Tensor, size: int) -> Tensor:
     """Return the best keys of each draw, descending. Shapes: [N, K] -> [N, S]."""
-    num_keys = keys.shape[1]
-    if size > MOST_SELECTED or num_keys > MOST_KEYS:
+    tile = next_power_of_2(draws.num_chunks * MOST_SELECTED)  # whatever is asked for, so that nothing compiles anew
+    if size > MOST_SELECTED or tile > MOST_KEYS:
         return keys.topk(size).values.contiguous()  # no two are equal, so their order is the only one
     best = torch.empty(draws.num_draws, size, dtype=torch.int64, device=keys.device)
-    tile = next_power_of_2(num_keys)
     select_kernel[(draws.num_programs,)](
         keys,
         best,
         draws.num_draws,
-        num_keys,
+        keys.shape[1],
         size,
-        ROWS=draws.rows,
+        ROWS=draws.launches.rows,
         KEYS=tile,
         num_warps=8 if tile > 2048 else 4,
         **EXACT,

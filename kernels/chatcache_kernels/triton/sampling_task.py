@@ -22,7 +22,7 @@ class Launches:
     warps: int = 4
     block: int = 4096
     cut_warps: int = 16
-    rows: int = 256 if triton.knobs.runtime.interpret else 1  # the interpreter takes as long for one as for many
+    rows: int = 64 if triton.knobs.runtime.interpret else 1  # the interpreter takes as long for one as for many
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,8 @@ class Draws:
         return -(-self.x.shape[1] // self.chunk)
 
     @property
-    def rows(self) -> int:
-        return min(self.launches.rows, next_power_of_2(self.num_draws))
-
-    @property
     def num_programs(self) -> int:
-        return -(-self.num_draws // self.rows)
+        return -(-self.num_draws // self.launches.rows)
 
     @property
     def mask_words(self) -> Tensor:
