@@ -53,13 +53,15 @@ class CudaCapture:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Replay) -> Replay:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()  # kernels compile, libraries take their workspaces; neither may happen in a capture
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of the process may talk to the device meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.stream(current), captured:  # a capture that fails does not put the stream back by itself
             work()
         self._graphs.append(graph)
         return graph.replay

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
-from chatcache_kernels.types import AttentionBatch, HostPages, KVPages
+from chatcache_kernels.types import MEMORY_PAGE_BYTES, AttentionBatch, HostPages, KVPages
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -145,3 +145,16 @@ def test_rope_is_a_complex_rotation_of_the_rotary_part() -> None:
     got = reference.rope(x, angle.cos(), angle.sin())
     turned = torch.complex(x[..., :4], x[..., 4:8]) * torch.polar(torch.ones(3, 1, 4), angle[:, None])
     torch.testing.assert_close(got, torch.cat((turned.real, turned.imag, x[..., 8:]), dim=-1))
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 7])
+def test_host_pages_lie_alone_on_their_memory_pages(num_pages: int) -> None:
+    """Memory is locked by the page; two stores on one could not be locked both."""
+    pages = reference.allocate_pages(2, 3, 8, 1, 16, torch.bfloat16)
+    host = HostPages.allocate(pages, num_pages)
+    spans = [(store.data_ptr(), store.data_ptr() + store.numel() * store.element_size()) for store in (host.k, host.v)]
+    assert host.k.shape == (num_pages, 2, 8, 1, 16) and host.k.dtype == torch.bfloat16
+    if num_pages:
+        assert all(first % MEMORY_PAGE_BYTES == 0 for first, _ in spans)
+        used = [set(range(first // MEMORY_PAGE_BYTES, -(-end // MEMORY_PAGE_BYTES))) for first, end in spans]
+        assert used[0].isdisjoint(used[1])

@@ -5,6 +5,8 @@ The same cases run on CPUs, under Triton's interpreter, in `kernels/tests/test_k
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,16 +29,19 @@ from tests.gpu.engine_cases import (
 pytestmark = pytest.mark.gpu
 
 
+Expected = Callable[[str], Answers]
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
-    """Return the reference backend's answers, on the same device."""
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Return what gives the reference backend's answers to a case, on the same device."""
     folder = tmp_path_factory.mktemp("reference")
-    return {case: outcome(case, folder, "reference", "cuda") for case in CASES}
+    return cache(lambda case: outcome(case, folder, "reference", "cuda"))
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_triton_says_what_the_reference_says(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
-    assert_same(outcome(case, tmp_path, "triton", "cuda"), expected[case])
+def test_triton_says_what_the_reference_says(case: str, expected: Expected, tmp_path: Path) -> None:
+    assert_same(outcome(case, tmp_path, "triton", "cuda"), expected(case))
 
 
 @pytest.mark.parametrize("case", ["n_best", "chunked", "swapped"])
@@ -48,18 +53,18 @@ def test_steps_are_replayed(case: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("case", ["n_best", "long", "beams"])
-def test_shared_prefixes_read_once_change_nothing(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
-    assert_same(outcome(case, tmp_path, "triton", "cuda", share="always"), expected[case])
+def test_shared_prefixes_read_once_change_nothing(case: str, expected: Expected, tmp_path: Path) -> None:
+    assert_same(outcome(case, tmp_path, "triton", "cuda", share="always"), expected(case))
 
 
 @pytest.mark.parametrize("case", ["mixed", "n_best", "swapped"])
-def test_without_graphs_nothing_changes(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
-    assert_same(outcome(case, tmp_path, "triton", "cuda", graphs=Ahead(())), expected[case])
+def test_without_graphs_nothing_changes(case: str, expected: Expected, tmp_path: Path) -> None:
+    assert_same(outcome(case, tmp_path, "triton", "cuda", graphs=Ahead(())), expected(case))
 
 
 @pytest.mark.parametrize("case", ["mixed", "beams", "recomputed"])
-def test_one_step_after_the_other_nothing_changes(case: str, expected: dict[str, Answers], tmp_path: Path) -> None:
-    assert_same(outcome(case, tmp_path, "triton", "cuda", in_order=True), expected[case])
+def test_one_step_after_the_other_nothing_changes(case: str, expected: Expected, tmp_path: Path) -> None:
+    assert_same(outcome(case, tmp_path, "triton", "cuda", in_order=True), expected(case))
 
 
 def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path: Path) -> None:

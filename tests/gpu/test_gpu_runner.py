@@ -40,6 +40,7 @@ SLEEP_CYCLES = 400_000_000  # a fifth of a second or more
 def device() -> Iterator[torch.device]:
     yield torch.device("cuda", 0)
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # tests beside this one need memory, too
 
 
 def keep_busy() -> None:
@@ -174,6 +175,45 @@ def test_host_pages_are_locked(device: torch.device) -> None:
     swaps.close()
 
 
+def test_swap_room_that_nobody_closes_is_unlocked(device: torch.device) -> None:
+    """Else the system gives the same memory again, and it cannot be locked twice."""
+    pages = big_pages(device)
+    for _ in range(5):
+        swaps = Swaps(triton, pages, 10, streams_of(device))
+        assert swaps.measure_page_s() > 0
+        del swaps
+
+
+def run_apart(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, as little may work there afterwards."""
+    code = textwrap.dedent(code).format(root=str(ROOT), kernels=str(ROOT / "kernels"))
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+REFUSED = """
+    import sys
+    sys.path[:0] = [{root!r}, {kernels!r}]
+    import torch
+    from chatcache.model.graphs import CudaCapture
+
+    device = torch.device("cuda", 0)
+    x = torch.ones(3, device=device)
+    try:
+        CudaCapture(device)(lambda: x.sum().item())  # the host waits, which a capture does not allow
+    except RuntimeError as error:
+        print("REFUSED:", error)
+    print("BACK:", torch.cuda.current_stream(device) == torch.cuda.default_stream(device))
+    CudaCapture(device)(lambda: x.add_(1))()  # once before the capture, once replayed
+    print("THEN:", x.tolist())
+"""
+
+
+def test_a_capture_that_fails_leaves_the_device_as_it_was() -> None:
+    done = run_apart(REFUSED)
+    for line in ("REFUSED: ", "BACK: True", "THEN: [3.0, 3.0, 3.0]"):
+        assert line in done.stdout, done.stdout + done.stderr[-2000:]
+
+
 class Hungry(Reader):
     """Takes a third of the memory that is free, for each token."""
 
@@ -231,8 +271,6 @@ LOST = """
 
 
 def test_the_end_of_a_device_is_told() -> None:
-    """In a process of its own, as nothing works there afterwards."""
-    code = textwrap.dedent(LOST).format(root=str(ROOT), kernels=str(ROOT / "kernels"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = run_apart(LOST)
     assert "LOST: NVIDIA" in done.stdout and "step 0 met: " in done.stdout, done.stdout + done.stderr[-2000:]
     assert "AGAIN: NVIDIA" in done.stdout, done.stdout + done.stderr[-2000:]

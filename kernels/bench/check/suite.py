@@ -84,7 +84,7 @@ def _spread_out() -> list[str]:
     cores = os.cpu_count() or 1
     if cores < FEW_CORES or importlib.util.find_spec("xdist") is None:
         return []
-    return ["-n", str(min(cores // 2, MOST_PROCESSES)), "--dist", "loadfile"]
+    return ["-n", str(min(cores // 2, MOST_PROCESSES)), "--dist", "load", "--maxschedchunk", "1"]
 
 
 def _read(report: Path) -> tuple[dict[str, int], list[str]]:
