@@ -154,7 +154,7 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
         name = _best_backend(device)
     problem = _problem(name, device)
     if problem:
-        raise ModelFolderError(f"attention backend {name!r} {problem}; choose auto, reference, cpu or triton")
+        raise ModelFolderError(f"attention backend {name!r} {problem}; choose auto")
     if deterministic and name != "cpu":
         raise ModelFolderError(f"deterministic needs the attention backend 'cpu', and on {device} that is {name!r}")
     module = "cpu.invariant" if deterministic else name

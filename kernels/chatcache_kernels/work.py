@@ -10,7 +10,8 @@ order of their keys.
     row 2         [ the same ................ | own ........]         row 0        x keys 1024 .. 1090   state  6  ...
 
 The split rule depends on positions alone, not on how many rows there are: SPLIT keys for rows of few tokens, which are
-bound by reading keys, and LONG_SPLIT for those of many, which bring queries enough to fill a device.
+bound by reading keys, and LONG_SPLIT for those of many, which bring queries enough to fill a device. Rows that share
+pages are cut where the shared ones end, too: the last bits of their tokens may depend on who shares with them.
 
 This runs once a step while a device waits, so no row costs Python time: tiles (tokens that go together, and their keys)
 are arrays, and one pass cuts them all.

@@ -20,7 +20,7 @@ from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages
 from torch import Tensor
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
-TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1.5e-2}
 
 
 @dataclass(frozen=True, slots=True)

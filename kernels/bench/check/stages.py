@@ -82,7 +82,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 }
 LEFT_OUT = {
     "cpu": {
-        "CUDA graphs, compiled Triton kernels": "no GPU here; Triton kernels ran under the interpreter, in the tests",
+        "CUDA graphs, compiled Triton kernels": "no GPU here; the tests run Triton kernels under the interpreter",
         "Qwen3-0.6B and Llama-3-8B shapes, the offline queue, transformers beside it": "made for a GPU",
     },
     "tiny": {"everything of a useful size": "--quick only shows that every stage runs"},

@@ -16,6 +16,12 @@ from bench.check.machine import ROOT
 
 INI = ROOT / "kernels" / "bench" / "bare" / "pytest.ini"
 GPU_TESTS = ("tests/gpu", "kernels/tests", "tests/model")
+INTERPRETED = (  # the whole before its parts: what is stopped for want of time has shown the most
+    "kernels/tests/test_kernels_triton_engine.py",
+    "tests/model/test_device_sampler.py",
+    "kernels/tests",
+    "tests/gpu",
+)
 NEED_A_GPU = "(triton or gpu) and not compile and not attention_code and not bench"  # compiling for chips needs none
 MOST_PROCESSES = 8
 FEW_CORES = 4
@@ -28,7 +34,7 @@ def run(context: Context) -> None:
     elif context.on_gpu:
         context.measure("tests on the GPU", lambda: _pytest(context, GPU_TESTS, ["-k", NEED_A_GPU]))
     else:
-        context.measure("tests", lambda: _pytest(context, ["kernels/tests", "tests/gpu"], []))
+        context.measure("tests", lambda: _pytest(context, INTERPRETED, []))
 
 
 def _pytest(context: Context, paths: Sequence[str], options: Sequence[str]) -> None:

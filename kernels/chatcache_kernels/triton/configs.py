@@ -1,6 +1,7 @@
 """How attention is launched: tile sizes, warps, pipeline stages and programs, in one table.
 
-Chosen by chip, tile height and head size, never by the batch, so a token's bits do not depend on the step around it.
+Chosen by chip, tile height and head size, never by the batch. What still depends on a token's company is where its keys
+are cut, if it shares pages with others (`work.py`).
 
 What the compiler says of them (Triton 3.6, sm_90, bfloat16, pages of 16, no spill in any; nothing here was timed):
 
