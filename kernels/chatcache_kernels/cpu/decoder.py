@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, HeadNorms, KVPages
-from . import decode, fused, matmul, rope, rows, shared
+from . import decode, fused, int8, matmul, rope, rows, shared
 from .amx import has_amx
 from .decode import FEW_QUERIES, register_lanes
 from .launch import Launch
@@ -31,10 +31,12 @@ MAX_TOKENS_NO_TILES = 8  # the same on a CPU without AMX
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A linear layer. Shapes: weight as `matmul.pack_weight` returns it, bias [out]."""
+    """A linear layer. Shapes: weight as `matmul.pack_weight` returns it, bias [out]; with scales [out], weight is as
+    `int8.pack_numbers` returns it, and bias is float32."""
 
     weight: Tensor
     bias: Tensor | None = None
+    scales: Tensor | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -72,6 +74,13 @@ class DecoderWeights:
     eps: float
     scale: float
     num_heads: int
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return what a thread needs for the largest product."""
+        panels = [self.head, *(x for each in self.layers for x in (each.qkv, each.out, each.gate_up, each.down))]
+        widest = max([int8.scratch_bytes(each.num_inputs) for each in panels if each.scales is not None], default=0)
+        return max(4 * matmul.SCRATCH_FLOATS, widest)
 
     def fits(self, pages: KVPages) -> bool:
         """Tell whether every kernel takes these shapes without torch's help."""
@@ -199,13 +208,20 @@ class FewTokens:
         )  # fmt: skip
 
     def _linear(self, panels: Sequence[Panels], x: Tensor, out: Tensor) -> Jobs:
-        return Jobs(
-            matmul.multiply_kernel(), matmul.JOB, len(panels), x=x.data_ptr(), out=out.data_ptr(),
-            weight=[each.weight.data_ptr() for each in panels],
-            bias=[each.bias.data_ptr() if each.bias is not None else 0 for each in panels],
-            scratch=self._buffers.scratch.data_ptr(), num_inputs=[each.num_inputs for each in panels],
-            num_outputs=[each.num_outputs for each in panels],
-        )  # fmt: skip
+        layers: dict[str, Any] = {
+            "weight": [each.weight.data_ptr() for each in panels],
+            "bias": [each.bias.data_ptr() if each.bias is not None else 0 for each in panels],
+            "num_inputs": [each.num_inputs for each in panels],
+            "num_outputs": [each.num_outputs for each in panels],
+        }
+        launch, layout = matmul.multiply_kernel(), matmul.JOB
+        if panels[0].scales is not None:
+            launch, layout = int8.multiply_kernel(torch.bfloat16), int8.JOB
+            layers["scales"] = [each.scales.data_ptr() for each in panels if each.scales is not None]
+            layers |= {"groups_each": -(-self.max_tokens // matmul.GROUP), "panels_each": 1}
+            layers["scratch_each"] = self._weights.scratch_bytes
+        scratch = self._buffers.scratch.data_ptr()
+        return Jobs(launch, layout, len(panels), x=x.data_ptr(), out=out.data_ptr(), scratch=scratch, **layers)
 
     def _rope_jobs(self) -> Jobs:
         w, b, pages = self._weights, self._buffers, self._pages
@@ -268,5 +284,5 @@ class _Buffers:
         widths = (hidden, hidden, hidden, layer.qkv.num_outputs, heads, heads, gates, gates // 2, hidden, heads)
         buffers = [torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in widths]
         buffers += [torch.empty(num_tokens, half) for _ in range(2)]
-        buffers.append(torch.empty(torch.get_num_threads() * matmul.SCRATCH_FLOATS))
+        buffers.append(torch.empty(torch.get_num_threads() * weights.scratch_bytes, dtype=torch.uint8))
         return cls(*buffers)

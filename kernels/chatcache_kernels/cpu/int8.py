@@ -1,0 +1,344 @@
+"""Linear layers whose weights are whole numbers of 8 bits and a scale for each output; activations stay as they are.
+
+A layer reads half of what it reads in bf16. Weights are packed in the panels of `matmul`. A thread widens a panel to
+bf16, which is exact, in a buffer that its core's cache holds, and multiplies it with its tokens from there, a few or
+hundreds: there is no second form of the weight. Ways to multiply, best first: AMX tiles, pairs by AVX512-BF16, pairs
+widened to float32 (the only one for float32 activations). In each a token's sum has one order, whatever the tokens
+beside it.
+
+On one core with AMX that reads 14 GB/s, a weight of 576 x 3072 from memory took 161, 229 and 427 microseconds for 1, 32
+and 64 tokens (panels of bf16: 278, 353 and 484); from the cache, 128, 512 and 2048 tokens went at 0.95, 0.85 and 0.78
+of oneDNN's speed in bf16. Unpacking the weight for torch was slower up to 1024 tokens.
+
+Shapes: x [T, in] bf16 or float32, codes [out / 32, in / 32, 2, 16 * 32] uint8, scales, bias [out] float32 -> [T, out].
+A code is a sign bit and 7 bits of magnitude; two rows of a tile interleave, eight codes each, as widening takes them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from numba import carray
+from torch import Tensor
+from torch.nn import functional
+
+from .amx import (
+    CONFIG_BYTES,
+    TILE_BYTES,
+    TILE_ROWS,
+    configure,
+    has_amx,
+    release,
+    tile_clear,
+    tile_dot,
+    tile_load,
+    tile_store,
+)
+from .launch import Launch, compile_kernel, helper, record
+from .matmul import GROUP, PANEL, tile_configs
+from .pairs import dot_pairs, has_pair_products, store_rounded
+from .vectors import BFLOAT16, FLOAT32, KINDS, fetch_add, fma, load, mul, pointer, prefetch, splat, store, zeros
+from .widen import has_byte_tables, high_half, low_half, widen_codes
+
+LARGEST = 127  # magnitude of a code
+SUMS_BYTES = 4 * TILE_BYTES
+AHEAD_BYTES = 2048  # how far before a code is widened its cache line is asked for
+MIN_GROUPS, MAX_GROUPS = 8, 16  # of tokens that share widened panels
+INPUT_BYTES = 1 << 20  # of tokens that stay in a core's cache while panels go by, and
+WIDENED_BYTES = 512 << 10  # of widened panels
+PIECES_EACH = 4  # pieces of work for each thread, at least: the last ones leave no thread idle for long
+
+JOB, PACK = record(
+    "x weight scales bias out scratch configs num_tokens num_inputs num_outputs groups_each panels_each scratch_each"
+)
+"""Addresses of contiguous arrays and sizes; 32 divides `num_inputs` and `num_outputs`. `bias` may be 0. `scratch`:
+`scratch_each` bytes for each thread, at least `scratch_bytes(num_inputs)`; `configs`: `tile_configs(T)`, for AMX only.
+A piece of work is `panels_each` panels for `groups_each` groups of 32 tokens."""
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (numbers [out, in] int8, scales [out] float32): the nearest multiples of a 127th of a row's largest.
+
+    A row that holds what is not finite gets a scale that is not a number.
+    """
+    numbers, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+    rows = max(1, (1 << 20) // max(1, weight.shape[1]))
+    for start in range(0, len(weight), rows):
+        part = weight[start : start + rows].float()
+        largest = part.abs().amax(1) if part.numel() else part.new_zeros(len(part))
+        scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scale = torch.where(largest.isfinite(), scale, torch.nan)
+        numbers[start : start + rows] = (part / scale[:, None]).round_().nan_to_num_(0.0).to(torch.int8)
+        scales[start : start + rows] = scale
+    return numbers, scales
+
+
+def pack_numbers(numbers: Tensor) -> Tensor:
+    """Return the codes in the order in which the kernel reads them, with zeros up to whole panels: [out, in] int8."""
+    rows, columns = (-(-size // PANEL) * PANEL for size in numbers.shape)
+    if (rows, columns) != tuple(numbers.shape):
+        numbers = functional.pad(numbers, (0, columns - numbers.shape[1], 0, rows - numbers.shape[0]))
+    codes = torch.where(numbers < 0, numbers.neg() | -128, numbers).view(torch.uint8)
+    # out = (panel, tile, 4 runs of 4), in = (step, 8 row pairs, 2 rows, 2): a row is 16 outputs of 2 inputs
+    parts = codes.view(rows // PANEL, 2, 4, 4, columns // PANEL, 8, 2, 2)
+    return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(rows // PANEL, columns // PANEL, 2, 512)
+
+
+def multiply(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, unit: str | None = None
+) -> Tensor:
+    """Return x @ (numbers * scales).T + bias. `scales` tells how many outputs there are.
+
+    `unit` (tiles | pairs | floats) is for tests; None is the best this CPU has for activations of this dtype.
+    """
+    num_outputs, padded = len(scales), codes.shape[0] * PANEL
+    num_inputs = codes.shape[1] * PANEL
+    if x.shape[1] != num_inputs:
+        x = functional.pad(x, (0, num_inputs - x.shape[1]))
+    if padded != num_outputs:
+        scales = functional.pad(scales, (0, padded - num_outputs))
+        bias = None if bias is None else functional.pad(bias, (0, padded - num_outputs))
+    x = x.contiguous()
+    out = torch.empty(len(x), padded, dtype=x.dtype)
+    threads, each = torch.get_num_threads(), scratch_bytes(num_inputs)
+    scratch, configs = torch.empty(threads * each, dtype=torch.uint8), tile_configs(len(x))
+    job = PACK.pack(
+        0, 0, x.data_ptr(), codes.data_ptr(), scales.data_ptr(), bias.data_ptr() if bias is not None else 0,
+        out.data_ptr(), scratch.data_ptr(), configs.data_ptr(), len(x), num_inputs, padded,
+        *cut(len(x), num_inputs, codes.shape[0], threads), each,
+    )  # fmt: skip
+    multiply_kernel(x.dtype, unit)(job, threads)
+    return out if padded == num_outputs else out[:, :num_outputs].contiguous()
+
+
+def scratch_bytes(num_inputs: int) -> int:
+    """Return what a thread needs: widened panels, and sums."""
+    return max(WIDENED_BYTES, 2 * PANEL * num_inputs) + SUMS_BYTES
+
+
+def cut(num_tokens: int, num_inputs: int, num_panels: int, num_threads: int) -> tuple[int, int]:
+    """Return how many groups of tokens share a widened panel, and how many panels are widened for them at once.
+
+    More groups widen less often; more panels write longer runs of each token's outputs; threads must not be idle.
+    """
+    num_groups, pieces = -(-num_tokens // GROUP), PIECES_EACH * num_threads
+    most = max(MIN_GROUPS, min(MAX_GROUPS, INPUT_BYTES // (2 * GROUP * num_inputs)))
+    groups = max(1, min(most, num_groups // max(1, pieces // num_panels)))
+    if groups == 1:
+        return 1, 1
+    blocks = -(-num_groups // groups)
+    fit = WIDENED_BYTES // (2 * PANEL * num_inputs)
+    return groups, max(1, min(fit, num_panels * blocks // pieces))
+
+
+def multiply_kernel(dtype: torch.dtype, unit: str | None = None) -> Launch:
+    """Return the launcher for activations of a dtype and a way to multiply. Takes a JOB."""
+    best = "tiles" if has_amx() else "pairs" if has_pair_products() else "floats"
+    unit = "floats" if dtype == torch.float32 else unit or best
+    if unit == "tiles":
+        return _tile_kernel(has_byte_tables(), has_pair_products())
+    return _row_kernel(has_byte_tables(), KINDS[dtype], unit == "pairs")
+
+
+@helper
+def _widen(tables: bool, source: int, num_codes: int, target: int) -> None:
+    """Widen codes to bf16, and have memory send what comes `AHEAD_BYTES` later."""
+    for block in range(num_codes // 64):
+        prefetch(pointer(BFLOAT16, source), 32 * block + AHEAD_BYTES // 2)
+        widen_codes(tables, source + 64 * block, target + 128 * block)
+
+
+@cache
+def _tile_kernel(tables: bool, native: bool) -> Launch:
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, JOB)[0]
+        num_groups, num_panels = (job.num_tokens + GROUP - 1) // GROUP, job.num_outputs // PANEL
+        num_blocks = (num_groups + job.groups_each - 1) // job.groups_each
+        num_strips = (num_panels + job.panels_each - 1) // job.panels_each
+        piece, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+        panel_bytes = 2 * PANEL * job.num_inputs
+        sums = job.scratch + thread * job.scratch_each
+        configured = -1
+        while piece < num_strips * num_blocks:
+            block, strip = divmod(piece, num_strips)
+            first, end = block * job.groups_each, min(num_groups, (block + 1) * job.groups_each)
+            for group in range(first, end):
+                last = 1 if group == num_groups - 1 else 0
+                if last != configured:
+                    configure(job.configs + last * CONFIG_BYTES)
+                    configured = last
+                weight = sums + SUMS_BYTES
+                for panel in range(strip * job.panels_each, min(num_panels, (strip + 1) * job.panels_each)):
+                    if group == first:
+                        keep = 1 if end - first > 1 else 0
+                        _first_group(native, tables, job, group * GROUP, panel, weight, sums, keep)
+                    else:
+                        _next_group(native, job, group * GROUP, panel, weight, sums)
+                    weight += panel_bytes
+            piece = fetch_add(address, 0, 1)
+        if configured >= 0:
+            release()
+
+    return compile_kernel(kernel)
+
+
+@helper
+def _first_group(native: bool, tables: bool, job: Any, token: int, panel: int, weight: int, sums: int, keep: int) -> None:
+    """Multiply a group of tokens with a panel, widening it on the way; to `weight`, as a whole if `keep`."""
+    stride = 2 * job.num_inputs
+    x, codes = job.x + token * stride, job.weight + panel * PANEL * job.num_inputs
+    more, num_steps = job.num_tokens - token > TILE_ROWS, job.num_inputs // PANEL
+    _clear()
+    at = weight
+    for step in range(num_steps):
+        _widen(tables, codes + TILE_BYTES * step, TILE_BYTES, at)
+        _step(x + 64 * step, stride, at, more)
+        at += keep * 2 * TILE_BYTES
+    _write_sums(native, job, token, panel, sums, more)
+
+
+@helper
+def _next_group(native: bool, job: Any, token: int, panel: int, weight: int, sums: int) -> None:
+    """Multiply a group of tokens with a widened panel."""
+    stride = 2 * job.num_inputs
+    x = job.x + token * stride
+    more, num_steps = job.num_tokens - token > TILE_ROWS, job.num_inputs // PANEL
+    _clear()
+    for step in range(num_steps):
+        _step(x + 64 * step, stride, weight + 2 * TILE_BYTES * step, more)
+    _write_sums(native, job, token, panel, sums, more)
+
+
+@helper
+def _clear() -> None:
+    tile_clear(0)
+    tile_clear(1)
+    tile_clear(2)
+    tile_clear(3)
+
+
+@helper
+def _step(x: int, stride: int, weight: int, more: bool) -> None:
+    """Add 32 inputs' products: tiles 0-3 are sums (tokens, outputs), 4-5 tokens, 6-7 outputs."""
+    tile_load(4, x, stride)
+    tile_load(6, weight, 64)
+    tile_load(7, weight + TILE_BYTES, 64)
+    tile_dot(0, 4, 6)
+    tile_dot(1, 4, 7)
+    if more:
+        tile_load(5, x + TILE_ROWS * stride, stride)
+        tile_dot(2, 5, 6)
+        tile_dot(3, 5, 7)
+
+
+@helper
+def _write_sums(native: bool, job: Any, token: int, panel: int, sums: int, more: bool) -> None:
+    """Scale the sums of a group, add the bias and store them."""
+    tile_store(0, sums, 128)
+    tile_store(1, sums + 64, 128)
+    if more:
+        tile_store(2, sums + 2 * TILE_BYTES, 128)
+        tile_store(3, sums + 2 * TILE_BYTES + 64, 128)
+    source, target, width = pointer(FLOAT32, sums), pointer(BFLOAT16, job.out), job.num_outputs
+    zero = zeros(16)
+    scales = pointer(FLOAT32, job.scales)
+    scale_0, scale_1 = load(zero, scales, panel * PANEL), load(zero, scales, panel * PANEL + 16)
+    bias_0, bias_1 = zero, zero
+    if job.bias != 0:
+        bias = pointer(FLOAT32, job.bias)
+        bias_0, bias_1 = load(zero, bias, panel * PANEL), load(zero, bias, panel * PANEL + 16)
+    at = token * width + panel * PANEL
+    for row in range(min(GROUP, job.num_tokens - token)):
+        store_rounded(native, target, at, fma(load(zero, source, row * PANEL), scale_0, bias_0))
+        store_rounded(native, target, at + 16, fma(load(zero, source, row * PANEL + 16), scale_1, bias_1))
+        at += width
+
+
+@helper
+def _write(native: bool, kind: int, job: Any, token: int, output: int, value: Any) -> None:
+    """Scale 16 outputs of a token, add the bias and store them."""
+    scale = load(value, pointer(FLOAT32, job.scales), output)
+    if job.bias != 0:
+        value = fma(value, scale, load(value, pointer(FLOAT32, job.bias), output))
+    else:
+        value = mul(value, scale)
+    at = token * job.num_outputs + output
+    if kind == BFLOAT16:
+        store_rounded(native, pointer(BFLOAT16, job.out), at, value)
+    else:
+        store(pointer(FLOAT32, job.out), at, value)
+
+
+@cache
+def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, JOB)[0]
+        num_groups, num_panels = (job.num_tokens + GROUP - 1) // GROUP, job.num_outputs // PANEL
+        num_blocks = (num_groups + job.groups_each - 1) // job.groups_each
+        piece, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+        weight = job.scratch + thread * job.scratch_each
+        while piece < num_panels * num_blocks:
+            block, panel = divmod(piece, num_panels)
+            _widen(tables, job.weight + panel * PANEL * job.num_inputs, PANEL * job.num_inputs, weight)
+            token = block * job.groups_each * GROUP
+            end = min(job.num_tokens, token + job.groups_each * GROUP)
+            while token + 4 <= end:
+                _four(native, kind, job, token, panel, weight)
+                token += 4
+            while token < end:
+                _one(native, kind, job, token, panel, weight)
+                token += 1
+            piece = fetch_add(address, 0, 1)
+
+    return compile_kernel(kernel)
+
+
+@helper
+def _add_pair(native: bool, kind: int, total: Any, weights: Any, x: int, pair: int) -> Any:
+    """Add the products of 16 outputs' weights with a pair of inputs at an address."""
+    if kind == BFLOAT16:
+        return dot_pairs(native, total, weights, splat(total, pointer(FLOAT32, x)[pair]))
+    inputs = pointer(FLOAT32, x)
+    total = fma(low_half(weights), splat(total, inputs[2 * pair]), total)
+    return fma(high_half(weights), splat(total, inputs[2 * pair + 1]), total)
+
+
+@helper
+def _one(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
+    """Multiply one token with a panel."""
+    x = job.x + token * job.num_inputs * (2 if kind == BFLOAT16 else 4)
+    weights, zero = pointer(FLOAT32, weight), zeros(16)
+    a, b = zero, zero
+    for step in range(job.num_inputs // PANEL):
+        for row in range(16):
+            at, pair = step * 2 * 256 + row * 16, step * 16 + row
+            a = _add_pair(native, kind, a, load(zero, weights, at), x, pair)
+            b = _add_pair(native, kind, b, load(zero, weights, at + 256), x, pair)
+    _write(native, kind, job, token, panel * PANEL, a)
+    _write(native, kind, job, token, panel * PANEL + 16, b)
+
+
+@helper
+def _four(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
+    """Multiply four tokens with a panel."""
+    width = job.num_inputs * (2 if kind == BFLOAT16 else 4)
+    x0 = job.x + token * width
+    x1, x2, x3 = x0 + width, x0 + 2 * width, x0 + 3 * width
+    weights, zero = pointer(FLOAT32, weight), zeros(16)
+    a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
+    for step in range(job.num_inputs // PANEL):
+        for row in range(16):
+            at, pair = step * 2 * 256 + row * 16, step * 16 + row
+            even, odd = load(zero, weights, at), load(zero, weights, at + 256)
+            a0, b0 = _add_pair(native, kind, a0, even, x0, pair), _add_pair(native, kind, b0, odd, x0, pair)
+            a1, b1 = _add_pair(native, kind, a1, even, x1, pair), _add_pair(native, kind, b1, odd, x1, pair)
+            a2, b2 = _add_pair(native, kind, a2, even, x2, pair), _add_pair(native, kind, b2, odd, x2, pair)
+            a3, b3 = _add_pair(native, kind, a3, even, x3, pair), _add_pair(native, kind, b3, odd, x3, pair)
+    for half in range(2):
+        output = panel * PANEL + 16 * half
+        _write(native, kind, job, token, output, a0 if half == 0 else b0)
+        _write(native, kind, job, token + 1, output, a1 if half == 0 else b1)
+        _write(native, kind, job, token + 2, output, a2 if half == 0 else b2)
+        _write(native, kind, job, token + 3, output, a3 if half == 0 else b3)
