@@ -10,7 +10,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine and its model.
 
     `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory_bytes=None` picks a share of free
-    memory. `max_model_len=None` takes the model's own. `attention`: auto | reference | cpu | triton.
+    memory. `max_model_len=None` takes the model's own. `attention`: auto | reference | cpu | triton. `quantization`:
+    none | int8, 8-bit weights on CPUs.
 
     `scheduling_policy`: fcfs | priority (smaller first, then fcfs) | fair (between namespaces, by virtual token
     counter). `preemption`: auto (by measured cost) | swap | recompute. `swap_memory_bytes`: host memory for swapped
@@ -24,6 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    quantization: str = "none"
     kv_memory_bytes: int | None = None
     max_model_len: int | None = None
     page_size: int = 16

@@ -156,7 +156,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rest of the house may know of a loaded model. `digest` (hex) seeds page keys: same weights, same key."""
+    """What the rest of the house may know of a loaded model. `digest` (hex) seeds page keys: same weights, same key.
+
+    `weight_bytes` are held, `step_bytes` of them are read by every step. `quantization`: none | int8.
+    """
 
     name: str
     digest: str
@@ -168,6 +171,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     device: str = "cpu"
     attention: str = ""
+    quantization: str = "none"
+    step_bytes: int = 0
+
+    @property
+    def precision(self) -> str:
+        """What it computes with, for people: the dtype, and how weights are kept if otherwise."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} weights"
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

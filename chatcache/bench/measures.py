@@ -50,13 +50,11 @@ class Bench:
         """Tokens/s at best: each step reads the weights, the shared tokens' KV once and each branch's own."""
         kv_bytes = (num_shared + num_branches * num_own) * self.load.kv_token_bytes
         flops = 2.0 * num_branches * self.load.matmul_params
-        return num_branches / self.limits.step_s(self.driver.facts.weight_bytes + kv_bytes, flops)
+        return num_branches / self.limits.step_s(self.driver.facts.step_bytes + kv_bytes, flops)
 
     def prefill_limit(self, num_tokens: int) -> float:
         """Tokens/s at best, attention's own share left out."""
-        return num_tokens / self.limits.step_s(
-            self.driver.facts.weight_bytes, 2.0 * num_tokens * self.load.matmul_params
-        )
+        return num_tokens / self.limits.step_s(self.driver.facts.step_bytes, 2.0 * num_tokens * self.load.matmul_params)
 
 
 def latency(bench: Bench) -> list[Figure]:

@@ -32,7 +32,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_parameters: int
     weight_bytes: int
+    step_bytes: int
     dtype: str
+    quantization: str
     device: str
     attention: str
     page_size: int
@@ -70,8 +72,9 @@ def to_json(report: Report | KVReport) -> str:
 
 def print_report(report: Report, console: Console) -> None:
     """Print the machine's limits, then a row per figure."""
+    precision = report.dtype if report.quantization == "none" else f"{report.dtype}, {report.quantization} weights,"
     console.print(
-        f"[bold]{report.bench}[/]  {report.model}: {report.num_parameters / 1e6:,.1f} M parameters, {report.dtype} on "
+        f"[bold]{report.bench}[/]  {report.model}: {report.num_parameters / 1e6:,.1f} M parameters, {precision} on "
         f"{report.device} ({report.num_threads} threads), {report.attention} attention, pages of {report.page_size}",
         soft_wrap=True,
     )

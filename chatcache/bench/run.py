@@ -45,7 +45,7 @@ def run_bench(
         engine = compose.build_engine(config, lambda _, detail: say(detail), need_tokenizer=False)
         facts, health = engine.facts, engine.health()
         say("measuring the machine")
-        limits = measure_limits(facts.weight_bytes, facts.dtype, facts.device)
+        limits = measure_limits(facts.step_bytes, facts.dtype, facts.device)
         load = Load(
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
@@ -69,7 +69,9 @@ def run_bench(
         model=compose.served_name(config),
         num_parameters=facts.num_parameters,
         weight_bytes=facts.weight_bytes,
+        step_bytes=facts.step_bytes,
         dtype=facts.dtype,
+        quantization=facts.quantization,
         device=facts.device,
         attention=facts.attention,
         page_size=health.page_size,

@@ -71,7 +71,7 @@ class Banner:
         num_public = len(self._server.public_prompts)
         return [
             ("model", f"[bold]{self._name}[/]  {facts.num_parameters / 1e6:,.1f} M parameters"),
-            ("compute", f"{facts.dtype} on {facts.device}, {facts.attention} attention{self._deterministic}"),
+            ("compute", f"{facts.precision} on {facts.device}, {facts.attention} attention{self._deterministic}"),
             (
                 "KV pages",
                 f"{health.num_pages:,} pages of {health.page_size} tokens, {format_size(page_bytes)} each, "

@@ -62,6 +62,10 @@ Attention = Annotated[
     Literal["auto", "reference", "cpu", "triton"],
     _flag("attention", "Attention kernels; auto picks the fastest that fit the device."),
 ]
+Quantization = Annotated[
+    Literal["none", "int8"],
+    _flag("quantization", "int8 keeps weights in 8 bits: half of bfloat16's bytes, slightly other logits (CPU only)."),
+]
 KVMemory = Annotated[
     int | None,
     _flag(

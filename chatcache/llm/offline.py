@@ -46,7 +46,7 @@ class LLM:
 
     `scheduling_policy`: fcfs | priority | fair. `preemption` when pages run out: auto | swap | recompute; `swap_memory`
     is what the host keeps swapped pages in, 0 for none. `deterministic`: logits do not depend, to the bit, on batch,
-    chunking, cache or preemption; slower.
+    chunking, cache or preemption; slower. `quantization`: None | "int8", 8-bit weights on CPUs.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         attention: str = "auto",
+        quantization: str | None = None,
         kv_memory: int | str | None = None,
         max_model_len: int | None = None,
         page_size: int = 16,
@@ -73,6 +74,7 @@ class LLM:
             device=device,
             dtype=dtype,
             attention=attention,
+            quantization=quantization or "none",
             kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
             max_model_len=max_model_len,
             page_size=page_size,

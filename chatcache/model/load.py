@@ -16,16 +16,15 @@ from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model.arch import Architecture, is_native, read_architecture
 from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate, choose_backend
-from chatcache.model.choose import choose_plain, choose_sampler
+from chatcache.model.choose import choose_linear, choose_plain, choose_sampler
 from chatcache.model.decoder import Decoder, check_unused, load_decoder
 from chatcache.model.deterministic import TokenByToken, check_determinism
 from chatcache.model.folder import eos_token_ids, model_name, read_config, resolve_model_path, weight_files
-from chatcache.model.invariant import InvariantLinears
-from chatcache.model.linear import MakeLinear, fast_linear, twofold_linear
+from chatcache.model.linear import MakeLinear, fast_linear
 from chatcache.model.memory import Budget, CudaGauge, host_kv_bytes, measure_budget
+from chatcache.model.quantised import Int8Linears, check_quantization, weight_sizes
 from chatcache.model.runner import Ahead, Runner, ahead_on
 from chatcache.model.sampler import AnySampler
-from chatcache.model.short import MAX_BYTES
 from chatcache.model.threads import limit_threads
 from chatcache.model.weights import Weights, WeightSource
 from chatcache.sched.plan import KVCapacity
@@ -60,12 +59,21 @@ def load_model(
     dtype = choose_dtype(config.dtype, device)
     if config.deterministic and device.type != "cpu":
         raise ModelFolderError(f"deterministic works on CPUs only so far, and this model would run on {device}")
+    check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention, device, deterministic=config.deterministic)
     if device.type == "cpu":
-        limit_threads(weights.num_parameters * dtype.itemsize)
+        limit_threads(weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
     elif dtype == torch.float32:
         torch.set_float32_matmul_precision("highest")  # float32 means float32, whatever the process did before
-    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, say)
+    make_linear: MakeLinear = fast_linear
+    if is_native(raw, folder / "config.json"):
+        make_linear = choose_linear(config, weights.num_parameters * dtype.itemsize, dtype, device)
+    elif config.quantization != "none":
+        raise ModelFolderError(
+            f"{folder / 'config.json'}: quantization {config.quantization} needs a family that the native decoder runs,"
+            f" and {raw['model_type']} runs through transformers"
+        )
+    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, say)
     geometry = network.geometry
     if ahead is None:
         ahead = ahead_on(device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder))
@@ -78,13 +86,18 @@ def load_model(
     capacity = plan_capacity(config, geometry, max_model_len, budget)
     say(0.92, f"allocating {capacity.num_pages} KV pages")
     pages = allocate(kernels, geometry, capacity.num_pages, capacity.page_size)
+    int8 = make_linear if isinstance(make_linear, Int8Linears) else None
+    arch = network.arch if isinstance(network, Decoder) else None
+    weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, int8)
     facts = ModelFacts(
         name=config.served_model_name or model_name(config.model),
-        digest=_digest(raw, weights, dtype, max_model_len),
+        digest=_digest(raw, weights, f"{dtype} {config.quantization}", max_model_len),
         vocab_size=geometry.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos,
-        weight_bytes=weights.num_parameters * dtype.itemsize,
+        weight_bytes=weight_bytes,
+        step_bytes=step_bytes,
+        quantization=config.quantization,
         num_parameters=weights.num_parameters,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
@@ -107,6 +120,7 @@ def _load_network(
     weights: WeightSource,
     dtype: torch.dtype,
     device: torch.device,
+    make_linear: MakeLinear,
     say: Progress,
 ) -> tuple[Network, int]:
     """Return the model and the longest context it will serve."""
@@ -119,7 +133,6 @@ def _load_network(
         arch = read_architecture(raw, where)
         check_unused(weights, arch, folder)
         length = context_length(config, arch)
-        make_linear = choose_linear(config, weights, dtype, device)
         decoder = load_decoder(arch, weights, dtype, device, part, make_linear)
         decoder.extend_positions(length)
         return decoder, length
@@ -133,14 +146,6 @@ def _load_network(
     torch.set_num_threads(1)  # how torch shares its work among threads is nobody's promise
     log.warning("deterministic: this model runs through transformers, on one thread, one token at a time")
     return TokenByToken(network), length
-
-
-def choose_linear(config: EngineConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> MakeLinear:
-    """Return how this model multiplies: the weights are kept twice where that is small change and few tokens gain."""
-    if config.deterministic:
-        return InvariantLinears()
-    twice = device.type == "cpu" and config.attention in ("auto", "cpu")
-    return twofold_linear if twice and weights.num_parameters * dtype.itemsize <= MAX_BYTES else fast_linear
 
 
 def context_length(config: EngineConfig, arch: Architecture) -> int:
@@ -269,7 +274,7 @@ def _cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _digest(raw: dict[str, Any], weights: WeightSource, dtype: torch.dtype, max_model_len: int) -> str:
-    """Hash all that decides what a page holds: config, weights, dtype, and the length that dynamic rope depends on."""
-    facts = json.dumps([raw, str(dtype), max_model_len, weights.digest()], sort_keys=True)
+def _digest(raw: dict[str, Any], weights: WeightSource, precision: str, max_model_len: int) -> str:
+    """Hash all that decides what a page holds: config, weights, their precision, and what dynamic rope depends on."""
+    facts = json.dumps([raw, precision, max_model_len, weights.digest()], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()

@@ -174,12 +174,17 @@ class _LargestStep:
 
 def host_kv_bytes() -> int:
     """Return how much of a CPU's memory pages may take when nobody says."""
+    return min(int(free_host_bytes() * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
+
+
+def free_host_bytes() -> int:
+    """Return what the machine and this process's control group have left; files that memory caches count as free."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(int(min(free, _container_free_bytes()) * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
+    return min(free, _container_free_bytes())
 
 
 def _container_free_bytes() -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
-from chatcache_kernels.cpu import matmul
+from chatcache_kernels.cpu import int8, matmul
 from chatcache_kernels.cpu.decoder import DecoderWeights, FewTokens, LayerWeights, Panels
 from chatcache_kernels.types import AttentionBatch, HeadNorms, KVPages
 from torch import Tensor
@@ -25,12 +25,22 @@ class Plain:
 
     weight: Tensor
     bias: Tensor | None
+    numbers: Tensor | None = None
+    scales: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight.float().T + (0.0 if self.bias is None else self.bias.float())
 
     def panels(self) -> Panels:
-        return Panels(matmul.pack_weight(self.weight), self.bias)
+        if self.numbers is None or self.scales is None:
+            return Panels(matmul.pack_weight(self.weight), self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return Panels(int8.pack_numbers(self.numbers), bias, self.scales)
+
+    def quantised(self) -> Plain:
+        """Return the layer over the nearest 8-bit weights, which are in float32 then."""
+        numbers, scales = int8.quantise(self.weight)
+        return Plain(numbers.float() * scales[:, None], self.bias, numbers, scales)
 
 
 def linear(num_outputs: int, num_inputs: int, bias: bool) -> Plain:
@@ -79,6 +89,14 @@ class Model:
         angles = torch.outer(torch.arange(LENGTH).float(), 10000.0 ** -(torch.arange(0, DIM, 2) / DIM))
         embedding = torch.randn(VOCAB, HIDDEN).bfloat16()
         return cls(embedding, blocks, norm(HIDDEN), linear(VOCAB, HIDDEN, False), angles.cos(), angles.sin())
+
+    def quantised(self) -> Model:
+        """Return the model over 8-bit weights."""
+        blocks = []
+        for block in self.blocks:
+            qkv, out, gate_up, down = (each.quantised() for each in block.linears)
+            blocks.append(replace(block, linears=(qkv, out, gate_up, down)))
+        return replace(self, blocks=blocks, head=self.head.quantised())
 
     def packed(self) -> DecoderWeights:
         layers = [
@@ -145,10 +163,12 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("in_int8", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"head_norms": True}, {"windows": True}], ids=str)
-def test_logits_and_pages(options: dict[str, bool]) -> None:
+def test_logits_and_pages(options: dict[str, bool], in_int8: bool) -> None:
     torch.set_num_threads(random.choice((1, 2)))
     model = Model.draw(3, **options)
+    model = model.quantised() if in_int8 else model
     ours, theirs = stores(3)
     few = FewTokens(model.packed(), ours)
     for starts, counts in (

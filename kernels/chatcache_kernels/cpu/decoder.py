@@ -103,7 +103,8 @@ class FewTokens:
         """Raises: ValueError for shapes that `fits` refuses."""
         if not weights.fits(pages):
             raise ValueError("this model's shapes need torch in every layer")
-        self.max_tokens = MAX_TOKENS if has_amx() else MAX_TOKENS_NO_TILES
+        one_form = weights.head.scales is not None
+        self.max_tokens = MAX_TOKENS if has_amx() or one_form else MAX_TOKENS_NO_TILES
         self._weights, self._pages = weights, pages
         self._num_threads = torch.get_num_threads()
         self._few = max(1, FEW_QUERIES * pages.num_kv_heads // weights.num_heads)

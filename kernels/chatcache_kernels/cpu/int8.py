@@ -86,9 +86,7 @@ def pack_numbers(numbers: Tensor) -> Tensor:
     return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(rows // PANEL, columns // PANEL, 2, 512)
 
 
-def multiply(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, unit: str | None = None
-) -> Tensor:
+def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, unit: str | None = None) -> Tensor:
     """Return x @ (numbers * scales).T + bias. `scales` tells how many outputs there are.
 
     `unit` (tiles | pairs | floats) is for tests; None is the best this CPU has for activations of this dtype.
@@ -185,7 +183,9 @@ def _tile_kernel(tables: bool, native: bool) -> Launch:
 
 
 @helper
-def _first_group(native: bool, tables: bool, job: Any, token: int, panel: int, weight: int, sums: int, keep: int) -> None:
+def _first_group(
+    native: bool, tables: bool, job: Any, token: int, panel: int, weight: int, sums: int, keep: int
+) -> None:
     """Multiply a group of tokens with a panel, widening it on the way; to `weight`, as a whole if `keep`."""
     stride = 2 * job.num_inputs
     x, codes = job.x + token * stride, job.weight + panel * PANEL * job.num_inputs

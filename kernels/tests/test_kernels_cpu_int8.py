@@ -1,0 +1,119 @@
+"""8-bit weights: packing, products by every way this CPU has, and the whole decoder over them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from chatcache_kernels.cpu import int8
+from chatcache_kernels.cpu.amx import has_amx
+from chatcache_kernels.cpu.pairs import has_pair_products
+from chatcache_kernels.cpu.widen import has_byte_tables
+from torch import Tensor
+
+UNITS = ["floats", *(["pairs"] if has_pair_products() else []), *(["tiles"] if has_amx() else [])]
+WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in UNITS)]
+
+pytestmark = pytest.mark.usefixtures("fresh_random")
+
+
+def made(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, weight and bias; outputs differ in size, so that a scale in the wrong place is seen."""
+    sizes = torch.rand(num_outputs, 1) * 4 + 0.1
+    return torch.randn(num_tokens, num_inputs), torch.randn(num_outputs, num_inputs) * sizes, torch.randn(num_outputs)
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, unit: str) -> None:
+    """Compare with float64 over the very weights that were kept."""
+    numbers, scales = int8.quantise(weight)
+    kept = numbers.double() * scales.double()[:, None]
+    got = int8.multiply(x, int8.pack_numbers(numbers), scales, bias, unit)
+    expected = x.double() @ kept.T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ kept.abs().T + (0 if bias is None else bias.double().abs())
+    assert got.shape == expected.shape
+    assert got.dtype == x.dtype
+    rounding = 2.0**-8 if x.dtype == torch.bfloat16 else 2.0**-22
+    assert bool(((got.double() - expected).abs() <= expected.abs() * rounding + size * 2**-20).all())
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("dtype", "unit"), WAYS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 7, 15, 16, 17, 31, 32, 33, 64, 97])
+def test_products(dtype: torch.dtype, unit: str, num_tokens: int) -> None:
+    torch.set_num_threads(random.choice((1, 3)))
+    for num_outputs, num_inputs in (
+        (32 * random.randint(1, 9), 32 * random.randint(1, 9)),
+        (random.randint(1, 200), random.randint(1, 200)),
+    ):
+        x, weight, bias = made(num_tokens, num_outputs, num_inputs)
+        for each in (None, bias):
+            check(x.to(dtype), weight, each, unit)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_many_tokens_share_widened_panels(unit: str) -> None:
+    """More tokens than a piece takes, more panels than are widened at once, ends that fill neither."""
+    torch.set_num_threads(random.choice((1, 2)))
+    for num_tokens, num_outputs, num_inputs in ((32 * 33 + 5, 32 * 13, 64), (300, 32 * 11, 32 * 70)):
+        x, weight, bias = made(num_tokens, num_outputs, num_inputs)
+        check(x.bfloat16(), weight, bias, unit)
+
+
+def test_work_is_cut_for_all_tokens_and_panels() -> None:
+    for _ in range(300):
+        num_tokens, num_panels = random.randint(1, 5000), random.randint(1, 300)
+        num_inputs, threads = 32 * random.randint(1, 500), random.randint(1, 64)
+        groups, panels = int8.cut(num_tokens, num_inputs, num_panels, threads)
+        assert 1 <= groups <= int8.MAX_GROUPS
+        assert panels == 1 or 64 * panels * num_inputs + int8.SUMS_BYTES <= int8.scratch_bytes(num_inputs)
+        assert 64 * num_inputs + int8.SUMS_BYTES <= int8.scratch_bytes(num_inputs)
+
+
+@pytest.mark.parametrize(("dtype", "unit"), WAYS)
+def test_a_token_does_not_feel_its_neighbours(dtype: torch.dtype, unit: str) -> None:
+    x, weight, bias = made(70, 96, 160)
+    x = x.to(dtype)
+    numbers, scales = int8.quantise(weight)
+    codes = int8.pack_numbers(numbers)
+    alone = torch.cat([int8.multiply(row[None], codes, scales, bias, unit) for row in x])
+    assert torch.equal(int8.multiply(x, codes, scales, bias, unit), alone)
+
+
+@pytest.mark.parametrize(("dtype", "unit"), WAYS)
+def test_what_is_not_finite_stays_with_its_token_and_its_output(dtype: torch.dtype, unit: str) -> None:
+    x, weight, _ = made(5, 64, 64)
+    x[2, 7], x[3, 9] = torch.nan, torch.inf
+    weight[5, 1], weight[33, 2] = torch.inf, torch.nan
+    numbers, scales = int8.quantise(weight)
+    got = int8.multiply(x.to(dtype), int8.pack_numbers(numbers), scales, None, unit)
+    assert got[2].isnan().all()
+    assert not got[3][numbers[:, 9] != 0].isfinite().any()
+    assert got[:, [5, 33]].isnan().all()
+    others = [output for output in range(64) if output not in (5, 33)]
+    assert got[[0, 1, 4]][:, others].isfinite().all()
+
+
+def test_weights_are_the_nearest_of_their_row() -> None:
+    for num_outputs, num_inputs in ((1, 1), (7, 130), (300, 5000)):
+        weight = torch.randn(num_outputs, num_inputs)
+        weight[0] = 0.0
+        numbers, scales = int8.quantise(weight)
+        assert numbers.abs().amax() <= int8.LARGEST
+        assert bool((numbers[1:].abs().amax(1) == int8.LARGEST).all())
+        error = (numbers.double() * scales.double()[:, None] - weight.double()).abs()
+        assert bool((error <= scales.double()[:, None] * (0.5 + 1e-5)).all())
+        half = weight.bfloat16()
+        assert torch.equal(int8.quantise(half)[0], int8.quantise(half.float())[0])
+
+
+@pytest.mark.skipif(not has_byte_tables(), reason="this CPU has one way to widen")
+def test_both_ways_to_widen_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number from -127 to 127, in every place of a tile row."""
+    numbers = (torch.arange(32 * 512).view(32, 512) % 255 - 127).to(torch.int8)
+    scales, codes, x = torch.rand(32) + 0.5, int8.pack_numbers(numbers), torch.randn(3, 512).bfloat16()
+    expected = x.double() @ (numbers.double() * scales.double()[:, None]).T
+    got = int8.multiply(x, codes, scales, None, UNITS[-1])
+    assert bool(((got.double() - expected).abs() <= expected.abs() * 2**-8 + 0.5).all())
+    monkeypatch.setattr(int8, "has_byte_tables", lambda: False)
+    assert torch.equal(int8.multiply(x, codes, scales, None, UNITS[-1]), got)

@@ -1,0 +1,159 @@
+"""8-bit weights through loading, facts and generation, against the same model with those very weights in float32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chatcache_kernels.cpu.int8 import quantise
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from chatcache.bench.shapes import SHAPES, write_model
+from chatcache.config import EngineConfig
+from chatcache.errors import ModelFolderError
+from chatcache.llm import LLM
+from chatcache.model import choose
+from chatcache.model import load as loading
+from chatcache.model.choose import TWICE_MAX_BYTES, choose_linear, keeps_twice
+from chatcache.model.decoder import Decoder
+from chatcache.model.linear import fast_linear, twofold_linear
+from chatcache.model.load import load_model
+from chatcache.model.quantised import Int8Linear, weight_sizes
+from chatcache.model.runner import Runner
+from chatcache.types import SamplingParams
+from tests.model.drive import Driver, greedy, make_draws
+from tests.model.families import VOCAB, Sample
+
+Get = Callable[[str], Sample]
+Load = Callable[..., Runner]
+
+
+def rounded(sample: Sample, folder: Path) -> Path:
+    """Copy a model, its linear weights changed to what 8 bits keep of them, its head no longer tied."""
+    shutil.copytree(sample.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    for name, weight in tensors.items():
+        if weight.ndim == 2 and "embed_tokens" not in name:
+            numbers, scales = quantise(weight)
+            tensors[name] = numbers.float() * scales[:, None]
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return folder
+
+
+def logprobs(runner: Runner, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Return the log-probabilities of what follows each prompt, [prompts, V]."""
+    everything = make_draws([{"row": row, "num_top": VOCAB} for row in range(len(prompts))])
+    result = Driver(runner).feed(dict(enumerate(prompts)), everything)
+    tokens = torch.from_numpy(result.top_tokens[:, :VOCAB]).long()
+    return torch.empty(len(prompts), VOCAB).scatter_(1, tokens, torch.from_numpy(result.top_logprobs[:, :VOCAB]))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3", "phi3-native"])
+def test_logits_are_those_of_the_weights_that_were_kept(name: str, sample_of: Get, load: Load, tmp_path: Path) -> None:
+    sample = sample_of(name)
+    ours, exact = load(sample.folder, quantization="int8"), load(rounded(sample, tmp_path / "rounded"))
+    got = logprobs(ours, sample.prompts)
+    torch.testing.assert_close(got, logprobs(exact, sample.prompts), atol=1e-4, rtol=1e-4)
+    unquantised = logprobs(load(sample.folder), sample.prompts)
+    assert 0 < (got - unquantised).norm() / unquantised.norm() < 0.05
+    assert greedy(ours, sample.prompts, 8, chunk=7) == greedy(exact, sample.prompts, 8, chunk=7)
+
+
+def test_facts(sample_of: Get, load: Load) -> None:
+    folder = sample_of("llama").folder
+    plain, int8 = load(folder).facts, load(folder, quantization="int8").facts
+    assert (plain.quantization, plain.precision) == ("none", "float32")
+    assert (int8.quantization, int8.precision) == ("int8", "float32, int8 weights")
+    assert int8.digest != plain.digest == load(folder, quantization="none").facts.digest
+    assert int8.num_parameters == plain.num_parameters
+    assert plain.step_bytes == plain.weight_bytes == 4 * plain.num_parameters  # tied
+    table = 4 * VOCAB * 64
+    assert int8.weight_bytes == int8.step_bytes + table
+    weights, outputs = 3 * (128 * 64 + 64 * 64 + 192 * 64 + 96 * 64), 3 * (128 + 64 + 192 + 64)
+    padding = (224 - VOCAB) * 64  # of the head, to whole panels
+    assert int8.step_bytes == weights + VOCAB * 64 + padding + 4 * (outputs + VOCAB) + 4 * 7 * 64
+    untied = load(sample_of("qwen2").folder).facts
+    assert untied.step_bytes == untied.weight_bytes - table
+
+
+def test_other_peoples_modules_are_counted_whole() -> None:
+    assert weight_sizes(1000, torch.bfloat16, None, None) == (2000, 2000)
+
+
+def test_who_is_refused(sample_of: Get, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelFolderError, match=r"config\.json: quantization int8 needs a family.*gpt2 runs through"):
+        load(sample_of("gpt2").folder, quantization="int8")
+    with pytest.raises(ModelFolderError, match="quantization 'int4' is not supported; choose none or int8"):
+        load(sample_of("llama").folder, quantization="int4")
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("meta"))
+    with pytest.raises(ModelFolderError, match=r"quantization int8 works on CPUs only so far.*on meta"):
+        load(sample_of("llama").folder, quantization="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_may_be_deterministic(sample_of: Get, load: Load, dtype: str) -> None:
+    """The check at load passes, and answers do not depend on chunks."""
+    sample = sample_of("qwen3")
+    runner = load(sample.folder, quantization="int8", deterministic=True, attention="auto", dtype=dtype)
+    together = logprobs(runner, sample.prompts)
+    assert torch.equal(together, torch.cat([logprobs(runner, [prompt]) for prompt in sample.prompts]))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(SHAPES["tiny"], folder)
+    return folder
+
+
+def test_few_tokens_go_through_the_whole_decoder(tiny: Path) -> None:
+    runner = load_model(
+        EngineConfig(model=str(tiny), dtype="bfloat16", quantization="int8", kv_memory_bytes=1 << 20, device="cpu")
+    )
+    network = runner._network
+    assert isinstance(network, Decoder)
+    assert isinstance(network._head, Int8Linear)
+    assert network._short is not None
+    assert network._short._few is not None
+    assert network._embedding.dtype == torch.bfloat16
+    quick = greedy(runner, [[1, 2, 3], [4] * 20], 6)
+    network._short = None
+    assert greedy(runner, [[1, 2, 3], [4] * 20], 6) == quick
+
+
+def test_the_built_in_model_makes_sense() -> None:
+    """Its greedy answers are the same text but for a few."""
+    prompts = ["Hello! Who are you?", "What is a KV cache?", "Tell me a joke.", "What can you do?", "Thank you!"]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    texts = []
+    for quantization in (None, "int8"):
+        with LLM(quantization=quantization, kv_memory="64MiB", device="cpu") as llm:
+            outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
+            texts.append([output.outputs[0].text for output in outputs])
+    assert all(texts[1])
+    same = sum(first == second for first, second in zip(*texts, strict=True))
+    assert same >= 3, texts
+
+
+def test_weights_are_kept_twice_where_there_is_room(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    gib = 2**30
+    assert keeps_twice(gib, 3 * gib)
+    assert not keeps_twice(gib, 3 * gib - 3)
+    assert not keeps_twice(TWICE_MAX_BYTES + 1, 1 << 60)  # an 8B model, whatever there is
+    cpu = torch.device("cpu")
+    for free_bytes, expected, words in ((9 * gib, twofold_linear, "kept twice"), (gib, fast_linear, "kept once")):
+        monkeypatch.setattr(choose, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert choose_linear(EngineConfig(), gib, torch.bfloat16, cpu) is expected
+        assert words in caplog.text
+        assert choose_linear(EngineConfig(), gib, torch.float32, cpu) is fast_linear
