@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
+from . import flash
 from .decode import FEW_QUERIES, PACK, SPLIT, decode_kernel, max_queries, register_lanes
 from .piece import partial_floats, scratch_floats
 from .prefill import attend_row
@@ -36,9 +37,12 @@ def paged_attention(
     most_few = batch.max_new_tokens
     if most_few > few:
         counts, offsets = batch.num_tokens.tolist(), batch.offsets.tolist()
-        for row in (r for r, count in enumerate(counts) if count > few):
-            part = slice(offsets[row], offsets[row + 1])
-            out[part] = attend_row(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
+        if flash.fits(q, pages):
+            flash.attend_chunks(q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks)
+        else:
+            for row in (r for r, count in enumerate(counts) if count > few):
+                part = slice(offsets[row], offsets[row + 1])
+                out[part] = attend_row(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
         most_few = max((count for count in counts if count <= few), default=0)
     if most_few and batch.work is not None:
         attend_shared(q, out, pages, layer, batch, batch.work, scale, window, softcap, sinks)

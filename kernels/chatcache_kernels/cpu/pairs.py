@@ -1,4 +1,5 @@
-"""Products of pairs of bf16 numbers, added up in float32: one instruction where the CPU has it, else two."""
+"""Pairs of bf16 numbers: their products in float32 (one instruction where the CPU has it, else two), their order and
+rounding, and the exponentials that become bf16."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 
-from .vectors import _call, _instruction, _round_bfloat16
+from .vectors import _call, _instruction, _round_bfloat16, _splat
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 
@@ -72,3 +73,67 @@ def store_rounded(typing: Any, native: Any, target: Any, index: Any, value: Any)
         return context.get_dummy_value()
 
     return types.void(native, target, types.int64, value), generate
+
+
+@_instruction
+def store_pair(typing: Any, target: Any, index: Any, low: Any, high: Any) -> Any:
+    """store_pair(pointer, i, low, high): write 32 lanes as bf16, AVX512-BF16 only."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        base, at, *parts = args
+        rounded = _call(
+            builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(_BFloat(), 32), *reversed(parts)
+        )
+        half = ir.VectorType(ir.IntType(16), 32)
+        place = builder.gep(base, [at], source_etype=ir.IntType(16))
+        builder.store(builder.bitcast(rounded, half), builder.bitcast(place, half.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, low, high), generate
+
+
+@_instruction
+def interleave(typing: Any, like: Any, even: Any, odd: Any) -> Any:
+    """interleave(like, address, other): as many bf16 numbers of two rows as `like` has lanes, side by side in pairs."""
+    lanes = like.lanes
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        half, bits = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(_I32, lanes)
+        rows = [builder.inttoptr(address, half.as_pointer()) for address in args[1:]]
+        low, high = (builder.zext(builder.load(row, align=2, typ=half), bits) for row in rows)
+        pairs = builder.or_(low, builder.shl(high, ir.Constant(bits, [16] * lanes)))
+        return builder.bitcast(pairs, ir.VectorType(_F32, lanes))
+
+    return like(like, types.int64, types.int64), generate
+
+
+@_instruction
+def any_above(typing: Any, a: Any, bound: Any) -> Any:
+    """any_above(x, y): tell whether a lane is larger than y; NaN is not."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        above = builder.fcmp_ordered(">", args[0], _splat(builder, args[1], a.lanes))
+        return builder.icmp_unsigned("!=", builder.bitcast(above, ir.IntType(a.lanes)), ir.IntType(a.lanes)(0))
+
+    return types.boolean(a, types.float32), generate
+
+
+@_instruction
+def exp2_coarse(typing: Any, a: Any) -> Any:
+    """exp2_coarse(x): 2 ** x within 1e-4 relative, for weights that become bf16; 16 lanes, AVX-512 only.
+
+    The polynomial is the best of degree 3 on [0, 1] by relative error (Remez).
+    """
+    coefficients = (0.07802452264047956, 0.22606715542748315, 0.6958335404947528, 0.9999252185627154)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (x,), wide = args, ir.VectorType(_F32, 16)
+        whole, same = ir.Constant(ir.IntType(16), -1), ir.Constant(_I32, 4)
+        down = ir.Constant(_I32, 9)  # x less its floor, no exceptions
+        part = _call(builder, "llvm.x86.avx512.mask.reduce.ps.512", wide, x, down, x, whole, same)
+        power = ir.Constant(wide, [coefficients[0]] * 16)
+        for coefficient in coefficients[1:]:
+            power = _call(builder, "llvm.fmuladd.v16f32", wide, power, part, ir.Constant(wide, [coefficient] * 16))
+        return _call(builder, "llvm.x86.avx512.mask.scalef.ps.512", wide, power, x, x, whole, same)
+
+    return a(a), generate

@@ -134,7 +134,7 @@ def weigh(
     for t in range(0, count, lanes):
         x = load(zero, scores, m * TILE + t)
         if softcap > 0:
-            x = _soften(zero, x, softcap)
+            x = soften(zero, x, softcap)
         if first > t or end < t + lanes:
             x = keep(x, first - t, end - t, np.float32(-np.inf))
         store(scores, m * TILE + t, x)
@@ -156,7 +156,7 @@ def weigh(
 
 
 @helper
-def _soften(zero: Any, x: Any, softcap: Any) -> Any:
+def soften(zero: Any, x: Any, softcap: Any) -> Any:
     """Return softcap * tanh(x / softcap), in units of log2."""
     one, cap = splat(zero, np.float32(1.0)), splat(zero, np.float32(softcap * np.float32(LOG2E)))
     e = exp2(minimum(mul(x, splat(zero, np.float32(2.0 * LOG2E) / softcap)), splat(zero, np.float32(126.0))))

@@ -1,0 +1,131 @@
+"""The tile kernel of long rows against reference.py, on fresh random shapes; only where the CPU has AMX."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from chatcache_kernels import cpu, reference
+from chatcache_kernels.cpu import flash
+from chatcache_kernels.types import AttentionBatch, KVPages
+
+pytestmark = [
+    pytest.mark.skipif(not flash.has_amx(), reason="this CPU has no AMX"),
+    pytest.mark.usefixtures("poisoned_memory", "fresh_random"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One batch of rows over two equal stores, one in each layout."""
+
+    batch: AttentionBatch
+    q: torch.Tensor
+    plain: KVPages
+    paged: KVPages
+
+
+def build_case(
+    rows: list[tuple[int, int]], heads: int = 6, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16
+) -> Case:
+    """Return rows of (cached tokens, new tokens) in shuffled pages; slots that hold no token, and pages, are NaN."""
+    needed = [-(-(start + new) // page_size) for start, new in rows]
+    shuffled = (torch.randperm(sum(needed) + 4) + 1).int()
+    tables = torch.zeros(len(rows), max(needed) + 2, dtype=torch.int32)
+    for row, count in enumerate(needed):
+        tables[row, :count] = shuffled[sum(needed[:row]) :][:count]
+    starts, news = (torch.tensor([row[i] for row in rows], dtype=torch.int32) for i in (0, 1))
+    whole = AttentionBatch.build(tables, torch.zeros_like(starts), starts + news, page_size)
+    k, v = torch.randn(2, whole.slots.numel(), kv_heads, head_dim).bfloat16().unbind(0)
+    stores = []
+    for backend in (reference, cpu):
+        pages = backend.allocate_pages(2, sum(needed) + 5, page_size, kv_heads, head_dim, torch.bfloat16)
+        pages.k.fill_(torch.nan), pages.v.fill_(torch.nan)
+        backend.write_pages(pages, 1, k, v, whole.slots)
+        stores.append(pages)
+    batch = AttentionBatch.build(tables, starts, news, page_size)
+    return Case(batch, torch.randn(batch.slots.numel(), heads, head_dim).bfloat16(), *stores)
+
+
+def attend(case: Case, least: int = 1, **options: object) -> torch.Tensor:
+    """Run the kernel over every row of at least `least` tokens; the others stay NaN."""
+    assert flash.fits(case.q, case.paged)
+    out = torch.full_like(case.q, torch.nan)
+    given = {"scale": 0.2, "window": None, "softcap": None, "sinks": None, **options}
+    flash.attend_chunks(case.q, out, case.paged, 1, case.batch, least, **given)  # type: ignore[arg-type]
+    return out
+
+
+def check(case: Case, **options: object) -> None:
+    given = {"scale": 0.2, **options}
+    expected = reference.paged_attention(case.q.float(), case.plain, 1, case.batch, **given)  # type: ignore[arg-type]
+    torch.testing.assert_close(attend(case, **options).float(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_random_batches() -> None:
+    for trial in range(12):
+        torch.set_num_threads(1 + trial % 3)
+        kv_heads, group = random.choice([1, 2, 3, 5]), random.choice([1, 2, 3, 5, 8])
+        rows = [(random.randrange(400), random.choice([0, 1, 2, 31, 70, 200])) for _ in range(random.randrange(1, 5))]
+        shape = random.choice([16, 32, 48, 64, 80, 128]), random.choice([8, 16, 32, 64])
+        case = build_case(rows, kv_heads * group, kv_heads, *shape)
+        check(
+            case,
+            scale=random.choice([0.05, 0.2]),
+            window=random.choice([None, 1, 7, 64, 130, 300]),
+            softcap=random.choice([None, 3.0, 30.0]),
+            sinks=random.choice([None, torch.randn(kv_heads * group)]),
+        )
+
+
+@pytest.mark.parametrize("start", [127, 128, 129, 4090])
+def test_block_boundaries(start: int) -> None:
+    case = build_case([(start, 33), (start - 33, 1)], 9, 3)
+    check(case)
+    check(case, window=start // 2)
+
+
+def test_growing_scores_are_followed() -> None:
+    """Each key is larger than those before, by more than the slack and by less."""
+    for scale in (0.01, 0.05, 3.0):
+        case = build_case([(0, 300)], 2, 1)
+        slots = case.batch.slots
+        k, v = reference.read_pages(case.plain, 1, slots)
+        k = (k.float() * torch.linspace(0.1, 10, 300)[:, None, None]).bfloat16()
+        reference.write_pages(case.plain, 1, k, v, slots)
+        cpu.write_pages(case.paged, 1, k, v, slots)
+        check(case, scale=scale)
+
+
+def test_short_rows_are_left_alone() -> None:
+    case = build_case([(40, 3), (9, 50), (0, 49)])
+    out = attend(case, least=50)
+    assert out[:3].isnan().all() and out[3:53].isfinite().all() and out[53:].isnan().all()
+
+
+def test_a_row_depends_on_nothing_beside_it() -> None:
+    """Not on other rows, threads, or how the tokens are shared out: the outputs are equal to the bit."""
+    case = build_case([(200, 300), (0, 77)], 6, 2)
+    for options in ({}, {"window": 150}, {"softcap": 5.0}):
+        torch.set_num_threads(1)
+        together = attend(case, **options)
+        tables, starts, news = case.batch.tables, case.batch.start, case.batch.num_tokens
+        for row, part in ((0, slice(0, 300)), (1, slice(300, 377))):
+            batch = AttentionBatch.build(*(x[row : row + 1] for x in (tables, starts, news)), 16)
+            torch.set_num_threads(3)
+            alone = attend(Case(batch, case.q[part].contiguous(), case.plain, case.paged), **options)
+            assert torch.equal(alone, together[part])
+        batch = AttentionBatch.build(tables[:1], starts[:1] + 210, news[:1] - 210, 16)
+        late = attend(Case(batch, case.q[210:300].contiguous(), case.plain, case.paged), **options)
+        assert torch.equal(late, together[210:300])
+
+
+def test_without_tiles_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build_case([(30, 150), (0, 90)])
+    with_tiles = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
+    monkeypatch.setattr(flash, "fits", lambda *_: False)
+    without = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
+    assert not torch.equal(with_tiles, without)
+    torch.testing.assert_close(with_tiles, without, atol=2e-2, rtol=2e-2)
