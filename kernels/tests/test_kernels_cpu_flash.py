@@ -9,10 +9,11 @@ import pytest
 import torch
 from chatcache_kernels import cpu, reference
 from chatcache_kernels.cpu import flash
+from chatcache_kernels.cpu.amx import has_amx
 from chatcache_kernels.types import AttentionBatch, KVPages
 
 pytestmark = [
-    pytest.mark.skipif(not flash.has_amx(), reason="this CPU has no AMX"),
+    pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX"),
     pytest.mark.usefixtures("poisoned_memory", "fresh_random"),
 ]
 
@@ -61,7 +62,7 @@ def attend(case: Case, least: int = 1, **options: object) -> torch.Tensor:
 def check(case: Case, **options: object) -> None:
     given = {"scale": 0.2, **options}
     expected = reference.paged_attention(case.q.float(), case.plain, 1, case.batch, **given)  # type: ignore[arg-type]
-    torch.testing.assert_close(attend(case, **options).float(), expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(attend(case, 1, **options).float(), expected, atol=1e-2, rtol=1e-2)
 
 
 def test_random_batches() -> None:
@@ -108,17 +109,19 @@ def test_short_rows_are_left_alone() -> None:
 def test_a_row_depends_on_nothing_beside_it() -> None:
     """Not on other rows, threads, or how the tokens are shared out: the outputs are equal to the bit."""
     case = build_case([(200, 300), (0, 77)], 6, 2)
-    for options in ({}, {"window": 150}, {"softcap": 5.0}):
+    every: list[dict[str, object]] = [{}, {"window": 150}, {"softcap": 5.0}]
+    for options in every:
         torch.set_num_threads(1)
-        together = attend(case, **options)
+        together = attend(case, 1, **options)
         tables, starts, news = case.batch.tables, case.batch.start, case.batch.num_tokens
         for row, part in ((0, slice(0, 300)), (1, slice(300, 377))):
-            batch = AttentionBatch.build(*(x[row : row + 1] for x in (tables, starts, news)), 16)
+            only = slice(row, row + 1)
+            batch = AttentionBatch.build(tables[only], starts[only], news[only], 16)
             torch.set_num_threads(3)
-            alone = attend(Case(batch, case.q[part].contiguous(), case.plain, case.paged), **options)
+            alone = attend(Case(batch, case.q[part].contiguous(), case.plain, case.paged), 1, **options)
             assert torch.equal(alone, together[part])
         batch = AttentionBatch.build(tables[:1], starts[:1] + 210, news[:1] - 210, 16)
-        late = attend(Case(batch, case.q[210:300].contiguous(), case.plain, case.paged), **options)
+        late = attend(Case(batch, case.q[210:300].contiguous(), case.plain, case.paged), 1, **options)
         assert torch.equal(late, together[210:300])
 
 

@@ -4,12 +4,12 @@ One piece of work is (row, some of its tokens, key head): all G query heads of t
 A block of KEYS keys is brought into the order that tiles want (rows of pages interleaved two by two, for which [D, P]
 keys and [P, D] values are both right), then all queries pass over it, 32 at a time: scores by tiles, softmax in float32
 registers, weights rounded to bf16, weighted values by tiles. Blocks in a query's future, or before its window, are
-skipped. The largest score is followed loosely: results so far are rescaled only once it has grown by SLACK, so most
-blocks need no sum or maximum over lanes. Results depend neither on the piece nor on the batch nor on threads.
+skipped. Results depend neither on the piece nor on the batch nor on threads.
 
-Source: Dao (2023), FlashAttention-2; the loose maximum is a common refinement. Symbols: see types.py.
+The softmax is `softmax.py`. Source: Dao (2023), FlashAttention-2. Symbols: see types.py.
 M queries of a piece, counted up to a multiple of 32; query m = token * G + head in group; E = D counted up to 32.
-Shapes: q, out [T, H, D] bf16.
+Shapes: q, out [T, H, D] bf16. On one core of a Sapphire Rapids, 9 heads of 64 over 3 key heads, page size 16, 2,048
+tokens took 9 ms where gathering and torch's flash attention took 20; 32 tokens after 2,048 took 0.4 ms against 1.5.
 """
 
 from __future__ import annotations
@@ -36,21 +36,17 @@ from .amx import (
     tile_store,
 )
 from .launch import Launch, compile_kernel, helper, record
-from .pairs import any_above, exp2_coarse, has_pair_products, interleave, store_pair, store_rounded
-from .tile import LOG2E, soften
+from .pairs import has_pair_products, interleave, store_rounded
+from .softmax import KEYS, weigh
+from .tile import LOG2E
 from .vectors import (
     BFLOAT16,
     FLOAT32,
     INT32,
-    add,
     exp2,
     fetch_add,
     first_lane,
-    fma,
-    keep,
-    largest,
     load,
-    maximum,
     mul,
     num_lanes,
     pointer,
@@ -60,11 +56,9 @@ from .vectors import (
     zeros,
 )
 
-KEYS = 128  # keys of a block: with scores and weights they fit the first cache; more rescale less often
 QUERIES = 2 * TILE_ROWS  # queries that pass over a block at a time
 MOST_QUERIES = 512  # of a piece
 TOKENS = 32  # a piece has a multiple of these, so that its queries fill tiles
-SLACK = 8.0  # how far (log2) a score may lie above the maximum that weights are relative to
 PIECES = 4  # for each thread, at least, where there are enough tokens
 
 JOB, PACK = record(
@@ -182,7 +176,7 @@ def _scratch(job: Any, thread: int) -> Any:
 @helper
 def _piece(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, token: int) -> None:
     """Attend a block of a row's tokens, from `token` on, to their keys of one head and write the outputs."""
-    group, size = job.num_heads // job.num_kv_heads, job.page_size
+    group = job.num_heads // job.num_kv_heads
     start, offset = pointer(INT32, job.start)[row] + token, pointer(INT32, job.offsets)[row] + token
     tokens = min(job.block_tokens, pointer(INT32, job.num_tokens)[row] - token)
     num, end = tokens * group, start + tokens
@@ -190,16 +184,21 @@ def _piece(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, tok
     low = 0
     if job.window > 0:
         low = max(0, start + 1 - job.window) // KEYS * KEYS
-    limits = pointer(INT32, _scratch(job, thread)[4])
+    acc, _, peaks, mass, limits, _, _, scores, weights, _ = _scratch(job, thread)
+    limit = pointer(INT32, limits)
     for first in range(low, end, KEYS):
         count = min(KEYS, end - first)
         _order(job, zero, part, thread, row, head, first, count)
         for m in range(0, num, QUERIES):
-            last = limits[min(m + QUERIES, num) - 1]
-            if last > first and (job.window == 0 or first + count > limits[m] - job.window):
+            last = limit[min(m + QUERIES, num) - 1]
+            if last > first and (job.window == 0 or first + count > limit[m] - job.window):
                 columns = (min(last - first, count) + 31) // 32 * 32
                 _multiply_keys(job, thread, m, num - m > TILE_ROWS, columns)
-                _weigh(job, zero, thread, m, min(m + QUERIES, num), first, columns)
+                weigh(
+                    zero, scores, weights, mass + 64 * m, acc + 4 * job.head_dim * m, peaks + 4 * m, limits + 4 * m,
+                    min(QUERIES, num - m), first, columns, job.head_dim, job.window, np.float32(job.scale),
+                    np.float32(job.softcap),
+                )  # fmt: skip
                 _multiply_values(job, thread, m, num - m > TILE_ROWS, columns)
     _finish(job, zero, thread, head, offset, tokens)
 
@@ -286,79 +285,6 @@ def _multiply_keys(job: Any, thread: int, m: int, more: bool, columns: int) -> N
         if more:
             tile_store(2, at + TILE_ROWS * 4 * KEYS, 4 * KEYS)
             tile_store(3, at + TILE_ROWS * 4 * KEYS + 64, 4 * KEYS)
-
-
-@helper
-def _weigh(job: Any, zero: Any, thread: int, m: int, end: int, first: int, columns: int) -> None:
-    """Turn scores of queries m .. end - 1 against the keys from `first` on into weights."""
-    acc, _, peaks, mass, limits, _, _, scores, weights, _ = _scratch(job, thread)
-    dim, factor, limit = job.head_dim, np.float32(job.scale * LOG2E), pointer(INT32, limits)
-    if job.softcap > 0:
-        _soften(zero, scores, end - m, columns, np.float32(job.scale), np.float32(job.softcap))
-        factor = np.float32(1.0)
-    if limit[m] - first < columns or (job.window > 0 and limit[end - 1] - job.window > first):
-        _hide(zero, scores, limits + 4 * m, end - m, first, columns, job.window)
-    scale = splat(zero, factor)
-    for query in range(m, end):
-        line, sums, peak = pointer(FLOAT32, scores), pointer(FLOAT32, mass + 64 * query), pointer(FLOAT32, peaks)
-        top, other = load(zero, line, 0), load(zero, line, 16)
-        for t in range(32, columns, 32):
-            top, other = maximum(top, load(zero, line, t)), maximum(other, load(zero, line, t + 16))
-        top, highest = mul(maximum(top, other), scale), peak[query]
-        if any_above(top, np.float32(highest + np.float32(SLACK))):
-            peak[query] = largest(top)
-            _rescale(zero, acc + 4 * dim * query, dim, sums, np.float32(highest - peak[query]))
-            highest = peak[query]
-        shift = splat(zero, np.float32(-highest) if highest > -np.inf else np.float32(0.0))
-        if columns == KEYS:
-            _exponents(zero, line, pointer(BFLOAT16, weights), sums, scale, shift, KEYS)
-        else:
-            _exponents(zero, line, pointer(BFLOAT16, weights), sums, scale, shift, columns)
-        scores += 4 * KEYS
-        weights += 2 * KEYS
-
-
-@helper
-def _exponents(zero: Any, scores: Any, weights: Any, sums: Any, scale: Any, shift: Any, columns: int) -> None:
-    """Write one query's weights and add them to its sums."""
-    total_low, total_high = load(zero, sums, 0), zero
-    for t in range(0, columns, 32):
-        low = exp2_coarse(fma(load(zero, scores, t), scale, shift))
-        high = exp2_coarse(fma(load(zero, scores, t + 16), scale, shift))
-        store_pair(weights, t, low, high)
-        total_low, total_high = add(total_low, low), add(total_high, high)
-    store(sums, 0, add(total_low, total_high))
-
-
-@helper
-def _soften(zero: Any, scores: int, num: int, columns: int, scale: Any, softcap: Any) -> None:
-    """Soft-cap the scores of `num` queries."""
-    for _ in range(num):
-        line = pointer(FLOAT32, scores)
-        for t in range(0, columns, 16):
-            store(line, t, soften(zero, mul(load(zero, line, t), splat(zero, scale)), softcap))
-        scores += 4 * KEYS
-
-
-@helper
-def _hide(zero: Any, scores: int, limits: int, num: int, first: int, columns: int, window: int) -> None:
-    """Make the scores of keys that a query does not see -inf: those in its future and before its window."""
-    for n in range(num):
-        line, end = pointer(FLOAT32, scores), pointer(INT32, limits)[n] - first
-        begin = end - window if window > 0 else 0
-        for t in range(0, columns, 16):
-            if begin > t or end < t + 16:
-                store(line, t, keep(load(zero, line, t), begin - t, end - t, np.float32(-np.inf)))
-        scores += 4 * KEYS
-
-
-@helper
-def _rescale(zero: Any, acc: int, dim: int, sums: Any, growth: Any) -> None:
-    """Make what was added up for a query relative to a maximum that has grown by -growth."""
-    decay, values = exp2(splat(zero, growth)), pointer(FLOAT32, acc)
-    for d in range(0, dim, 16):
-        store(values, d, mul(load(zero, values, d), decay))
-    store(sums, 0, mul(load(zero, sums, 0), decay))
 
 
 @helper

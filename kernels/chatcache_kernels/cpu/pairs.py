@@ -137,3 +137,14 @@ def exp2_coarse(typing: Any, a: Any) -> Any:
         return _call(builder, "llvm.x86.avx512.mask.scalef.ps.512", wide, power, x, x, whole, same)
 
     return a(a), generate
+
+
+@_instruction
+def reciprocal_coarse(typing: Any, a: Any) -> Any:
+    """reciprocal_coarse(x): 1 / x within 2 ** -14 relative, for results that become bf16; 16 lanes, AVX-512 only."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole = ir.Constant(ir.IntType(16), -1)
+        return _call(builder, "llvm.x86.avx512.rcp14.ps.512", ir.VectorType(_F32, 16), *args, *args, whole)
+
+    return a(a), generate
