@@ -172,17 +172,19 @@ def test_a_new_process_makes_the_same_bits(solo: Solo, folder_of: Callable[[str]
 
 
 def test_without_the_option_bits_do_differ(folder_of: Callable[[str], Path]) -> None:
-    """Else the matrix could not fail. What differs depends on the machine; on all tried, chunks of a prompt do."""
+    """Else the matrix could not fail. What differs depends on the machine; on all tried, short chunks of a prompt do."""
     for model in MODELS:
         shape, dtype = model.split("-")
         runner = load(folder_of(shape), dtype, deterministic=False)
         expected = alone(runner, LONG)
-        got, _ = run(runner, LONG, Way(1, 37))
+        got, _ = run(runner, LONG, Way(1, 5))
         assert differing(got, expected), model
 
 
 def test_planted_product_of_all_rows_at_once(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN adds up in another order for other numbers of rows, here for 1 and more than 32."""
+    for model in MODELS:
+        solo(model)  # loaded and drawn from before the mistake is made, also where this test runs alone
     monkeypatch.setattr(invariant, "cut", lambda num_rows, sizes: iter([num_rows] if num_rows else []))
     bad = [model for model in MODELS if differing(run(solo(model)[0], LONG, Way(1, 37))[0], solo(model)[1])]
     assert bad, "on this machine products do not depend on the number of rows"
