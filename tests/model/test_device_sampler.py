@@ -173,6 +173,19 @@ def test_draws_of_all_kinds_together_are_the_cpu_s(vocab_size: int) -> None:
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=2e-5, atol=2e-5, err_msg=name)
 
 
+def test_chunks_of_very_different_size_are_one_row() -> None:
+    """One chunk far below the others, one without a finite logit; the cut and the draw cross their borders."""
+    rng = np.random.default_rng()
+    logits = torch.from_numpy(rng.normal(0, 1.5, (5, 520)).astype(np.float32))
+    logits[:, 128:256] -= 4.0
+    logits[1:, 256:384] = -torch.inf
+    for top_p in (1.0, 0.9):
+        columns = {"top_p": np.full(256, top_p, np.float32), "num_top": np.full(256, 2, np.int32)}
+        index, draws = random_draws(rng, 256, 5, **columns)
+        got = DeviceSampler(520, CPU, SMALL).sample(logits, index, draws)
+        check_draws(got, Sampler(520, CPU).sample(logits, index, draws), logits, index, draws)
+
+
 class Waits(TorchDispatchMode):
     """Notes operations for which a GPU would make the host wait."""
 
