@@ -172,7 +172,7 @@ def test_a_new_process_makes_the_same_bits(solo: Solo, folder_of: Callable[[str]
 
 
 def test_without_the_option_bits_do_differ(folder_of: Callable[[str], Path]) -> None:
-    """Else the matrix could not fail. What differs depends on the machine; on all tried, short chunks of a prompt do."""
+    """Else the matrix could not fail. What differs depends on the machine; on all tried, short prompt chunks do."""
     for model in MODELS:
         shape, dtype = model.split("-")
         runner = load(folder_of(shape), dtype, deterministic=False)
