@@ -85,6 +85,8 @@ def _joined(first: ReplyDelta | ReplyBeams | None, then: ReplyDelta | ReplyBeams
                 text=first.text + then.text,
                 token_ids=first.token_ids + then.token_ids,
                 logprobs=first.logprobs + then.logprobs,
+                reasoning=first.reasoning + then.reasoning,
+                calls=first.calls + then.calls,
             )
         case ReplyBeams(), ReplyBeams():
             return live_beams.joined(first, then)

@@ -257,6 +257,7 @@ def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) ->
         status=status,
         finish_reason=done.finish_reason,
         created_at=created_at,
+        parts=done.parts,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from chatcache.chat.tree import ReplyParts
 from chatcache.types import TokenLogprob
 
 
@@ -21,16 +22,29 @@ class ReplyStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class CallDelta:
+    """More of tool call `number` (0, 1, ... within its candidate). `call_id` and `name` come whole, with the first."""
+
+    number: int
+    arguments: str
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyDelta:
     """More of candidate `index`. `text` may be empty while characters or a possible stop string are held back.
 
-    `token_ids` and `logprobs` (one each, if asked for) are of the tokens that arrived, shown or not yet shown.
+    `token_ids` and `logprobs` (one each, if asked for) are of the tokens that arrived, shown or not yet shown. Where
+    the model's output is parsed, what it thinks and calls is `reasoning` and `calls`, and no part of `text`.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +72,7 @@ class ReplyBeams:
 class ReplyDone:
     """Candidate `index` is complete: `text` is all of it, `token_ids` all its tokens, the ending one included.
 
-    `settled_ids` are the ids that stand for exactly `text` in a later prompt.
+    `settled_ids` are the ids that stand for exactly `text`, or `parts.raw` where there is one, in a later prompt.
     """
 
     index: int
@@ -68,6 +82,7 @@ class ReplyDone:
     token_ids: tuple[int, ...]
     settled_ids: tuple[int, ...]
     score: float = 0.0
+    parts: ReplyParts = field(default_factory=ReplyParts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import msgspec
 
 from chatcache.chat.sqlite_writer import SqliteWriter
 from chatcache.chat.store import StaleRevision, StoreUnusable
-from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
+from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, ReplyParts, Turn, Usage
 from chatcache.errors import NotFound
 
 Row = Any  # a tuple as sqlite3 returns it
@@ -42,11 +42,18 @@ MIGRATIONS = (
     ) WITHOUT ROWID;
     CREATE INDEX turns_by_conversation ON turns (conversation_id);
     """,
+    """
+    ALTER TABLE items ADD COLUMN parts TEXT NOT NULL DEFAULT '{}';
+    ALTER TABLE turns ADD COLUMN echo TEXT NOT NULL DEFAULT '{}';
+    """,
 )
 
 _CONVERSATION = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
-_ITEM = "id, parent_id, role, text, token_ids, response_id, idx, status, finish_reason, created_at"
-_TURN = "id, parent_id, model, created_at, base_item_id, prompt_ids, instructions, previous_response_id, status, usage"
+_ITEM = "id, parent_id, role, text, token_ids, response_id, idx, status, finish_reason, created_at, parts"
+_TURN = (
+    "id, parent_id, model, created_at, base_item_id, prompt_ids, instructions, previous_response_id, status, "
+    "usage, echo"
+)
 
 
 class SqliteStore:
@@ -207,9 +214,10 @@ def _insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> No
     if item.parent_id is not None:
         _require_item(db, conversation_id, item.parent_id)
     row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
-    row_end = (item.index, item.status, item.finish_reason, item.created_at)
+    parts = msgspec.json.encode(item.parts).decode()
+    row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
     db.execute(
-        f"INSERT INTO items (conversation_id, {_ITEM}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO items (conversation_id, {_ITEM}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (conversation_id, *row, *row_end),
     )
 
@@ -217,9 +225,15 @@ def _insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> No
 def _put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
     usage = msgspec.json.encode(turn.usage).decode() if turn.usage is not None else None
     row = (turn.id, turn.parent_id, turn.model, turn.created_at, turn.base_item_id, _pack(turn.prompt_ids))
-    row_end = (turn.instructions, turn.previous_response_id, turn.status, usage)
+    row_end = (
+        turn.instructions,
+        turn.previous_response_id,
+        turn.status,
+        usage,
+        msgspec.json.encode(turn.echo).decode(),
+    )
     db.execute(
-        f"INSERT OR REPLACE INTO turns (conversation_id, {_TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT OR REPLACE INTO turns (conversation_id, {_TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (conversation_id, *row, *row_end),
     )
 
@@ -262,13 +276,14 @@ def _conversation(row: Row) -> Conversation:
 
 
 def _item(row: Row) -> Item:
-    values = (*row[:4], _unpack(row[4]), *row[5:])
+    parts = msgspec.json.decode(row[10], type=ReplyParts)
+    values = (*row[:4], _unpack(row[4]), *row[5:10], parts)
     return Item(*values)
 
 
 def _turn(row: Row) -> Turn:
     usage = msgspec.json.decode(row[9], type=Usage) if row[9] is not None else None
-    values = (*row[:5], _unpack(row[5]), *row[6:9], usage)
+    values = (*row[:5], _unpack(row[5]), *row[6:9], usage, msgspec.json.decode(row[10]))
     return Turn(*values)
 
 

@@ -31,6 +31,27 @@ class Usage(msgspec.Struct, frozen=True):
     num_output_tokens: int
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A function the model asked for. `arguments` is the JSON text it wrote, valid or not."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ReplyParts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a message is beside its text.
+
+    `reasoning` and `tool_calls` were parsed out of what the model wrote, which is `raw` in full ("": it is the text
+    alone). `call_id`: the call that a message of role "tool" answers.
+    """
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    raw: str = ""
+    call_id: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One message. `token_ids` are a reply's own tokens without the one that ended it; input items have none."""
@@ -45,11 +66,15 @@ class Item:
     status: str = COMPLETED
     finish_reason: str | None = None
     created_at: float = 0.0
+    parts: ReplyParts = field(default_factory=ReplyParts)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One response: which reply its prompt extends token by token (None: rendered afresh), and what it added."""
+    """One response: which reply its prompt extends token by token (None: rendered afresh), and what it added.
+
+    `echo`: what the response object repeats of the request and nothing else keeps (metadata, temperature, tools, ...).
+    """
 
     id: str
     parent_id: str
@@ -61,6 +86,7 @@ class Turn:
     previous_response_id: str | None = None
     status: str = IN_PROGRESS
     usage: Usage | None = None
+    echo: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

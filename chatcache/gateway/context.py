@@ -19,6 +19,7 @@ from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError, NotFound, UnsupportedParameter
 from chatcache.gateway.errors import ModelLoading
+from chatcache.gateway.hub import ConversationHub
 from chatcache.gateway.metrics import Metrics
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import EngineHealth
@@ -72,6 +73,7 @@ class Gateway:
     max_model_len: int = 0
     scheduling_policy: str = ""
     runs: dict[str, Run] = field(default_factory=dict)
+    hub: ConversationHub = field(default_factory=ConversationHub)
 
     @property
     def is_open(self) -> bool:

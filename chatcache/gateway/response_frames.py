@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from msgspec import Raw
@@ -21,25 +22,22 @@ from chatcache.chat.ids import new_id
 from chatcache.chat.service import is_ranked, num_candidates
 from chatcache.chat.tree import CANCELLED, COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Item, Turn, Usage
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.conversations import usage_json
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs
 from chatcache.gateway.response_log import ResponseLog
+from chatcache.gateway.response_object import output_items, output_text, response_object, why_incomplete
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import FINISH_LENGTH, FINISH_STOP, Params, TokenLogprob
+from chatcache.types import FINISH_STOP, Params, TokenLogprob
 
 
 class ResponseFrames:
-    """Writes one response into its log. `echo` holds the request's fields that the response object repeats."""
+    """Writes one response into its log."""
 
-    def __init__(
-        self, log: ResponseLog, turn: Turn, tokenizer: Tokenizer, params: Params, echo: Mapping[str, object]
-    ) -> None:
+    def __init__(self, log: ResponseLog, turn: Turn, tokenizer: Tokenizer, params: Params) -> None:
         self._log = log
         self._is_ranked = is_ranked(params)
         self._turn = turn
         self._tokenizer = tokenizer
-        self._echo = echo
         self.item_ids = tuple(new_id("msg") for _ in range(num_candidates(params)))
         self._logprobs: list[list[object]] = [[] for _ in self.item_ids]
         self._whole_logprobs: dict[int, Raw] = {}
@@ -82,10 +80,11 @@ class ResponseFrames:
         if self._is_ranked:
             self._scores[event.index] = event.score
         logprobs = self._whole_logprobs[event.index] = encoded(self._logprobs[event.index])
-        at, part = self._at(event.index), self._part(event.text, logprobs)
+        at, part = self._at(event.index), output_text(event.text, logprobs)
         self._log.append("response.output_text.done", **at, text=event.text, logprobs=logprobs)
         self._log.append("response.content_part.done", **at, part=part)
-        self._log.append("response.output_item.done", output_index=event.index, item=self._item(event.index))
+        for item in self._items(event.index):
+            self._log.append("response.output_item.done", output_index=event.index, item=item)
 
     def status(self, event: ReplyFinished) -> str:
         """How the response ended, once all candidates are done."""
@@ -97,14 +96,9 @@ class ResponseFrames:
         """Write the terminal frame; `receipt` belongs to a cancelled response."""
         status = self.status(event)
         usage = Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
-        if status == COMPLETED:
-            self._log.append("response.completed", response=self._response(status, usage))
-        elif status == CANCELLED:
-            response = self._response(status, usage, incomplete="cancelled")
-            self._log.append("response.incomplete", response=response, receipt=receipt)
-        else:
-            reason = "max_output_tokens" if FINISH_LENGTH in self._finish_reasons else "other"
-            self._log.append("response.incomplete", response=self._response(status, usage, incomplete=reason))
+        kind = "response.completed" if status == COMPLETED else "response.incomplete"
+        more = {"receipt": receipt} if receipt is not None else {}
+        self._log.append(kind, response=self._response(status, usage), **more)
 
     def failed(self, error: ChatcacheError) -> None:
         response = self._response(FAILED)
@@ -118,7 +112,7 @@ class ResponseFrames:
         for index, item_id in enumerate(self.item_ids):
             item = {"id": item_id, "type": "message", "role": "assistant", "status": IN_PROGRESS, "content": []}
             self._log.append("response.output_item.added", output_index=index, item=item)
-            self._log.append("response.content_part.added", **self._at(index), part=self._part("", []))
+            self._log.append("response.content_part.added", **self._at(index), part=output_text("", []))
 
     def _progress(self, phase: str, input_tokens: int | None, cached_tokens: int | None) -> None:
         self._log.note(
@@ -135,38 +129,12 @@ class ResponseFrames:
     def _at(self, index: int) -> dict[str, object]:
         return {"item_id": self.item_ids[index], "output_index": index, "content_index": 0}
 
-    def _part(self, text: str, logprobs: list[object] | Raw) -> dict[str, object]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    def _output(self) -> list[dict[str, object]]:
+        return [each for index in sorted(self._outputs) for each in self._items(index)]
 
-    def _item(self, index: int) -> dict[str, object]:
-        item = self._outputs[index]
-        return {
-            "id": item.id,
-            "type": "message",
-            "role": item.role,
-            "status": item.status,
-            "finish_reason": item.finish_reason,
-            **({"score": self._scores[index]} if index in self._scores else {}),
-            "content": [self._part(item.text, self._whole_logprobs[index])],
-        }
+    def _items(self, index: int) -> tuple[dict[str, object], ...]:
+        return output_items(self._outputs[index], self._whole_logprobs[index], self._scores.get(index))
 
-    def _response(self, status: str, usage: Usage | None = None, incomplete: str | None = None) -> dict[str, Any]:
-        return {
-            "id": self._turn.id,
-            "object": "response",
-            "created_at": int(self._turn.created_at),
-            "status": status,
-            "model": self._turn.model,
-            "output": [self._item(index) for index in sorted(self._outputs)],
-            "usage": usage_json(usage) if usage is not None else None,
-            "error": None,
-            "incomplete_details": {"reason": incomplete} if incomplete is not None else None,
-            "instructions": self._turn.instructions,
-            "previous_response_id": self._turn.previous_response_id,
-            "tools": [],
-            "tool_choice": "none",
-            "parallel_tool_calls": False,
-            "truncation": "disabled",
-            "text": {"format": {"type": "text"}},
-            **self._echo,
-        }
+    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+        turn = replace(self._turn, status=status, usage=usage)
+        return response_object(turn, self._output(), why_incomplete(turn, self.outputs))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from chatcache.chat.coalesce import coalesced
@@ -48,6 +49,7 @@ async def start_response(
     request = turn_request(fields, owner, gateway.model_name, running)
     params = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
     planned = await model.conversations.plan(request)
+    planned = replace(planned, turn=replace(planned.turn, echo=_echo(fields, params, planned, ignored)))
     engine_request = GenerateRequest(
         request_id=planned.turn.id,
         prompt=planned.prompt.token_ids,
@@ -65,8 +67,7 @@ async def start_response(
     except BaseException:
         await reply.close()
         raise
-    echo = _echo(fields, params, planned, conversation, ignored)
-    run = ResponseRun(gateway, model, planned, conversation, reply, echo)
+    run = ResponseRun(gateway, model, planned, conversation, reply)
     run.begin()
     return run
 
@@ -81,7 +82,6 @@ class ResponseRun:
         planned: PlannedTurn,
         conversation: Conversation | None,
         reply: Reply,
-        echo: Mapping[str, object],
     ) -> None:
         self.id = planned.turn.id
         self.owner = planned.request.owner
@@ -91,7 +91,7 @@ class ResponseRun:
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
-        self._frames = ResponseFrames(self.log, planned.turn, model.tokenizer, reply.request.params, echo)
+        self._frames = ResponseFrames(self.log, planned.turn, model.tokenizer, reply.request.params)
         self._cancelled_s: float | None = None
         self._num_tokens_at_cancel = 0
 
@@ -240,19 +240,14 @@ def _logprobs(fields: ResponseFields) -> int | None:
     return None
 
 
-def _echo(
-    fields: ResponseFields,
-    params: Params,
-    planned: PlannedTurn,
-    conversation: Conversation | None,
-    ignored: tuple[str, ...],
-) -> dict[str, object]:
+def _echo(fields: ResponseFields, params: Params, planned: PlannedTurn, ignored: tuple[str, ...]) -> dict[str, object]:
     """Fields of the request, as understood, that the response object repeats."""
+    stored = planned.request.store
     echo: dict[str, object] = {
-        "conversation": {"id": conversation.id} if conversation is not None else None,
-        "input_item_ids": [item.id for item in planned.inputs] if conversation is not None else [],
-        "forked_item_id": planned.cut.id if planned.cut is not None and conversation is not None else None,
-        "store": conversation is not None,
+        "conversation": {"id": planned.conversation_id} if stored else None,
+        "input_item_ids": [item.id for item in planned.inputs] if stored else [],
+        "forked_item_id": planned.cut.id if planned.cut is not None and stored else None,
+        "store": stored,
         "metadata": fields.metadata or {},
         "max_output_tokens": fields.max_output_tokens,
         "top_logprobs": fields.top_logprobs or 0,
