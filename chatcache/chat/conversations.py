@@ -16,7 +16,17 @@ from chatcache.chat.ids import new_id
 from chatcache.chat.prompt import Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
 from chatcache.chat.store import ConversationStore
-from chatcache.chat.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
+from chatcache.chat.tree import (
+    COMPLETED,
+    DELETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Conversation,
+    ConversationTree,
+    Item,
+    Turn,
+    Usage,
+)
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import FINISH_STOP
@@ -214,9 +224,7 @@ class Conversations:
         except NotFound:
             if param is not None:
                 raise NotFound(f"no message {member!r}", param=param) from None
-            raise NotFound(
-                f"no response {member!r}", param="previous_response_id", code="previous_response_not_found"
-            ) from None
+            raise _no_response(member) from None
 
     def _assemble(self, request: TurnRequest, place: _Place, messages: Sequence[Message]) -> Prompt:
         offset = len(messages) - len(place.path) - len(request.input)
@@ -261,6 +269,11 @@ def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) ->
     )
 
 
+def _no_response(response_id: str) -> NotFound:
+    message = f"no response {response_id!r}"
+    return NotFound(message, param="previous_response_id", code="previous_response_not_found")
+
+
 def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) -> str | None:
     if item_id == ROOT:
         return None
@@ -269,8 +282,11 @@ def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) 
             raise NotFound(f"no message {item_id!r}", param="previous_item_id")
         return item_id
     if response_id is not None:
+        turn = tree.turns.get(response_id)
+        if turn is None or turn.status == DELETED:
+            raise _no_response(response_id)
         outputs = tree.outputs(response_id)
-        return outputs[0].id if outputs else tree.turns[response_id].parent_id
+        return outputs[0].id if outputs else turn.parent_id or None
     return tree.conversation.active_leaf
 
 

@@ -51,11 +51,11 @@ class ReplyStart:
 
 def cut(tokenizer: Tokenizer, tree: ConversationTree, item: Item, num_tokens: int) -> ReplyStart:
     """The first `num_tokens` of a stored reply. Raises: InvalidRequest naming `fork_at`."""
-    turn = tree.turn_of(item)
-    if turn is None or not item.token_ids:
+    turn, sequence = tree.turn_of(item), tree.sequence(item)
+    if turn is None or not item.token_ids or not sequence:
         raise InvalidRequest("fork_at is for messages that this server generated", param="fork_at")
     check_fork_at(num_tokens, len(item.token_ids))
-    prompt = tree.sequence(item)[: -len(item.token_ids)]
+    prompt = sequence[: -len(item.token_ids)]
     ids, text = whole_characters(tokenizer, prompt, item.token_ids[:num_tokens], skip_special_tokens=True)
     if not item.text.startswith(text):  # it was generated with its special tokens shown
         ids, text = whole_characters(tokenizer, prompt, item.token_ids[:num_tokens], skip_special_tokens=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from chatcache.chat.removal import TreeEdit
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import ChatcacheError
 
@@ -70,6 +71,12 @@ class ConversationStore(Protocol):
         metadata: Mapping[str, str] | None = None,
         expect: int | None = None,
     ) -> Conversation: ...
+
+    async def edit(
+        self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
+    ) -> Conversation:
+        """Take messages and responses out and replace others, all or nothing. What a removed one held is gone."""
+        ...
 
     async def delete(self, owner: str, conversation_id: str) -> None: ...
 

@@ -8,11 +8,13 @@ import sqlite3
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from chatcache.chat.removal import TreeEdit
 from chatcache.chat.sqlite_writer import SqliteWriter
 from chatcache.chat.store import StaleRevision, StoreUnusable
 from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, ReplyParts, Turn, Usage
@@ -123,6 +125,16 @@ class SqliteStore:
 
         return await self._writer.run(job)
 
+    async def edit(
+        self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
+    ) -> Conversation:
+        def job(db: sqlite3.Connection) -> Conversation:
+            head = _head(db, owner, conversation_id, expect)
+            _edit(db, conversation_id, edit)
+            return _touch(db, replace(head, active_leaf=edit.active_leaf), title=None, active_leaf=None)
+
+        return await self._writer.run(job)
+
     async def delete(self, owner: str, conversation_id: str) -> None:
         def job(db: sqlite3.Connection) -> None:
             _head(db, owner, conversation_id)
@@ -220,6 +232,19 @@ def _insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> No
         f"INSERT INTO items (conversation_id, {_ITEM}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (conversation_id, *row, *row_end),
     )
+
+
+def _edit(db: sqlite3.Connection, conversation_id: str, edit: TreeEdit) -> None:
+    db.execute("PRAGMA defer_foreign_keys = ON")  # parents may go before those who leave them
+    inside = "WHERE id = ? AND conversation_id = ?"
+    for table, ids in (("items", edit.removed_items), ("turns", edit.removed_turns)):
+        db.executemany(f"DELETE FROM {table} {inside}", ((each, conversation_id) for each in ids))
+    db.executemany(
+        f"UPDATE items SET parent_id = ?, token_ids = ? {inside}",
+        ((item.parent_id, _pack(item.token_ids), item.id, conversation_id) for item in edit.items),
+    )
+    for turn in edit.turns:
+        _put_turn(db, conversation_id, turn)
 
 
 def _put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:

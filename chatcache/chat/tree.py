@@ -20,6 +20,7 @@ COMPLETED = "completed"
 INCOMPLETE = "incomplete"
 CANCELLED = "cancelled"
 FAILED = "failed"
+DELETED = "deleted"  # a response that cannot be found any more, kept for the tokens of messages that stand on it
 FORKED = "fork"  # the finish reason of a message that is the beginning of another
 
 
@@ -73,7 +74,9 @@ class Item:
 class Turn:
     """One response: which reply its prompt extends token by token (None: rendered afresh), and what it added.
 
-    `echo`: what the response object repeats of the request and nothing else keeps (metadata, temperature, tools, ...).
+    `parent_id`: what its outputs hang under ("": they are roots). `prompt_ids` are empty where the exact prompt is not
+    known any more. `echo`: what the response object repeats of the request and nothing else keeps (metadata,
+    temperature, tools, ...).
     """
 
     id: str
@@ -126,24 +129,37 @@ class ConversationTree:
 
     def outputs(self, response_id: str) -> tuple[Item, ...]:
         """The candidates of a response, by index; not what was forked off them."""
-        found = (item for item in self.items.values() if item.response_id == response_id and item.role == "assistant")
+        turn = self.turns[response_id]
+        found = (item for item in self.items.values() if self.is_made_by(item, turn))
         return tuple(sorted((item for item in found if item.finish_reason != FORKED), key=lambda item: item.index))
+
+    def inputs(self, response_id: str) -> tuple[Item, ...]:
+        """The messages that came with the request, in order; an assistant's among them is not an output."""
+        turn = self.turns[response_id]
+        found = (item for item in self.items.values() if item.response_id == response_id)
+        return tuple(item for item in found if not self.is_made_by(item, turn))
+
+    def is_made_by(self, item: Item, turn: Turn) -> bool:
+        """Whether the response generated `item`; beginnings of its replies that forks left behind count."""
+        return item.response_id == turn.id and item.role == "assistant" and (item.parent_id or "") == turn.parent_id
 
     def turn_of(self, item: Item) -> Turn | None:
         """The response that produced `item`, or None when it came from a client."""
         if item.role != "assistant" or item.response_id is None:
             return None
         turn = self.turns.get(item.response_id)
-        return turn if turn is not None and turn.parent_id == item.parent_id else None
+        return turn if turn is not None and self.is_made_by(item, turn) else None
 
     def sequence(self, reply: Item) -> tuple[int, ...]:
-        """Every token up to and including `reply`: exactly what its pages hold. Empty for an item nobody generated."""
+        """Every token up to and including `reply`: exactly what its pages hold. Empty where they are not known."""
         parts: list[tuple[int, ...]] = []
         item: Item | None = reply
         while item is not None:
             turn = self.turn_of(item)
-            if turn is None:
+            if turn is None or not turn.prompt_ids:
                 return ()
             parts += (item.token_ids, turn.prompt_ids)
+            if turn.base_item_id is not None and turn.base_item_id not in self.items:
+                return ()
             item = self.items[turn.base_item_id] if turn.base_item_id is not None else None
         return tuple(token for part in reversed(parts) for token in part)

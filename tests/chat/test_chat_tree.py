@@ -30,8 +30,8 @@ def trees(draw: st.DrawFn) -> Grown:
     sequences: dict[str, tuple[int, ...]] = {}
     numbers = iter(range(10_000))
 
-    def some_ids() -> tuple[int, ...]:
-        return tuple(next(numbers) for _ in range(draw(st.integers(0, 3))))
+    def some_ids(at_least: int = 0) -> tuple[int, ...]:
+        return tuple(next(numbers) for _ in range(draw(st.integers(at_least, 3))))
 
     for _ in range(draw(st.integers(1, 8))):
         replies = [None, *sequences]
@@ -40,7 +40,7 @@ def trees(draw: st.DrawFn) -> Grown:
         items.append(user)
         paths[user.id] = [*(paths[below] if below else []), user.id]
         base = below if draw(st.booleans()) else None
-        turn = Turn(f"r{len(turns)}", user.id, "m", 0.0, base, prompt_ids=some_ids())
+        turn = Turn(f"r{len(turns)}", user.id, "m", 0.0, base, prompt_ids=some_ids(1))
         turns.append(turn)
         for index in range(draw(st.integers(1, 2))):
             reply = Item(f"a{len(items)}", user.id, "assistant", "!", some_ids(), turn.id, index)
