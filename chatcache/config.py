@@ -44,7 +44,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway. `api_keys` empty means open (and then only loopback is bound by default).
 
-    `public_prompts`: texts of system prompts whose pages all tenants share.
+    `public_prompts`: texts of system prompts whose pages all tenants share. `body_timeout_s`: how long a request body
+    may pause, and the head start it has over 1 KiB/s.
     """
 
     host: str = "127.0.0.1"
@@ -58,4 +59,5 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     public_prompts: tuple[str, ...] = ()
     log_level: str = "info"
     max_body_bytes: int = 4 * 1024 * 1024
+    body_timeout_s: float = 30.0
     max_frame_bytes: int = 1024 * 1024

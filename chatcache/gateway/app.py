@@ -27,6 +27,7 @@ from chatcache.gateway.guard import Guard
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.middleware import BodyLimit, RequestContext
 from chatcache.gateway.openai_chat import chat_completions
+from chatcache.gateway.openapi import openapi
 from chatcache.gateway.ws import responses_socket
 from chatcache.text.tokenizer import Tokenizer
 
@@ -86,6 +87,7 @@ def _routes() -> list[BaseRoute]:
         Route("/health", health.readyz),
         Route("/metrics", health.metrics),
         Route("/version", models.version),
+        Route("/openapi.json", openapi),
         Route("/tokenize", models.tokenize, methods=["POST"]),
         Route("/detokenize", models.detokenize, methods=["POST"]),
         Route("/v1/models", models.list_models),
@@ -116,7 +118,7 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
                 expose_headers=["x-request-id", "x-chatcache-ignored", "retry-after"],
             )
         )
-    return [*stack, Middleware(Guard, config), Middleware(BodyLimit, config.max_body_bytes)]
+    return [*stack, Middleware(Guard, config), Middleware(BodyLimit, config.max_body_bytes, config.body_timeout_s)]
 
 
 def _version() -> str:

@@ -74,6 +74,7 @@ class Gateway:
     scheduling_policy: str = ""
     runs: dict[str, Run] = field(default_factory=dict)
     hub: ConversationHub = field(default_factory=ConversationHub)
+    openapi: bytes | None = None
 
     @property
     def is_open(self) -> bool:

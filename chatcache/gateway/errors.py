@@ -33,6 +33,12 @@ class BodyTooLarge(ChatcacheError):
     code = "request_too_large"
 
 
+class BodyTooSlow(ChatcacheError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
 class UnsupportedMediaType(ChatcacheError):
     status = 415
     type = "invalid_request_error"
@@ -62,7 +68,7 @@ def error_headers(error: ChatcacheError) -> dict[str, str]:
     if error.status == 401:
         return {"www-authenticate": "Bearer"}
     # What is left of a refused body is not read.
-    return {"connection": "close"} if error.status == 413 else {}
+    return {"connection": "close"} if error.status in (408, 413) else {}
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.gateway.context import gateway_of
+from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.errors import ModelLoading, error_body, error_headers, json_response
 from chatcache.gateway.metrics import CONTENT_TYPE
 
@@ -20,17 +20,16 @@ async def readyz(request: Request) -> Response:
     gateway = gateway_of(request)
     health = await gateway.health()
     if health.ready and gateway.model is not None:
-        return json_response(
-            {
-                "status": "ready",
-                "model": gateway.model_name,
-                "max_model_len": health.max_model_len,
-                "num_running": health.num_running,
-                "num_waiting": health.num_waiting,
-                "kv_pages": health.num_pages,
-                "kv_pages_in_use": health.num_pages_in_use,
-            }
-        )
+        load = {
+            "num_running": health.num_running,
+            "num_waiting": health.num_waiting,
+            "kv_pages": health.num_pages,
+            "kv_pages_in_use": health.num_pages_in_use,
+        }
+        # Probes come without a key; how busy others are is for those who have one.
+        shown = load if gateway.is_open or owner_of(request) else {}
+        ready = {"status": "ready", "model": gateway.model_name, "max_model_len": health.max_model_len}
+        return json_response({**ready, **shown})
     detail = gateway.load_error or (health.detail if not health.ready else "loading the tokenizer")
     error = ModelLoading(detail or "the model is still loading")
     failed = gateway.load_error is not None or gateway.engine_seen_ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chatcache.chat.ids import new_id
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.errors import INTERNAL, BodyTooLarge, error_response
+from chatcache.gateway.errors import INTERNAL, BodyTooLarge, BodyTooSlow, error_response
 from chatcache.gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 REQUEST_ID = "chatcache.request_id"
 CLIENT_LEFT = 499
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MIN_BYTES_PER_S = 1024
 _STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 
 
@@ -72,11 +74,16 @@ class RequestContext:
 
 
 class BodyLimit:
-    """Counts request bytes as they are read. Raises: BodyTooLarge, from `receive` or at once if it is announced."""
+    """Counts request bytes as they are read, and the time they take.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Raises, from `receive` or at once if a size is announced: BodyTooLarge; BodyTooSlow when nothing comes for
+    `timeout_s`, or so little that a body would hold its connection for ever.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,21 +91,29 @@ class BodyLimit:
             return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdigit() and int(announced[:20]) > self._max_bytes:
-            raise self._error()
-        num_bytes = 0
+            raise self._too_large()
+        clock = asyncio.get_running_loop().time
+        num_bytes, is_whole, started_s = 0, False, clock()
 
         async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_bytes:
-                    raise self._error()
+            nonlocal num_bytes, is_whole
+            if is_whole:  # what comes next is the client leaving, whenever that is
+                return await receive()
+            pace_s = started_s + self._timeout_s + num_bytes / _MIN_BYTES_PER_S
+            try:
+                async with asyncio.timeout_at(min(clock() + self._timeout_s, pace_s)):
+                    message = await receive()
+            except TimeoutError:
+                raise BodyTooSlow(f"the body stopped coming after {num_bytes} bytes") from None
+            is_whole = not message.get("more_body", False)
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._too_large()
             return message
 
         await self._app(scope, receive_counted, send)
 
-    def _error(self) -> BodyTooLarge:
+    def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body is larger than {self._max_bytes} bytes")
 
 

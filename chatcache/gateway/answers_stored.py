@@ -1,0 +1,135 @@
+"""What the routes of stored things and of the cache answer: types for `openapi.json` and its tests, as in `answers`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from chatcache.gateway.answers import OutputTokensDetails, PromptTokensDetails
+
+
+class ResponseUsage(msgspec.Struct):
+    """The prompt counts once, however many candidates share it."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
+    text: str
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[object]
+
+
+class Conversation(msgspec.Struct):
+    """The head of a tree of messages. `rev` grows by one with every change; `active_leaf` is the message shown last."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    updated_at: float
+    title: str
+    active_leaf: str | None
+    rev: int
+    metadata: dict[str, str]
+
+
+class Deleted(msgspec.Struct):
+    id: str
+    object: str
+    deleted: Literal[True]
+
+
+class Item(msgspec.Struct):
+    """A message of the tree. Siblings (equal `parent_id`) are candidates or branches."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["system", "user", "assistant", "tool"]
+    status: str
+    content: list[InputText | OutputText]
+    parent_id: str | None
+    response_id: str | None
+    index: int
+    num_tokens: int | None
+    finish_reason: str | None
+    created_at: int
+    usage: ResponseUsage | None
+
+
+class CachedPage(msgspec.Struct):
+    index: int
+    tokens: int
+    state: str
+    public: bool
+
+
+class CacheMiss(msgspec.Struct):
+    """Why the first page that is missing is missing; `cached_text` is what the cache holds there instead."""
+
+    reason: Literal["never_computed", "evicted", "other_namespace", "diverged"]
+    at_token: int
+    detail: str
+    text: str
+    cached_text: str | None
+
+
+class CachedMessage(msgspec.Struct):
+    index: int
+    role: str
+    tokens: int
+    cached_tokens: int
+
+
+class CacheExplanation(msgspec.Struct):
+    """What of a prompt is computed already. `messages` is null for raw prompts, and where a template mixes messages."""
+
+    object: Literal["cache.explanation"]
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    public_tokens: int
+    page_size: int
+    pages: list[CachedPage]
+    miss: CacheMiss | None
+    messages: list[CachedMessage] | None
+
+
+class Charge(msgspec.Struct):
+    """Pages held; a page that k requests share counts 1/k for each."""
+
+    id: str
+    pages: float
+
+
+class Pool(msgspec.Struct):
+    """Every page in one state. `waste`: the share of held cells without a token."""
+
+    page_size: int
+    active: int
+    shared: int
+    cached: int
+    free: int
+    waste: float
+    host_pages: int
+    host_pages_in_use: int
+
+
+class CacheAccounts(msgspec.Struct):
+    """`pool`: on a server without keys, where everybody sees everything."""
+
+    object: Literal["cache.accounts"]
+    scope: Literal["server", "tenant"]
+    pages_in_use: float
+    page_bytes: int
+    requests: list[Charge]
+    conversations: list[Charge]
+    pool: Pool | UnsetType = UNSET

@@ -1,0 +1,204 @@
+"""The API as data: one entry per method and path, one per WebSocket. `openapi.json` is made of this table.
+
+Who adds a route in `app.py` adds its entry here; who adds a field to an answer adds it to `answers*.py`. A test
+compares the table with the routes that are served, and real answers with the types named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from chatcache.gateway import answers, answers_stored, wire
+
+# The page and its files: not an API.
+PAGE_PATHS = frozenset({"/", "/assets", "/{file}"})
+
+
+class Body(NamedTuple):
+    """A request body: the fields of several structs as one object, under one name."""
+
+    name: str
+    kinds: tuple[type[msgspec.Struct], ...]
+
+
+class ListQuery(msgspec.Struct):
+    """How lists are paged."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    after: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One method of one path, as it is routed.
+
+    `answer`: the type of a 200, None for text that is not JSON. `stream`: the type of each event where SSE is offered.
+    `errors`: statuses beside those every route may answer with; `failures`: bodies that are more than the envelope.
+    """
+
+    method: str
+    path: str
+    summary: str
+    answer: object
+    body: Body | None = None
+    query: type[msgspec.Struct] | None = None
+    stream: object = None
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    failures: Mapping[int, object] = field(default_factory=dict)
+    needs_key: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Socket:
+    """A WebSocket: the messages it takes, by their `type`."""
+
+    path: str
+    summary: str
+    messages: Mapping[str, Body]
+
+
+_SAMPLING = wire.SamplingFields
+_MODEL = (404, 503)  # no such model; not loaded yet, or no room in the queue
+_STARTING = (503,)
+_CONVERSATION = (404, 503)
+_NOT_READY: Mapping[int, object] = {503: answers.NotReady}
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        method="POST",
+        path="/v1/chat/completions",
+        summary="Answer a chat; keeps nothing but cached pages",
+        body=Body("ChatCompletionRequest", (wire.ChatFields, wire.CompletionBase, _SAMPLING)),
+        answer=answers.ChatCompletion,
+        stream=answers.ChatCompletionChunk,
+        errors=_MODEL,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/completions",
+        summary="Continue texts or token ids",
+        body=Body("CompletionRequest", (wire.CompletionFields, wire.CompletionBase, _SAMPLING)),
+        answer=answers.Completion,
+        stream=answers.Completion,
+        errors=_MODEL,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/conversations",
+        summary="List conversations, the last changed first",
+        query=ListQuery,
+        answer=answers.Page[answers_stored.Conversation],
+        errors=(400, *_CONVERSATION),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/conversations/{id}",
+        summary="One conversation",
+        answer=answers_stored.Conversation,
+        errors=_CONVERSATION,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/conversations/{id}",
+        summary="Rename it, set metadata, point it at another leaf; 409 if `rev` is not the current one",
+        body=Body("ConversationPatch", (wire.ConversationPatch,)),
+        answer=answers_stored.Conversation,
+        errors=(409, *_CONVERSATION),
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/conversations/{id}",
+        summary="Delete it with all its messages",
+        answer=answers_stored.Deleted,
+        errors=_CONVERSATION,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/conversations/{id}/items",
+        summary="Every message of the tree, branches included",
+        answer=answers.Page[answers_stored.Item],
+        errors=_CONVERSATION,
+    ),
+    Operation(method="GET", path="/v1/models", summary="The served model", answer=answers.Models),
+    Operation(
+        method="GET",
+        path="/v1/models/{id:path}",
+        summary="One model; its id may contain slashes",
+        answer=answers.Model,
+        errors=(404,),
+    ),
+    Operation(
+        method="POST",
+        path="/tokenize",
+        summary="The token ids of a text, or of a chat as its template writes it",
+        body=Body("TokenizeRequest", (wire.TokenizeFields,)),
+        answer=answers.Tokens,
+        errors=_MODEL,
+    ),
+    Operation(
+        method="POST",
+        path="/detokenize",
+        summary="The text of token ids",
+        body=Body("DetokenizeRequest", (wire.DetokenizeFields,)),
+        answer=answers.Text,
+        errors=_MODEL,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/cache/explain",
+        summary="Which pages a prompt would find in the cache, and why not more; computes and stores nothing",
+        body=Body("ExplainRequest", (wire.ExplainFields,)),
+        answer=answers_stored.CacheExplanation,
+        errors=_MODEL,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/cache/accounts",
+        summary="Who holds how many pages now, shared ones in fractions",
+        answer=answers_stored.CacheAccounts,
+        errors=_STARTING,
+    ),
+    Operation(method="GET", path="/livez", summary="The process answers", answer=answers.Alive, needs_key=False),
+    Operation(
+        method="GET",
+        path="/readyz",
+        summary="Whether the next request would be answered, and how far loading is",
+        answer=answers.Ready,
+        failures=_NOT_READY,
+        needs_key=False,
+    ),
+    Operation(
+        method="GET",
+        path="/health",
+        summary="The same as /readyz",
+        answer=answers.Ready,
+        failures=_NOT_READY,
+        needs_key=False,
+    ),
+    Operation(
+        method="GET",
+        path="/metrics",
+        summary="Prometheus metrics",
+        answer=None,
+        media_type="text/plain",
+    ),
+    Operation(method="GET", path="/version", summary="The server's version", answer=answers.Version, needs_key=False),
+    Operation(method="GET", path="/openapi.json", summary="This document", answer=dict[str, object], needs_key=False),
+)
+
+SOCKETS: tuple[Socket, ...] = (
+    Socket(
+        path="/v1/responses",
+        summary="OpenAI's WebSocket mode: responses of stored conversations, several lanes on one socket",
+        messages={
+            "response.create": Body("ResponseCreate", (wire.ResponseFields, _SAMPLING, wire.CreateFields)),
+            "response.cancel": Body("ResponseCancel", (wire.CancelFields,)),
+        },
+    ),
+)

@@ -1,0 +1,68 @@
+"""The OpenAPI document as an oracle of real answers: strict, so that a field that is not described is found too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+Schema = dict[str, Any]
+
+
+def strict(schema: Any) -> Any:
+    """The same schema, its objects closed."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: strict(each) for name, each in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        closed["properties"] = {name: strict(each) for name, each in schema["properties"].items()}
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+class Described:
+    """What the document says of answers."""
+
+    def __init__(self, document: Schema) -> None:
+        self.document = document
+        self.components: Schema = {"schemas": strict(document["components"]["schemas"])}
+
+    def operation(self, method: str, path: str) -> Schema:
+        """The operation that a real path belongs to; literal paths win over templates."""
+        segments = path.partition("?")[0].split("/")
+        templates = sorted(self.document["paths"], key=lambda each: (-each.count("/"), each.count("{")))
+        found = next(template for template in templates if _matches(template.split("/"), segments))
+        operation: Schema = self.document["paths"][found][method.lower()]
+        return operation
+
+    def check(self, method: str, path: str, status: int, answer: object, media_type: str = "application/json") -> None:
+        """Raises: AssertionError unless the document allows exactly this answer."""
+        responses = self.operation(method, path)["responses"]
+        assert str(status) in responses, f"{method} {path}: status {status} is not described in api_table.py"
+        response = responses[str(status)]
+        if "$ref" in response:
+            response = self.document["components"]["responses"][response["$ref"].rpartition("/")[2]]
+        self.fits(answer, response["content"][media_type]["schema"], f"{method} {path}")
+
+    def check_event(self, method: str, path: str, event: object) -> None:
+        content = self.operation(method, path)["responses"]["200"]["content"]["text/event-stream"]
+        self.fits(event, content["x-event-schema"], f"an event of {method} {path}")
+
+    def fits(self, value: object, schema: Schema, what: str) -> None:
+        whole = {**strict(schema), "components": self.components}
+        errors = sorted(Draft202012Validator(whole).iter_errors(value), key=lambda error: len(error.path))
+        assert not errors, (
+            f"{what} is not as openapi.json says: {errors[0].json_path}: {errors[0].message}\n"
+            "If the answer is right, describe it: the types are in chatcache/gateway/answers*.py"
+        )
+
+
+def _matches(wanted: list[str], given: list[str]) -> bool:
+    """The longest template that matches is meant; where it ends with an id, that may hold slashes."""
+    if len(given) > len(wanted) and wanted[-1].startswith("{"):
+        given = given[: len(wanted)]
+    return len(wanted) == len(given) and all(
+        want == have or want.startswith("{") for want, have in zip(wanted, given, strict=True)
+    )

@@ -1,0 +1,80 @@
+"""Bodies that stop coming, over a real socket: refused in the envelope, the connection closed, nothing else waits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chatcache.config import ServerConfig
+from tests.gateway.described import Described
+from tests.gateway.serving import Server, post_bytes, read_all, split_response
+
+CHAT = "/v1/chat/completions"
+BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
+TIMEOUT_S = 0.4
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = ServerConfig(db=str(tmp_path_factory.mktemp("db") / "c.db"), body_timeout_s=TIMEOUT_S)
+    with Server(config) as server:
+        yield server.wait_ready()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, len(BODY) - 1])
+def test_a_body_that_stops_is_a_408(hasty: Server, num_bytes: int) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(post_bytes(hasty.port, CHAT, BODY)[: num_bytes - len(BODY)])
+        status, headers, answer = split_response(read_all(connection))
+    assert status == 408 and headers["connection"] == "close"
+    assert answer["error"]["code"] == "request_timeout" and str(num_bytes) in answer["error"]["message"]
+    Described(hasty.request("GET", "/openapi.json")[2]).check("POST", CHAT, status, answer)
+
+
+def test_a_body_that_trickles_is_one_too(hasty: Server) -> None:
+    """Never a long pause, and never an end."""
+    with hasty.connect() as connection:
+        connection.sendall(post_bytes(hasty.port, CHAT, b"x" * 100_000)[:-100_000])
+        connection.settimeout(TIMEOUT_S / 8)
+        for _ in itertools.count():
+            try:
+                if data := connection.recv(4096):
+                    break
+            except TimeoutError:
+                connection.sendall(b" ")
+        connection.settimeout(20)
+        assert split_response(data + read_all(connection))[0] == 408
+
+
+def test_a_slow_body_that_comes_is_answered(hasty: Server) -> None:
+    with hasty.connect() as connection:
+        whole = post_bytes(hasty.port, CHAT, BODY)
+        for at in range(0, len(whole), len(whole) // 3):
+            time.sleep(TIMEOUT_S / 8)
+            connection.sendall(whole[at : at + len(whole) // 3])
+        assert split_response(read_all(connection))[0] == 200
+
+
+def test_an_answer_may_take_longer_than_a_body(hasty: Server) -> None:
+    """Waiting for the client to leave is not waiting for its body."""
+    hasty.runner.delay_s = TIMEOUT_S / 8
+    try:
+        for stream in (False, True):
+            body = {**json.loads(BODY), "max_tokens": 16, "ignore_eos": True, "stream": stream}
+            status, _, answer = hasty.request("POST", CHAT, body)
+            assert status == 200 and ("[DONE]" in answer) == stream
+    finally:
+        hasty.runner.delay_s = 0.0
+
+
+def test_the_server_still_answers(hasty: Server) -> None:
+    assert hasty.request("POST", CHAT, raw=BODY)[0] == 200
+
+
+def test_the_default_is_half_a_minute(tmp_path: Path) -> None:
+    assert ServerConfig().body_timeout_s == 30
