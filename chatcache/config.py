@@ -45,7 +45,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway. `api_keys` empty means open (and then only loopback is bound by default).
 
     `public_prompts`: texts of system prompts whose pages all tenants share. `body_timeout_s`: how long a request body
-    may pause, and the head start it has over 1 KiB/s.
+    may pause, and the head start it has over 1 KiB/s. `detach_ttl_s`: how long a stored response goes on being
+    generated after its last reader left.
     """
 
     host: str = "127.0.0.1"
@@ -53,6 +54,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     db: str = "chatcache.db"
     sse_keep_alive_interval_s: float = 15.0
+    detach_ttl_s: float = 30.0
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     root_path: str = ""

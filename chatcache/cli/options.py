@@ -127,6 +127,10 @@ SseKeepAliveInterval = Annotated[
     float,
     _flag("sse-keep-alive-interval", "Seconds of silence before a keep-alive; 0 turns it off.", min=0, max=3600),
 ]
+DetachTtl = Annotated[
+    float,
+    _flag("detach-ttl", "Seconds that a stored response goes on after its last reader left.", min=0, max=86400),
+]
 AllowedHost = Annotated[
     list[str], _flag("allowed-host", "Host header to answer to besides the address itself.", show_default=False)
 ]

@@ -43,6 +43,7 @@ def serve(
     api_key: options.ApiKey = [],  # noqa: B006 (typer copies it)
     db: options.Db = SERVER.db,
     sse_keep_alive_interval: options.SseKeepAliveInterval = SERVER.sse_keep_alive_interval_s,
+    detach_ttl: options.DetachTtl = SERVER.detach_ttl_s,
     allowed_host: options.AllowedHost = [],  # noqa: B006
     cors_origin: options.CorsOrigin = [],  # noqa: B006
     root_path: options.RootPath = SERVER.root_path,
@@ -76,6 +77,7 @@ def serve(
         api_keys=_api_keys(api_key),
         db=db,
         sse_keep_alive_interval_s=sse_keep_alive_interval,
+        detach_ttl_s=detach_ttl,
         allowed_hosts=tuple(allowed_host),
         cors_origins=tuple(cors_origin),
         root_path=_root_path(root_path),

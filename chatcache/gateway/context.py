@@ -6,12 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from starlette.requests import HTTPConnection
 
 from chatcache.chat.conversations import Conversations
-from chatcache.chat.forks import ReplyStart
 from chatcache.chat.public import PublicPrompts
 from chatcache.chat.service import ChatService
 from chatcache.chat.store import ConversationStore
@@ -21,6 +20,7 @@ from chatcache.errors import ChatcacheError, NotFound, UnsupportedParameter
 from chatcache.gateway.errors import ModelLoading
 from chatcache.gateway.hub import ConversationHub
 from chatcache.gateway.metrics import Metrics
+from chatcache.gateway.response_registry import ResponseRegistry
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import EngineHealth
 
@@ -36,24 +36,6 @@ class Model:
     tokenizer: Tokenizer
     service: ChatService
     conversations: Conversations
-
-
-class Run(Protocol):
-    """A stored response under way (`response_run.ResponseRun`)."""
-
-    id: str
-    owner: str
-    task: asyncio.Task[None]
-
-    def index_of(self, item_id: str) -> int | None:
-        """Which candidate will be stored as that message."""
-        ...
-
-    async def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
-        """Candidate `index` as far as it goes now, or its first tokens. Raises: InvalidRequest."""
-        ...
-
-    async def cancel(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -72,7 +54,7 @@ class Gateway:
     engine_seen_ready: bool = False
     max_model_len: int = 0
     scheduling_policy: str = ""
-    runs: dict[str, Run] = field(default_factory=dict)
+    responses: ResponseRegistry = field(default_factory=ResponseRegistry)
     hub: ConversationHub = field(default_factory=ConversationHub)
     openapi: bytes | None = None
 
@@ -132,10 +114,11 @@ class Gateway:
 
     async def settle_runs(self) -> None:
         """End the responses under way and wait until what they said is stored."""
-        runs = list(self.runs.values())
-        await asyncio.gather(*(run.cancel() for run in runs), return_exceptions=True)
-        if runs:
-            await asyncio.wait([run.task for run in runs], timeout=SETTLE_TIMEOUT_S)
+        ends = [asyncio.create_task(run.cancel()) for run in self.responses.running()]
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=SETTLE_TIMEOUT_S)
+            for end in late:
+                end.cancel()
 
     def check_model(self, name: str | None) -> None:
         """Raises: NotFound unless `name` is absent or the served one."""

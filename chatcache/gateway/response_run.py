@@ -11,19 +11,21 @@ from typing import Any
 
 from chatcache.chat.coalesce import coalesced
 from chatcache.chat.conversations import PlannedTurn, TurnRequest
-from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
+from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.chat.forks import ReplyStart
 from chatcache.chat.service import Reply, num_candidates
 from chatcache.chat.tree import FAILED, Conversation, Usage
-from chatcache.errors import ChatcacheError, InvalidRequest, NotFound, UnsupportedParameter
-from chatcache.gateway.context import Gateway, Model, Run
+from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, NotFound, UnsupportedParameter
+from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.conversations import conversation_json
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
+from chatcache.gateway.lifetimes import Lifetime
 from chatcache.gateway.metering import metered
 from chatcache.gateway.params import Asked, conversation_id, input_messages, known_as, to_params
 from chatcache.gateway.response_frames import ResponseFrames
 from chatcache.gateway.response_log import ResponseLog
+from chatcache.gateway.response_registry import Receipt, Run
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import ResponseFields, SamplingFields
 from chatcache.types import ForkPoint, GenerateRequest, Params, SamplingParams
@@ -44,6 +46,8 @@ async def start_response(
     """
     fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
+    if fields.background and fields.store is False:
+        raise InvalidRequest("background needs store: nobody could read the response", param="background")
     model = await gateway.ready(fields.model)
     running = await _running_reply(gateway, owner, fields)
     request = turn_request(fields, owner, gateway.model_name, running)
@@ -67,7 +71,7 @@ async def start_response(
     except BaseException:
         await reply.close()
         raise
-    run = ResponseRun(gateway, model, planned, conversation, reply)
+    run = ResponseRun(gateway, model, planned, conversation, reply, ttl_s=_ttl_s(gateway, fields))
     run.begin()
     return run
 
@@ -82,25 +86,30 @@ class ResponseRun:
         planned: PlannedTurn,
         conversation: Conversation | None,
         reply: Reply,
+        *,
+        ttl_s: float | None,
     ) -> None:
         self.id = planned.turn.id
         self.owner = planned.request.owner
-        self.log = ResponseLog()
+        self.log = ResponseLog(self.id)
         self._gateway = gateway
         self._model = model
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
         self._frames = ResponseFrames(self.log, planned.turn, model.tokenizer, reply.request.params)
+        self._lifetime = Lifetime(self.log, ttl_s, self.cancel)
         self._cancelled_s: float | None = None
         self._num_tokens_at_cancel = 0
+        self._receipt: Receipt | None = None
 
     def begin(self) -> None:
         """Start the task that does the work; the gateway keeps it until it is over."""
-        self._gateway.runs[self.id] = self
+        self._gateway.responses.begin(self)
         self._frames.created()
         if self._conversation is not None:
-            self.log.note("conversation.updated", conversation=conversation_json(self._conversation))
+            self._tell(self._conversation)
+        self._lifetime.begin()
         self.task = asyncio.create_task(self._work(), name=self.id)
 
     def index_of(self, item_id: str) -> int | None:
@@ -113,41 +122,58 @@ class ResponseRun:
         ids = candidate.first_ids(num_tokens)  # now; it grows meanwhile
         return await asyncio.to_thread(candidate.start, self._planned.turn, ids)
 
-    async def cancel(self) -> None:
-        """Ask for an early end; the log then ends with the receipt. Calling again changes nothing."""
+    async def cancel(self) -> Receipt | None:
+        """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""
         if self._cancelled_s is None:
             self._cancelled_s = time.perf_counter()
             self._num_tokens_at_cancel = self._reply.num_tokens
         await self._reply.cancel()
+        await asyncio.wait([self.task])
+        return self._receipt
 
     async def _work(self) -> None:
         try:
             async for event in coalesced(metered(self._reply, self._gateway.metrics), _COALESCE_S):
-                if isinstance(event, ReplyStarted):
-                    self._frames.started(event)
-                elif isinstance(event, ReplyDelta):
-                    self._frames.delta(event)
-                elif isinstance(event, ReplyBeams):
-                    self._frames.beams(event)
-                elif isinstance(event, ReplyDone):
-                    self._frames.done(event)
-                else:
-                    await self._finish(event)
+                await self._take(event)
+            if self.log.terminal is None:
+                raise EngineFault("the engine stopped without saying why")
         except Exception as error:
-            if not isinstance(error, ChatcacheError):
-                log.exception("%s failed", self.id)
-            self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL)
-            await self._store_failure()
+            await self._fail(error)
         finally:
+            if self.log.terminal is None:  # this task was cancelled
+                self._frames.failed(INTERNAL)
+            self._lifetime.stop()
             self.log.close()
-            self._gateway.runs.pop(self.id, None)
+            self._gateway.responses.end(self.id, keep=self._conversation is not None)
             await self._reply.close()
+
+    async def _take(self, event: ReplyEvent) -> None:
+        if isinstance(event, ReplyStarted):
+            self._frames.started(event)
+        elif isinstance(event, ReplyDelta):
+            self._frames.delta(event)
+        elif isinstance(event, ReplyBeams):
+            self._frames.beams(event)
+        elif isinstance(event, ReplyDone):
+            self._frames.done(event)
+        else:
+            await self._finish(event)
 
     async def _finish(self, event: ReplyFinished) -> None:
         """Store, then announce: who has read the terminal frame can rely on the tree."""
         usage = Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
         await self._store(self._frames.status(event), usage)
-        self._frames.finished(event, self._receipt(event) if event.cancelled else None)
+        if event.cancelled:
+            self._receipt = self._stopped(event)
+        self._frames.finished(event, self._receipt)
+
+    async def _fail(self, error: Exception) -> None:
+        if not isinstance(error, ChatcacheError):
+            log.error("%s failed", self.id, exc_info=error)
+        if self.log.terminal is not None:
+            return
+        self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL)
+        await self._store_failure()
 
     async def _store_failure(self) -> None:
         """Store that it failed, if anything can be stored: the store itself may be what failed."""
@@ -164,9 +190,14 @@ class ResponseRun:
         conversation = await self._model.conversations.settle(
             self._conversation, self._planned, self._frames.outputs, status, usage
         )
-        self.log.note("conversation.updated", conversation=conversation_json(conversation))
+        self._tell(conversation)
 
-    def _receipt(self, event: ReplyFinished) -> dict[str, object]:
+    def _tell(self, conversation: Conversation) -> None:
+        """Tell the readers, and whoever subscribed, how the conversation stands now."""
+        self.log.note("conversation.updated", conversation=conversation_json(conversation))
+        self._gateway.hub.changed(conversation)
+
+    def _stopped(self, event: ReplyFinished) -> Receipt:
         """What stopping cost and gave back. Without a cancel of ours the server was closing: nothing to measure."""
         latency_s, num_late = 0.0, 0
         if self._cancelled_s is not None:
@@ -179,6 +210,13 @@ class ResponseRun:
             "pages_freed": event.num_pages_freed,
             "stop_latency_ms": round(latency_s * 1000, 3),
         }
+
+
+def _ttl_s(gateway: Gateway, fields: ResponseFields) -> float | None:
+    """How long the response outlives its last reader; None: until it is done."""
+    if fields.store is False:
+        return 0.0
+    return None if fields.background else gateway.config.detach_ttl_s
 
 
 def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> Asked:
@@ -201,13 +239,14 @@ async def _running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -
     """
     found: tuple[Run, int] | None = None
     if fields.previous_item_id is not None:
-        for run in gateway.runs.values():
+        for run in gateway.responses.running(owner):
             index = run.index_of(fields.previous_item_id)
             if index is not None:
                 found = run, index
-    elif fields.previous_response_id in gateway.runs:
-        found = gateway.runs[fields.previous_response_id], 0
-    if found is None or found[0].owner != owner:
+    elif fields.previous_response_id is not None:
+        logged = gateway.responses.find(owner, fields.previous_response_id)
+        found = (logged.run, 0) if logged is not None and logged.run is not None else None
+    if found is None:
         return None
     start = await found[0].start_of(found[1], fields.fork_at)
     if not start.ids:
@@ -248,6 +287,7 @@ def _echo(fields: ResponseFields, params: Params, planned: PlannedTurn, ignored:
         "input_item_ids": [item.id for item in planned.inputs] if stored else [],
         "forked_item_id": planned.cut.id if planned.cut is not None and stored else None,
         "store": stored,
+        "background": bool(fields.background),
         "metadata": fields.metadata or {},
         "max_output_tokens": fields.max_output_tokens,
         "top_logprobs": fields.top_logprobs or 0,

@@ -166,6 +166,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     top_logprobs: TopLogprobs | None = None
     include: Annotated[list[ShortText], Meta(max_length=16)] | None = None
     metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
+    background: bool | None = None
     stream_id: Id | None = None
     stream_beams: bool | None = None
     text: TextOptions | None = None

@@ -9,16 +9,17 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from chatcache.errors import ChatcacheError, InvalidRequest, NotFound, Overloaded
+from chatcache.errors import ChatcacheError, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
 from chatcache.gateway.body import parse_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.errors import INTERNAL, error_body
 from chatcache.gateway.fields import read
 from chatcache.gateway.jsonio import encode
-from chatcache.gateway.response_log import Frame
 from chatcache.gateway.response_run import ResponseRun, start_response
 from chatcache.gateway.wire import CancelFields, CreateFields
 from chatcache.types import MAX_N
+
+Frame = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Connection:
         self._owner = owner_of(socket)
         self._sending = asyncio.Lock()
         self._queues: dict[str | None, deque[dict[str, Any]]] = {}
-        self._lanes: set[asyncio.Task[None]] = set()
+        self._lanes: set[asyncio.Task[Any]] = set()
 
     async def serve(self) -> None:
         """Read frames until the client leaves. Raises: WebSocketDisconnect."""
@@ -98,6 +99,8 @@ class Connection:
 
     def _enqueue(self, body: dict[str, Any]) -> None:
         lane = read(body, CreateFields).stream_id
+        if body.get("background"):
+            raise UnsupportedParameter("background is not supported over WebSocket", param="background")
         queue = self._queues.get(lane)
         if queue is None:
             if len(self._queues) >= MAX_LANES:
@@ -130,28 +133,32 @@ class Connection:
         await self._forward(run, lane)
 
     async def _forward(self, run: ResponseRun, lane: str | None) -> None:
-        """Send the run's frames; leaving early, for whatever reason, ends the run."""
-        try:
-            async for frame in run.log.follow():
-                if self._extended or "sequence_number" in frame:
-                    await self._send(frame if lane is None else {**frame, "stream_id": lane})
-        except BaseException:
-            self._gateway.metrics.disconnects.inc()
-            await asyncio.shield(run.cancel())
-            raise
+        """Send the run's frames. What becomes of a run whose readers leave early is its own affair."""
+        with run.log.reader(extended=self._extended) as reader:
+            try:
+                async for frame in reader:
+                    await self._send_data(in_lane(frame.data, lane))
+            except BaseException:
+                self._gateway.metrics.disconnects.inc()
+                raise
 
     async def _cancel(self, response_id: str) -> None:
-        run = self._gateway.runs.get(response_id)
-        if run is None or run.owner != self._owner:
-            raise NotFound(f"no response {response_id!r} is running", param="response_id")
-        await run.cancel()
+        run = self._gateway.responses.get(self._owner, response_id).run
+        if run is None:
+            raise NotFound(f"response {response_id!r} has ended", param="response_id")
+        task = asyncio.create_task(run.cancel())
+        self._lanes.add(task)
+        task.add_done_callback(self._lanes.discard)
 
     async def _refuse(self, error: ChatcacheError, lane: object) -> None:
         frame: Frame = {"type": "error", "status": error.status, "error": error_body(error)}
         await self._send({**frame, "stream_id": lane} if isinstance(lane, str) else frame)
 
     async def _send(self, frame: Frame) -> None:
-        text = encode(frame).decode("ascii")
+        await self._send_data(encode(frame))
+
+    async def _send_data(self, data: bytes) -> None:
+        text = data.decode("ascii")
         try:
             async with self._sending, asyncio.timeout(_SEND_TIMEOUT_S):
                 await self._socket.send_text(text)
@@ -168,6 +175,11 @@ class Connection:
         }
         model = {"model": self._gateway.model_name, "max_model_len": self._gateway.max_model_len or None}
         return {"type": "session.created", "session": {**model, "limits": limits}}
+
+
+def in_lane(data: bytes, lane: str | None) -> bytes:
+    """An encoded frame with its lane spliced in."""
+    return data if lane is None else b'%s,"stream_id":%s}' % (data[:-1], encode(lane))
 
 
 def _flat(body: dict[str, Any]) -> dict[str, Any]:
