@@ -20,7 +20,8 @@ class TextStream:
     `stop` strings are matched on the bytes of all tokens, hidden special tokens included, exactly as the engine does;
     with `include_stop` the stop string (or stop token) stays in the text. `stop_token_ids` (default: the tokenizer's
     EOS ids) end a candidate and are hidden. `prompt_ids_tail`, the last prompt ids, tell that the text continues
-    another, so that the space of a first word is kept. Before `min_tokens` tokens no stop string counts.
+    another, so that the space of a first word is kept. Before `min_tokens` tokens no stop string counts. `visible_ids`:
+    special tokens that are not skipped, since somebody else looks for them.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class TextStream:
         *,
         stop_token_ids: Collection[int] | None = None,
         min_tokens: int = 0,
+        visible_ids: Collection[int] = (),
     ) -> None:
         self._pieces = tokenizer.token_bytes
         self._lead = tokenizer.lead
@@ -41,7 +43,8 @@ class TextStream:
         self._stops = tuple((text, text.encode()) for text in stop)
         self._firsts = frozenset(needle[0] for _, needle in self._stops)
         self._terminal = frozenset(tokenizer.eos_token_ids if stop_token_ids is None else stop_token_ids)
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._hidden = hidden.difference(visible_ids) if visible_ids else hidden
         self._at_start = all(not self._piece(token) or token in self._hidden for token in prompt_ids_tail)
         self._held = b""  # bytes that could begin a stop string
         self._shown = b""  # one byte per held byte: 1 visible, 0 hidden

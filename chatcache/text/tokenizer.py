@@ -35,9 +35,8 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._added = tuple(sorted((token.content for token in added.values()), key=len, reverse=True))
         special = {token.content for token in added.values() if token.special}
-        source = template.source if template is not None else ""
         # Some models' turn marks are not special; what a template itself writes is as good as control.
-        marks = {token for token in self._added if token.strip() and token in source}
+        marks = {token for token in self._added if token.strip() and token in self.template_source}
         self._in_replies, self._in_messages = Quoter(special), Quoter(special | marks)
 
     @classmethod
@@ -66,6 +65,21 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def template_source(self) -> str:
+        """The chat template as its author wrote it, "" without one."""
+        return self._template.source if self._template is not None else ""
+
+    @property
+    def added_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokens beside the ordinary vocabulary, longest first."""
+        return self._added
+
+    def special_of(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return the ids of those `texts` that are special tokens."""
+        found = {text: self._backend.token_to_id(text) for text in texts}
+        return {text: index for text, index in found.items() if index in self.special_ids}
 
     @property
     def token_bytes(self) -> tuple[bytes, ...]:

@@ -1,0 +1,9 @@
+"""Function calls in what a model writes: found in the stream, or forced by a grammar.
+
+call_object.py   one call as JSON, read as it comes
+parser.py        text and calls apart, for any format
+syntax.py        what a format is: its marks, and how the calls of one reply are joined
+hermes.py llama3.py mistral.py   the formats
+formats.py       by name, and which one a chat template writes
+choice.py        what the client allows: which functions, whether any, how many; as a grammar
+"""
