@@ -13,6 +13,10 @@ last one.
     live_beams.py     a running beam search as text
     spans.py          where each message of a prompt ends
     conversations.py  one stored turn: resolve where it continues, open it, settle it
-    store.py          the storage contract; store_sqlite.py + sqlite_writer.py satisfy it on one file
+    store.py          the storage contract
+    search.py         what a query finds in a text, whatever stores it
+    removal.py        what taking a message or a response out of a tree changes
+    store_sqlite.py   the contract on one SQLite file; sqlite_schema.py, sqlite_rows.py, sqlite_search.py are its parts,
+                      sqlite_writer.py its threads
     ids.py            time-ordered ids
 """

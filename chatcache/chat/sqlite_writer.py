@@ -24,8 +24,14 @@ class SqliteWriter:
     job's result is delivered only after the commit that contains it.
     """
 
-    def __init__(self, path: Path | str, prepare: Callable[[sqlite3.Connection], None]) -> None:
-        """Open `path` and run `prepare` (pragmas, migration) before any job. Raises: whatever `prepare` raises."""
+    def __init__(
+        self, path: Path | str, prepare: Callable[[sqlite3.Connection], None], *, begin: str = "BEGIN IMMEDIATE"
+    ) -> None:
+        """Open `path` and run `prepare` (pragmas, migration) before any job. Raises: whatever `prepare` raises.
+
+        `begin` starts a group of jobs; plain "BEGIN" is for a second thread whose jobs only read.
+        """
+        self._begin = begin
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
         self._opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(path, prepare), name="chatcache-sqlite", daemon=True)
@@ -60,7 +66,7 @@ class SqliteWriter:
         while open_for_jobs:
             group, open_for_jobs = self._next_group()
             if group:
-                _commit(connection, group)
+                _commit(connection, group, self._begin)
         connection.close()
 
     def _next_group(self) -> tuple[list[tuple[Job, Future[Any]]], bool]:
@@ -79,10 +85,10 @@ class SqliteWriter:
         return group, True
 
 
-def _commit(connection: sqlite3.Connection, group: list[tuple[Job, Future[Any]]]) -> None:
+def _commit(connection: sqlite3.Connection, group: list[tuple[Job, Future[Any]]], begin: str) -> None:
     outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
     try:
-        connection.execute("BEGIN IMMEDIATE")
+        connection.execute(begin)
         for job, future in group:
             connection.execute("SAVEPOINT job")
             try:

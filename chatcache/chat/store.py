@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from chatcache.chat.removal import TreeEdit
+from chatcache.chat.search import Hit, SearchQuery
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import ChatcacheError
 
 
 class StaleRevision(ChatcacheError):
-    """The conversation changed since the caller read it. Read again, then decide."""
+    """The conversation changed since the caller read it: `present` is what it is now. Read again, then decide."""
 
     status = 409
     type = "conflict_error"
     code = "stale_revision"
+
+    def __init__(self, present: Conversation, expected: int) -> None:
+        super().__init__(f"conversation {present.id!r} is at rev {present.rev}, not {expected}", param="rev")
+        self.present = present
 
 
 class StoreUnusable(ChatcacheError):
     """The storage cannot be opened."""
 
     code = "store_unusable"
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a merge did: nothing, if no conversation was created and no message or response added."""
+
+    conversation: Conversation
+    is_new: bool
+    num_items: int
+    num_turns: int
+
+
+def cursor_of(conversation: Conversation) -> str:
+    """A place in the list of conversations that stays where it is when this one changes or goes."""
+    return f"{conversation.updated_at!r}~{conversation.id}"
+
+
+def read_cursor(text: str) -> tuple[float, str] | None:
+    """`updated_at` and id of a cursor, or None for what is none (an id, say)."""
+    time, mark, conversation_id = text.partition("~")
+    try:
+        updated_at = float(time)
+    except ValueError:
+        return None
+    return (updated_at, conversation_id) if mark and math.isfinite(updated_at) else None
 
 
 class ConversationStore(Protocol):
@@ -38,7 +70,18 @@ class ConversationStore(Protocol):
     async def get(self, owner: str, conversation_id: str) -> Conversation: ...
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
-        """Conversations by last change, newest first, following `after`."""
+        """Conversations by last change, newest first, following `after`: an id, or a `cursor_of` one."""
+        ...
+
+    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
+        """Conversations where the title or a message matches, of any branch, in the order of `list`.
+
+        A hit names the message that matches best (`search.Found.score`), the newest of several.
+        """
+        ...
+
+    async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+        """Ids of all conversations in their own order, which no change disturbs, above `after`."""
         ...
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree: ...
@@ -78,6 +121,14 @@ class ConversationStore(Protocol):
         """Take messages and responses out and replace others, all or nothing. What a removed one held is gone."""
         ...
 
-    async def delete(self, owner: str, conversation_id: str) -> None: ...
+    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+        """Store a conversation, or add what one with its id lacks: items (parents first) and turns, by id.
+
+        What is stored already stays as it is; merging again changes nothing.
+        Raises: NotFound where an id is somebody else's or of another conversation; then nothing is stored.
+        """
+        ...
+
+    async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None: ...
 
     async def close(self) -> None: ...

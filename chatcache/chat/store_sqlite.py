@@ -3,59 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from chatcache.chat.removal import TreeEdit
+from chatcache.chat.search import Hit, SearchQuery
+from chatcache.chat.sqlite_rows import (
+    CONVERSATION,
+    ITEM,
+    TURN,
+    conversation_of,
+    insert_conversation,
+    insert_item,
+    item_of,
+    listing,
+    move_item,
+    put_turn,
+    turn_of,
+    update_conversation,
+)
+from chatcache.chat.sqlite_schema import prepare, prepare_reader
+from chatcache.chat.sqlite_search import find, index_item, index_title
 from chatcache.chat.sqlite_writer import SqliteWriter
-from chatcache.chat.store import StaleRevision, StoreUnusable
-from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, ReplyParts, Turn, Usage
+from chatcache.chat.store import Merged, StaleRevision, StoreUnusable, read_cursor
+from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import NotFound
-
-Row = Any  # a tuple as sqlite3 returns it
-
-MIGRATIONS = (
-    """
-    CREATE TABLE conversations (
-        id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at REAL NOT NULL, updated_at REAL NOT NULL,
-        title TEXT NOT NULL, active_leaf TEXT, rev INTEGER NOT NULL, metadata TEXT NOT NULL
-    ) WITHOUT ROWID;
-    CREATE INDEX conversations_by_owner ON conversations (owner, updated_at DESC, id DESC);
-    CREATE TABLE items (
-        position INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
-        conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
-        parent_id TEXT REFERENCES items (id), role TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL,
-        response_id TEXT, idx INTEGER NOT NULL, status TEXT NOT NULL, finish_reason TEXT, created_at REAL NOT NULL
-    );
-    CREATE INDEX items_by_conversation ON items (conversation_id, position);
-    CREATE INDEX items_by_parent ON items (parent_id);
-    CREATE TABLE turns (
-        id TEXT PRIMARY KEY, conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
-        parent_id TEXT NOT NULL, model TEXT NOT NULL, created_at REAL NOT NULL, base_item_id TEXT,
-        prompt_ids BLOB NOT NULL, instructions TEXT, previous_response_id TEXT, status TEXT NOT NULL, usage TEXT
-    ) WITHOUT ROWID;
-    CREATE INDEX turns_by_conversation ON turns (conversation_id);
-    """,
-    """
-    ALTER TABLE items ADD COLUMN parts TEXT NOT NULL DEFAULT '{}';
-    ALTER TABLE turns ADD COLUMN echo TEXT NOT NULL DEFAULT '{}';
-    """,
-)
-
-_CONVERSATION = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
-_ITEM = "id, parent_id, role, text, token_ids, response_id, idx, status, finish_reason, created_at, parts"
-_TURN = (
-    "id, parent_id, model, created_at, base_item_id, prompt_ids, instructions, previous_response_id, status, "
-    "usage, echo"
-)
 
 
 class SqliteStore:
@@ -66,14 +41,16 @@ class SqliteStore:
 
     def __init__(self, path: Path | str) -> None:
         try:
-            self._writer = SqliteWriter(path, lambda connection: _prepare(connection, Path(path)))
+            self._writer = SqliteWriter(path, lambda connection: prepare(connection, Path(path)))
+            # Searching may read much: beside the writer, of which it sees all that is acknowledged.
+            self._reader = SqliteWriter(path, prepare_reader, begin="BEGIN")
         except sqlite3.Error as error:
             raise StoreUnusable(f"{path}: {error}") from error
 
     async def create(self, conversation: Conversation, items: Sequence[Item] = (), turn: Turn | None = None) -> None:
         def job(db: sqlite3.Connection) -> None:
             _create(db, conversation)
-            _add(db, conversation.id, items, turn)
+            _add(db, conversation.id, items, () if turn is None else (turn,))
 
         await self._writer.run(job)
 
@@ -82,6 +59,12 @@ class SqliteStore:
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
         return await self._writer.run(lambda db: _list(db, owner, limit, after))
+
+    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
+        return await self._reader.run(lambda db: find(db, owner, query, limit, _place(db, owner, after)))
+
+    async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+        return await self._reader.run(lambda db: _ids(db, owner, limit, after))
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
         return await self._writer.run(lambda db: _load(db, owner, conversation_id))
@@ -102,8 +85,9 @@ class SqliteStore:
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
             head = _head(db, owner, conversation_id, expect)
-            _add(db, conversation_id, items, turn)
-            return _touch(db, head, title=head.title or title, active_leaf=active_leaf)
+            _add(db, conversation_id, items, () if turn is None else (turn,))
+            leaf = active_leaf if active_leaf is not None else head.active_leaf
+            return _store_change(db, head, replace(head, title=head.title or title or "", active_leaf=leaf))
 
         return await self._writer.run(job)
 
@@ -121,7 +105,13 @@ class SqliteStore:
             head = _head(db, owner, conversation_id, expect)
             if active_leaf is not None:
                 _require_item(db, conversation_id, active_leaf)
-            return _touch(db, head, title=title, active_leaf=active_leaf, metadata=metadata)
+            wanted = replace(
+                head,
+                title=title if title is not None else head.title,
+                active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
+                metadata=metadata if metadata is not None else head.metadata,
+            )
+            return _store_change(db, head, wanted)
 
         return await self._writer.run(job)
 
@@ -131,13 +121,16 @@ class SqliteStore:
         def job(db: sqlite3.Connection) -> Conversation:
             head = _head(db, owner, conversation_id, expect)
             _edit(db, conversation_id, edit)
-            return _touch(db, replace(head, active_leaf=edit.active_leaf), title=None, active_leaf=None)
+            return _store_change(db, head, replace(head, active_leaf=edit.active_leaf))
 
         return await self._writer.run(job)
 
-    async def delete(self, owner: str, conversation_id: str) -> None:
+    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+        return await self._writer.run(lambda db: _merge(db, conversation, items, turns))
+
+    async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None:
         def job(db: sqlite3.Connection) -> None:
-            _head(db, owner, conversation_id)
+            _head(db, owner, conversation_id, expect)
             # Items point at each other; their order of removal is settled by checking at commit.
             db.execute("PRAGMA defer_foreign_keys = ON")
             db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
@@ -145,62 +138,49 @@ class SqliteStore:
         await self._writer.run(job)
 
     async def close(self) -> None:
+        await asyncio.to_thread(self._reader.close)
         await asyncio.to_thread(self._writer.close)
-
-
-def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Set the pragmas and bring the schema up to date, after a backup of what was there."""
-    db.execute("PRAGMA busy_timeout = 5000")
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA foreign_keys = ON")
-    version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    if version > len(MIGRATIONS):
-        raise StoreUnusable(
-            f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
-        )
-    if 0 < version < len(MIGRATIONS):
-        with sqlite3.connect(path.with_name(f"{path.name}.before-schema-{len(MIGRATIONS)}")) as backup:
-            db.backup(backup)
-        backup.close()
-    for step in range(version, len(MIGRATIONS)):
-        db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[step]}; PRAGMA user_version = {step + 1}; COMMIT;")
-    db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
-
-
-def _create(db: sqlite3.Connection, c: Conversation) -> None:
-    db.execute(
-        f"INSERT INTO conversations ({_CONVERSATION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (c.id, c.owner, c.created_at, c.updated_at, c.title, c.active_leaf, c.rev, json.dumps(dict(c.metadata))),
-    )
 
 
 def _head(db: sqlite3.Connection, owner: str, conversation_id: str, expect: int | None = None) -> Conversation:
     row = db.execute(
-        f"SELECT {_CONVERSATION} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
+        f"SELECT {CONVERSATION} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
     ).fetchone()
     if row is None:
         raise NotFound(f"no conversation {conversation_id!r}", param="conversation")
-    if expect is not None and expect != row[6]:
-        raise StaleRevision(f"conversation {conversation_id!r} is at rev {row[6]}, not {expect}", param="rev")
-    return _conversation(row)
+    head = conversation_of(row)
+    if expect is not None and expect != head.rev:
+        raise StaleRevision(head, expect)
+    return head
+
+
+def _place(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[float, str] | None:
+    """Where in the list `after` is. Raises: NotFound."""
+    if after is None:
+        return None
+    place = read_cursor(after)
+    if place is None:
+        head = _head(db, owner, after)
+        return head.updated_at, head.id
+    return place
 
 
 def _list(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
-    where, values = "owner = ?", [owner]
-    if after is not None:
-        _head(db, owner, after)
-        where += " AND (updated_at, id) < (SELECT updated_at, id FROM conversations WHERE id = ?)"
-        values.append(after)
-    query = f"SELECT {_CONVERSATION} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC LIMIT ?"
-    return tuple(_conversation(row) for row in db.execute(query, (*values, limit)))
+    where, values = listing(owner, _place(db, owner, after))
+    query = f"SELECT {CONVERSATION} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC LIMIT :limit"
+    return tuple(conversation_of(row) for row in db.execute(query, values | {"limit": limit}))
+
+
+def _ids(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[str]:
+    query = "SELECT id FROM conversations WHERE owner = ? AND id > ? ORDER BY id LIMIT ?"
+    return tuple(found for (found,) in db.execute(query, (owner, after or "", limit)))
 
 
 def _load(db: sqlite3.Connection, owner: str, conversation_id: str) -> ConversationTree:
     head = _head(db, owner, conversation_id)
-    items = db.execute(f"SELECT {_ITEM} FROM items WHERE conversation_id = ? ORDER BY position", (conversation_id,))
-    turns = db.execute(f"SELECT {_TURN} FROM turns WHERE conversation_id = ?", (conversation_id,))
-    return ConversationTree(head, map(_item, items), map(_turn, turns))
+    items = db.execute(f"SELECT {ITEM} FROM items WHERE conversation_id = ? ORDER BY position", (conversation_id,))
+    turns = db.execute(f"SELECT {TURN} FROM turns WHERE conversation_id = ?", (conversation_id,))
+    return ConversationTree(head, map(item_of, items), map(turn_of, turns))
 
 
 def _locate(db: sqlite3.Connection, owner: str, member_id: str) -> str:
@@ -215,23 +195,18 @@ def _locate(db: sqlite3.Connection, owner: str, member_id: str) -> str:
     return found
 
 
-def _add(db: sqlite3.Connection, conversation_id: str, items: Sequence[Item], turn: Turn | None) -> None:
+def _create(db: sqlite3.Connection, conversation: Conversation) -> None:
+    insert_conversation(db, conversation)
+    index_title(db, conversation.id, conversation.title)
+
+
+def _add(db: sqlite3.Connection, conversation_id: str, items: Sequence[Item], turns: Sequence[Turn]) -> None:
     for item in items:
-        _insert_item(db, conversation_id, item)
-    if turn is not None:
-        _put_turn(db, conversation_id, turn)
-
-
-def _insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> None:
-    if item.parent_id is not None:
-        _require_item(db, conversation_id, item.parent_id)
-    row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
-    parts = msgspec.json.encode(item.parts).decode()
-    row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
-    db.execute(
-        f"INSERT INTO items (conversation_id, {_ITEM}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (conversation_id, *row, *row_end),
-    )
+        if item.parent_id is not None:
+            _require_item(db, conversation_id, item.parent_id)
+        index_item(db, insert_item(db, conversation_id, item), item.text)
+    for turn in turns:
+        put_turn(db, conversation_id, turn)
 
 
 def _edit(db: sqlite3.Connection, conversation_id: str, edit: TreeEdit) -> None:
@@ -239,28 +214,33 @@ def _edit(db: sqlite3.Connection, conversation_id: str, edit: TreeEdit) -> None:
     inside = "WHERE id = ? AND conversation_id = ?"
     for table, ids in (("items", edit.removed_items), ("turns", edit.removed_turns)):
         db.executemany(f"DELETE FROM {table} {inside}", ((each, conversation_id) for each in ids))
-    db.executemany(
-        f"UPDATE items SET parent_id = ?, token_ids = ? {inside}",
-        ((item.parent_id, _pack(item.token_ids), item.id, conversation_id) for item in edit.items),
-    )
+    for item in edit.items:
+        move_item(db, conversation_id, item)
     for turn in edit.turns:
-        _put_turn(db, conversation_id, turn)
+        put_turn(db, conversation_id, turn)
 
 
-def _put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
-    usage = msgspec.json.encode(turn.usage).decode() if turn.usage is not None else None
-    row = (turn.id, turn.parent_id, turn.model, turn.created_at, turn.base_item_id, _pack(turn.prompt_ids))
-    row_end = (
-        turn.instructions,
-        turn.previous_response_id,
-        turn.status,
-        usage,
-        msgspec.json.encode(turn.echo).decode(),
-    )
-    db.execute(
-        f"INSERT OR REPLACE INTO turns (conversation_id, {_TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (conversation_id, *row, *row_end),
-    )
+def _merge(db: sqlite3.Connection, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+    holder = db.execute("SELECT owner FROM conversations WHERE id = ?", (conversation.id,)).fetchone()
+    if holder is None:
+        _create(db, conversation)
+        head = conversation
+    else:
+        head = _head(db, conversation.owner, conversation.id)
+    new_items = [item for item in items if not _is_held(db, "items", head.id, item.id)]
+    new_turns = [turn for turn in turns if not _is_held(db, "turns", head.id, turn.id)]
+    _add(db, head.id, new_items, new_turns)
+    if holder is not None and (new_items or new_turns):
+        head = _store_change(db, head, replace(head, active_leaf=conversation.active_leaf or head.active_leaf))
+    return Merged(head, holder is None, len(new_items), len(new_turns))
+
+
+def _is_held(db: sqlite3.Connection, table: str, conversation_id: str, member_id: str) -> bool:
+    """Whether the conversation has that row. Raises: NotFound if another one has it."""
+    row = db.execute(f"SELECT conversation_id FROM {table} WHERE id = ?", (member_id,)).fetchone()
+    if row is not None and row[0] != conversation_id:
+        raise NotFound(f"conversation {conversation_id!r} has no {member_id!r}")
+    return row is not None
 
 
 def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str) -> None:
@@ -269,56 +249,10 @@ def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str) ->
         raise NotFound(f"conversation {conversation_id!r} has no message {item_id!r}")
 
 
-def _touch(
-    db: sqlite3.Connection,
-    head: Conversation,
-    *,
-    title: str | None,
-    active_leaf: str | None,
-    metadata: Mapping[str, str] | None = None,
-) -> Conversation:
-    changed = Conversation(
-        id=head.id,
-        owner=head.owner,
-        created_at=head.created_at,
-        updated_at=max(time.time(), head.updated_at),
-        title=title if title is not None else head.title,
-        active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
-        rev=head.rev + 1,
-        metadata=metadata if metadata is not None else head.metadata,
-    )
-    metadata_json = json.dumps(dict(changed.metadata))
-    db.execute(
-        "UPDATE conversations SET updated_at = ?, title = ?, active_leaf = ?, rev = ?, metadata = ? WHERE id = ?",
-        (changed.updated_at, changed.title, changed.active_leaf, changed.rev, metadata_json, head.id),
-    )
+def _store_change(db: sqlite3.Connection, head: Conversation, wanted: Conversation) -> Conversation:
+    """Store what became of `head`, one revision later."""
+    changed = replace(wanted, rev=head.rev + 1, updated_at=max(time.time(), head.updated_at))
+    update_conversation(db, changed)
+    if changed.title != head.title:
+        index_title(db, head.id, changed.title)
     return changed
-
-
-def _conversation(row: Row) -> Conversation:
-    values = (*row[:7], json.loads(row[7]))
-    return Conversation(*values)
-
-
-def _item(row: Row) -> Item:
-    parts = msgspec.json.decode(row[10], type=ReplyParts)
-    values = (*row[:4], _unpack(row[4]), *row[5:10], parts)
-    return Item(*values)
-
-
-def _turn(row: Row) -> Turn:
-    usage = msgspec.json.decode(row[9], type=Usage) if row[9] is not None else None
-    values = (*row[:5], _unpack(row[5]), *row[6:9], usage, msgspec.json.decode(row[10]))
-    return Turn(*values)
-
-
-def _pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian 32-bit integers, whatever the machine."""
-    return b"".join(token.to_bytes(4, "little") for token in token_ids)
-
-
-def _unpack(data: bytes) -> tuple[int, ...]:
-    ids = array("I", data)
-    if array("I", [1]).tobytes() != b"\x01\x00\x00\x00":
-        ids.byteswap()
-    return tuple(ids)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.chat.removal import ConversationBusy, TreeEdit, without_item, without_response
-from chatcache.chat.store import StaleRevision
-from chatcache.chat.store_sqlite import SqliteStore
+from chatcache.chat.store import ConversationStore, StaleRevision
 from chatcache.chat.tree import COMPLETED, DELETED, FORKED, IN_PROGRESS, Conversation, ConversationTree, Item, Turn
 from chatcache.errors import NotFound
 from tests.chat.test_chat_tree import Grown, trees
@@ -131,23 +129,19 @@ def test_an_assistants_message_among_the_input_is_no_output() -> None:
     assert [item.id for item in tree.inputs("r1")] == ["u0", "a1"]
 
 
-async def test_sqlite_applies_an_edit_whole_or_not_at_all(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "c.db")
-    try:
-        tree = small()
-        await store.create(HEAD, tuple(tree.items.values()), tree.turns["r1"])
-        await store.append("me", "conv", (), tree.turns["r2"])
-        for item_id in ("a1", "u0", "b1", "u2", "a3"):
-            loaded = await store.load("me", "conv")
-            edit = without_item(loaded, item_id)
-            rev = loaded.conversation.rev
-            for owner, stale, error in (("you", None, NotFound), ("me", rev - 1, StaleRevision)):
-                with pytest.raises(error):
-                    await store.edit(owner, "conv", edit, expect=stale)
-            head = await store.edit("me", "conv", edit, expect=rev)
-            want, got = applied(loaded, edit), await store.load("me", "conv")
-            assert head == got.conversation and head.rev == rev + 1 and head.active_leaf == edit.active_leaf
-            assert (got.items, got.turns) == (want.items, want.turns)
-        assert not got.items and head.active_leaf is None
-    finally:
-        await store.close()
+async def test_a_store_applies_an_edit_whole_or_not_at_all(store: ConversationStore) -> None:
+    tree = small()
+    await store.create(HEAD, tuple(tree.items.values()), tree.turns["r1"])
+    await store.append("me", "conv", (), tree.turns["r2"])
+    for item_id in ("a1", "u0", "b1", "u2", "a3"):
+        loaded = await store.load("me", "conv")
+        edit = without_item(loaded, item_id)
+        rev = loaded.conversation.rev
+        for owner, stale, error in (("you", None, NotFound), ("me", rev - 1, StaleRevision)):
+            with pytest.raises(error):
+                await store.edit(owner, "conv", edit, expect=stale)
+        head = await store.edit("me", "conv", edit, expect=rev)
+        want, got = applied(loaded, edit), await store.load("me", "conv")
+        assert head == got.conversation and head.rev == rev + 1 and head.active_leaf == edit.active_leaf
+        assert (got.items, got.turns) == (want.items, want.turns)
+    assert not got.items and head.active_leaf is None

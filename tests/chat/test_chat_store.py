@@ -7,29 +7,21 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from chatcache.chat import store_sqlite
-from chatcache.chat.store import ConversationStore, StaleRevision, StoreUnusable
+from chatcache.chat import sqlite_schema
+from chatcache.chat.removal import without_item
+from chatcache.chat.store import ConversationStore, Merged, StaleRevision, StoreUnusable, cursor_of
 from chatcache.chat.store_sqlite import SqliteStore
-from chatcache.chat.tree import COMPLETED, INCOMPLETE, Conversation, Item, Turn, Usage
+from chatcache.chat.tree import COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
 from chatcache.errors import NotFound
 
 USER = Item("msg_u", None, "user", "Hé\x00llo 🎉", created_at=1.5)
 REPLY = Item("msg_a", "msg_u", "assistant", "Hi", (1, 70_000, 2**31 - 1), "resp_1", 3, INCOMPLETE, "length", 2.5)
 TURN = Turn("resp_1", "msg_u", "model", 1.0, None, (5, 6), "Be kind", None)
-
-
-@pytest.fixture(params=["sqlite"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ConversationStore]:
-    """Every implementation the contract holds for."""
-    store = SqliteStore(tmp_path / "chat.db")
-    yield store
-    await store.close()
 
 
 async def create(store: ConversationStore, name: str = "conv_1", owner: str = "me") -> Conversation:
@@ -132,6 +124,125 @@ async def test_deleting_takes_the_whole_tree(store: ConversationStore) -> None:
     assert list((await store.load("me", "conv_2")).items) == ["msg_2"]
 
 
+async def test_a_cursor_holds_its_place(store: ConversationStore) -> None:
+    """Between two pages conversations change and go: the rest neither repeats nor goes missing."""
+    for number in range(8):
+        await create(store, f"conv_{number}")
+        await store.update("me", f"conv_{number}", title=str(number))
+    first = await store.list("me", 3)
+    assert [c.id for c in first] == ["conv_7", "conv_6", "conv_5"]
+    await store.update("me", "conv_5", title="again")
+    await store.update("me", "conv_3", title="again")
+    await store.delete("me", "conv_6")
+    rest = [c.id for c in await store.list("me", 10, after=cursor_of(first[-1]))]
+    assert rest == ["conv_4", "conv_2", "conv_1", "conv_0"]
+    for bad in ("nan~conv_1", "~", "1.5", "x~y", ""):
+        with pytest.raises(NotFound):
+            await store.list("me", 3, after=bad)
+
+
+async def test_ids_come_in_their_own_order(store: ConversationStore) -> None:
+    for name in ("conv_b", "conv_c", "conv_a"):
+        await create(store, name)
+    await create(store, "conv_theirs", owner="you")
+    assert list(await store.ids("me", 2)) == ["conv_a", "conv_b"]
+    assert list(await store.ids("me", 2, after="conv_b")) == ["conv_c"]
+    assert list(await store.ids("me", 2, after="conv_bb")) == ["conv_c"]
+
+
+async def test_deleting_expects_what_was_read(store: ConversationStore) -> None:
+    await create(store)
+    head = await store.append("me", "conv_1", [USER])
+    with pytest.raises(StaleRevision) as stale:
+        await store.delete("me", "conv_1", expect=0)
+    assert stale.value.present == head
+    await store.delete("me", "conv_1", expect=1)
+    with pytest.raises(NotFound):
+        await store.get("me", "conv_1")
+
+
+async def grow(store: ConversationStore) -> ConversationTree:
+    """a - b (resp_1) - c - d (resp_2, on b), and e beside c."""
+    await create(store)
+    items = [
+        Item("a", None, "user", "one"),
+        Item("b", "a", "assistant", "two", (1, 2), "resp_1"),
+        Item("c", "b", "user", "three"),
+        Item("d", "c", "assistant", "four", (3,), "resp_2"),
+        Item("e", "b", "user", "five"),
+    ]
+    await store.append("me", "conv_1", items[:2], Turn("resp_1", "a", "m", 1.0, None, (8, 9), status=COMPLETED))
+    second = Turn("resp_2", "c", "m", 2.0, "b", (7,), status=COMPLETED)
+    await store.append("me", "conv_1", items[2:], second, active_leaf="d")
+    return await store.load("me", "conv_1")
+
+
+async def take_out(store: ConversationStore, item_id: str) -> Conversation:
+    tree = await store.load("me", "conv_1")
+    return await store.edit("me", "conv_1", without_item(tree, item_id), expect=tree.conversation.rev)
+
+
+async def test_what_stood_on_a_deleted_message_moves_up_and_forgets_its_tokens(store: ConversationStore) -> None:
+    tree = await grow(store)
+    assert tree.sequence(tree.items["d"]) == (8, 9, 1, 2, 7, 3)
+    head = await take_out(store, "b")
+    after = await store.load("me", "conv_1")
+    assert (head.rev, head.active_leaf, list(after.items)) == (3, "d", ["a", "c", "d", "e"])
+    assert {item.id: item.parent_id for item in after.items.values()} == {"a": None, "c": "a", "d": "c", "e": "a"}
+    assert after.sequence(after.items["d"]) == () and after.turns["resp_2"].prompt_ids == ()
+    with pytest.raises(NotFound):
+        await store.locate("me", "b")
+
+
+async def test_the_active_leaf_falls_back_when_it_is_deleted(store: ConversationStore) -> None:
+    await grow(store)
+    for item, leaf in (("d", "c"), ("c", "b"), ("e", "b"), ("b", "a"), ("a", None)):
+        assert (await take_out(store, item)).active_leaf == leaf
+    assert not (await store.load("me", "conv_1")).items
+
+
+async def test_a_stale_edit_changes_nothing(store: ConversationStore) -> None:
+    tree = await grow(store)
+    edit = without_item(tree, "d")
+    before = await store.update("me", "conv_1", title="meanwhile")
+    for owner, error in (("me", StaleRevision), ("you", NotFound)):
+        with pytest.raises(error):
+            await store.edit(owner, "conv_1", edit, expect=tree.conversation.rev)
+    after = await store.load("me", "conv_1")
+    assert (after.conversation, after.items, after.turns) == (before, tree.items, tree.turns)
+
+
+async def test_merging_adds_what_is_missing_and_nothing_twice(store: ConversationStore) -> None:
+    conversation = Conversation("conv_1", "me", 1.0, 5.0, "Title", "msg_u", 4, {"a": "b"})
+    assert await store.merge(conversation, [USER], []) == Merged(conversation, True, 1, 0)
+    assert await store.merge(conversation, [USER], []) == Merged(conversation, False, 0, 0)
+    longer = replace(conversation, title="Other", active_leaf="msg_a")
+    merged = await store.merge(longer, [replace(USER, text="changed"), REPLY], [TURN])
+    assert (merged.is_new, merged.num_items, merged.num_turns) == (False, 1, 1)
+    assert (merged.conversation.title, merged.conversation.active_leaf) == ("Title", "msg_a")
+    assert merged.conversation.rev == 5 and merged.conversation.updated_at > 5.0
+    tree = await store.load("me", "conv_1")
+    assert (list(tree.items.values()), list(tree.turns.values())) == ([USER, REPLY], [TURN])
+    assert await store.merge(longer, [USER, REPLY], [TURN]) == Merged(merged.conversation, False, 0, 0)
+
+
+async def test_a_merge_touches_nothing_of_others(store: ConversationStore) -> None:
+    await store.merge(Conversation("conv_1", "me", 1.0, 1.0), [USER, REPLY], [TURN])
+    mine = await store.load("me", "conv_1")
+    for conversation, items, turns in (
+        (Conversation("conv_1", "you", 1.0, 1.0), [replace(USER, id="msg_2")], []),
+        (Conversation("conv_2", "you", 1.0, 1.0), [USER], []),
+        (Conversation("conv_2", "me", 1.0, 1.0), [replace(USER, id="msg_2"), REPLY], []),
+        (Conversation("conv_2", "me", 1.0, 1.0), [], [TURN]),
+        (Conversation("conv_2", "me", 1.0, 1.0), [replace(USER, id="msg_2", parent_id="nowhere")], []),
+    ):
+        with pytest.raises(NotFound):
+            await store.merge(conversation, items, turns)
+    assert list(await store.ids("me", 9)) == ["conv_1"] and list(await store.ids("you", 9)) == []
+    after = await store.load("me", "conv_1")
+    assert (after.conversation, after.items, after.turns) == (mine.conversation, mine.items, mine.turns)
+
+
 async def test_many_writers_lose_nothing(store: ConversationStore) -> None:
     await create(store)
     await store.append("me", "conv_1", [USER])
@@ -191,7 +302,7 @@ async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
 def test_durability_settings(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     db = sqlite3.connect(path)
-    store_sqlite._prepare(db, path)
+    sqlite_schema.prepare(db, path)
     pragmas = {
         name: db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous", "foreign_keys")
     }
@@ -217,11 +328,11 @@ async def test_migration_backs_up_first(tmp_path: Path, monkeypatch: pytest.Monk
     store = SqliteStore(path)
     await create(store)
     await store.close()
-    monkeypatch.setattr(store_sqlite, "MIGRATIONS", (*store_sqlite.MIGRATIONS, "CREATE TABLE extra (x)"))
+    monkeypatch.setattr(sqlite_schema, "MIGRATIONS", (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x)"))
     store = SqliteStore(path)
     assert (await store.get("me", "conv_1")).id == "conv_1"
     await store.close()
-    backup = sqlite3.connect(f"{path}.before-schema-{len(store_sqlite.MIGRATIONS)}")
+    backup = sqlite3.connect(f"{path}.before-schema-{len(sqlite_schema.MIGRATIONS)}")
     tables = {name for (name,) in backup.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     assert backup.execute("SELECT id FROM conversations").fetchall() == [("conv_1",)] and "extra" not in tables
     backup.close()
@@ -230,8 +341,8 @@ async def test_migration_backs_up_first(tmp_path: Path, monkeypatch: pytest.Monk
 async def test_a_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.db"
     await SqliteStore(path).close()
-    broken = (*store_sqlite.MIGRATIONS, "CREATE TABLE extra (x); CREATE TABLE conversations (x)")
-    monkeypatch.setattr(store_sqlite, "MIGRATIONS", broken)
+    broken = (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x); CREATE TABLE conversations (x)")
+    monkeypatch.setattr(sqlite_schema, "MIGRATIONS", broken)
     with pytest.raises(StoreUnusable, match="already exists"):
         SqliteStore(path)
     db = sqlite3.connect(path)

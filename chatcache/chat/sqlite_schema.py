@@ -1,0 +1,79 @@
+"""The schema of the SQLite file, and how an older file becomes a present one."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from chatcache.chat import sqlite_search
+from chatcache.chat.store import StoreUnusable
+from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE
+
+MIGRATIONS = (
+    """
+    CREATE TABLE conversations (
+        id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at REAL NOT NULL, updated_at REAL NOT NULL,
+        title TEXT NOT NULL, active_leaf TEXT, rev INTEGER NOT NULL, metadata TEXT NOT NULL
+    ) WITHOUT ROWID;
+    CREATE INDEX conversations_by_owner ON conversations (owner, updated_at DESC, id DESC);
+    CREATE TABLE items (
+        position INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+        conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+        parent_id TEXT REFERENCES items (id), role TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL,
+        response_id TEXT, idx INTEGER NOT NULL, status TEXT NOT NULL, finish_reason TEXT, created_at REAL NOT NULL
+    );
+    CREATE INDEX items_by_conversation ON items (conversation_id, position);
+    CREATE INDEX items_by_parent ON items (parent_id);
+    CREATE TABLE turns (
+        id TEXT PRIMARY KEY, conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+        parent_id TEXT NOT NULL, model TEXT NOT NULL, created_at REAL NOT NULL, base_item_id TEXT,
+        prompt_ids BLOB NOT NULL, instructions TEXT, previous_response_id TEXT, status TEXT NOT NULL, usage TEXT
+    ) WITHOUT ROWID;
+    CREATE INDEX turns_by_conversation ON turns (conversation_id);
+    """,
+    """
+    ALTER TABLE items ADD COLUMN parts TEXT NOT NULL DEFAULT '{}';
+    ALTER TABLE turns ADD COLUMN echo TEXT NOT NULL DEFAULT '{}';
+    """,
+    """
+    CREATE INDEX conversations_by_id ON conversations (owner, id);
+    CREATE TABLE titles (
+        position INTEGER PRIMARY KEY,
+        conversation_id TEXT NOT NULL UNIQUE REFERENCES conversations (id) ON DELETE CASCADE
+    );
+    INSERT INTO titles (conversation_id) SELECT id FROM conversations;
+    CREATE TRIGGER titles_of_new AFTER INSERT ON conversations BEGIN
+        INSERT INTO titles (conversation_id) VALUES (new.id);
+    END;
+    """,
+)
+
+
+def prepare(db: sqlite3.Connection, path: Path) -> None:
+    """Set the pragmas and bring the schema up to date, after a backup of what was there.
+
+    Raises: StoreUnusable for a file of a newer version.
+    """
+    db.execute("PRAGMA busy_timeout = 5000")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA foreign_keys = ON")
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    if version > len(MIGRATIONS):
+        raise StoreUnusable(
+            f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
+        )
+    if 0 < version < len(MIGRATIONS):
+        with sqlite3.connect(path.with_name(f"{path.name}.before-schema-{len(MIGRATIONS)}")) as backup:
+            db.backup(backup)
+        backup.close()
+    for step in range(version, len(MIGRATIONS)):
+        db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[step]}; PRAGMA user_version = {step + 1}; COMMIT;")
+    sqlite_search.ensure_index(db, path)
+    db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
+
+
+def prepare_reader(db: sqlite3.Connection) -> None:
+    """Set the pragmas of a connection that only reads, beside the one that writes."""
+    db.execute("PRAGMA busy_timeout = 5000")
+    db.execute("PRAGMA query_only = ON")

@@ -1,0 +1,163 @@
+"""The search index beside the tables: folded words in FTS5, written in the transaction that writes the text.
+
+    items.position  = item_words.rowid       triggers remove what goes with its row
+    titles.position = title_words.rowid
+
+The words are folded and cut here (`search.words`), so that FTS5 compares bytes and every storage finds the same. A
+SQLite that was built without FTS5 searches by reading everything.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chatcache.chat.search import Found, Hit, SearchQuery, snippet, words
+from chatcache.chat.sqlite_rows import CONVERSATION, Row, conversation_of, listing
+from chatcache.chat.store import StoreUnusable
+from chatcache.chat.tree import Conversation
+
+_INDEX = """
+    CREATE VIRTUAL TABLE item_words USING fts5 (words, tokenize = 'ascii');
+    CREATE VIRTUAL TABLE title_words USING fts5 (words, tokenize = 'ascii');
+    CREATE TRIGGER item_words_go AFTER DELETE ON items BEGIN DELETE FROM item_words WHERE rowid = old.position; END;
+    CREATE TRIGGER title_words_go AFTER DELETE ON titles BEGIN DELETE FROM title_words WHERE rowid = old.position; END;
+"""
+_MATCHES = """
+    SELECT i.conversation_id FROM item_words w JOIN items i ON i.position = w.rowid WHERE item_words MATCH :words
+    UNION
+    SELECT t.conversation_id FROM title_words w JOIN titles t ON t.position = w.rowid WHERE title_words MATCH :words
+"""
+
+
+def has_fts5(db: sqlite3.Connection) -> bool:
+    """Whether this SQLite can keep the index."""
+    return db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone() is not None
+
+
+def is_indexed(db: sqlite3.Connection) -> bool:
+    """Whether the file has the index."""
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'item_words'").fetchone() is not None
+
+
+def ensure_index(db: sqlite3.Connection, path: Path) -> None:
+    """Build the index of what is stored, if it is not there. Raises: StoreUnusable where it cannot be kept."""
+    if not has_fts5(db):
+        if is_indexed(db):
+            raise StoreUnusable(f"{path} has a search index, which needs an SQLite with FTS5")
+        return
+    if is_indexed(db):
+        return
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in _INDEX.strip().splitlines():
+            db.execute(statement)
+        for position, text in db.execute("SELECT position, text FROM items"):
+            _put(db, "item_words", position, text)
+        for position, title in db.execute(
+            "SELECT t.position, c.title FROM titles t JOIN conversations c ON c.id = t.conversation_id"
+        ):
+            _put(db, "title_words", position, title)
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+
+
+def index_item(db: sqlite3.Connection, position: int, text: str) -> None:
+    """Add the words of a new message."""
+    if is_indexed(db):
+        _put(db, "item_words", position, text)
+
+
+def index_title(db: sqlite3.Connection, conversation_id: str, title: str) -> None:
+    """Replace the words of a title."""
+    if is_indexed(db):
+        row = db.execute("SELECT position FROM titles WHERE conversation_id = ?", (conversation_id,)).fetchone()
+        db.execute("DELETE FROM title_words WHERE rowid = ?", row)
+        _put(db, "title_words", row[0], title)
+
+
+def find(
+    db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
+) -> Sequence[Hit]:
+    """The conversations that match, by last change, newest first."""
+    if not query.phrases:
+        return ()
+    if not is_indexed(db):
+        return _scan(db, owner, query, limit, after)
+    values: dict[str, Any] = {"words": _expression(query)}
+    where, more = listing(owner, after)
+    rows = db.execute(
+        f"SELECT {CONVERSATION} FROM conversations WHERE {where} AND id IN ({_MATCHES}) "
+        "ORDER BY updated_at DESC, id DESC LIMIT :limit",
+        values | more | {"limit": limit},
+    )
+    heads = {row[0]: conversation_of(row) for row in rows}
+    names = ", ".join(f":id{number}" for number in range(len(heads)))
+    items = db.execute(
+        "SELECT i.conversation_id, i.id, i.role, i.text FROM item_words w JOIN items i ON i.position = w.rowid "
+        f"WHERE item_words MATCH :words AND i.conversation_id IN ({names}) ORDER BY w.rowid",
+        values | {f"id{number}": each for number, each in enumerate(heads)},
+    )
+    best = _best_items(items, query)
+    return tuple(_hit(head, query, best.get(head.id)) for head in heads.values())
+
+
+def _scan(
+    db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
+) -> Sequence[Hit]:
+    """The same without an index."""
+    where, values = listing(owner, after)
+    hits: list[Hit] = []
+    for row in db.execute(
+        f"SELECT {CONVERSATION} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC", values
+    ):
+        head = conversation_of(row)
+        items = db.execute(
+            "SELECT conversation_id, id, role, text FROM items WHERE conversation_id = ? ORDER BY position", (head.id,)
+        )
+        best = _best_items(items, query).get(head.id)
+        if best is not None or query.find(head.title) is not None:
+            hits.append(_hit(head, query, best))
+        if len(hits) == limit:
+            break
+    return tuple(hits)
+
+
+class _BestItem(NamedTuple):
+    item_id: str
+    role: str
+    text: str
+    found: Found
+
+
+def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, _BestItem]:
+    """By conversation the message that matches best, the newest of several."""
+    best: dict[str, _BestItem] = {}
+    for conversation_id, item_id, role, text in rows:
+        found = query.find(text)
+        present = best.get(conversation_id)
+        if found is not None and (present is None or found.score >= present.found.score):
+            best[conversation_id] = _BestItem(item_id, role, text, found)
+    return best
+
+
+def _hit(head: Conversation, query: SearchQuery, best: _BestItem | None) -> Hit:
+    title = query.find(head.title)
+    title_marks = title.marks if title is not None else ()
+    if best is None:
+        return Hit(head, None, None, None, title_marks)
+    return Hit(head, best.item_id, best.role, snippet(best.text, best.found.marks), title_marks)
+
+
+def _expression(query: SearchQuery) -> str:
+    """The query in FTS5's language. Folded words hold nothing that could end a quoted string there."""
+    return " AND ".join(f'"{" ".join(phrase)}"' for phrase in query.phrases) + " *"
+
+
+def _put(db: sqlite3.Connection, table: str, position: int, text: str) -> None:
+    folded = " ".join(word.text for word in words(text))
+    db.execute(f"INSERT INTO {table} (rowid, words) VALUES (?, ?)", (position, folded))
