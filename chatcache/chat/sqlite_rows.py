@@ -49,12 +49,11 @@ def insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> int
     parts = msgspec.json.encode(item.parts).decode()
     row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
     row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
-    added = db.execute(
-        f"INSERT INTO items (conversation_id, {ITEM}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    position: int = db.execute(
+        f"INSERT INTO items (conversation_id, {ITEM}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING position",
         (conversation_id, *row, *row_end),
-    )
-    assert added.lastrowid is not None
-    return added.lastrowid
+    ).fetchone()[0]
+    return position
 
 
 def move_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> None:
