@@ -17,9 +17,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 import uvicorn
+from starlette.applications import Starlette
 
 from chatcache.bus.pipe import EngineProcess
-from chatcache.chat.store import ConversationStore, StoreUnusable
+from chatcache.chat.store import StoreUnusable
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
@@ -28,6 +29,7 @@ from chatcache.compose import BUILD_ENGINE, load_tokenizer
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.errors import ChatcacheError, ModelFolderError
 from chatcache.gateway.app import create_app
+from chatcache.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +38,17 @@ KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 
-def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until a signal or a failure; returns the exit code."""
+def run_server(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    build_engine: str = BUILD_ENGINE,
+    load: Callable[[EngineConfig], Tokenizer] = load_tokenizer,
+) -> int:
+    """Serve until a signal or a failure; returns the exit code. `build_engine`: "module:function", as of `bus.worker`.
+
+    `build_engine` and `load` are the load test's way to serve without a model.
+    """
     logging.basicConfig(
         level=server_config.log_level.upper(),
         stream=sys.stderr,
@@ -57,8 +68,13 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         sock.close()
         print(f"chatcache: --db {error.message}", file=sys.stderr)
         return exits.CONFIG
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine_config, server_config, sock, store))
+    engine = EngineProcess(engine_config, build_engine, log_level=server_config.log_level)
+    app = create_app(
+        server_config, engine, lambda: load(engine_config), engine_config.served_model_name or "", store=store
+    )
+    banner = Banner(engine_config, server_config, sock.getsockname())
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_serve(app, engine, server_config, sock, banner))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -80,14 +96,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    engine_config: EngineConfig, server_config: ServerConfig, sock: socket.socket, store: ConversationStore
+    app: Starlette, engine: EngineProcess, server_config: ServerConfig, sock: socket.socket, banner: Banner
 ) -> int:
-    banner = Banner(engine_config, server_config, sock.getsockname())
-    engine = EngineProcess(engine_config, BUILD_ENGINE, log_level=server_config.log_level)
     async with engine:
-        name = engine_config.served_model_name or ""
-        app = create_app(server_config, engine, lambda: load_tokenizer(engine_config), name, store=store)
-        server = _Server(_uvicorn_config(app, server_config))
+        server = _Server(uvicorn_config(app, server_config))
         _handle_signals(server, engine.kill, banner)
         watcher = asyncio.create_task(_watch(engine, server, banner))
         try:
@@ -152,7 +164,7 @@ def _handle_signals(server: _Server, kill: Callable[[], None], banner: Banner) -
         asyncio.get_running_loop().add_signal_handler(number, handle)
 
 
-def _uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="on",
@@ -170,7 +182,7 @@ def _uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     if sys.platform == "win32":
         return None
     import uvloop
