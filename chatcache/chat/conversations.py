@@ -106,7 +106,7 @@ class Conversations:
         messages = _messages(request, place)
         prompt = await asyncio.to_thread(self._assemble, request, place, messages)
         now = time.time()
-        inputs = _input_items(request.input, place.path[-1].id if place.path else None, now)
+        inputs = input_items(request.input, place.path[-1].id if place.path else None, now)
         offset = request.instructions is not None
         turn = Turn(
             id=new_id("resp"),
@@ -161,7 +161,7 @@ class Conversations:
         request = planned.request
         if not request.store:
             return None
-        leaf, title = planned.turn.parent_id, _title(request.input)
+        leaf, title = planned.turn.parent_id, title_of(request.input)
         items = planned.inputs if planned.cut is None else (planned.cut, *planned.inputs)
         if planned.conversation is not None:
             return await self.store.append(
@@ -290,7 +290,8 @@ def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) 
     return tree.conversation.active_leaf
 
 
-def _input_items(messages: Sequence[Message], parent_id: str | None, now: float) -> tuple[Item, ...]:
+def input_items(messages: Sequence[Message], parent_id: str | None, now: float) -> tuple[Item, ...]:
+    """Messages that a client wrote as items, each under the one before it."""
     items: list[Item] = []
     for message in messages:
         item = Item(new_id("msg"), parent_id, message["role"], message["content"], created_at=now)
@@ -299,7 +300,7 @@ def _input_items(messages: Sequence[Message], parent_id: str | None, now: float)
     return tuple(items)
 
 
-def _title(messages: Sequence[Message]) -> str | None:
+def title_of(messages: Sequence[Message]) -> str | None:
     """The first line a user wrote, cut at a word."""
     for message in messages:
         line = message["content"].strip().split("\n", 1)[0].strip()

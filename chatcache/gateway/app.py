@@ -19,7 +19,7 @@ from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.gateway import cache, conversations, health, models, static
+from chatcache.gateway import cache, conversation_items, conversations, health, models, static
 from chatcache.gateway.completions import completions
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
@@ -97,9 +97,10 @@ def _routes() -> list[BaseRoute]:
         WebSocketRoute("/v1/responses", responses_socket),
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
         Route("/v1/cache/accounts", cache.accounts),
-        Route("/v1/conversations", conversations.list_conversations),
+        Route("/v1/conversations", conversation_items.Conversations),
         Route("/v1/conversations/{id}", conversations.OneConversation),
-        Route("/v1/conversations/{id}/items", conversations.list_items),
+        Route("/v1/conversations/{id}/items", conversation_items.Items),
+        Route("/v1/conversations/{id}/items/{item_id}", conversation_items.OneItem),
         # All methods, so that an unknown path is a 404 whatever the method.
         Route("/{file}", static.root_file, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]),
     ]

@@ -28,6 +28,11 @@ async def read_json(request: Request) -> dict[str, Any]:
     return await parse_json(await request.body())
 
 
+async def read_json_or_nothing(request: Request) -> dict[str, Any]:
+    """The body as a strict JSON object, {} where there is none. Raises: as `read_json`."""
+    return await read_json(request) if await request.body() else {}
+
+
 async def parse_json(data: bytes | str) -> dict[str, Any]:
     """`decode_object` without holding up everybody else. Raises: InvalidRequest."""
     if len(data) <= _INLINE_BYTES:

@@ -8,14 +8,13 @@ from starlette.responses import Response
 
 from chatcache.chat.store import ConversationStore
 from chatcache.chat.tree import FORKED, Conversation, Item, Turn, Usage
-from chatcache.errors import InvalidRequest, Overloaded
+from chatcache.errors import Overloaded
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.paging import page, read_limit
 from chatcache.gateway.wire import ConversationPatch
-
-MAX_LIMIT = 100
 
 
 def conversation_json(conversation: Conversation) -> dict[str, object]:
@@ -70,29 +69,24 @@ def item_json(item: Item, turn: Turn | None) -> dict[str, object]:
 
 
 async def list_conversations(request: Request) -> Response:
-    limit = _limit(request.query_params.get("limit", "20"))
+    limit = read_limit(request.query_params.get("limit", "20"))
     after = request.query_params.get("after")
-    found = await _store(request).list(owner_of(request), limit + 1, after)
-    return json_response(_page([conversation_json(each) for each in found[:limit]], has_more=len(found) > limit))
-
-
-async def list_items(request: Request) -> Response:
-    tree = await _store(request).load(owner_of(request), request.path_params["id"])
-    return json_response(_page([item_json(item, tree.turn_of(item)) for item in tree.items.values()], has_more=False))
+    found = await store_of(request).list(owner_of(request), limit + 1, after)
+    return json_response(page([conversation_json(each) for each in found[:limit]], has_more=len(found) > limit))
 
 
 class OneConversation(HTTPEndpoint):
     """/v1/conversations/{id}."""
 
     async def get(self, request: Request) -> Response:
-        conversation = await _store(request).get(owner_of(request), request.path_params["id"])
+        conversation = await store_of(request).get(owner_of(request), request.path_params["id"])
         return json_response(conversation_json(conversation))
 
     async def post(self, request: Request) -> Response:
         body = await read_json(request)
         patch = read(body, ConversationPatch)
         ignored = unknown_fields(body, ConversationPatch)
-        conversation = await _store(request).update(
+        conversation = await store_of(request).update(
             owner_of(request),
             request.path_params["id"],
             title=patch.title,
@@ -104,23 +98,13 @@ class OneConversation(HTTPEndpoint):
 
     async def delete(self, request: Request) -> Response:
         conversation_id = request.path_params["id"]
-        await _store(request).delete(owner_of(request), conversation_id)
+        await store_of(request).delete(owner_of(request), conversation_id)
         return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-def _store(request: Request) -> ConversationStore:
+def store_of(request: Request) -> ConversationStore:
+    """Raises: Overloaded before it is open."""
     store = gateway_of(request).store
     if store is None:
         raise Overloaded("the server is still starting")
     return store
-
-
-def _limit(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LIMIT:
-        raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}", param="limit")
-    return int(text)
-
-
-def _page(data: list[dict[str, object]], *, has_more: bool) -> dict[str, object]:
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}

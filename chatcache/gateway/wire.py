@@ -186,6 +186,22 @@ class ExplainFields(msgspec.Struct, frozen=True):
     previous_item_id: Id | None = None
 
 
+class ConversationFields(msgspec.Struct, frozen=True):
+    """A new conversation."""
+
+    items: Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
+    title: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+
+
+class ItemsFields(msgspec.Struct, frozen=True):
+    """Messages for a conversation. `parent_id`: the message to follow (absent: the active leaf), or "root"."""
+
+    items: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    parent_id: Id | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
 class ConversationPatch(msgspec.Struct, frozen=True):
     title: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     active_leaf: Id | None = None

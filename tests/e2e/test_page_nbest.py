@@ -30,7 +30,9 @@ def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, pi
         chat.page.click("[aria-label='Fewer answers']")
     chat.ask("Thank you")
     picked = next(frame["item"]["id"] for frame in chat.received if _is_item(frame, 2))
-    items = chat.page.evaluate("fetch(`v1/conversations/${location.hash.slice(1)}/items`).then(reply => reply.json())")
+    items = chat.page.evaluate(
+        "fetch(`v1/conversations/${location.hash.slice(1)}/items?branches=all`).then(reply => reply.json())"
+    )
     thanks = next(item for item in items["data"] if item["content"][0]["text"] == "Thank you")
     assert thanks["parent_id"] == picked
 

@@ -48,5 +48,5 @@ def text_of(response: Frame, index: int = 0) -> str:
 
 
 def items_of(server: Server, response: Frame) -> dict[str, Frame]:
-    data = server.request("GET", f"/v1/conversations/{response['conversation']['id']}/items")[2]["data"]
+    data = server.request("GET", f"/v1/conversations/{response['conversation']['id']}/items?branches=all")[2]["data"]
     return {item["id"]: item for item in data}

@@ -81,7 +81,7 @@ def test_conversations_are_listed_renamed_pointed_and_deleted(server: Server) ->
     for bad in ({"title": ""}, {"title": "x" * 201}, {"title": 5}, {"rev": -1}, {"metadata": {"a": 1}}):
         assert server.post(path, **bad)[0] == 400
 
-    items = server.request("GET", f"{path}/items")[2]["data"]
+    items = server.request("GET", f"{path}/items?branches=all")[2]["data"]
     assert [item["role"] for item in items] == ["user", "assistant", "assistant"]
     assert items[0]["content"] == [{"type": "input_text", "text": "First thing\nmore"}]
     assert all(item["parent_id"] == items[0]["id"] and item["usage"] for item in items[1:])

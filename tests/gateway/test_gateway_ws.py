@@ -176,7 +176,7 @@ def test_leaving_ends_and_keeps_what_was_said(server: Server, url: str) -> None:
         while receive(connection)["type"] != "response.output_text.delta":
             pass
     server.wait_idle()
-    path = f"/v1/conversations/{conversation}/items"
+    path = f"/v1/conversations/{conversation}/items?branches=all"
     wait_until(lambda: len(server.request("GET", path)[2]["data"]) == 2, "the partial answer to be stored")
     answer = server.request("GET", path)[2]["data"][1]
     assert (answer["status"], answer["finish_reason"]) == ("incomplete", "cancelled")

@@ -27,7 +27,7 @@ export function getConversation(id: string): Promise<WireConversation> {
 
 /** Every message of every branch, oldest first. */
 export async function listItems(id: string): Promise<readonly StoredItem[]> {
-  const page = await call<Page<StoredItem>>("GET", `${path(id)}/items`);
+  const page = await call<Page<StoredItem>>("GET", `${path(id)}/items?branches=all`);
   return page.data;
 }
 

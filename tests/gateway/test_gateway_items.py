@@ -1,0 +1,192 @@
+"""Items of conversations over HTTP: pages of a path, branches, appending, deleting from the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.sync.client import ClientConnection
+
+from chatcache.config import ServerConfig
+from tests.gateway.frames import ask, items_of, receive, send, text_of
+from tests.gateway.serving import PAGE_SIZE, Server, slowed
+
+Json = dict[str, Any]
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def texts(page: Json) -> list[str]:
+    return [item["content"][0]["text"] for item in page["data"]]
+
+
+@pytest.fixture
+def talk(server: Server) -> Json:
+    """A conversation of seven messages."""
+    created = server.post("/v1/conversations", items=[user(f"m{number}") for number in range(7)])[2]
+    assert isinstance(created, dict)
+    return created
+
+
+def get(server: Server, path: str) -> Json:
+    status, _, answer = server.request("GET", path)
+    assert status == 200, answer
+    return answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 100])
+def test_pages_join_to_the_path(server: Server, talk: Json, order: str, limit: int) -> None:
+    path, found = f"/v1/conversations/{talk['id']}/items?order={order}&limit={limit}", []
+    page = get(server, path)
+    for _ in range(8):
+        found += texts(page)
+        assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
+        if not page["has_more"]:
+            break
+        assert len(page["data"]) == limit
+        page = get(server, f"{path}&after={page['last_id']}")
+    want = [f"m{number}" for number in range(7)]
+    assert found == (want if order == "asc" else want[::-1])
+    newest_first = get(server, f"/v1/conversations/{talk['id']}/items")
+    assert texts(newest_first) == want[::-1] and not newest_first["has_more"]
+
+
+def test_branches_and_leaves(server: Server, socket: ClientConnection) -> None:
+    first = ask(socket, input="One", n=2)
+    second = ask(socket, input="Two", previous_item_id=first["output"][1]["id"])
+    path = f"/v1/conversations/{first['conversation']['id']}/items"
+    everything = get(server, f"{path}?branches=all")["data"]
+    assert [item["id"] for item in everything] == list(items_of(server, first))
+    assert len(everything) == 5
+    spoken = ["One", text_of(first, 1), "Two", text_of(second)]
+    assert texts(get(server, f"{path}?order=asc")) == spoken
+    other = get(server, f"{path}?order=asc&leaf={first['output'][0]['id']}")
+    assert texts(other) == ["One", text_of(first)]
+    for query in ("branches=some", "leaf=msg_x", "limit=0", "limit=101", "limit=x", "order=up", "after=msg_x"):
+        status, _, answer = server.request("GET", f"{path}?{query}")
+        assert status in (400, 404) and answer["error"]["param"] == query.split("=")[0], answer
+
+
+def test_appended_messages_are_answered_and_cached(server: Server, socket: ClientConnection) -> None:
+    conversation = server.post("/v1/conversations", items=[user("Hello there")], metadata={"k": "v"})[2]
+    assert conversation["title"] == "Hello there" and conversation["metadata"] == {"k": "v"}
+    first = ask(socket, conversation=conversation["id"], max_output_tokens=20)
+    status, _, added = server.post(
+        f"/v1/conversations/{conversation['id']}/items",
+        items=[{"role": "system", "content": "Be brief."}, user("And?")],
+    )
+    assert status == 200 and [item["role"] for item in added["data"]] == ["system", "user"]
+    assert added["data"][0]["parent_id"] == first["output"][0]["id"]
+    second = ask(socket, conversation=conversation["id"])
+    history = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+    assert history - PAGE_SIZE <= second["usage"]["input_tokens_details"]["cached_tokens"] <= history
+    head = server.request("GET", f"/v1/conversations/{conversation['id']}")[2]
+    assert head["active_leaf"] == second["output"][0]["id"]
+
+
+def test_appending_elsewhere_is_a_branch(server: Server, talk: Json) -> None:
+    path = f"/v1/conversations/{talk['id']}/items"
+    oldest = get(server, f"{path}?order=asc&limit=2")["data"]
+    assert server.post(path, items=[user("beside")], parent_id=oldest[0]["id"])[0] == 200
+    assert texts(get(server, f"{path}?order=asc")) == ["m0", "beside"]
+    assert server.post(path, items=[user("afresh")], parent_id="root")[0] == 200
+    assert texts(get(server, path)) == ["afresh"]
+    assert len(get(server, f"{path}?branches=all")["data"]) == 9
+    assert server.post(path, items=[user("x")], parent_id="msg_x")[0] == 404
+    assert server.post(path, items=[user("x")], rev=0)[0] == 409
+    refused: tuple[Json, ...] = ({}, {"items": []}, {"items": "x"}, {"items": [{"role": "nobody", "content": "x"}]})
+    for bad in refused:
+        assert server.post(path, **bad)[0] == 400
+    assert len(get(server, f"{path}?branches=all")["data"]) == 9
+
+
+def test_what_followed_a_deleted_message_goes_on_without_it(server: Server, socket: ClientConnection) -> None:
+    first = ask(socket, input="My secret is 4711", max_output_tokens=20)
+    second = ask(socket, input="What did I say?", previous_response_id=first["id"], max_output_tokens=20)
+    path = f"/v1/conversations/{first['conversation']['id']}"
+    secret = first["input_item_ids"][0]
+    head = server.request("DELETE", f"{path}/items/{secret}")[2]
+    assert head["id"] == first["conversation"]["id"] and head["active_leaf"] == second["output"][0]["id"]
+    assert texts(get(server, f"{path}/items?order=asc")) == [text_of(first), "What did I say?", text_of(second)]
+    assert server.request("GET", f"{path}/items/{secret}")[0] == 404
+    assert server.request("DELETE", f"{path}/items/{secret}")[0] == 404
+    # What is asked of the model next is what a client that never said it would ask.
+    told = server.post("/v1/cache/explain", previous_response_id=second["id"], input="So?")[2]
+    alone = server.post(
+        "/v1/cache/explain",
+        messages=[
+            {"role": "assistant", "content": text_of(first)},
+            user("What did I say?"),
+            {"role": "assistant", "content": text_of(second)},
+            user("So?"),
+        ],
+    )[2]
+    assert told["prompt_tokens"] == alone["prompt_tokens"]
+    third = ask(socket, previous_response_id=second["id"], input="So?")
+    assert third["usage"]["input_tokens"] == told["prompt_tokens"]
+    send(socket, previous_item_id=second["output"][0]["id"], fork_at=2, input="x")
+    refused = receive(socket)
+    assert refused["status"] == 400 and refused["error"]["param"] == "fork_at"
+
+
+def test_deleting_the_last_message_moves_the_leaf_up(server: Server, talk: Json) -> None:
+    path = f"/v1/conversations/{talk['id']}"
+    for left in range(6, -1, -1):
+        newest = get(server, f"{path}/items?limit=1")["data"][0]
+        head = server.request("DELETE", f"{path}/items/{newest['id']}")[2]
+        assert len(get(server, f"{path}/items")["data"]) == left
+        assert head["active_leaf"] == newest["parent_id"]
+    page = get(server, f"{path}/items")
+    assert page == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+
+def test_a_message_that_is_being_answered_stays(server: Server, socket: ClientConnection) -> None:
+    with slowed(server, 0.01):
+        send(socket, input="Hi", ignore_eos=True)
+        response = receive(socket)["response"]
+        path = f"/v1/conversations/{response['conversation']['id']}/items/{response['input_item_ids'][0]}"
+        status, headers, answer = server.request("DELETE", path)
+        assert status == 409 and answer["error"]["code"] == "conversation_busy"
+        assert headers["x-should-retry"] == "false"
+        send(socket, "response.cancel", response_id=response["id"])
+        while receive(socket)["type"] != "response.incomplete":
+            pass
+    assert server.request("DELETE", path)[0] == 200
+
+
+def test_a_message_is_no_response(socket: ClientConnection) -> None:
+    first = ask(socket, input="Hi")
+    send(socket, input="x", previous_response_id=first["output"][0]["id"])
+    refused = receive(socket)
+    assert refused["status"] == 404 and refused["error"]["code"] == "previous_response_not_found"
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[Server]:
+    with Server(ServerConfig(db=str(tmp_path / "c.db"), api_keys=("one", "two"))) as server:
+        yield server.wait_ready()
+
+
+def test_nobody_elses_items(locked: Server) -> None:
+    mine, theirs = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    head = locked.request("POST", "/v1/conversations", {"items": [user("Hi")]}, mine)[2]
+    path = f"/v1/conversations/{head['id']}/items"
+    item = f"{path}/{head['active_leaf']}"
+    for method, url, body in (
+        ("GET", path, None),
+        ("POST", path, {"items": [user("x")]}),
+        ("GET", item, None),
+        ("DELETE", item, None),
+    ):
+        status, _, answer = locked.request(method, url, body, theirs)
+        assert status == 404 and answer["error"]["code"] == "not_found"
+        assert locked.request(method, url, body)[0] == 401
+    assert locked.request("GET", item, headers=mine)[2]["content"] == [{"type": "input_text", "text": "Hi"}]
+    for method, url in (("PUT", path), ("DELETE", path), ("POST", item), ("DELETE", "/v1/conversations")):
+        status, headers, answer = locked.request(method, url, {}, mine)
+        assert status == 405 and answer["error"]["code"] == "method_not_allowed" and headers["allow"]
