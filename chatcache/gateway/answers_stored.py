@@ -27,6 +27,7 @@ class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: list[object]
+    logprobs: list[object] | UnsetType = UNSET
 
 
 class Conversation(msgspec.Struct):
@@ -48,11 +49,10 @@ class Deleted(msgspec.Struct):
     deleted: Literal[True]
 
 
-class Item(msgspec.Struct):
+class Item(msgspec.Struct, tag_field="type", tag="message"):
     """A message of the tree. Siblings (equal `parent_id`) are candidates or branches."""
 
     id: str
-    type: Literal["message"]
     role: Literal["system", "user", "assistant", "tool"]
     status: str
     content: list[InputText | OutputText]
@@ -63,6 +63,20 @@ class Item(msgspec.Struct):
     finish_reason: str | None
     created_at: int
     usage: ResponseUsage | None
+
+
+class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_output"):
+    """What a function that the model called has returned."""
+
+    id: str
+    call_id: str
+    output: str
+    status: str
+    parent_id: str | None
+    response_id: str | None
+
+
+ListedItem = Item | FunctionCallOutput
 
 
 class CachedPage(msgspec.Struct):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +31,16 @@ class ListQuery(msgspec.Struct):
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     after: str | None = None
+
+
+class ItemsQuery(msgspec.Struct):
+    """Which items: a page of the path to `leaf` (the active leaf), or all branches in one piece, oldest first."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    leaf: str | None = None
+    branches: Literal["all"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +129,42 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=_CONVERSATION,
     ),
     Operation(
+        method="POST",
+        path="/v1/conversations",
+        summary="Make a conversation, empty or with the messages it begins with",
+        body=Body("ConversationCreate", (wire.ConversationFields,)),
+        answer=answers_stored.Conversation,
+        errors=_STARTING,
+    ),
+    Operation(
         method="GET",
         path="/v1/conversations/{id}/items",
-        summary="Every message of the tree, branches included",
-        answer=answers.Page[answers_stored.Item],
+        summary="Messages along one path of the tree, or all of them",
+        query=ItemsQuery,
+        answer=answers.Page[answers_stored.ListedItem],
+        errors=(400, *_CONVERSATION),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/conversations/{id}/items",
+        summary="Append messages without asking for an answer; 409 if `rev` is not the current one",
+        body=Body("ItemsCreate", (wire.ItemsFields,)),
+        answer=answers.Page[answers_stored.ListedItem],
+        errors=(409, *_CONVERSATION),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/conversations/{id}/items/{item_id}",
+        summary="One message, on whatever branch",
+        answer=answers_stored.ListedItem,
         errors=_CONVERSATION,
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/conversations/{id}/items/{item_id}",
+        summary="Take a message out of every branch it is on; 409 while a response that continues it is generated",
+        answer=answers_stored.Conversation,
+        errors=(409, *_CONVERSATION),
     ),
     Operation(method="GET", path="/v1/models", summary="The served model", answer=answers.Models),
     Operation(

@@ -140,13 +140,21 @@ def test_stored_things_are_as_described(server: Server, described: Described) ->
     head = converse(server, "Hello", n=2)["conversation"]["id"]
     converse(server, "Hello again")
     paths = ["/v1/conversations", "/v1/conversations?limit=1", f"/v1/conversations/{head}"]
-    for path in [*paths, f"/v1/conversations/{head}/items"]:
+    items = f"/v1/conversations/{head}/items"
+    one = f"{items}/{server.request('GET', paths[-1])[2]['active_leaf']}"
+    for path in [*paths, items, f"{items}?branches=all", one]:
         status, _, answer = server.request("GET", path)
         described.check("GET", path, status, answer)
         assert status == 200
-    for method, body in (("POST", {"title": "x", "metadata": {"a": "b"}}), ("DELETE", None)):
-        status, _, answer = server.request(method, paths[-1], body)
-        described.check(method, paths[-1], status, answer)
+    for method, path, body in (
+        ("POST", "/v1/conversations", {"items": USER}),
+        ("POST", items, {"items": USER}),
+        ("DELETE", one, None),
+        ("POST", paths[-1], {"title": "x", "metadata": {"a": "b"}}),
+        ("DELETE", paths[-1], None),
+    ):
+        status, _, answer = server.request(method, path, body)
+        described.check(method, path, status, answer)
         assert status == 200
 
 
