@@ -103,14 +103,15 @@ async def edited(
     store: ConversationStore, owner: str, conversation_id: str, edit: Callable[[ConversationTree], TreeEdit]
 ) -> Conversation:
     """Apply an edit to the tree as it is, whatever else is written meanwhile. Raises: what `edit` raises, NotFound."""
-    for tried in range(_TRIES):
+    tries = 0
+    while True:
         tree = await store.load(owner, conversation_id)
         try:
             return await store.edit(owner, conversation_id, edit(tree), expect=tree.conversation.rev)
         except StaleRevision:
-            if tried == _TRIES - 1:
+            tries += 1
+            if tries == _TRIES:
                 raise
-    raise AssertionError("unreachable")
 
 
 def wire_items(tree: ConversationTree, items: Iterable[Item]) -> list[dict[str, object]]:
