@@ -60,7 +60,9 @@ def draw_without_replacement(logits: F32, draws: Draws, draw: int, width: int) -
     Log-probabilities are those of the distribution drawn from: after temperature and filters, summing to one. Fewer
     come back where fewer are possible. Source: the Gumbel top-k trick, Kool et al. 2019.
     """
-    logprobs = log_softmax((logits / draws.temperature[draw]).astype(np.float32)).astype(np.float64)
+    with np.errstate(over="ignore"):  # a temperature next to nothing leaves only the best
+        scaled = (logits - logits.max()) / draws.temperature[draw]
+    logprobs = log_softmax(scaled.astype(np.float32)).astype(np.float64)
     allowed = _filtered(logprobs, int(draws.top_k[draw]), float(draws.top_p[draw]), float(draws.min_p[draw]))
     logprobs = np.where(allowed, logprobs, -np.inf)
     logprobs -= np.log(np.exp(logprobs).sum())
@@ -85,7 +87,7 @@ def _filtered(logprobs: NDArray[np.float64], top_k: int, top_p: float, min_p: fl
     if top_p < 1.0:
         kept = np.where(allowed[order], np.exp(logprobs[order]), 0.0)
         before = np.cumsum(kept) - kept
-        allowed[order[before >= top_p * kept.sum()]] = False
+        allowed[order[1:][before[1:] >= top_p * kept.sum()]] = False  # the best always stays
     if min_p > 0.0:
         allowed &= logprobs >= logprobs[order[0]] + np.log(min_p)
     return allowed

@@ -74,6 +74,7 @@ def create_app(
         exception_handlers={ChatcacheError: on_chatcache_error, HTTPException: on_http_exception},
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # a redirect would repeat whatever Host it was asked by
     app.state.gateway = gateway
     return app
 
@@ -101,8 +102,7 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/conversations/{id}", conversations.OneConversation),
         Route("/v1/conversations/{id}/items", conversation_items.Items),
         Route("/v1/conversations/{id}/items/{item_id}", conversation_items.OneItem),
-        # All methods, so that an unknown path is a 404 whatever the method.
-        Route("/{file}", static.root_file, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]),
+        static.RootFiles(),
     ]
 
 

@@ -9,6 +9,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.routing import Match, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,10 +66,20 @@ async def page(request: Request) -> Response:
     return HTMLResponse(_NO_PAGE, headers=headers)
 
 
-async def root_file(request: Request) -> Response:
-    """Files beside the index that a page names without a hash."""
-    name = request.path_params["file"]
-    path = STATIC / name
-    if request.method in ("GET", "HEAD") and PAGE_FILE.fullmatch(f"/{name}") and path.is_file():
-        return FileResponse(path, headers={**PAGE_HEADERS, "cache-control": "no-cache"})
-    raise HTTPException(404)
+class RootFiles(Route):
+    """Files beside the index that a page names without a hash. What is none is no match, whatever the method."""
+
+    def __init__(self) -> None:
+        super().__init__("/{file}", _root_file)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        name = child.get("path_params", {}).get("file", "")
+        return (match, child) if match is Match.FULL and PAGE_FILE.fullmatch(f"/{name}") else (Match.NONE, {})
+
+
+async def _root_file(request: Request) -> Response:
+    path = STATIC / request.path_params["file"]
+    if not path.is_file():
+        raise HTTPException(404)
+    return FileResponse(path, headers={**PAGE_HEADERS, "cache-control": "no-cache"})
