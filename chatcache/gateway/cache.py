@@ -17,7 +17,7 @@ from chatcache.gateway.context import Model, gateway_of, owner_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.metrics import page_states
-from chatcache.gateway.params import check_token, conversation_id, input_messages, to_messages
+from chatcache.gateway.params import check_tokens, conversation_id, input_messages, to_messages
 from chatcache.gateway.wire import ExplainFields
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import EngineHealth, Explanation, PageAccounts
@@ -97,8 +97,7 @@ async def _prompt(fields: ExplainFields, model: Model, owner: str, model_name: s
 async def _raw_prompt(prompt: str | list[int], model: Model) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return await model.service.encode(prompt, add_special_tokens=True)
-    for token in prompt:
-        check_token(token, model.tokenizer.vocab_size, "prompt")
+    check_tokens(prompt, model.tokenizer.vocab_size, "prompt")
     return tuple(prompt)
 
 

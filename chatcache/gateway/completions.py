@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +21,7 @@ from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import CompletionLogprobs, cut_tops, joined, prompt_logprobs
 from chatcache.gateway.merge import merged
-from chatcache.gateway.params import Asked, check_stream, check_token, known_as, to_params
+from chatcache.gateway.params import Asked, check_stream, check_tokens, known_as, to_params
 from chatcache.gateway.stateless import Heard, generation, respond, usage
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
@@ -117,14 +117,15 @@ def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_t
 async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:
     """The prompts as token ids. Raises: InvalidRequest."""
     given = fields.prompt
+    kinds = set(map(type, given))
     if isinstance(given, str):
         entries: list[str | list[int]] = [given]
-    elif all(isinstance(entry, int) for entry in given):
-        entries = [[entry for entry in given if isinstance(entry, int)]]
+    elif kinds == {int}:
+        entries = [cast(list[int], given)]
+    elif int in kinds:
+        raise InvalidRequest("prompt: token ids and texts do not mix in one list", param="prompt")
     else:
-        entries = [entry for entry in given if not isinstance(entry, int)]
-        if len(entries) != len(given):
-            raise InvalidRequest("prompt: token ids and texts do not mix in one list", param="prompt")
+        entries = cast(list[str | list[int]], given)
     if len(entries) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts, got {len(entries)}", param="prompt")
     prompts: list[tuple[int, ...]] = []
@@ -133,8 +134,7 @@ async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple
             ids = await service.encode(entry, add_special_tokens=True)
         else:
             ids = tuple(entry)
-            for token in ids:
-                check_token(token, service.tokenizer.vocab_size, "prompt")
+            check_tokens(ids, service.tokenizer.vocab_size, "prompt")
         if not ids:
             raise InvalidRequest("prompt must hold at least one token", param="prompt")
         prompts.append(ids)

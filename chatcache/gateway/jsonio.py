@@ -1,8 +1,8 @@
 """Strict JSON in, ASCII JSON out.
 
-Accepted: UTF-8, one value, depth <= 32, at most 100,000 objects, arrays and members, no duplicate keys, no NaN or
-Infinity (nor 1e999), no lone surrogates. What two parsers could read differently is refused here, once, for HTTP bodies
-and WebSocket frames alike.
+Accepted: UTF-8, one value, depth <= 32, at most 100,000 objects, arrays and members and 1,000,000 values, no duplicate
+keys, no NaN or Infinity (nor 1e999), no lone surrogates. What two parsers could read differently is refused here, once,
+for HTTP bodies and WebSocket frames alike.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from chatcache.errors import InvalidRequest
 
 MAX_DEPTH = 32
 MAX_NODES = 100_000
+MAX_VALUES = 1_000_000
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
-_NODE_OR_STRING = re.compile(rb'[\[{:]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_MARK_OR_STRING = re.compile(rb'[\[{:,]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def decode_object(data: bytes | str) -> dict[str, Any]:
     """Parse a JSON object. Raises: InvalidRequest with code "invalid_json"."""
     try:
         raw = data.encode() if isinstance(data, str) else data
-        _check_nodes(raw)
+        _check_size(raw)
         value = msgspec.json.decode(raw)
         if not isinstance(value, dict):
             raise _invalid("the body must be a JSON object")
@@ -58,18 +59,24 @@ def _escape(match: re.Match[str]) -> str:
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
 
-def _check_nodes(raw: bytes) -> None:
-    """Bound what a parser would have to build, before one builds it: objects take far more time than their bytes.
+def _check_size(raw: bytes) -> None:
+    """Bound what a parser would have to build, before one builds it: values take far more time than their bytes.
 
-    Brackets in strings do not count; strings are only looked for where there are brackets enough to matter.
+    What looks like structure inside strings does not count; strings are only looked for where there is enough of it to
+    matter.
     """
-    if raw.count(b"[") + raw.count(b"{") + raw.count(b":") <= MAX_NODES:
+    num_nodes = raw.count(b"[") + raw.count(b"{") + raw.count(b":")
+    if num_nodes <= MAX_NODES and num_nodes + raw.count(b",") <= MAX_VALUES:
         return
-    num_nodes = 0
-    for match in _NODE_OR_STRING.finditer(raw):
-        num_nodes += match.end() - match.start() == 1
-        if num_nodes > MAX_NODES:
-            raise _invalid(f"JSON may hold at most {MAX_NODES} objects, arrays and members")
+    num_nodes = num_values = 0
+    for match in _MARK_OR_STRING.finditer(raw):
+        if match.end() - match.start() == 1:
+            num_values += 1
+            num_nodes += match.group() != b","
+            if num_nodes > MAX_NODES:
+                raise _invalid(f"JSON may hold at most {MAX_NODES} objects, arrays and members")
+            if num_values > MAX_VALUES:
+                raise _invalid(f"JSON may hold at most {MAX_VALUES} values")
 
 
 def _check_depth(value: object) -> None:

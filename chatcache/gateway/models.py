@@ -12,7 +12,7 @@ from chatcache.gateway.body import read_json
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
-from chatcache.gateway.params import check_token, to_messages
+from chatcache.gateway.params import check_tokens, to_messages
 from chatcache.gateway.wire import DetokenizeFields, TokenizeFields
 from chatcache.text.tokenizer import Tokenizer
 
@@ -78,7 +78,6 @@ async def detokenize(request: Request) -> Response:
     fields = read(body, DetokenizeFields)
     ignored = unknown_fields(body, DetokenizeFields)
     model = await gateway.ready(fields.model)
-    for token in fields.tokens:
-        check_token(token, model.tokenizer.vocab_size, "tokens")
+    check_tokens(fields.tokens, model.tokenizer.vocab_size, "tokens")
     text = await asyncio.to_thread(model.tokenizer.decode, fields.tokens, skip_special_tokens=False)
     return json_response({"prompt": text}, headers=ignored_header(ignored))

@@ -121,11 +121,7 @@ def _responses(operation: Operation) -> Schema:
     if operation.answer is not None:
         content = {"application/json": {"schema": _schema(operation.answer)}}
     if operation.stream is not None:
-        described = "Server-sent events: `data:` lines, each this JSON, and `[DONE]`."
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": described},
-            "x-event-schema": _schema(operation.stream),
-        }
+        content["text/event-stream"] = {"schema": _event(operation.stream)}
     statuses = {*operation.errors, *_ALWAYS, *((401,) if operation.needs_key else ())}
     statuses |= set(_OF_BODIES if operation.body is not None else ())
     failures = {
@@ -134,6 +130,17 @@ def _responses(operation: Operation) -> Schema:
     }
     refused = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}
     return {"200": _response(200, content), **refused, **failures}
+
+
+def _event(kind: object) -> Schema:
+    """One server-sent event, as OpenAPI 3.2 describes them in `itemSchema`; 3.1 has no word for a stream of them."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(kind)}
+    return {
+        "description": "Each event of the stream; the last one's data is [DONE].",
+        "type": "object",
+        "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
 
 
 def _refusals() -> Schema:

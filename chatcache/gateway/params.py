@@ -52,8 +52,7 @@ def to_params(fields: SamplingFields, asked: Asked, vocab_size: int) -> Params:
     max_tokens = asked.max_tokens
     if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
-    for token in fields.stop_token_ids or ():
-        check_token(token, vocab_size, "stop_token_ids")
+    check_tokens(fields.stop_token_ids or (), vocab_size, "stop_token_ids")
     if fields.beam_width is not None or fields.use_beam_search:
         return _beams(fields, asked)
     for name, neutral in _NEUTRAL_FOR_SAMPLING.items():
@@ -180,6 +179,13 @@ def _message(message: MessageFields, where: str) -> Message:
             raise InvalidRequest(f"{where}.content[{at}].text is required", param=f"{where}.content[{at}].text")
         texts.append(part.text)
     return Message(role=ROLES[message.role], content="\n".join(texts))
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises: InvalidRequest unless all are ids of the model. Fast: there may be a million."""
+    if tokens:
+        check_token(min(tokens), vocab_size, param)
+        check_token(max(tokens), vocab_size, param)
 
 
 def check_token(token: int, vocab_size: int, param: str) -> None:

@@ -48,7 +48,8 @@ class Described:
 
     def check_event(self, method: str, path: str, event: object) -> None:
         content = self.operation(method, path)["responses"]["200"]["content"]["text/event-stream"]
-        self.fits(event, content["x-event-schema"], f"an event of {method} {path}")
+        data = content["schema"]["properties"]["data"]["anyOf"][0]
+        self.fits(event, data["contentSchema"], f"an event of {method} {path}")
 
     def fits(self, value: object, schema: Schema, what: str) -> None:
         whole = {**strict(schema), "components": self.components}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import parse_json
-from chatcache.gateway.jsonio import MAX_DEPTH, MAX_NODES, decode_object, encode
+from chatcache.gateway.jsonio import MAX_DEPTH, MAX_NODES, MAX_VALUES, decode_object, encode
 from tests.gateway.serving import Server
 
 REFUSED = {
@@ -46,6 +46,7 @@ REFUSED = {
     "endless digits": b'{"a": ' + b"9" * 100_000 + b"}",
     "NUL": b'{"a": 1}\x00',
     "a million arrays": b'{"a":[' + b"[]," * 10**6 + b"[]]}",
+    "two million numbers": b'{"a":[' + b"0," * (2 * 10**6) + b"0]}",
     "too many members": b"{" + b",".join(b'"%d":1' % n for n in range(MAX_NODES)) + b"}",
     "too many objects, with strings": b'{"a":[' + b'{"\\"{[":"x"},' * (MAX_NODES // 2) + b"{}]}",
 }
@@ -74,6 +75,17 @@ def test_most_nodes_allowed() -> None:
     assert decode_object(json.dumps(members)) == members
     with pytest.raises(InvalidRequest, match=str(MAX_NODES)):
         decode_object(json.dumps({**members, "x": []}))
+
+
+def test_most_values_allowed() -> None:
+    """A prompt of token ids may be as long as any context; commas in text are text."""
+    inside = [0] * (MAX_VALUES - 4)
+    body = {"a": inside, "b": ""}
+    assert decode_object(json.dumps(body)) == body
+    with pytest.raises(InvalidRequest, match=str(MAX_VALUES)):
+        decode_object(json.dumps({**body, "a": [*inside, 0, 0]}))
+    text = {"a": ',"' * MAX_VALUES, "b": [","] * 5}
+    assert decode_object(json.dumps(text)) == text
 
 
 def test_deepest_allowed() -> None:
