@@ -24,6 +24,7 @@ class Body(NamedTuple):
 
     name: str
     kinds: tuple[type[msgspec.Struct], ...]
+    required: bool = True
 
 
 class ListQuery(msgspec.Struct):
@@ -132,7 +133,7 @@ OPERATIONS: tuple[Operation, ...] = (
         method="POST",
         path="/v1/conversations",
         summary="Make a conversation, empty or with the messages it begins with",
-        body=Body("ConversationCreate", (wire.ConversationFields,)),
+        body=Body("ConversationCreate", (wire.ConversationFields,), required=False),
         answer=answers_stored.Conversation,
         errors=_STARTING,
     ),

@@ -112,7 +112,7 @@ def _operation(operation: Operation) -> Schema:
     }
     if operation.body is not None:
         content = {"application/json": {"schema": _ref(operation.body.name)}}
-        described["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": operation.body.required, "content": content}
     return described
 
 
