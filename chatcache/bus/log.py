@@ -24,6 +24,7 @@ class EventLog:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.scores: list[bytes] = []  # the prompt's log-probabilities, as they came (`codec.Scored`)
+        self.closed = False
         self._events: list[EngineEvent] = []
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -31,35 +32,32 @@ class EventLog:
     def last_seq(self) -> int:
         return len(self._events)
 
-    @property
-    def closed(self) -> bool:
-        return bool(self._events) and isinstance(self._events[-1], TERMINAL)
-
     def append(self, event: EngineEvent) -> None:
         """Add the next event and wake the readers.
 
         Raises: ValueError for a gap, a repeat, or anything after the terminal event.
         """
-        if self.closed or event.seq != self.last_seq + 1:
+        if self.closed or event.seq != len(self._events) + 1:
             state = "closed" if self.closed else "open"
             raise ValueError(f"{self.request_id}: seq {event.seq} after {self.last_seq} in an {state} log")
         self._events.append(event)
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiting.clear()
+        self.closed = isinstance(event, TERMINAL)
+        if self._waiting:
+            for waiter in self._waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._waiting.clear()
 
     async def read(self, after: int = 0) -> AsyncIterator[EngineEvent]:
         """Yield events with seq > `after`, waiting for more until the terminal one."""
-        position = max(after, 0)
+        position, events, loop = max(after, 0), self._events, asyncio.get_running_loop()
         while True:
-            while position < self.last_seq:
-                event = self._events[position]
+            while position < len(events):
                 position += 1
-                yield event
+                yield events[position - 1]
             if self.closed:
                 return
-            waiter = asyncio.get_running_loop().create_future()
+            waiter = loop.create_future()
             self._waiting.append(waiter)
             await waiter
 

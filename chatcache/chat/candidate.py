@@ -81,7 +81,8 @@ class Candidate:
         shown = len(event.token_ids) - self._ended_by_token
         if not shown:
             return None
-        text, self._untold = self._untold + text, ""
+        if self._untold:
+            text, self._untold = self._untold + text, ""
         return ReplyDelta(self.index, text, event.token_ids[:shown], event.logprobs[:shown])
 
     def finish(self, event: CandidateDone | None) -> tuple[ReplyDelta | ReplyDone, ...]:

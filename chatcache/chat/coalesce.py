@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from chatcache.chat import live_beams
 from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyEvent

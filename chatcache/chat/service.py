@@ -151,13 +151,13 @@ class Reply:
         """Yield until `ReplyFinished`. Raises: ReplyFailed."""
         beams = BeamReader(self._service.tokenizer.token_bytes)
         async for event in self._service.engine.events(self.request.request_id):
-            if isinstance(event, Started):
-                yield ReplyStarted(event.num_prompt_tokens, event.num_cached_tokens, event.prompt_logprobs)
-            elif isinstance(event, Tokens):
+            if isinstance(event, Tokens):
                 self.num_tokens += len(event.token_ids)
                 delta = self.candidates[event.index].push(event)
                 if delta is not None:
                     yield delta
+            elif isinstance(event, Started):
+                yield ReplyStarted(event.num_prompt_tokens, event.num_cached_tokens, event.prompt_logprobs)
             elif isinstance(event, Beams):
                 yield beams.read(event)
             elif isinstance(event, CandidateDone):

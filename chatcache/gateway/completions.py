@@ -22,6 +22,7 @@ from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import CompletionLogprobs, cut_tops, joined, prompt_logprobs
 from chatcache.gateway.merge import merged
 from chatcache.gateway.params import Asked, check_stream, check_tokens, known_as, to_params
+from chatcache.gateway.plain_chunks import PlainChunks, is_plain
 from chatcache.gateway.stateless import Heard, generation, respond, usage
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
@@ -184,7 +185,12 @@ class CompletionShape:
         begun = False
         tables = [CompletionLogprobs(self.tokenizer) for _ in range(self.num_choices)]
         num_sent = [0] * self.num_choices
+        plain = PlainChunks(lambda index, text: self._chunk(self._choice(index, text)))
+        only_text = self.with_logprobs is None and not self.with_token_ids
         async for event in events:
+            if begun and only_text and isinstance(event, ReplyDelta) and is_plain(event):
+                yield plain.of(event)
+                continue
             if isinstance(event, ReplyDelta | ReplyDone) and not begun:
                 begun = True
                 for index in range(self.num_choices):

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 
 
@@ -38,7 +40,9 @@ async def merged(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> As
                 ended.append(event)
             elif isinstance(event, ReplyStarted):
                 yield replace(event, index=at)
-            elif isinstance(event, ReplyDelta | ReplyDone):
+            elif isinstance(event, ReplyDelta):
+                yield structs.replace(event, index=at * width + event.index)
+            elif isinstance(event, ReplyDone):
                 yield replace(event, index=at * width + event.index)
             else:
                 yield event

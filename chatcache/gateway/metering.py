@@ -16,15 +16,15 @@ async def metered(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
     last_s: float | None = None
     outcome = "miss"
     async for event in reply.events():
-        if isinstance(event, ReplyStarted):
-            outcome = _cache_outcome(event)
-        elif isinstance(event, ReplyDelta):
+        if isinstance(event, ReplyDelta):
             now_s = time.perf_counter()
             if last_s is None:
                 metrics.first_token.labels(cache=outcome).observe(now_s - accepted_s)
             else:
                 metrics.inter_token.observe(now_s - last_s)
             last_s = now_s
+        elif isinstance(event, ReplyStarted):
+            outcome = _cache_outcome(event)
         elif isinstance(event, ReplyDone):
             metrics.finished.labels(finish_reason=event.finish_reason).inc()
         elif isinstance(event, ReplyFinished):

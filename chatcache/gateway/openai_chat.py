@@ -20,6 +20,7 @@ from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs, prompt_logprobs
 from chatcache.gateway.params import Asked, check_stream, known_as, to_messages, to_params
+from chatcache.gateway.plain_chunks import PlainChunks, is_plain
 from chatcache.gateway.stateless import Heard, generation, respond, usage
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import ChatFields, CompletionBase, SamplingFields
@@ -109,7 +110,12 @@ class ChatShape:
         """Role chunks of all candidates in index order with the first token, text, an end for each, usage."""
         begun = False
         num_sent = [0] * self.num_candidates
+        plain = PlainChunks(lambda index, text: self._chunk(self._choice(index, {"content": text})))
+        only_text = not (self.with_logprobs or self.with_token_ids)
         async for event in events:
+            if begun and only_text and isinstance(event, ReplyDelta) and is_plain(event):
+                yield plain.of(event)
+                continue
             if isinstance(event, ReplyDelta | ReplyDone) and not begun:
                 begun = True
                 for index in range(self.num_candidates):

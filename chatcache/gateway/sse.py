@@ -1,16 +1,19 @@
 """SSE as OpenAI's clients read it: LF, one `data:` line per event, no ids, comments only when idle, `[DONE]`, end.
 
 Framing and pings are ours because each deviation breaks a real client; the response class is sse-starlette's, which
-watches for disconnects and shutdown and bounds every send.
+watches for disconnects and shutdown. A stream of tokens is thousands of small sends, so nothing is made anew for each:
+one watcher per stream tells both that it is idle and that its reader takes nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
+import anyio
 from sse_starlette import EventSourceResponse
+from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from chatcache.errors import ChatcacheError
@@ -31,7 +34,10 @@ def frame(event: object) -> bytes:
 
 
 class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette ships without types
-    """Streams `events` as SSE; `on_end` runs exactly once when the response is over, however it ends."""
+    """Streams `events` as SSE; `on_end` runs exactly once when the response is over, however it ends.
+
+    A comment goes out whenever nothing did for `keep_alive_s`; 0 sends none.
+    """
 
     def __init__(
         self,
@@ -42,20 +48,53 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
         headers: dict[str, str],
     ) -> None:
         super().__init__(
-            with_keep_alive(framed(events), keep_alive_s),
+            framed(events),
             headers={"cache-control": "no-cache, no-transform", **headers},
-            ping=0,
+            ping=keep_alive_s or _SEND_TIMEOUT_S,
             sep="\n",
-            send_timeout=_SEND_TIMEOUT_S,
             shutdown_grace_period=_SHUTDOWN_GRACE_S,
         )
         self._on_end = on_end
+        self._keep_alive_s = keep_alive_s
+        self._moved_s = time.monotonic()  # when a send last began
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._on_end()
+
+    async def _stream_response(self, send: Send) -> None:
+        """Replaces the base class's, which makes a timeout for every chunk."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for chunk in self.body_iterator:
+                self._moved_s, self._is_sending = time.monotonic(), True
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._is_sending = False
+            self.active = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.body_iterator.aclose()
+
+    async def _ping(self, send: Send) -> None:
+        """Comment when idle, end when a send takes too long. Replaces the base class's, which pings a busy stream.
+
+        Raises: SendTimeoutError.
+        """
+        while self.active:
+            limit_s = _SEND_TIMEOUT_S if self._is_sending or not self._keep_alive_s else self._keep_alive_s
+            left_s = self._moved_s + limit_s - time.monotonic()
+            if left_s > 0:
+                await anyio.sleep(min(left_s, self._ping_interval))
+            elif self._is_sending:
+                raise SendTimeoutError
+            else:
+                self._moved_s = time.monotonic()
+                if self._keep_alive_s:
+                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
 
 async def framed(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:
@@ -69,29 +108,3 @@ async def framed(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:
     except Exception:
         log.exception("a stream failed")
         yield frame({"error": error_body(INTERNAL)})
-
-
-async def with_keep_alive(frames: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:
-    """Add a comment after every `interval_s` without data; 0 adds none."""
-    if interval_s <= 0:
-        async for chunk in frames:
-            yield chunk
-        return
-    pending: asyncio.Future[bytes] | None = None
-    try:
-        while True:
-            pending = asyncio.ensure_future(anext(frames))
-            while not pending.done():
-                done, _ = await asyncio.wait((pending,), timeout=interval_s)
-                if not done:
-                    yield KEEP_ALIVE
-            try:
-                chunk = pending.result()
-            except StopAsyncIteration:
-                return
-            yield chunk
-    finally:
-        if pending is not None and not pending.done():
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        await frames.aclose()
