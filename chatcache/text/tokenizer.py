@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -85,6 +86,14 @@ class Tokenizer:
     def token_bytes(self) -> tuple[bytes, ...]:
         """What each token adds to the text. Index: token id."""
         return self._pieces.of
+
+    @cached_property
+    def digest(self) -> str:
+        """What token ids mean here: equal where every id adds the same text."""
+        digest = hashlib.sha256()
+        for piece in self.token_bytes:
+            digest.update(len(piece).to_bytes(4, "little") + piece)
+        return digest.hexdigest()
 
     @property
     def lead(self) -> Lead:
