@@ -15,7 +15,7 @@ from chatcache.chat.forks import ReplyStart, cut
 from chatcache.chat.ids import new_id
 from chatcache.chat.prompt import Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
-from chatcache.chat.store import ConversationStore
+from chatcache.chat.store import ConversationStore, StaleRevision
 from chatcache.chat.tree import (
     COMPLETED,
     DELETED,
@@ -184,9 +184,17 @@ class Conversations:
     ) -> Conversation:
         """Store how the turn ended. The active leaf stays where it is if somebody has gone on elsewhere meanwhile."""
         turn = replace(planned.turn, status=status, usage=usage)
-        present = await self.store.get(conversation.owner, conversation.id)
-        leaf = outputs[0].id if outputs and present.active_leaf == turn.parent_id else None
-        return await self.store.append(conversation.owner, conversation.id, outputs, turn, active_leaf=leaf)
+        owner, conversation_id = conversation.owner, conversation.id
+        while True:
+            present = await self.store.get(owner, conversation_id)
+            if not outputs or present.active_leaf != turn.parent_id:
+                return await self.store.append(owner, conversation_id, outputs, turn)
+            try:
+                return await self.store.append(
+                    owner, conversation_id, outputs, turn, active_leaf=outputs[0].id, expect=present.rev
+                )
+            except StaleRevision:  # somebody changed it in between, perhaps the leaf
+                continue
 
     async def _find(self, request: TurnRequest) -> _Place:
         owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id

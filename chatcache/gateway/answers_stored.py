@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from chatcache.gateway.answers import OutputTokensDetails, PromptTokensDetails
+from chatcache.gateway.answers import ErrorDetail, OutputTokensDetails, PromptTokensDetails
 
 
 class ResponseUsage(msgspec.Struct):
@@ -41,6 +41,51 @@ class Conversation(msgspec.Struct):
     active_leaf: str | None
     rev: int
     metadata: dict[str, str]
+
+
+class Snippet(msgspec.Struct):
+    """A piece of a message. `marks`: [start, end] of each found word in it, in characters (code points)."""
+
+    text: str
+    marks: list[tuple[int, int]]
+
+
+class Match(msgspec.Struct):
+    """Where a search found its words: the message that matches best (null: only the title does), marks in the title."""
+
+    item_id: str | None
+    role: str | None
+    snippet: Snippet | None
+    title_marks: list[tuple[int, int]]
+
+
+class FoundConversation(Conversation):
+    """A conversation in a list; `match` where it was searched for."""
+
+    match: Match | UnsetType = UNSET
+
+
+class ConversationPage(msgspec.Struct):
+    """A page of conversations. `after` = `next` goes on where it ended, even if the last one changes or goes."""
+
+    object: Literal["list"]
+    data: list[FoundConversation]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    next: str | None
+
+
+class ConflictDetail(ErrorDetail):
+    """`conversation`: what it is now, where the `rev` that was sent is not its own (code `stale_revision`)."""
+
+    conversation: Conversation | UnsetType = UNSET
+
+
+class Conflict(msgspec.Struct):
+    """Somebody else was there first, or a response is being generated there. Retrying alone does not help."""
+
+    error: ConflictDetail
 
 
 class Deleted(msgspec.Struct):

@@ -44,6 +44,18 @@ class ItemsQuery(msgspec.Struct):
     branches: Literal["all"] | None = None
 
 
+class SearchQuery(ListQuery):
+    """`query`: words that must all be in the title or in one message; the last may be the beginning of one."""
+
+    query: Annotated[str, Meta(max_length=8192)] | None = None
+
+
+class RevQuery(msgspec.Struct):
+    """The revision that the client has seen: anything else is a 409."""
+
+    rev: Annotated[int, Meta(ge=0, le=10**15 - 1)] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One method of one path, as it is routed.
@@ -78,6 +90,7 @@ _SAMPLING = wire.SamplingFields
 _MODEL = (404, 503)  # no such model; not loaded yet, or no room in the queue
 _STARTING = (503,)
 _CONVERSATION = (404, 503)
+_CONFLICT: Mapping[int, object] = {409: answers_stored.Conflict}
 _NOT_READY: Mapping[int, object] = {503: answers.NotReady}
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -102,9 +115,9 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         method="GET",
         path="/v1/conversations",
-        summary="List conversations, the last changed first",
-        query=ListQuery,
-        answer=answers.Page[answers_stored.Conversation],
+        summary="List conversations, the last changed first, or those where words are found in a title or any branch",
+        query=SearchQuery,
+        answer=answers_stored.ConversationPage,
         errors=(400, *_CONVERSATION),
     ),
     Operation(
@@ -120,14 +133,17 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Rename it, set metadata, point it at another leaf; 409 if `rev` is not the current one",
         body=Body("ConversationPatch", (wire.ConversationPatch,)),
         answer=answers_stored.Conversation,
-        errors=(409, *_CONVERSATION),
+        errors=_CONVERSATION,
+        failures=_CONFLICT,
     ),
     Operation(
         method="DELETE",
         path="/v1/conversations/{id}",
-        summary="Delete it with all its messages",
+        summary="Delete it with all its messages; a response under way in it ends",
+        query=RevQuery,
         answer=answers_stored.Deleted,
-        errors=_CONVERSATION,
+        errors=(400, *_CONVERSATION),
+        failures=_CONFLICT,
     ),
     Operation(
         method="POST",
@@ -151,7 +167,8 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Append messages without asking for an answer; 409 if `rev` is not the current one",
         body=Body("ItemsCreate", (wire.ItemsFields,)),
         answer=answers.Page[answers_stored.ListedItem],
-        errors=(409, *_CONVERSATION),
+        errors=_CONVERSATION,
+        failures=_CONFLICT,
     ),
     Operation(
         method="GET",
@@ -164,8 +181,10 @@ OPERATIONS: tuple[Operation, ...] = (
         method="DELETE",
         path="/v1/conversations/{id}/items/{item_id}",
         summary="Take a message out of every branch it is on; 409 while a response that continues it is generated",
+        query=RevQuery,
         answer=answers_stored.Conversation,
-        errors=(409, *_CONVERSATION),
+        errors=(400, *_CONVERSATION),
+        failures=_CONFLICT,
     ),
     Operation(method="GET", path="/v1/models", summary="The served model", answer=answers.Models),
     Operation(

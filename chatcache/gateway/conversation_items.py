@@ -19,9 +19,10 @@ from chatcache.chat.tree import Conversation, ConversationTree, Item
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.gateway.body import read_json, read_json_or_nothing
 from chatcache.gateway.context import gateway_of, owner_of
-from chatcache.gateway.conversations import conversation_json, item_json, list_conversations, store_of
+from chatcache.gateway.conversations import item_json, list_conversations, read_rev, store_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.paging import PageQuery, page, paged
 from chatcache.gateway.params import to_messages
 from chatcache.gateway.response_object import output_items
@@ -94,18 +95,29 @@ class OneItem(HTTPEndpoint):
             owner_of(request),
             request.path_params["id"],
             lambda tree: without_item(tree, _find(tree, request.path_params["item_id"])[0].id),
+            expect=read_rev(request),
         )
         gateway_of(request).hub.changed(conversation)
         return json_response(conversation_json(conversation))
 
 
 async def edited(
-    store: ConversationStore, owner: str, conversation_id: str, edit: Callable[[ConversationTree], TreeEdit]
+    store: ConversationStore,
+    owner: str,
+    conversation_id: str,
+    edit: Callable[[ConversationTree], TreeEdit],
+    *,
+    expect: int | None = None,
 ) -> Conversation:
-    """Apply an edit to the tree as it is, whatever else is written meanwhile. Raises: what `edit` raises, NotFound."""
+    """Apply an edit to the tree as it is, whatever else is written meanwhile; or (`expect`) only as it was read.
+
+    Raises: what `edit` raises, NotFound, StaleRevision.
+    """
     tries = 0
     while True:
         tree = await store.load(owner, conversation_id)
+        if expect is not None and tree.conversation.rev != expect:
+            raise StaleRevision(tree.conversation, expect)
         try:
             return await store.edit(owner, conversation_id, edit(tree), expect=tree.conversation.rev)
         except StaleRevision:

@@ -1,34 +1,25 @@
-"""REST of conversations: what the page lists, shows, renames and deletes."""
+"""REST of conversations: what the page lists, finds, shows, renames and deletes."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
 
 from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.chat.store import ConversationStore
+from chatcache.chat.search import Hit, SearchQuery
+from chatcache.chat.store import ConversationStore, cursor_of
 from chatcache.chat.tree import FORKED, Conversation, Item, Turn, Usage
-from chatcache.errors import Overloaded
+from chatcache.errors import InvalidRequest, Overloaded
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.paging import page, read_limit
 from chatcache.gateway.wire import ConversationPatch
-
-
-def conversation_json(conversation: Conversation) -> dict[str, object]:
-    """The wire form; the owner stays inside."""
-    return {
-        "id": conversation.id,
-        "object": "conversation",
-        "created_at": int(conversation.created_at),
-        "updated_at": conversation.updated_at,
-        "title": conversation.title,
-        "active_leaf": conversation.active_leaf,
-        "rev": conversation.rev,
-        "metadata": dict(conversation.metadata),
-    }
 
 
 def usage_json(usage: Usage) -> dict[str, object]:
@@ -68,11 +59,31 @@ def item_json(item: Item, turn: Turn | None) -> dict[str, object]:
     }
 
 
+def _match_json(hit: Hit) -> dict[str, object]:
+    """Where the words are. Marks are [start, end] in characters (code points), never markup."""
+    return {
+        "item_id": hit.item_id,
+        "role": hit.role,
+        "snippet": {"text": hit.snippet.text, "marks": hit.snippet.marks} if hit.snippet is not None else None,
+        "title_marks": hit.title_marks,
+    }
+
+
 async def list_conversations(request: Request) -> Response:
-    limit = read_limit(request.query_params.get("limit", "20"))
-    after = request.query_params.get("after")
-    found = await store_of(request).list(owner_of(request), limit + 1, after)
-    return json_response(page([conversation_json(each) for each in found[:limit]], has_more=len(found) > limit))
+    """By last change, newest first; with `query` only those where the words are found, each with its `match`."""
+    query = request.query_params
+    limit, after, words = read_limit(query.get("limit", "20")), query.get("after"), query.get("query", "")
+    store, owner = store_of(request), owner_of(request)
+    if words.strip():
+        hits = await store.search(owner, SearchQuery.parse(words), limit + 1, after)
+        heads: Sequence[Conversation] = [hit.conversation for hit in hits]
+        entries = [{**conversation_json(hit.conversation), "match": _match_json(hit)} for hit in hits]
+    else:
+        heads = await store.list(owner, limit + 1, after)
+        entries = [conversation_json(head) for head in heads]
+    has_more = len(heads) > limit
+    found = page(entries[:limit], has_more=has_more)
+    return json_response({**found, "next": cursor_of(heads[limit - 1]) if has_more else None})
 
 
 class OneConversation(HTTPEndpoint):
@@ -94,12 +105,27 @@ class OneConversation(HTTPEndpoint):
             metadata=patch.metadata,
             expect=patch.rev,
         )
+        gateway_of(request).hub.changed(conversation)
         return json_response(conversation_json(conversation), headers=ignored_header(ignored))
 
     async def delete(self, request: Request) -> Response:
-        conversation_id = request.path_params["id"]
-        await store_of(request).delete(owner_of(request), conversation_id)
+        """Delete it, and end what is still being said in it."""
+        gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
+        await store_of(request).delete(owner, conversation_id, expect=read_rev(request))
+        gateway.hub.deleted(owner, conversation_id)
+        runs = [run for run in gateway.responses.running(owner) if run.conversation_id == conversation_id]
+        await asyncio.gather(*(run.cancel() for run in runs))
         return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+
+def read_rev(request: Request) -> int | None:
+    """`rev` of a query. Raises: InvalidRequest."""
+    text = request.query_params.get("rev")
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise InvalidRequest("rev must be a whole number, the one the conversation was read with", param="rev")
+    return int(text)
 
 
 def store_of(request: Request) -> ConversationStore:

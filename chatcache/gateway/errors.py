@@ -9,7 +9,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chatcache.chat.store import StaleRevision
 from chatcache.errors import ChatcacheError, Overloaded
+from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.jsonio import encode
 
 _RETRY_AFTER_S = 1
@@ -55,8 +57,14 @@ INTERNAL = ChatcacheError("something went wrong on the server; the log has the d
 
 
 def error_body(error: ChatcacheError) -> dict[str, object]:
-    """The value of `"error"`."""
-    return {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    """The value of `"error"`; a stale writer is shown what it has not seen yet."""
+    body: dict[str, object] = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
+    return body | {"conversation": conversation_json(error.present)} if isinstance(error, StaleRevision) else body
 
 
 def error_headers(error: ChatcacheError) -> dict[str, str]:

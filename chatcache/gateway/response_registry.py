@@ -23,6 +23,7 @@ class Run(Protocol):
 
     id: str
     owner: str
+    conversation_id: str | None  # None: it is not stored
     log: ResponseLog
     task: asyncio.Task[None]
 

@@ -17,9 +17,9 @@ from chatcache.chat.service import Reply, num_candidates
 from chatcache.chat.tree import FAILED, Conversation, Usage
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, NotFound, UnsupportedParameter
 from chatcache.gateway.context import Gateway, Model
-from chatcache.gateway.conversations import conversation_json
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
+from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.lifetimes import Lifetime
 from chatcache.gateway.metering import metered
 from chatcache.gateway.params import Asked, conversation_id, input_messages, known_as, to_params
@@ -91,6 +91,7 @@ class ResponseRun:
     ) -> None:
         self.id = planned.turn.id
         self.owner = planned.request.owner
+        self.conversation_id = conversation.id if conversation is not None else None
         self.log = ResponseLog(self.id)
         self._gateway = gateway
         self._model = model
