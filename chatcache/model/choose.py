@@ -9,7 +9,7 @@ import torch
 
 from chatcache.config import EngineConfig
 from chatcache.model.invariant import InvariantLinears
-from chatcache.model.linear import MakeLinear, fast_linear, twofold_linear
+from chatcache.model.linear import MakeLinear, TwofoldLinears, fast_linear
 from chatcache.model.memory import free_host_bytes
 from chatcache.model.plain import PlainDraws, TorchDraws
 from chatcache.model.quantised import Int8Linears
@@ -33,7 +33,7 @@ def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, d
     twice = keeps_twice(weight_bytes, free_bytes)
     size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
     log.info("%s: kept %s", size, "twice, for few tokens and for many" if twice else "once, as oneDNN has them")
-    return twofold_linear if twice else fast_linear
+    return TwofoldLinears() if twice else fast_linear
 
 
 def keeps_twice(weight_bytes: int, free_bytes: int) -> bool:

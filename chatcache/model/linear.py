@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from chatcache.model.heap import Arena
+
 log = logging.getLogger(__name__)
 
 Product = Callable[[Tensor], Tensor]
@@ -30,13 +32,18 @@ class PanelLinear:
         return self.product(x)
 
 
-def twofold_linear(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """Return a linear layer for many tokens by oneDNN and, where the CPU's kernels take the weight, for few."""
-    from chatcache_kernels.cpu.matmul import pack_weight, packs
+class TwofoldLinears:
+    """Makes a model's layers, for many tokens by oneDNN and, where the CPU's kernels take the weight, for few."""
 
-    panels = pack_weight(weight) if packs(weight) else None
-    product = fast_linear(weight, bias)
-    return product if panels is None else PanelLinear(product, panels, bias)
+    def __init__(self) -> None:
+        self._arena = Arena()
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        from chatcache_kernels.cpu.matmul import pack_weight, packs
+
+        panels = pack_weight(weight, self._arena.keep) if packs(weight) else None
+        product = fast_linear(weight, bias)
+        return product if panels is None else PanelLinear(product, panels, bias)
 
 
 def fast_linear(weight: Tensor, bias: Tensor | None = None) -> Product:

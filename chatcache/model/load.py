@@ -20,12 +20,14 @@ from chatcache.model.choose import choose_linear, choose_plain, choose_sampler
 from chatcache.model.decoder import Decoder, check_unused, load_decoder
 from chatcache.model.deterministic import TokenByToken, check_determinism
 from chatcache.model.folder import eos_token_ids, model_name, read_config, resolve_model_path, weight_files
+from chatcache.model.heap import keep_freed_memory
 from chatcache.model.linear import MakeLinear, fast_linear
 from chatcache.model.memory import Budget, CudaGauge, host_kv_bytes, measure_budget
 from chatcache.model.quantised import Int8Linears, check_quantization, weight_sizes
 from chatcache.model.runner import Ahead, Runner, ahead_on
 from chatcache.model.sampler import AnySampler
 from chatcache.model.threads import limit_threads
+from chatcache.model.touch import TouchAhead
 from chatcache.model.weights import Weights, WeightSource
 from chatcache.sched.plan import KVCapacity
 from chatcache.types import ModelFacts
@@ -62,6 +64,7 @@ def load_model(
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention, device, deterministic=config.deterministic)
     if device.type == "cpu":
+        keep_freed_memory()
         limit_threads(weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
     elif dtype == torch.float32:
         torch.set_float32_matmul_precision("highest")  # float32 means float32, whatever the process did before
@@ -106,7 +109,8 @@ def load_model(
     if config.deterministic:
         say(0.93, "checking that results do not depend on the batch")
         check_determinism(network, kernels, config.page_size, max_model_len)
-    runner = Runner(network, kernels, pages, capacity, facts, ahead, sampler=sampler)
+    touch = TouchAhead(pages) if device.type == "cpu" else None
+    runner = Runner(network, kernels, pages, capacity, facts, ahead, sampler=sampler, touch=touch)
     say(0.94, "warming up")
     runner.warm_up(lambda fraction, what: say(0.94 + 0.06 * fraction, what))
     say(1.0, "ready")

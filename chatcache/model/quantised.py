@@ -12,6 +12,7 @@ from torch import Tensor
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.arch import Architecture
+from chatcache.model.heap import Arena
 
 QUANTIZATIONS = ("none", "int8")
 
@@ -21,11 +22,11 @@ class Int8Linear:
 
     __slots__ = ("bias", "codes", "scales", "whole")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, arena: Arena) -> None:
         from chatcache_kernels.cpu.int8 import pack_numbers, quantise
 
         numbers, self.scales = quantise(weight)
-        self.codes = pack_numbers(numbers)
+        self.codes = arena.keep(pack_numbers(numbers))
         self.bias = None if bias is None else bias.float()
         self.whole = self.codes.numel() == weight.numel()  # nothing was added to fill panels up
 
@@ -40,9 +41,10 @@ class Int8Linears:
 
     def __init__(self) -> None:
         self.num_weights = self.num_bytes = 0
+        self._arena = Arena()
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
-        layer = Int8Linear(weight, bias)
+        layer = Int8Linear(weight, bias, self._arena)
         self.num_weights += weight.numel()
         self.num_bytes += layer.codes.nbytes + layer.scales.nbytes
         return layer

@@ -22,6 +22,7 @@ from chatcache.model.static import Parties
 from chatcache.model.streams import Mark, Streams, streams_of
 from chatcache.model.swaps import Swaps
 from chatcache.model.tables import Changes, DeviceSlots, PageTables, Placement
+from chatcache.model.touch import TouchAhead
 from chatcache.sched.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
 from chatcache.types import ModelFacts
 
@@ -87,8 +88,12 @@ class Runner:
         ahead: Ahead | None = None,
         streams: Streams | None = None,
         sampler: AnySampler | None = None,
+        touch: TouchAhead | None = None,
     ) -> None:
         self.facts = facts
+        self._touch = touch
+        if touch is not None:
+            touch.reach(0)
         self._capacity = replace(capacity, runs_ahead=ahead is not None)
         self._network = network
         self._kernels = kernels
@@ -132,6 +137,8 @@ class Runner:
             self._in_flight.popleft().settle()  # its buffers are needed
         with self._on_device(plan.step):
             changes = self._tables.apply(plan.forks, plan.updates)
+            if self._touch is not None and len(changes.pages):
+                self._touch.reach(int(changes.pages.max()))
             ready = self._static.fill(plan, changes) if self._static is not None else None
             placement = self._tables.place(plan.rows) if ready is None and len(plan.rows.slot) else None
             self._swaps.apply(plan.swaps_out, plan.swaps_in, self._written(plan))
@@ -172,8 +179,10 @@ class Runner:
     def close(self) -> None:
         """Let go of weights and pages."""
         self._swaps.close()
+        if self._touch is not None:
+            self._touch.close()
         self._in_flight.clear()
-        del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps
+        del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps, self._touch
 
     def _static_steps(self, parties: Parties, sizes: Sequence[int]) -> DecodeSteps:
         rooms: list[WorkRoom | None] = [None] * len(sizes)

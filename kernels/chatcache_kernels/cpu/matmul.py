@@ -11,6 +11,7 @@ Shapes: x [T, in] bf16, packed [out / 32, in / 32, 2, 16, 16, 2] bf16 -> [T, out
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -44,11 +45,14 @@ JOB, PACK = record("x weight bias out scratch configs num_tokens num_inputs num_
 `tile_configs(T)`; both for AMX only."""
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """Return the weight in the order in which the kernel reads it: [out, in] -> [out / 32, in / 32, 2, 16, 16, 2]."""
+def pack_weight(weight: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.contiguous) -> Tensor:
+    """Return the weight in the order in which the kernel reads it: [out, in] -> [out / 32, in / 32, 2, 16, 16, 2].
+
+    `keep` makes the contiguous copy, wherever it shall lie; its address is a multiple of 64 at best.
+    """
     num_outputs, num_inputs = weight.shape
     parts = weight.view(num_outputs // PANEL, 2, 16, num_inputs // PANEL, 16, 2)
-    return parts.permute(0, 3, 1, 4, 2, 5).contiguous()
+    return keep(parts.permute(0, 3, 1, 4, 2, 5))
 
 
 def packs(weight: Tensor) -> bool:

@@ -1,0 +1,64 @@
+"""Memory for weights and activations: where it lies, and that it is reused."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatcache.model.heap import ALIGNMENT, Arena
+from chatcache.model.linear import PanelLinear, TwofoldLinears
+
+
+def test_an_arena_keeps_what_it_is_given_apart_and_aligned() -> None:
+    arena = Arena()
+    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    sizes = torch.randint(1, 2000, (60,), generator=generator).tolist()
+    given = [torch.randn(size, 3, generator=generator).to(torch.bfloat16) for size in sizes]
+    kept = [arena.keep(each.t()) for each in given]
+    assert all(torch.equal(mine, each.t()) and mine.is_contiguous() for mine, each in zip(kept, given, strict=True))
+    assert all(each.data_ptr() % ALIGNMENT == 0 for each in kept)
+
+
+def test_an_arena_takes_what_is_larger_than_its_pieces() -> None:
+    arena = Arena()
+    small, large = arena.empty((8,), torch.float32), arena.empty((70 * 2**20,), torch.uint8)
+    small.fill_(1.0)
+    large.fill_(7)
+    assert small.sum() == 8.0 and len(large) == 70 * 2**20
+
+
+def test_the_layers_of_a_model_share_a_piece() -> None:
+    make = TwofoldLinears()
+    layers = [make(torch.randn(64, 32, dtype=torch.bfloat16)) for _ in range(2)]
+    first, second = (each.panels for each in layers if isinstance(each, PanelLinear))
+    assert second.data_ptr() - first.data_ptr() == first.nbytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
+def test_freed_memory_is_used_again() -> None:
+    """In a process of its own: the setting stays for good."""
+    program = """
+import resource, sys, torch
+from chatcache.model.heap import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults():
+    for _ in range(20):
+        [torch.full((6 * 2**18,), 1.0) for _ in range(16)]  # 96 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+first = faults()
+print(faults() - first)
+"""
+    kept, returned = (
+        int(subprocess.run([sys.executable, "-c", program, mode], capture_output=True, text=True, check=True).stdout)
+        for mode in ("keep", "return")
+    )
+    pages = 20 * 96 * 2**20 // resource.getpagesize()
+    if returned < pages // 2:
+        pytest.skip("this C library keeps freed memory anyway")
+    assert kept < pages // 20

@@ -1,0 +1,78 @@
+"""Memory of pages is touched ahead of use, and nothing but touched."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from chatcache_kernels import cpu
+from chatcache_kernels.types import KVPages
+
+from chatcache.model.touch import TouchAhead
+
+LAYERS, HEADS, DIM, SIZE = 3, 2, 64, 16
+PAGE_BYTES = 2 * LAYERS * HEADS * DIM * SIZE * 2  # of keys and values in all layers, bf16
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not Path("/proc/self/pagemap").exists(), reason="needs Linux's page map"
+)
+
+
+def resident(pages: KVPages, page: int) -> bool:
+    """Whether every byte of a page has memory behind it, by the system's own account."""
+    with open("/proc/self/pagemap", "rb") as file:
+        for store in (pages.k, pages.v):
+            for layer in store:
+                start = layer[page].data_ptr()
+                for number in range(start // mmap.PAGESIZE, (start + layer[page].nbytes - 1) // mmap.PAGESIZE + 1):
+                    file.seek(8 * number)
+                    if not int.from_bytes(file.read(8), "little") >> 63:
+                        return False
+    return True
+
+
+def settle(touch: TouchAhead) -> None:
+    while (thread := touch.thread) is not None:
+        thread.join()
+
+
+@pytest.fixture
+def pages() -> KVPages:
+    return cpu.allocate_pages(LAYERS, 20_000, SIZE, HEADS, DIM, torch.bfloat16)
+
+
+def test_memory_is_there_before_it_is_used(pages: KVPages) -> None:
+    touch = TouchAhead(pages, ahead_bytes=1000 * PAGE_BYTES)
+    assert not resident(pages, 500)
+    touch.reach(0)
+    settle(touch)
+    if touch.is_off:
+        pytest.skip("this system cannot touch memory for others")
+    assert all(resident(pages, page) for page in (0, 1, 500, 999, 1000))
+    assert not resident(pages, 19_000)
+    touch.reach(18_500)
+    settle(touch)
+    assert resident(pages, 19_000) and resident(pages, 19_499)
+    touch.reach(19_999)
+    settle(touch)
+    assert resident(pages, 19_999)
+
+
+def test_what_pages_hold_stays(pages: KVPages) -> None:
+    pages.k[:, 3] = 1.5
+    pages.v[:, 7] = -2.0
+    touch = TouchAhead(pages, ahead_bytes=100 * PAGE_BYTES)
+    touch.reach(0)
+    settle(touch)
+    assert (pages.k[:, 3] == 1.5).all() and (pages.v[:, 7] == -2.0).all()
+
+
+def test_a_closed_one_touches_nothing_more(pages: KVPages) -> None:
+    touch = TouchAhead(pages, ahead_bytes=1000 * PAGE_BYTES)
+    touch.close()
+    touch.reach(0)
+    settle(touch)
+    assert not resident(pages, 900)
