@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
+PAGE_SIZES = (8, 16, 32, 64)
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine and its model.

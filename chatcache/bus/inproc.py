@@ -12,7 +12,7 @@ from typing import Any
 from chatcache.bus.codec import Command, Events, Loaded, LoadFailed, Notice, Reply, Scored, Stop, from_fault, to_fault
 from chatcache.bus.loop import SteppedEngine, run_engine
 from chatcache.bus.switchboard import Switchboard
-from chatcache.errors import ChatcacheError, EngineFault
+from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, ModelFolderError
 from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,9 @@ class ThreadedEngine:
             self._post(Loaded(engine.facts, engine.health()))
             run_engine(engine, self._inbox, self._post)
         except BaseException as error:  # a thread has no caller to raise to: the clients are told instead
-            log.exception("the engine thread ended")
+            # What is wrong with a folder or a setting needs no traceback: whoever waits is told.
+            is_known = isinstance(error, ModelFolderError | InvalidRequest)
+            log.log(logging.DEBUG if is_known else logging.ERROR, "the engine thread ended", exc_info=True)
             self._post(LoadFailed(to_fault(error)))
 
     def _post(self, notice: Notice) -> None:

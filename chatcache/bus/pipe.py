@@ -242,7 +242,7 @@ class EngineProcess:
         self._board.hang_up(error)
 
     def _give_up(self, error: ChatcacheError) -> None:
-        log.error("%s; giving up", error.message)
+        log.debug("%s; giving up", error.message)  # `wait_failed` tells whoever runs this
         self._error = error
         self._down(error)
         self._loaded.set()

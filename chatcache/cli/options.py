@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from chatcache.config import PAGE_SIZES
 from chatcache.errors import InvalidRequest
 from chatcache.settings import parse_size
 
 MiB = 2**20
-PAGE_SIZES = (8, 16, 32, 64)
 
 
 def env(name: str) -> str:

@@ -61,6 +61,12 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "stream_beams": (False,),
     "fork_at": (),
 }
+# What other servers, and older clients, call what we have.
+_KNOWN_HERE_AS: Mapping[str, str] = {
+    "functions": 'tools: [{"type": "function", "function": ...}]',
+    "function_call": "tool_choice",
+    **{f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}' for kind in ("json", "regex", "choice", "grammar")},
+}
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _MISSING = re.compile(r"missing required field `(.+?)`")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -93,7 +99,8 @@ def unknown_fields(body: Mapping[str, Any], *kinds: type[msgspec.Struct]) -> tup
     for name in rest:
         value = body[name]
         if name in UNSUPPORTED and value is not None and not any(_same(value, off) for off in UNSUPPORTED[name]):
-            raise UnsupportedParameter(f"{name} is not supported here", param=name)
+            hint = f"; send {_KNOWN_HERE_AS[name]}" if name in _KNOWN_HERE_AS else ""
+            raise UnsupportedParameter(f"{name} is not supported here{hint}", param=name)
     return tuple(name for name in rest if name not in HARMLESS and name not in UNSUPPORTED)
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Self, TypedDict
 
 from chatcache import compose
-from chatcache.config import EngineConfig
+from chatcache.config import PAGE_SIZES, EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.errors import DeviceLost, InvalidRequest, Overloaded
 from chatcache.llm.outputs import Collector, RequestOutput
@@ -69,6 +69,10 @@ class LLM:
         deterministic: bool = False,
         seed: int = 0,
     ) -> None:
+        if page_size not in PAGE_SIZES:
+            raise InvalidRequest(
+                f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {page_size!r}", param="page_size"
+            )
         self.config = EngineConfig(
             model=str(model),
             device=device,

@@ -144,7 +144,7 @@ async def test_a_fault_in_the_thread_ends_requests_and_health_tells() -> None:
         assert not health.ready and "planted" in health.detail
 
 
-async def test_a_factory_that_fails_is_told_to_whoever_waits() -> None:
+async def test_a_factory_that_fails_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
     def factory() -> CountingEngine:
         raise InvalidRequest("no such thing")
 
@@ -153,3 +153,4 @@ async def test_a_factory_that_fails_is_told_to_whoever_waits() -> None:
             await engine.submit(request("r"))
         with pytest.raises(InvalidRequest, match="no such thing"):
             await engine.wait_loaded()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -106,13 +107,17 @@ def test_restart_delays_double_up_to_a_bound() -> None:
 @pytest.mark.parametrize(
     ("model", "kind", "text"), [("broken", ModelFolderError, "config.json"), ("bug", EngineFault, "planted")]
 )
-async def test_a_load_failure_is_final_and_told(model: str, kind: type[Exception], text: str) -> None:
+async def test_a_load_failure_is_final_and_told(
+    model: str, kind: type[Exception], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To whoever waits, who says it; nobody says it before."""
     async with process(model) as engine:
         with pytest.raises(kind, match=text):
             await engine.wait_loaded()
         assert text in (await engine.wait_failed()).message
         assert text in (await engine.health()).detail
         assert engine.num_restarts == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.INFO]
 
 
 async def test_while_loading_requests_are_refused_and_progress_is_told() -> None:

@@ -118,6 +118,32 @@ def test_known_but_unsupported_is_refused_by_name(server: Server, field: str, va
     assert (answer["error"]["code"], answer["error"]["param"]) == ("unsupported_parameter", field)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "hint"),
+    [
+        ("guided_json", {"type": "object"}, "json"),
+        ("guided_regex", "a+", "regex"),
+        ("guided_choice", ["a", "b"], "choice"),
+        ("guided_grammar", 'start: "a"', "grammar"),
+        ("functions", [{"name": "f"}], "tools"),
+        ("function_call", {"name": "f"}, "tool_choice"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_others_call_it_is_told_what_it_is_here(
+    server: Server, path: str, field: str, value: object, hint: str
+) -> None:
+    prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
+    status, _, answer = server.post(path, **prompt, max_tokens=1, **{field: value})
+    assert status == 400
+    error = answer["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", field)
+    assert hint in error["message"].partition("; send ")[2]
+    if field.startswith("guided_"):
+        mine = {"structured_outputs": {hint: value}}
+        assert server.post(path, **prompt, max_tokens=1, **mine)[0] == 200
+
+
 def test_neutral_values_of_unsupported_fields_pass(server: Server) -> None:
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "priority": 0}
     status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, user="u", temperature=None, **neutral)

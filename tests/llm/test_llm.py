@@ -151,6 +151,12 @@ def test_what_can_never_run_is_refused_before_anything_runs(
     assert len(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids) == 20
 
 
+@pytest.mark.parametrize("page_size", [7, 0, 128])
+def test_a_page_size_no_kernel_has_is_refused_before_anything_loads(page_size: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"8, 16, 32, 64, got {page_size}"):
+        LLM("no/such/model", page_size=page_size)
+
+
 def test_more_prompts_than_the_queue_holds_all_run(llm: LLM) -> None:
     prompts = [[number % 256, number // 256] for number in range(1100)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
