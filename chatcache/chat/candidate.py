@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from chatcache.chat.events import ReplyDelta, ReplyDone
 from chatcache.chat.forks import ReplyStart, check_fork_at, whole_characters
+from chatcache.chat.messages import said
+from chatcache.chat.reading import Heard, Speech
 from chatcache.chat.tree import Turn
 from chatcache.text.stream import TextStream
-from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import FINISH_CANCELLED, CandidateDone, GenerateRequest, Tokens
 
 _TAIL_TOKENS = 8
@@ -20,16 +21,17 @@ class Candidate:
     A candidate that goes on with a reply begins with that one's ids and text (`prefix`), which end the prompt.
     """
 
-    def __init__(
-        self, index: int, tokenizer: Tokenizer, request: GenerateRequest, prefix: ReplyStart | None = None
-    ) -> None:
+    def __init__(self, index: int, speech: Speech, request: GenerateRequest, prefix: ReplyStart | None = None) -> None:
         params = request.params
         self.index = index
         self.done = False
-        self._tokenizer = tokenizer
+        self.num_reasoning_tokens = 0
+        self._speech = speech
+        self._tokenizer = tokenizer = speech.tokenizer
         self._prefix_ids, self._prefix_text = (prefix.ids, prefix.text) if prefix is not None else ((), "")
-        self._untold = self._prefix_text
         self.prompt = request.prompt[: len(request.prompt) - len(self._prefix_ids)]
+        self._reading = speech.reading(self.prompt)
+        self._untold = self._reading.push(self._prefix_text)
         self._ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
         eos = () if params.ignore_eos else tokenizer.eos_token_ids
@@ -39,12 +41,22 @@ class Candidate:
         self._stream = self._text_stream(params.stop, params.min_tokens)
 
     @property
-    def text(self) -> str:
+    def raw(self) -> str:
+        """All that the model wrote, but for special tokens that mean nothing."""
         return self._prefix_text + self._stream.text
 
     @property
+    def said(self) -> str:
+        """What names this reply when a client sends it back."""
+        return said(self._text, self._reading.calls)
+
+    @property
+    def _text(self) -> str:
+        return self._reading.text if self._speech.is_read else self.raw
+
+    @property
     def settled_ids(self) -> tuple[int, ...]:
-        """Ids that stand for exactly `text`: without the ending token, and without what lies behind a stop string."""
+        """Ids that stand for exactly `raw`: without the ending token, and without what lies behind a stop string."""
         ids = self._ids[:-1] if self._ended_by_token else self._ids
         if self._stream.stopped is None or self._keeps_stop:
             return (*self._prefix_ids, *ids)
@@ -65,8 +77,11 @@ class Candidate:
 
     def start(self, turn: Turn, ids: tuple[int, ...]) -> ReplyStart:
         """What a fork behind `ids` begins with. Long ones take a while: for a thread beside the event loop."""
-        ids, text = whole_characters(self._tokenizer, self.prompt, ids, skip_special_tokens=self._skip_special_tokens)
-        return ReplyStart(turn, self.index, self.prompt, ids, text)
+        ids, text = whole_characters(self._speech, self.prompt, ids, skip_special_tokens=self._skip_special_tokens)
+        reading = self._speech.reading(self.prompt, [call.call_id for call in self._reading.calls])
+        reading.push(text)
+        reading.finish()
+        return ReplyStart(turn, self.index, self.prompt, ids, text, reading.text, reading.parts(text))
 
     @property
     def _ended_by_token(self) -> bool:
@@ -77,28 +92,47 @@ class Candidate:
         if self._stream.stopped is not None:
             return None
         self._ids += event.token_ids
-        text = self._stream.push(event.token_ids)
         shown = len(event.token_ids) - self._ended_by_token
-        if not shown:
+        ids, logprobs = event.token_ids[:shown], event.logprobs[:shown]
+        if not self._speech.is_read:
+            text = self._stream.push(event.token_ids)
+            if self._untold:
+                text, self._untold = self._untold.text + text, Heard()
+            return ReplyDelta(self.index, text, ids, logprobs) if shown or text else None
+        heard = self._hear(event.token_ids)
+        if not shown and not heard:
             return None
-        if self._untold:
-            text, self._untold = self._untold + text, ""
-        return ReplyDelta(self.index, text, event.token_ids[:shown], event.logprobs[:shown])
+        heard, self._untold = self._untold.then(heard), Heard()
+        return ReplyDelta(self.index, heard.text, ids, logprobs, heard.reasoning, heard.calls)
 
     def finish(self, event: CandidateDone | None) -> tuple[ReplyDelta | ReplyDone, ...]:
         """End it; what was held back comes out first. None: the request was cancelled under it."""
         self.done = True
-        rest, self._untold = self._untold + self._stream.finish(), ""
+        rest = self._untold.then(self._reading.push(self._stream.finish()).then(self._reading.finish()))
+        self._untold = Heard()
         done = ReplyDone(
             index=self.index,
-            text=self.text,
+            text=self._text,
             finish_reason=event.finish_reason if event is not None else FINISH_CANCELLED,
             stop_reason=event.stop_reason if event is not None else None,
             token_ids=(*self._prefix_ids, *self._ids),
             settled_ids=self.settled_ids,
             score=event.score if event is not None else 0.0,
+            parts=self._reading.parts(self.raw),
         )
-        return (ReplyDelta(self.index, rest, ()), done) if rest else (done,)
+        if not rest:
+            return (done,)
+        return ReplyDelta(self.index, rest.text, (), (), rest.reasoning, rest.calls), done
+
+    def _hear(self, token_ids: Sequence[int]) -> Heard:
+        """Read token by token: which of them are thought is counted."""
+        heard = Heard()
+        for number, token in enumerate(token_ids, len(self._ids) - len(token_ids) + 1):
+            thought = self._reading.is_thinking
+            heard = heard.then(self._reading.push(self._stream.push((token,))))
+            if thought or self._reading.is_thinking:
+                self.num_reasoning_tokens = number
+        return heard
 
     def _decode(self, ids: Sequence[int]) -> str:
         stream = self._text_stream((), 0)
@@ -113,4 +147,5 @@ class Candidate:
             prompt_ids_tail=self._tail,
             stop_token_ids=self._terminal,
             min_tokens=min_tokens,
+            visible_ids=self._speech.mark_ids,
         )

@@ -13,9 +13,13 @@ from dataclasses import dataclass, replace
 from chatcache.chat.events import ReplyDone
 from chatcache.chat.forks import ReplyStart, cut
 from chatcache.chat.ids import new_id
-from chatcache.chat.prompt import Message, Prompt, assemble
+from chatcache.chat.messages import calls_of, linked, message_of, parts_of, said
+from chatcache.chat.prompt import Known, Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
+from chatcache.chat.reading import Speech
 from chatcache.chat.store import ConversationStore, StaleRevision
+from chatcache.chat.tools import Function, echoed, variables
+from chatcache.chat.transcripts import Transcripts
 from chatcache.chat.tree import (
     COMPLETED,
     DELETED,
@@ -28,6 +32,7 @@ from chatcache.chat.tree import (
     Usage,
 )
 from chatcache.errors import InvalidRequest, NotFound
+from chatcache.text.reply_format import ReplyFormat
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import FINISH_STOP
 
@@ -54,6 +59,7 @@ class TurnRequest:
     store: bool = True
     fork_at: int | None = None
     running: ReplyStart | None = None
+    functions: tuple[Function, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,18 @@ class _Place:
 class Conversations:
     """Turns over a store."""
 
-    def __init__(self, store: ConversationStore, tokenizer: Tokenizer, public: PublicPrompts | None = None) -> None:
+    def __init__(
+        self,
+        store: ConversationStore,
+        tokenizer: Tokenizer,
+        public: PublicPrompts | None = None,
+        form: ReplyFormat | None = None,
+        transcripts: Transcripts | None = None,
+    ) -> None:
         self.store = store
         self._tokenizer = tokenizer
+        self._form = form if form is not None else ReplyFormat()
+        self._transcripts = transcripts if transcripts is not None else Transcripts()
         self._public = public if public is not None else PublicPrompts()
 
     async def plan(self, request: TurnRequest) -> PlannedTurn:
@@ -107,14 +122,14 @@ class Conversations:
         prompt = await asyncio.to_thread(self._assemble, request, place, messages)
         now = time.time()
         inputs = input_items(request.input, place.path[-1].id if place.path else None, now)
-        offset = request.instructions is not None
+        base, added = _base(place, prompt, offset=request.instructions is not None)
         turn = Turn(
             id=new_id("resp"),
             parent_id=(inputs or place.path)[-1].id,
             model=request.model,
             created_at=now,
-            base_item_id=place.path[prompt.base - offset].id if prompt.base is not None else None,
-            prompt_ids=prompt.token_ids[prompt.num_reused :],
+            base_item_id=base,
+            prompt_ids=added,
             instructions=request.instructions,
             previous_response_id=request.previous_response_id,
         )
@@ -138,9 +153,11 @@ class Conversations:
             raise InvalidRequest("a reply goes on under its own instructions: leave them out", param="instructions")
         if place.tree is None:
             raise InvalidRequest("only a stored reply can go on", param="fork_at")
-        request = replace(request, instructions=origin.instructions)
+        if request.functions and not _has_tools_of(origin, request):
+            raise InvalidRequest("a reply goes on with its own tools: leave them out", param="tools")
+        request = replace(request, instructions=origin.instructions, functions=echoed(origin.echo.get("tools")))
         messages = _messages(request, place)
-        head = await asyncio.to_thread(self._tokenizer.render, messages)
+        head = await asyncio.to_thread(self._tokenizer.render, messages, **variables(request.functions))
         prompt = Prompt(head, (*start.prompt, *start.ids), num_reused=len(start.prompt) + len(start.ids))
         num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
         turn = replace(
@@ -221,10 +238,16 @@ class Conversations:
             return _Place(tree, path)
         if not path:
             raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
-        start = await asyncio.to_thread(cut, self._tokenizer, tree, path[-1], request.fork_at)
+        start = await asyncio.to_thread(cut, self._speech_of(tree, path[-1]), tree, path[-1], request.fork_at)
         if request.input and start.ids == path[-1].token_ids:
             return _Place(tree, path)
         return _Place(tree, path[:-1], start)
+
+    def _speech_of(self, tree: ConversationTree, item: Item) -> Speech:
+        """How a stored reply was read."""
+        turn = tree.turn_of(item)
+        names = {function.name for function in echoed(turn.echo.get("tools"))} if turn is not None else set()
+        return Speech(self._tokenizer, self._form if item.parts.raw else ReplyFormat(), names or None)
 
     async def _locate(self, owner: str, member: str, param: str | None) -> str:
         try:
@@ -237,26 +260,44 @@ class Conversations:
     def _assemble(self, request: TurnRequest, place: _Place, messages: Sequence[Message]) -> Prompt:
         offset = len(messages) - len(place.path) - len(request.input)
 
-        def known(index: int, head: str, reply: str) -> tuple[int, ...] | None:
+        def known(index: int, head: str, message: Message) -> Known | None:
+            recalled = self._transcripts.recall(request.owner, head, said(message["content"], calls_of(message)))
             if place.tree is None or not 0 <= index - offset < len(place.path):
-                return None
+                return recalled
             item = place.path[index - offset]
             turn = place.tree.turn_of(item)
-            # The ids are of the prompt as it was: other instructions then mean another prompt now.
-            if turn is None or turn.instructions != request.instructions:
-                return None
-            return place.tree.sequence(item) or None
+            # The ids are of the prompt as it was: other instructions or tools then mean another prompt now.
+            if turn is None or turn.instructions != request.instructions or not _has_tools_of(turn, request):
+                return recalled
+            ids = place.tree.sequence(item)
+            return Known(item.parts.raw or item.text, ids) if ids else recalled
 
-        prompt = assemble(self._tokenizer, messages, known)
+        prompt = assemble(self._tokenizer, messages, known, variables(request.functions))
         num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
         return replace(prompt, num_public_tokens=num_public)
 
 
 def _messages(request: TurnRequest, place: _Place) -> tuple[Message, ...]:
-    """Instructions, history, input."""
+    """Instructions, history, input. Raises: InvalidRequest for the output of a call that was not made."""
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
-    history = (Message(role=item.role, content=item.text) for item in place.path)
-    return (*system, *history, *request.input)
+    history = (message_of(item) for item in place.path)
+    return tuple(linked((*system, *history, *request.input), "input"))
+
+
+def _base(place: _Place, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
+    """The stored reply that a prompt extends, and the ids it adds; all of them where that reply is not stored."""
+    if prompt.base is None or prompt.base - offset >= len(place.path):
+        return None, prompt.token_ids
+    item = place.path[prompt.base - offset]
+    ids = place.tree.sequence(item) if place.tree is not None else ()
+    if not ids or ids != prompt.token_ids[: prompt.num_reused]:
+        return None, prompt.token_ids
+    return item.id, prompt.token_ids[prompt.num_reused :]
+
+
+def _has_tools_of(turn: Turn, request: TurnRequest) -> bool:
+    """Whether the request has the same functions as the one that `turn` answered."""
+    return echoed(turn.echo.get("tools")) == request.functions
 
 
 def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:
@@ -302,7 +343,8 @@ def input_items(messages: Sequence[Message], parent_id: str | None, now: float) 
     """Messages that a client wrote as items, each under the one before it."""
     items: list[Item] = []
     for message in messages:
-        item = Item(new_id("msg"), parent_id, message["role"], message["content"], created_at=now)
+        parts = parts_of(message)
+        item = Item(new_id("msg"), parent_id, message["role"], message["content"], created_at=now, parts=parts)
         items.append(item)
         parent_id = item.id
     return tuple(items)

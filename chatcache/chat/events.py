@@ -95,6 +95,7 @@ class ReplyFinished:
     num_output_tokens: int
     cancelled: bool = False
     num_pages_freed: int = 0
+    num_reasoning_tokens: int = 0
 
 
 ReplyEvent = ReplyStarted | ReplyDelta | ReplyBeams | ReplyDone | ReplyFinished

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -13,11 +13,15 @@ from chatcache.chat.candidate import Candidate
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.chat.forks import ReplyStart
 from chatcache.chat.live_beams import BeamReader
-from chatcache.chat.prompt import Message, Prompt, assemble
+from chatcache.chat.messages import calls_of, said
+from chatcache.chat.prompt import Known, Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
+from chatcache.chat.reading import Speech
+from chatcache.chat.tools import Function, variables
 from chatcache.chat.transcripts import Transcripts
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
+from chatcache.text.reply_format import ReplyFormat
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import (
     Beams,
@@ -35,6 +39,7 @@ from chatcache.types import (
 # Rendering and tokenising this much text takes about a millisecond; longer prompts leave the event loop alone.
 _INLINE_CHARS = 4_000
 _CHARS_PER_MESSAGE = 40  # what a template takes for an empty one, in characters' worth
+_INLINE_FUNCTIONS = 2
 _ABORT_TIMEOUT_S = 5.0
 
 
@@ -68,25 +73,28 @@ class ChatService:
         tokenizer: Tokenizer,
         transcripts: Transcripts | None = None,
         public: PublicPrompts | None = None,
+        form: ReplyFormat | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self.form = form if form is not None else ReplyFormat()
         self.transcripts = transcripts if transcripts is not None else Transcripts()
         self._public = public if public is not None else PublicPrompts()
         self._live: dict[str, GenerateRequest] = {}
 
-    async def prompt(self, messages: Sequence[Message], namespace: str) -> Prompt:
+    async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
         """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had."""
 
-        def known(index: int, head: str, reply: str) -> tuple[int, ...] | None:
-            return self.transcripts.recall(namespace, head, reply)
+        def known(index: int, head: str, message: Message) -> Known | None:
+            return self.transcripts.recall(namespace, head, said(message["content"], calls_of(message)))
 
         def assembled() -> Prompt:
-            prompt = assemble(self.tokenizer, messages, known)
+            prompt = assemble(self.tokenizer, messages, known, variables(functions))
             num_public = self._public.num_tokens(self.tokenizer, messages, prompt)
             return replace(prompt, num_public_tokens=num_public) if num_public else prompt
 
-        if sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages) <= _INLINE_CHARS:
+        num_chars = sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages)
+        if num_chars <= _INLINE_CHARS and len(functions) <= _INLINE_FUNCTIONS:
             return assembled()
         return await asyncio.to_thread(assembled)
 
@@ -97,17 +105,23 @@ class ChatService:
         return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens))
 
     async def start(
-        self, request: GenerateRequest, rendering: str | None = None, prefix: ReplyStart | None = None
+        self,
+        request: GenerateRequest,
+        rendering: str | None = None,
+        prefix: ReplyStart | None = None,
+        functions: Collection[str] | None = None,
     ) -> Reply:
         """Submit; the reply must then be read to its end or closed.
 
-        `rendering` is the prompt's text when it came from the chat template; it lets later turns recall this reply.
-        `prefix`: the beginning of the reply, which ends the prompt.
+        `rendering` is the prompt's text when it came from the chat template; it lets later turns recall this reply, and
+        reasoning and calls of `functions` (None: of none) are then told apart. `prefix`: the beginning of the reply,
+        which ends the prompt.
         Raises: what `EngineClient.submit` raises.
         """
         await self.engine.submit(request)
         self._live[request.request_id] = request
-        return Reply(self, request, rendering, prefix)
+        speech = Speech(self.tokenizer, self.form if rendering is not None else ReplyFormat(), functions)
+        return Reply(self, request, rendering, prefix, speech)
 
     def live_of(self, namespace: str) -> dict[str, str]:
         """Requests of a tenant that are being answered, each with its conversation ("" for none)."""
@@ -121,14 +135,19 @@ class ChatService:
     def remember(self, request: GenerateRequest, rendering: str, candidate: Candidate) -> None:
         """Keep a finished candidate for clients that will resend it as text."""
         ids = (*candidate.prompt, *candidate.settled_ids)
-        self.transcripts.remember(request.namespace, rendering, candidate.text, ids)
+        self.transcripts.remember(request.namespace, rendering, candidate.said, ids, candidate.raw)
 
 
 class Reply:
     """One accepted request while it is answered. An async context manager: leaving it early aborts the request."""
 
     def __init__(
-        self, service: ChatService, request: GenerateRequest, rendering: str | None, prefix: ReplyStart | None = None
+        self,
+        service: ChatService,
+        request: GenerateRequest,
+        rendering: str | None,
+        prefix: ReplyStart | None,
+        speech: Speech,
     ) -> None:
         self.request = request
         self._service = service
@@ -136,7 +155,7 @@ class Reply:
         self.ended = False
         self.num_tokens = 0
         self.candidates = tuple(
-            Candidate(index, service.tokenizer, request, prefix) for index in range(num_candidates(request.params))
+            Candidate(index, speech, request, prefix) for index in range(num_candidates(request.params))
         )
 
     async def __aenter__(self) -> Reply:
@@ -178,6 +197,7 @@ class Reply:
                     num_output_tokens=event.num_output_tokens,
                     cancelled=event.cancelled,
                     num_pages_freed=event.num_pages_freed,
+                    num_reasoning_tokens=sum(candidate.num_reasoning_tokens for candidate in self.candidates),
                 )
                 return
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
-from chatcache.chat.prompt import Message, Prompt
+from chatcache.chat.prompt import MAX_RENDERED_CHARS, NO_VARIABLES, Message, Prompt
 from chatcache.text.quoting import unquote
 from chatcache.text.tokenizer import Tokenizer
 
-# Every message is rendered with all before it: what that may cost is bounded, and beyond it nothing is said.
-MAX_RENDERED_CHARS = 2_000_000
 
-
-def message_ends(tokenizer: Tokenizer, messages: Sequence[Message], prompt: Prompt) -> tuple[int, ...] | None:
+def message_ends(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    prompt: Prompt,
+    variables: Mapping[str, Any] = NO_VARIABLES,
+) -> tuple[int, ...] | None:
     """Count the tokens up to the end of each message, what a template writes behind it included.
 
     A token that spans two messages belongs to the later one. None where there is no saying: templates that rewrite
-    history, and prompts too long to look at so closely.
+    history, and prompts too long to look at so closely: every message is rendered with all before it.
     """
     if len(messages) * len(prompt.text) > MAX_RENDERED_CHARS:
         return None
@@ -26,7 +29,7 @@ def message_ends(tokenizer: Tokenizer, messages: Sequence[Message], prompt: Prom
     num_text_bytes = len(unquote(prompt.text).encode("utf-8", "replace"))
     ends: list[int] = []
     for index in range(len(messages)):
-        head = tokenizer.render(messages[: index + 1], add_generation_prompt=False)
+        head = tokenizer.render(messages[: index + 1], add_generation_prompt=False, **variables)
         if not prompt.text.startswith(head):
             return None
         at = len(unquote(head).encode("utf-8", "replace"))

@@ -8,9 +8,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from chatcache.chat.prompt import Known
+
 
 class Transcripts:
-    """A least-recently-used map from (namespace, rendering before a reply, reply text) to their token ids.
+    """A least-recently-used map from (namespace, rendering before a reply, reply) to their token ids and its raw text.
+
+    A reply is named by what clients send back of it (`messages.said`); `raw` is all that the model wrote.
 
     A text has many tokenisations and a model need not generate the one its tokenizer would choose. Surrounding white
     space of the reply does not count: clients trim. Bounded by the tokens it holds; forgetting costs only page hits.
@@ -20,26 +24,28 @@ class Transcripts:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._lock = threading.Lock()  # long prompts are assembled on worker threads
-        self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
 
-    def remember(self, namespace: str, head: str, reply: str, token_ids: Sequence[int]) -> None:
+    def remember(self, namespace: str, head: str, reply: str, token_ids: Sequence[int], raw: str | None = None) -> None:
+        """`raw`: None where it is the reply itself."""
         key = _key(namespace, head, reply)
         with self._lock:
-            self._num_tokens -= len(self._ids.pop(key, ()))
-            self._ids[key] = array("i", token_ids)
+            self._num_tokens -= len(self._known.pop(key, ((), None))[0])
+            self._known[key] = array("i", token_ids), None if raw is None or raw.strip() == reply.strip() else raw
             self._num_tokens += len(token_ids)
             while self._num_tokens > self._max_tokens:
-                _, dropped = self._ids.popitem(last=False)
+                _, (dropped, _) = self._known.popitem(last=False)
                 self._num_tokens -= len(dropped)
 
-    def recall(self, namespace: str, head: str, reply: str) -> tuple[int, ...] | None:
+    def recall(self, namespace: str, head: str, reply: str) -> Known | None:
         key = _key(namespace, head, reply)
         with self._lock:
-            ids = self._ids.get(key)
-            if ids is None:
+            found = self._known.get(key)
+            if found is None:
                 return None
-            self._ids.move_to_end(key)
-            return tuple(ids)
+            self._known.move_to_end(key)
+            ids, raw = found
+            return Known(reply if raw is None else raw, tuple(ids))
 
 
 def _key(namespace: str, head: str, reply: str) -> bytes:

@@ -30,6 +30,7 @@ class Usage(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_reasoning_tokens: int = 0
 
 
 class ToolCall(msgspec.Struct, frozen=True):

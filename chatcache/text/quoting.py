@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from chatcache.errors import InvalidRequest
+from chatcache.text.verbatim import VerbatimJson
 
 SEAM = "\udcff"  # a lone surrogate: no valid text holds it
 
@@ -40,6 +41,8 @@ class Quoter:
             if SEAM in value:
                 raise InvalidRequest("text must be valid Unicode (a lone surrogate was found)", param="messages")
             return self._pattern.sub(rf"\g<0>{SEAM}", value) if self._pattern is not None else value
+        if isinstance(value, VerbatimJson):
+            return VerbatimJson({key: self.quote(each) for key, each in value.items()}, self.quote(value.source))
         if isinstance(value, dict):
             return {key: self.quote(each) for key, each in value.items()}
         if isinstance(value, list | tuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from chatcache.errors import InvalidRequest, ModelFolderError
+from chatcache.text.verbatim import dumped
 
 Message = Mapping[str, Any]
 _FINAL_MARK = "\ue000chatcache-final\ue000"
@@ -133,5 +133,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Dump without Jinja's HTML escapes, which a model should never see."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Dump without Jinja's HTML escapes, which a model should never see; a call's arguments as they were written."""
+    return dumped(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

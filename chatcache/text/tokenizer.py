@@ -139,11 +139,13 @@ class Tokenizer:
     ) -> str:
         """Render a chat through the model's template; `variables` (tools, enable_thinking, ...) reach the template.
 
-        Control tokens typed inside a message come out seamed (`quoting`): `encode_after` encodes them as text.
+        Control tokens typed in a message or a tool come out seamed (`quoting`): `encode_after` encodes them as text.
         Raises: InvalidRequest (param "messages") without a template, or when the template refuses the messages.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template: use completions instead", param="messages")
+        if variables.get("tools"):
+            variables["tools"] = self._in_messages.quote(variables["tools"])
         return self._template.render(
             [self._quoter(message.get("role")).quote(dict(message)) for message in messages],
             add_generation_prompt=add_generation_prompt,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.chat.prompt import MAX_LOOKBACK, Message, Prompt, assemble
+from chatcache.chat.prompt import MAX_LOOKBACK, Known, Message, Prompt, assemble
 from chatcache.chat.transcripts import Transcripts
 from tests.gateway.serving import CHATML, tiny_tokenizer, tokenizer_with
 
@@ -45,8 +45,9 @@ class Memory:
     def __init__(self) -> None:
         self.replies: dict[tuple[str, str], tuple[int, ...]] = {}
 
-    def known(self, index: int, head: str, reply: str) -> tuple[int, ...] | None:
-        return self.replies.get((head, reply))
+    def known(self, index: int, head: str, message: Message) -> Known | None:
+        ids = self.replies.get((head, message["content"]))
+        return Known(message["content"], ids) if ids is not None else None
 
     def say(self, prompt: Prompt, reply: str, ids: tuple[int, ...]) -> None:
         self.replies[prompt.text, reply] = (*prompt.token_ids, *ids)
@@ -113,7 +114,7 @@ def test_the_latest_known_reply_wins_and_unknown_ones_are_passed_over() -> None:
 def test_looking_back_is_bounded() -> None:
     tokenizer, asked = tiny_tokenizer(), []
 
-    def known(index: int, head: str, reply: str) -> None:
+    def known(index: int, head: str, message: Message) -> None:
         asked.append(index)
 
     said = [str(number) for number in range(101)]
@@ -125,7 +126,7 @@ def test_an_opening_reply_is_just_text() -> None:
     """Nothing of ours can precede a conversation's first message."""
     messages = [Message(role="assistant", content="Welcome"), Message(role="user", content="Hi")]
 
-    def known(index: int, head: str, reply: str) -> tuple[int, ...]:
+    def known(index: int, head: str, message: Message) -> Known:
         raise AssertionError("asked")
 
     assert list(assemble(tiny_tokenizer(), messages, known).token_ids) == tiny_tokenizer().render_ids(messages)
@@ -135,12 +136,12 @@ def test_transcripts_forget_the_oldest_first() -> None:
     transcripts = Transcripts(max_tokens=10)
     transcripts.remember("", "p", "a", [1] * 4)
     transcripts.remember("", "p", "b", [2] * 4)
-    assert transcripts.recall("", "p", "a") == (1,) * 4
+    assert transcripts.recall("", "p", "a") == Known("a", (1,) * 4)
     transcripts.remember("", "p", "c", [3] * 4)
     assert transcripts.recall("", "p", "b") is None
-    assert transcripts.recall("", "p", "a") == (1,) * 4
+    assert transcripts.recall("", "p", "a") == Known("a", (1,) * 4)
     transcripts.remember("", "p", "a", [4] * 9)
-    assert (transcripts.recall("", "p", "a"), transcripts.recall("", "p", "c")) == ((4,) * 9, None)
+    assert (transcripts.recall("", "p", "a"), transcripts.recall("", "p", "c")) == (Known("a", (4,) * 9), None)
     transcripts.remember("", "p", "huge", [5] * 11)
     assert transcripts.recall("", "p", "huge") is None
 
@@ -152,5 +153,5 @@ def test_transcripts_keep_namespaces_heads_and_replies_apart(keys: list[tuple[st
     one, two = keys
     transcripts.remember(*one, [1])
     trimmed: Any = [(space, head, reply.strip()) for space, head, reply in keys]
-    assert transcripts.recall(*two) == ((1,) if trimmed[0] == trimmed[1] else None)
-    assert transcripts.recall(one[0], one[1], f" {one[2]}\n") == (1,)
+    assert transcripts.recall(*two) == (Known(two[2], (1,)) if trimmed[0] == trimmed[1] else None)
+    assert transcripts.recall(one[0], one[1], f" {one[2]}\n") == Known(f" {one[2]}\n", (1,))

@@ -13,6 +13,7 @@ from chatcache.bus.inproc import ThreadedEngine
 from chatcache.chat.candidate import Candidate
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.chat.prompt import Message
+from chatcache.chat.reading import Speech
 from chatcache.chat.service import ChatService, Reply, ReplyFailed
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
@@ -106,7 +107,7 @@ def test_settled_ids_stand_for_exactly_the_shown_text(ids: list[int], at: int, l
     if not stop or "\ufffd" in stop:
         return
     params = SamplingParams(stop=(stop,), include_stop_str_in_output=include, ignore_eos=True)
-    candidate = Candidate(0, tokenizer, GenerateRequest(request_id="r", prompt=(5,), params=params))
+    candidate = Candidate(0, Speech(tokenizer), GenerateRequest(request_id="r", prompt=(5,), params=params))
     for token in ids:
         candidate.push(Tokens("r", 1, 0, (token,)))
     done = candidate.finish(CandidateDone("r", 2, 0, "stop", stop))[-1]
