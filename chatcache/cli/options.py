@@ -145,4 +145,12 @@ PublicPrompt = Annotated[
         show_default=False,
     ),
 ]
+ToolCallParser = Annotated[
+    Literal["auto", "hermes", "llama3_json", "mistral", "none"],
+    _flag("tool-call-parser", "How the model writes function calls; auto asks its chat template."),
+]
+ReasoningParser = Annotated[
+    Literal["auto", "qwen3", "deepseek_r1", "none"],
+    _flag("reasoning-parser", "How the model writes what it thinks; deepseek_r1 always begins with it."),
+]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _flag("log-level", "How much to log, to stderr.")]

@@ -48,6 +48,8 @@ def serve(
     cors_origin: options.CorsOrigin = [],  # noqa: B006
     root_path: options.RootPath = SERVER.root_path,
     public_prompt: options.PublicPrompt = [],  # noqa: B006
+    tool_call_parser: options.ToolCallParser = "auto",
+    reasoning_parser: options.ReasoningParser = "auto",
     log_level: options.LogLevel = "info",
 ) -> None:
     """Serve the chat page and the OpenAI-compatible API."""
@@ -82,6 +84,8 @@ def serve(
         cors_origins=tuple(cors_origin),
         root_path=_root_path(root_path),
         public_prompts=_public_prompts(public_prompt),
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         log_level=log_level,
     )
     if preemption == "swap" and swap_memory == 0:

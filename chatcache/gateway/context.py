@@ -21,6 +21,7 @@ from chatcache.gateway.errors import ModelLoading
 from chatcache.gateway.hub import ConversationHub
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.response_registry import ResponseRegistry
+from chatcache.text.reply_format import format_of
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import EngineHealth
 
@@ -81,8 +82,10 @@ class Gateway:
             self.load_error = f"the tokenizer did not load ({type(error).__name__})"
         else:
             public = PublicPrompts(self.config.public_prompts)
-            service = ChatService(self.engine, tokenizer, public=public)
-            self.model = Model(tokenizer, service, Conversations(store, tokenizer, public))
+            form = format_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
+            service = ChatService(self.engine, tokenizer, public=public, form=form)
+            conversations = Conversations(store, tokenizer, public, form, service.transcripts)
+            self.model = Model(tokenizer, service, conversations)
 
     async def health(self) -> EngineHealth:
         """The engine's health; remembers what does not change once it is ready."""
