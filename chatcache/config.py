@@ -47,9 +47,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway. `api_keys` empty means open (and then only loopback is bound by default).
 
     `public_prompts`: texts of system prompts whose pages all tenants share. `tool_call_parser`: auto (what the model's
-    chat template tells) | hermes | llama3_json | mistral | none. `reasoning_parser`: auto | qwen3 | deepseek_r1 | none. `body_timeout_s`: how long a request body
-    may pause, and the head start it has over 1 KiB/s. `detach_ttl_s`: how long a stored response goes on being
-    generated after its last reader left.
+    chat template tells) | hermes | llama3_json | mistral | none. `reasoning_parser`: auto | qwen3 | deepseek_r1 | none.
+    `body_timeout_s`: how long a request body may pause, and the head start it has over 1 KiB/s. `detach_ttl_s`: how
+    long a stored response goes on being generated after its last reader left.
     """
 
     host: str = "127.0.0.1"
