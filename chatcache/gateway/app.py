@@ -19,7 +19,16 @@ from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.gateway import cache, conversation_items, conversations, health, models, static
+from chatcache.gateway import (
+    cache,
+    conversation_items,
+    conversations,
+    health,
+    models,
+    responses_http,
+    responses_stored,
+    static,
+)
 from chatcache.gateway.completions import completions
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
@@ -96,6 +105,11 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         WebSocketRoute("/v1/responses", responses_socket),
+        Route("/v1/responses", responses_http.create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses_stored.input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", responses_stored.OneResponse),
+        Route("/v1/responses/{id}/cancel", responses_stored.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", responses_stored.input_items),
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
         Route("/v1/cache/accounts", cache.accounts),
         Route("/v1/conversations", conversation_items.Conversations),

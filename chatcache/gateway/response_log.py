@@ -19,6 +19,7 @@ from chatcache.gateway.snapshots import OutputTexts
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 MAX_BEHIND = 256
 MAX_BEHIND_BYTES = 256 * 1024
+_MILESTONES = frozenset({"response.created", "response.output_item.done", *TERMINAL})
 _KEPT_NOTES = ("response.progress", "conversation.updated")  # the newest of each survives a snapshot
 
 
@@ -43,6 +44,7 @@ class ResponseLog:
         self._frames = FrameStore()
         self._texts = OutputTexts()
         self._terminal: _Terminal | None = None
+        self._milestones: list[int] = []
         self._notes: dict[str, tuple[int, LogFrame]] = {}
         self._grown = asyncio.Event()
 
@@ -69,6 +71,8 @@ class ResponseLog:
             if self._terminal is not None:
                 raise RuntimeError(f"{self.response_id} ended twice: {self._terminal.kind}, then {kind}")
             self._terminal = _Terminal(self._frames.num_frames, number, kind)
+        if kind in _MILESTONES:
+            self._milestones.append(self._frames.num_frames)
         self._add(LogFrame(kind, number, encode({"type": kind, "sequence_number": number, **fields})))
 
     def note(self, kind: str, **fields: object) -> None:
@@ -92,6 +96,14 @@ class ResponseLog:
         if after > self.last_number:
             raise InvalidRequest(f"starting_after: the last event so far is {self.last_number}", param="starting_after")
         return LogReader(self, self._frames, after, extended)
+
+    def milestones(self) -> list[LogFrame]:
+        """The frames that tell how the response stands: created, each finished output item, the terminal one."""
+        return [self._frames.from_position(position)[0] for position in self._milestones]
+
+    def texts(self) -> list[dict[str, object]]:
+        """What every output item says so far, as in `response.snapshot`."""
+        return self._texts.outputs()
 
     async def wait_beyond(self, position: int) -> bool:
         """Wait for a frame at `position`; False when there will be none."""

@@ -34,21 +34,22 @@ def frame(event: object) -> bytes:
 
 
 class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette ships without types
-    """Streams `events` as SSE; `on_end` runs exactly once when the response is over, however it ends.
+    """Streams frames as SSE; `on_end` runs exactly once when the response is over, however it ends.
 
-    A comment goes out whenever nothing did for `keep_alive_s`; 0 sends none.
+    `keep_alive`, a comment, goes out whenever nothing did for `keep_alive_s`; 0 sends none.
     """
 
     def __init__(
         self,
-        events: AsyncIterator[object],
+        frames: AsyncGenerator[bytes, None],
         *,
         keep_alive_s: float,
         on_end: Callable[[], Awaitable[None]],
         headers: dict[str, str],
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         super().__init__(
-            framed(events),
+            frames,
             headers={"cache-control": "no-cache, no-transform", **headers},
             ping=keep_alive_s or _SEND_TIMEOUT_S,
             sep="\n",
@@ -56,6 +57,7 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
         )
         self._on_end = on_end
         self._keep_alive_s = keep_alive_s
+        self._keep_alive = keep_alive
         self._moved_s = time.monotonic()  # when a send last began
         self._is_sending = False
 
@@ -94,7 +96,7 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
             else:
                 self._moved_s = time.monotonic()
                 if self._keep_alive_s:
-                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                    await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
 
 
 async def framed(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:

@@ -20,7 +20,7 @@ from chatcache.gateway.jsonio import encode
 from chatcache.gateway.logprobs import max_top
 from chatcache.gateway.metering import metered
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.sse import EventStream
+from chatcache.gateway.sse import EventStream, framed
 from chatcache.types import TokenLogprob
 
 
@@ -80,7 +80,7 @@ async def respond(
 
     if stream:
         return EventStream(
-            shape.chunks(events()),
+            framed(shape.chunks(events())),
             keep_alive_s=gateway.config.sse_keep_alive_interval_s,
             on_end=close,
             headers=headers,

@@ -223,6 +223,14 @@ class DetokenizeFields(msgspec.Struct, frozen=True):
     model: ShortText | None = None
 
 
+class DeliveryFields(msgspec.Struct, frozen=True):
+    """What an HTTP request needs of a response's fields: how it wants the answer."""
+
+    stream: bool | None = None
+    background: bool | None = None
+    store: bool | None = None
+
+
 class CreateFields(msgspec.Struct, frozen=True):
     """What the connection itself needs of a `response.create`."""
 

@@ -1,0 +1,74 @@
+"""How a response stands: from its log while that is kept, from the tree afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from chatcache.chat.tree import DELETED, IN_PROGRESS, ConversationTree
+from chatcache.gateway.jsonio import encode
+from chatcache.gateway.response_log import TERMINAL, ResponseLog
+from chatcache.gateway.response_object import output_items, output_text, response_object, why_incomplete
+
+
+class _Lifecycle(msgspec.Struct):
+    """`response.created` and the terminal frames, as far as they are read again."""
+
+    response: msgspec.Raw
+    receipt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Finished(msgspec.Struct):
+    """`response.output_item.done`."""
+
+    output_index: int
+    item: dict[str, Any]
+
+
+def as_logged(log: ResponseLog) -> bytes:
+    """The response object: the final one, with its receipt if it was cancelled, or all that is known so far."""
+    milestones = log.milestones()
+    end = next((frame for frame in milestones if frame.kind in TERMINAL), None)
+    if end is not None:
+        return _final(end.data)
+    created = msgspec.json.decode(milestones[0].data, type=_Lifecycle)
+    finished = [msgspec.json.decode(frame.data, type=_Finished) for frame in milestones[1:]]
+    outputs: dict[Any, Mapping[str, Any]] = {text["output_index"]: _unfinished(text) for text in log.texts()}
+    outputs |= {each.output_index: each.item for each in finished}
+    response = msgspec.json.decode(created.response)
+    return encode({**response, "output": [outputs[index] for index in sorted(outputs)]})
+
+
+def as_created(log: ResponseLog) -> bytes:
+    """The response object as it was when the response began."""
+    return bytes(msgspec.json.decode(log.milestones()[0].data, type=_Lifecycle).response)
+
+
+def as_stored(tree: ConversationTree, response_id: str) -> dict[str, Any] | None:
+    """The response object, or None for one that was deleted. Log-probabilities are not stored."""
+    turn = tree.turns.get(response_id)
+    if turn is None or turn.status == DELETED:
+        return None
+    outputs = tree.outputs(response_id)
+    items = [each for output in outputs for each in output_items(output)]
+    return response_object(turn, items, why_incomplete(turn, outputs))
+
+
+def _final(frame: bytes) -> bytes:
+    end = msgspec.json.decode(frame, type=_Lifecycle)
+    response = bytes(end.response)
+    if isinstance(end.receipt, msgspec.UnsetType):
+        return response
+    return b'%s,"receipt":%s}' % (response[:-1], bytes(end.receipt))
+
+
+def _unfinished(text: Mapping[str, Any]) -> dict[str, object]:
+    """An output item that is still growing."""
+    item = {"id": text["item_id"], "type": text["type"], "status": IN_PROGRESS}
+    if text["type"] == "function_call":
+        return {**item, "call_id": text["call_id"], "name": text["name"], "arguments": text["arguments"]}
+    if text["type"] == "reasoning":
+        return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text["text"]}]}
+    return {**item, "role": "assistant", "content": [output_text(text["text"], [])]}

@@ -1,0 +1,85 @@
+"""`POST /v1/responses`, streamed or whole, and reading a response again while its log is kept.
+
+The response runs by itself (`response_run`); a connection only reads its log. What becomes of a response whose readers
+leave is settled there: without `store` it ends, with it it goes on for a while, in the background until it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from chatcache.gateway.body import read_json, until_disconnect
+from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.response_log import LogReader
+from chatcache.gateway.response_registry import Run
+from chatcache.gateway.response_run import start_response
+from chatcache.gateway.response_state import as_created, as_logged
+from chatcache.gateway.sse import EventStream
+from chatcache.gateway.wire import DeliveryFields, ResponseFields, SamplingFields
+
+# openai-python takes a blank line for the end of an event wherever ids may be: a ping has none.
+PING = b": keep-alive\n"
+JSON = "application/json"
+
+
+async def create(request: Request) -> Response:
+    """POST /v1/responses."""
+    gateway = gateway_of(request)
+    body = await read_json(request)
+    delivery = read(body, DeliveryFields)
+    headers = ignored_header(unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields))
+    starting = start_response(gateway, owner_of(request), body)
+    # One that is stored is started even if the client is gone by then: resending it could only double it.
+    run = await (starting if delivery.store is not False else until_disconnect(request, starting))
+    if delivery.stream:
+        return LogStream(gateway, run.log.reader(), headers)
+    if delivery.background:
+        return Response(as_created(run.log), headers=headers, media_type=JSON)
+    with run.log.reader():
+        await until_disconnect(request, _over(gateway, run))
+    return Response(as_logged(run.log), headers=headers, media_type=JSON)
+
+
+async def _over(gateway: Gateway, run: Run) -> None:
+    """Wait for the end; whoever stops waiting before has left."""
+    try:
+        await asyncio.wait([run.task])
+    except asyncio.CancelledError:
+        gateway.metrics.disconnects.inc()
+        raise
+
+
+class LogStream(EventStream):
+    """The numbered frames of a log as SSE. Counts as a reader for as long as it is connected."""
+
+    def __init__(self, gateway: Gateway, reader: LogReader, headers: dict[str, str]) -> None:
+        self._gateway = gateway
+        self._reader = reader
+        self._whole = False
+        super().__init__(
+            self._frames(),
+            keep_alive_s=gateway.config.sse_keep_alive_interval_s,
+            keep_alive=PING,
+            on_end=self._ended,
+            headers=headers,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._reader:
+            await super().__call__(scope, receive, send)
+
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
+        """What is there goes in one piece, each event with OpenAI's name for it."""
+        while frames := await self._reader.next():
+            yield b"".join(b"event: %s\ndata: %s\n\n" % (frame.kind.encode(), frame.data) for frame in frames)
+        self._whole = True
+
+    async def _ended(self) -> None:
+        if not self._whole:
+            self._gateway.metrics.disconnects.inc()

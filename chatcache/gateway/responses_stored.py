@@ -1,0 +1,151 @@
+"""`/v1/responses/{id}`: retrieving, following, cancelling and deleting a response that somebody began.
+
+While a response runs, and for a while after, it is what its log says; later it is what the tree says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from starlette.endpoints import HTTPEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.chat.removal import without_response
+from chatcache.chat.store import ConversationStore, StaleRevision
+from chatcache.chat.tree import DELETED, ConversationTree
+from chatcache.errors import InvalidRequest, NotFound
+from chatcache.gateway.body import read_json
+from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.conversation_items import edited, wire_items
+from chatcache.gateway.conversations import store_of
+from chatcache.gateway.errors import json_response
+from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.paging import PageQuery, paged
+from chatcache.gateway.response_run import turn_request
+from chatcache.gateway.response_state import as_logged, as_stored
+from chatcache.gateway.responses_http import JSON, LogStream
+from chatcache.gateway.wire import ResponseFields, SamplingFields
+
+_MAX_DIGITS = 15
+
+
+class OneResponse(HTTPEndpoint):
+    """/v1/responses/{id}."""
+
+    async def get(self, request: Request) -> Response:
+        """As it is now; with `stream=true`, its events from `starting_after` on."""
+        query = request.query_params
+        if _flag(query.get("stream", "false")):
+            return await _follow(request, _number(query.get("starting_after")))
+        return await _now(request)
+
+    async def delete(self, request: Request) -> Response:
+        """End it if it runs. What others were continued from stays in the conversation as messages."""
+        gateway, owner, store = gateway_of(request), owner_of(request), store_of(request)
+        response_id = request.path_params["id"]
+        logged = gateway.responses.find(owner, response_id)
+        if logged is not None and logged.run is not None:
+            await logged.run.cancel()
+        try:
+            tree = await _find(store, owner, response_id)
+        except NotFound:
+            if logged is None:
+                raise
+        else:
+            await _remove(gateway, store, tree, response_id)
+        gateway.responses.forget(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel(request: Request) -> Response:
+    """POST /v1/responses/{id}/cancel: what it had said, and the receipt. One that has ended is answered as it is."""
+    logged = gateway_of(request).responses.find(owner_of(request), request.path_params["id"])
+    if logged is not None and logged.run is not None:
+        await logged.run.cancel()
+        return Response(as_logged(logged.log), media_type=JSON)
+    return await _now(request)
+
+
+async def input_items(request: Request) -> Response:
+    """GET /v1/responses/{id}/input_items: the messages that came with the request."""
+    response_id = request.path_params["id"]
+    query = PageQuery.read(request.query_params)
+    tree = await _find(store_of(request), owner_of(request), response_id)
+    return json_response(paged(wire_items(tree, tree.inputs(response_id)), query))
+
+
+async def input_tokens(request: Request) -> Response:
+    """POST /v1/responses/input_tokens: how long the prompt would be. Nothing is computed or stored."""
+    gateway, owner = gateway_of(request), owner_of(request)
+    body = await read_json(request)
+    fields = read(body, ResponseFields)
+    ignored = unknown_fields(body, ResponseFields, SamplingFields)
+    model = await gateway.ready(fields.model)
+    planned = await model.conversations.plan(turn_request(fields, owner, gateway.model_name))
+    answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
+    return json_response(answer, headers=ignored_header(ignored))
+
+
+async def _now(request: Request) -> Response:
+    gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
+    logged = gateway.responses.find(owner, response_id)
+    if logged is not None:
+        return Response(as_logged(logged.log), media_type=JSON)
+    tree = await _find(store_of(request), owner, response_id)
+    return json_response(as_stored(tree, response_id))
+
+
+async def _follow(request: Request, after: int) -> Response:
+    gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
+    logged = gateway.responses.find(owner, response_id)
+    if logged is None:
+        await _find(store_of(request), owner, response_id)
+        raise InvalidRequest(
+            "the events of this response are not kept any more: retrieve it without stream",
+            param="stream",
+            code="stream_expired",
+        )
+    return LogStream(gateway, logged.log.reader(after), {})
+
+
+async def _find(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:
+    """The tree that holds a stored response. Raises: NotFound, also for one that was deleted."""
+    missing = NotFound(f"no response {response_id[:128]!r}", param="response_id")
+    try:
+        tree = await store.load(owner, await store.locate(owner, response_id))
+    except NotFound:
+        raise missing from None
+    turn = tree.turns.get(response_id)
+    if turn is None or turn.status == DELETED:
+        raise missing
+    return tree
+
+
+async def _remove(gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str) -> None:
+    """Take it out; a conversation that came into being with it and holds nothing else is not left behind empty."""
+    owner, conversation_id = tree.conversation.owner, tree.conversation.id
+    conversation = await edited(store, owner, conversation_id, lambda now: without_response(now, response_id))
+    if tree.turns[response_id].created_at == tree.conversation.created_at:
+        left = await store.load(owner, conversation_id)
+        with contextlib.suppress(StaleRevision):  # somebody goes on in it
+            if not left.items:
+                await store.delete(owner, conversation_id, expect=left.conversation.rev)
+                gateway.hub.deleted(owner, conversation_id)
+                return
+    gateway.hub.changed(conversation)
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise InvalidRequest("stream must be true or false", param="stream")
+    return text == "true"
+
+
+def _number(text: str | None) -> int:
+    """`starting_after`; -1, which is before all events, where there is none. Raises: InvalidRequest."""
+    if text is None:
+        return -1
+    if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
+        raise InvalidRequest("starting_after must be the sequence_number of an event", param="starting_after")
+    return int(text)
