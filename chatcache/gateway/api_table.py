@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from chatcache.gateway import answers, answers_stored, wire
+from chatcache.gateway import answers, answers_responses, answers_stored, wire
 
 # The page and its files: not an API.
 PAGE_PATHS = frozenset({"/", "/assets", "/{file}"})
@@ -32,6 +32,19 @@ class ListQuery(msgspec.Struct):
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     after: str | None = None
+
+
+class InputItemsQuery(msgspec.Struct):
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+class RetrieveQuery(msgspec.Struct):
+    """`stream`: its events, those behind `starting_after`."""
+
+    stream: bool = False
+    starting_after: Annotated[int, Meta(ge=0)] | None = None
 
 
 class ItemsQuery(msgspec.Struct):
@@ -91,6 +104,7 @@ _MODEL = (404, 503)  # no such model; not loaded yet, or no room in the queue
 _STARTING = (503,)
 _CONVERSATION = (404, 503)
 _CONFLICT: Mapping[int, object] = {409: answers_stored.Conflict}
+_RESPONSE_FIELDS = (wire.ResponseFields, wire.SamplingFields)
 _NOT_READY: Mapping[int, object] = {503: answers.NotReady}
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -111,6 +125,54 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.Completion,
         stream=answers.Completion,
         errors=_MODEL,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses",
+        summary="Answer in a stored conversation: continue it, begin one, or branch off anywhere",
+        body=Body("ResponseRequest", (*_RESPONSE_FIELDS, wire.DeliveryFields)),
+        answer=answers_responses.Response,
+        stream=answers_responses.ResponseEvent,
+        errors=_MODEL,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        summary="How long the prompt of such a request would be; computes and stores nothing",
+        body=Body("InputTokensRequest", _RESPONSE_FIELDS),
+        answer=answers_responses.InputTokens,
+        errors=_MODEL,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses/{id}",
+        summary="A response as it is now, or its events from any point on while they are kept",
+        query=RetrieveQuery,
+        answer=answers_responses.Response,
+        stream=answers_responses.ResponseEvent,
+        errors=(400, *_CONVERSATION),
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        summary="Delete a response; what others were continued from stays in the conversation as messages",
+        answer=answers_responses.DeletedResponse,
+        errors=(409, *_CONVERSATION),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/{id}/cancel",
+        summary="End it within one engine step, with a receipt; one that has ended stays as it is",
+        answer=answers_responses.Response,
+        errors=_CONVERSATION,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses/{id}/input_items",
+        summary="The messages that came with the request",
+        query=InputItemsQuery,
+        answer=answers.Page[answers_stored.ListedItem],
+        errors=(400, *_CONVERSATION),
     ),
     Operation(
         method="GET",

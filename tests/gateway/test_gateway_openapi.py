@@ -136,6 +136,39 @@ def test_events_are_as_described(server: Server, described: Described, path: str
         described.check_event("POST", path, json.loads(event))
 
 
+RESPONSES: list[dict[str, Any]] = [
+    {"input": "Hi", "nobody_knows_this": 1},
+    {"input": USER, "n": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "instructions": "x"},
+    {"input": "Hi", "beam_width": 3, "n": 2, "store": False},
+]
+
+
+@pytest.mark.parametrize("body", RESPONSES, ids=lambda each: str(each)[:50])
+def test_responses_are_as_described(server: Server, described: Described, body: dict[str, Any]) -> None:
+    path, body = "/v1/responses", {**body, "max_output_tokens": 6}
+    status, _, answer = server.post(path, **body)
+    described.check("POST", path, status, answer)
+    assert status == 200
+    events = re.findall(rb"event: (.*)\ndata: (.*)\n\n", server.stream(path, **body)[1])
+    assert len(events) > 4
+    for name, event in events:
+        described.check_event("POST", path, json.loads(event))
+        assert json.loads(event)["type"] == name.decode()
+    one = f"{path}/{answer['id']}"
+    known = 200 if answer["store"] else 404
+    for method, url, sent in (
+        ("POST", f"{path}/input_tokens", body),
+        ("GET", one, None),
+        ("GET", f"{one}/input_items", None),
+        ("POST", f"{one}/cancel", None),
+        ("DELETE", one, None),
+    ):
+        status, _, answer = server.request(method, url, sent)
+        described.check(method, url, status, answer)
+        assert status == (200 if sent else known)
+    described.check("GET", one, 404, server.request("GET", one)[2])
+
+
 def test_stored_things_are_as_described(server: Server, described: Described) -> None:
     head = converse(server, "Hello", n=2)["conversation"]["id"]
     converse(server, "Hello again")
