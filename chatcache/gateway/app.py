@@ -106,7 +106,7 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/completions", completions, methods=["POST"]),
         WebSocketRoute("/v1/responses", responses_socket),
         Route("/v1/responses", responses_http.create, methods=["POST"]),
-        Route("/v1/responses/input_tokens", responses_stored.input_tokens, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses_stored.InputTokens),
         Route("/v1/responses/{id}", responses_stored.OneResponse),
         Route("/v1/responses/{id}/cancel", responses_stored.cancel, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", responses_stored.input_items),

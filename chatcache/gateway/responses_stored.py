@@ -75,16 +75,19 @@ async def input_items(request: Request) -> Response:
     return json_response(paged(wire_items(tree, tree.inputs(response_id)), query))
 
 
-async def input_tokens(request: Request) -> Response:
-    """POST /v1/responses/input_tokens: how long the prompt would be. Nothing is computed or stored."""
-    gateway, owner = gateway_of(request), owner_of(request)
-    body = await read_json(request)
-    fields = read(body, ResponseFields)
-    ignored = unknown_fields(body, ResponseFields, SamplingFields)
-    model = await gateway.ready(fields.model)
-    planned = await model.conversations.plan(turn_request(fields, owner, gateway.model_name))
-    answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
-    return json_response(answer, headers=ignored_header(ignored))
+class InputTokens(HTTPEndpoint):
+    """/v1/responses/input_tokens. A class, so that no other method is taken for one of a response of that name."""
+
+    async def post(self, request: Request) -> Response:
+        """How long the prompt would be. Nothing is computed or stored."""
+        gateway, owner = gateway_of(request), owner_of(request)
+        body = await read_json(request)
+        fields = read(body, ResponseFields)
+        ignored = unknown_fields(body, ResponseFields, SamplingFields)
+        model = await gateway.ready(fields.model)
+        planned = await model.conversations.plan(turn_request(fields, owner, gateway.model_name))
+        answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
+        return json_response(answer, headers=ignored_header(ignored))
 
 
 async def _now(request: Request) -> Response:
