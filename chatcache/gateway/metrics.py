@@ -28,6 +28,8 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens returned to clients.")
         self.disconnects = self._counter("client_disconnects", "Requests aborted because their client left.")
         self.tokens_after_stop = self._counter("tokens_after_stop", "Tokens that came after a cancel.")
+        self.snapshots = self._counter("ws_snapshots", "Snapshots in place of what a reader missed.")
+        self.resumed = self._counter("streams_resumed", "Responses read on from where they were.", ("transport",))
         self.duration = self._histogram("request_duration_seconds", "Request to last byte.", _LATENCY_S, ("route",))
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "Accepted to first token, by prefix cache outcome.", _LATENCY_S, ("cache",)

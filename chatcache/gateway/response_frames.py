@@ -44,6 +44,7 @@ class ResponseFrames:
         self._outputs: dict[int, Item] = {}
         self._scores: dict[int, float] = {}
         self._begun = False
+        self._steered = False
 
     @property
     def outputs(self) -> tuple[Item, ...]:
@@ -86,10 +87,16 @@ class ResponseFrames:
         for item in self._items(event.index):
             self._log.append("response.output_item.done", output_index=event.index, item=item)
 
+    def steered(self) -> Turn:
+        """It ends because input for a successor came; the turn as it is to be stored."""
+        self._steered = True
+        self._turn = replace(self._turn, echo={**self._turn.echo, "incomplete_details": {"reason": "steered"}})
+        return self._turn
+
     def status(self, event: ReplyFinished) -> str:
         """How the response ended, once all candidates are done."""
         if event.cancelled:
-            return CANCELLED
+            return INCOMPLETE if self._steered else CANCELLED
         return COMPLETED if self._finish_reasons <= {FINISH_STOP} else INCOMPLETE
 
     def finished(self, event: ReplyFinished, receipt: Mapping[str, object] | None) -> None:

@@ -176,9 +176,7 @@ class LogReader:
     async def next(self) -> Sequence[LogFrame]:
         """Wait for frames and take those that are there, a segment at most; none when the log has ended."""
         while True:
-            while not self.is_open:
-                self._opened.clear()
-                await self._opened.wait()
+            await self.wait_open()
             if not await self._log.wait_beyond(self._position):
                 return ()
             frames = self._take()
@@ -189,6 +187,11 @@ class LogReader:
     def is_open(self) -> bool:
         """Whether the window has room."""
         return self._acked is None or self.sent_number - self._acked < MAX_BEHIND
+
+    async def wait_open(self) -> None:
+        while not self.is_open:
+            self._opened.clear()
+            await self._opened.wait()
 
     def ack(self, number: int) -> None:
         """The client has seen everything up to that number. Raises: InvalidRequest for what it cannot have seen."""

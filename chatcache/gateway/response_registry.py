@@ -11,6 +11,7 @@ from typing import Protocol
 from chatcache.chat.forks import ReplyStart
 from chatcache.errors import NotFound
 from chatcache.gateway.response_log import ResponseLog
+from chatcache.gateway.steer import Steer
 
 KEEP_ENDED_S = 15 * 60.0
 MAX_ENDED_BYTES = 64 * 1024 * 1024
@@ -19,7 +20,7 @@ Receipt = Mapping[str, object]
 
 
 class Run(Protocol):
-    """A response under way (`response_run.ResponseRun`)."""
+    """A response under way (`live_response.LiveResponse`)."""
 
     id: str
     owner: str
@@ -35,6 +36,10 @@ class Run(Protocol):
         """Candidate `index` as far as it goes now, or its first tokens. Raises: InvalidRequest."""
         ...
 
+    async def steer(self, given: object) -> None:
+        """Queue input for a successor, which follows at once. Raises: SteerRefused."""
+        ...
+
     async def cancel(self) -> Receipt | None:
         """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""
         ...
@@ -42,7 +47,10 @@ class Run(Protocol):
 
 @dataclass(slots=True)
 class LoggedResponse:
-    """A response and its log. `run` is None once it has ended; `successor` is the response that goes on with it."""
+    """A response and its log. `run` is None once it has ended.
+
+    `successor` is the response that goes on with it, `steers` the input that waits for whoever does.
+    """
 
     id: str
     owner: str
@@ -50,6 +58,11 @@ class LoggedResponse:
     run: Run | None
     ended_s: float = 0.0
     successor: str | None = None
+    steers: tuple[Steer, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.log.num_bytes + sum(steer.num_bytes for steer in self.steers)
 
 
 class ResponseRegistry:
@@ -60,24 +73,28 @@ class ResponseRegistry:
         self._clock = clock
         self._live: dict[str, LoggedResponse] = {}
         self._ended: dict[str, LoggedResponse] = {}
+        self._sizes: dict[str, int] = {}
         self._ended_bytes = 0
 
     @property
     def num_ended_bytes(self) -> int:
         return self._ended_bytes
 
-    def begin(self, run: Run) -> None:
-        self._live[run.id] = LoggedResponse(run.id, run.owner, run.log, run)
+    def begin(self, run: Run) -> LoggedResponse:
+        """A response is under way."""
+        logged = self._live[run.id] = LoggedResponse(run.id, run.owner, run.log, run)
+        return logged
 
-    def end(self, response_id: str, *, keep: bool, successor: str | None = None) -> None:
+    def end(self, response_id: str, *, keep: bool) -> None:
         """A response is over and its log is closed. `keep`: it can still be read for a while."""
         found = self._live.pop(response_id, None)
         if found is None:
             return
-        found.run, found.successor, found.ended_s = None, successor, self._clock()
+        found.run, found.ended_s = None, self._clock()
         if keep:
             self._ended[response_id] = found
-            self._ended_bytes += found.log.num_bytes
+            self._sizes[response_id] = found.num_bytes
+            self._ended_bytes += found.num_bytes
         self._drop_old()
 
     def find(self, owner: str, response_id: str) -> LoggedResponse | None:
@@ -100,9 +117,8 @@ class ResponseRegistry:
 
     def forget(self, response_id: str) -> None:
         """Drop the log of an ended response: it was deleted."""
-        found = self._ended.pop(response_id, None)
-        if found is not None:
-            self._ended_bytes -= found.log.num_bytes
+        if self._ended.pop(response_id, None) is not None:
+            self._ended_bytes -= self._sizes.pop(response_id)
 
     def _drop_old(self) -> None:
         oldest_s = self._clock() - KEEP_ENDED_S

@@ -167,6 +167,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     include: Annotated[list[ShortText], Meta(max_length=16)] | None = None
     metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
     background: bool | None = None
+    generate: bool | None = None
     stream_id: Id | None = None
     stream_beams: bool | None = None
     text: TextOptions | None = None
@@ -239,3 +240,22 @@ class CreateFields(msgspec.Struct, frozen=True):
 
 class CancelFields(msgspec.Struct, frozen=True):
     response_id: Id
+
+
+class ResumeFields(msgspec.Struct, frozen=True):
+    """`starting_after`: the last `sequence_number` that the client has; -1 is none."""
+
+    response_id: Id
+    starting_after: Annotated[int, Meta(ge=-1, le=2**53)] | None = None
+    stream_id: Id | None = None
+
+
+class AckFields(msgspec.Struct, frozen=True):
+    response_id: Id
+    sequence_number: Annotated[int, Meta(ge=-1, le=2**53)]
+
+
+class SteerFields(msgspec.Struct, frozen=True):
+    """What must be there for a refusal to have its form."""
+
+    previous_response_id: Id

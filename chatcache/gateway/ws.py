@@ -1,72 +1,92 @@
-"""WebSocket /v1/responses: OpenAI's WebSocket mode. Lanes of responses in, frames of their logs out."""
+"""WebSocket /v1/responses: OpenAI's WebSocket mode, and what `chatcache.v1` adds. Frames in, and who takes them."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from chatcache.errors import ChatcacheError, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
+from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
 from chatcache.gateway.body import parse_json
-from chatcache.gateway.context import gateway_of, owner_of
-from chatcache.gateway.errors import INTERNAL, error_body
+from chatcache.gateway.context import Gateway, gateway_of, owner_of
 from chatcache.gateway.fields import read
-from chatcache.gateway.jsonio import encode
-from chatcache.gateway.response_run import ResponseRun, start_response
-from chatcache.gateway.wire import CancelFields, CreateFields
+from chatcache.gateway.heads import conversation_json
+from chatcache.gateway.hub import Subscription
+from chatcache.gateway.lanes import MAX_LANES, Lanes
+from chatcache.gateway.prewarm import Prewarmer
+from chatcache.gateway.response_registry import Run
+from chatcache.gateway.steer import SteerRefused, check_fields, failure, not_steerable
+from chatcache.gateway.wire import AckFields, CancelFields, ResumeFields, SteerFields
+from chatcache.gateway.ws_frames import GONE, Outbox
 from chatcache.types import MAX_N
 
-Frame = dict[str, Any]
-
-log = logging.getLogger(__name__)
-
 PROTOCOL = "chatcache.v1"
-MAX_LANES = 16
-MAX_QUEUED = 16
 BAD_MESSAGE = 4400
-TRY_LATER = 1013
-_SEND_TIMEOUT_S = 60.0
+TOO_MANY = 4429
+MAX_FRAMES_PER_S = 200.0
+MAX_BURST = 1000.0
+
+Body = dict[str, Any]
+Handler = Callable[[Body], Awaitable[None]]
 
 
 async def responses_socket(socket: WebSocket) -> None:
-    """Accept (the guard has already let it through), serve, and end what is still running when it goes."""
+    """Accept (the guard has already let it through) and serve until the client goes."""
     extended = PROTOCOL in socket.scope.get("subprotocols", ())
     await socket.accept(subprotocol=PROTOCOL if extended else None)
-    metrics = gateway_of(socket).metrics
-    metrics.sockets.inc()
-    connection = Connection(socket, extended)
+    gateway = gateway_of(socket)
+    gateway.metrics.sockets.inc()
+    connection = Connection(socket, gateway, extended)
     try:
         await connection.serve()
     except (WebSocketDisconnect, ConnectionError):
         pass
     finally:
-        metrics.sockets.dec()
+        gateway.metrics.sockets.dec()
         await connection.close()
 
 
 class Connection:
-    """One socket. Lanes run side by side, the responses of a lane one after another."""
+    """One socket."""
 
-    def __init__(self, socket: WebSocket, extended: bool) -> None:
+    def __init__(self, socket: WebSocket, gateway: Gateway, extended: bool) -> None:
         self._socket = socket
+        self._gateway = gateway
         self._extended = extended
-        self._gateway = gateway_of(socket)
         self._owner = owner_of(socket)
-        self._sending = asyncio.Lock()
-        self._queues: dict[str | None, deque[dict[str, Any]]] = {}
-        self._lanes: set[asyncio.Task[Any]] = set()
+        self._outbox = Outbox(socket)
+        self._lanes = Lanes(gateway, self._owner, self._outbox, extended)
+        self._prewarmer = Prewarmer(gateway, self._owner, self._outbox)
+        self._cancelling: dict[str, asyncio.Task[None]] = {}
+        self._telling: asyncio.Task[None] | None = None
+        self._handlers: dict[str, Handler] = {
+            "response.create": self._create,
+            "response.cancel": self._cancel,
+            "response.steer": self._steer,
+        }
+        if extended:
+            self._handlers |= {
+                "response.resume": self._resume,
+                "response.ack": self._ack,
+                "conversation.subscribe": self._subscribe,
+                "prompt.prewarm": self._prewarmer.start,
+            }
 
     async def serve(self) -> None:
         """Read frames until the client leaves. Raises: WebSocketDisconnect."""
         if self._extended:
             await self._gateway.health()  # so that the limits are known as soon as they can be
-            await self._send(self._session())
+            await self._outbox.send(session(self._gateway))
+        pace = Pace(MAX_FRAMES_PER_S, MAX_BURST)
         while True:
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
+                return
+            if not pace.take(time.monotonic()):
+                await self._socket.close(TOO_MANY, "too many messages")
                 return
             try:
                 text = message.get("text")
@@ -74,115 +94,144 @@ class Connection:
                     raise InvalidRequest("send text frames", code="invalid_json")
                 body = await parse_json(text)
             except InvalidRequest as error:
-                await self._refuse(error, None)
+                await self._outbox.refuse(error)
                 await self._socket.close(BAD_MESSAGE, "bad message")
                 return
-            await self._take(body)
+            await self._handle(body)
 
     async def close(self) -> None:
-        """Stop reading logs; the responses of this connection are cancelled by their lanes."""
-        for task in self._lanes:
+        """Stop reading logs. Stored responses go on for a while; those that are not end with their last reader."""
+        tasks = [*self._cancelling.values(), *([self._telling] if self._telling is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._lanes, return_exceptions=True)
+        await asyncio.gather(self._lanes.close(), self._prewarmer.close(), *tasks, return_exceptions=True)
 
-    async def _take(self, body: dict[str, Any]) -> None:
-        lane = body.get("stream_id")
+    async def _handle(self, body: Body) -> None:
+        kind = body.get("type")
+        handler = self._handlers.get(kind) if isinstance(kind, str) else None
         try:
-            if body.get("type") == "response.create":
-                self._enqueue(_flat(body))
-            elif body.get("type") == "response.cancel":
-                await self._cancel(read(body, CancelFields).response_id)
-            else:
-                raise InvalidRequest("type must be response.create or response.cancel", param="type")
+            if handler is None:
+                raise InvalidRequest(f"type must be one of {', '.join(self._handlers)}", param="type")
+            await handler(body)
         except ChatcacheError as error:
-            await self._refuse(error, lane)
+            await self._outbox.refuse(error, body.get("stream_id"))
 
-    def _enqueue(self, body: dict[str, Any]) -> None:
-        lane = read(body, CreateFields).stream_id
-        if body.get("background"):
-            raise UnsupportedParameter("background is not supported over WebSocket", param="background")
-        queue = self._queues.get(lane)
-        if queue is None:
-            if len(self._queues) >= MAX_LANES:
-                raise Overloaded(f"at most {MAX_LANES} lanes at once", param="stream_id")
-            queue = self._queues[lane] = deque()
-            task = asyncio.create_task(self._run_lane(lane, queue))
-            self._lanes.add(task)
-            task.add_done_callback(self._lanes.discard)
-        if len(queue) >= MAX_QUEUED:
-            raise Overloaded(f"at most {MAX_QUEUED} responses may wait in a lane", param="stream_id")
-        queue.append(body)
+    async def _create(self, body: Body) -> None:
+        self._lanes.enqueue(flat(body))
 
-    async def _run_lane(self, lane: str | None, queue: deque[dict[str, Any]]) -> None:
-        try:
-            while queue:
-                await self._respond(lane, queue.popleft())
-        except (WebSocketDisconnect, ConnectionError, RuntimeError):
-            pass  # the socket closed under a send; `serve` notices too
-        finally:
-            del self._queues[lane]
-
-    async def _respond(self, lane: str | None, body: dict[str, Any]) -> None:
-        try:
-            run = await start_response(self._gateway, self._owner, body, watched=self._extended)
-        except Exception as error:
-            if not isinstance(error, ChatcacheError):
-                log.exception("response.create failed")
-            await self._refuse(error if isinstance(error, ChatcacheError) else INTERNAL, lane)
-            return
-        await self._forward(run, lane)
-
-    async def _forward(self, run: ResponseRun, lane: str | None) -> None:
-        """Send the run's frames. What becomes of a run whose readers leave early is its own affair."""
-        with run.log.reader(extended=self._extended) as reader:
-            try:
-                async for frame in reader:
-                    await self._send_data(in_lane(frame.data, lane))
-            except BaseException:
-                self._gateway.metrics.disconnects.inc()
-                raise
-
-    async def _cancel(self, response_id: str) -> None:
+    async def _cancel(self, body: Body) -> None:
+        response_id = read(body, CancelFields).response_id
         run = self._gateway.responses.get(self._owner, response_id).run
         if run is None:
             raise NotFound(f"response {response_id!r} has ended", param="response_id")
-        task = asyncio.create_task(run.cancel())
-        self._lanes.add(task)
-        task.add_done_callback(self._lanes.discard)
+        if response_id not in self._cancelling:
+            self._cancelling[response_id] = asyncio.create_task(self._receipt(run))
 
-    async def _refuse(self, error: ChatcacheError, lane: object) -> None:
-        frame: Frame = {"type": "error", "status": error.status, "error": error_body(error)}
-        await self._send({**frame, "stream_id": lane} if isinstance(lane, str) else frame)
-
-    async def _send(self, frame: Frame) -> None:
-        await self._send_data(encode(frame))
-
-    async def _send_data(self, data: bytes) -> None:
-        text = data.decode("ascii")
+    async def _receipt(self, run: Run) -> None:
+        """Cancel, and tell what that came to, unless the response's own frames tell it here."""
         try:
-            async with self._sending, asyncio.timeout(_SEND_TIMEOUT_S):
-                await self._socket.send_text(text)
-        except TimeoutError:
-            await self._socket.close(TRY_LATER, "reading too slowly")
-            raise WebSocketDisconnect(TRY_LATER) from None
+            receipt = await run.cancel()
+            if self._lanes.reader_of(run.id) is None and not self._lanes.ending_of(run.id)[0]:
+                status = (run.log.terminal or "").rpartition(".")[2]
+                told = {"response_id": run.id, "status": "cancelled" if receipt else status, "receipt": receipt}
+                await self._outbox.send({"type": "response.cancelled", **told})
+        except GONE:
+            pass
+        finally:
+            del self._cancelling[run.id]
 
-    def _session(self) -> Frame:
-        limits = {
-            "max_frame_bytes": self._gateway.config.max_frame_bytes,
-            "max_n": MAX_N,
-            "max_beam_width": MAX_N,
-            "max_lanes": MAX_LANES,
-        }
-        model = {"model": self._gateway.model_name, "max_model_len": self._gateway.max_model_len or None}
-        return {"type": "session.created", "session": {**model, "limits": limits}}
+    async def _steer(self, body: Body) -> None:
+        response_id, given = read(body, SteerFields).previous_response_id, body.get("input")
+        lane = self._lanes.lane_of(response_id)
+        try:
+            check_fields(body)
+            await self._steerable(response_id).steer(given)
+        except SteerRefused as error:
+            failed = failure(error, given, response_id)
+            await self._outbox.send({"type": "response.steer.failed", "sequence_number": 0, **failed}, lane)
+
+    def _steerable(self, response_id: str) -> Run:
+        """A response that this connection reads. Raises: SteerRefused."""
+        sent, terminal = self._lanes.ending_of(response_id)
+        if sent:
+            raise not_steerable(terminal)
+        logged = self._gateway.responses.find(self._owner, response_id)
+        if logged is None or self._lanes.reader_of(response_id) is None:
+            raise SteerRefused("no such response on this connection", code="response_not_found")
+        if logged.run is None:
+            raise not_steerable(logged.log.terminal)
+        return logged.run
+
+    async def _resume(self, body: Body) -> None:
+        fields = read(body, ResumeFields)
+        logged = self._gateway.responses.get(self._owner, fields.response_id)
+        after = fields.starting_after if fields.starting_after is not None else -1
+        self._lanes.resume(logged, after, fields.stream_id)
+        self._gateway.metrics.resumed.labels(transport="ws").inc()
+
+    async def _ack(self, body: Body) -> None:
+        fields = read(body, AckFields)
+        reader = self._lanes.reader_of(fields.response_id)
+        if reader is not None:  # it may have ended meanwhile
+            reader.ack(fields.sequence_number)
+
+    async def _subscribe(self, body: Body) -> None:
+        if self._telling is None:
+            subscription = self._gateway.hub.subscribe(self._owner)
+            self._telling = asyncio.create_task(self._tell(subscription))
+
+    async def _tell(self, subscription: Subscription) -> None:
+        """Send every change of the tenant's conversations; of several of one conversation the last will do."""
+        try:
+            while True:
+                for conversation_id, conversation in (await subscription.next()).items():
+                    if conversation is not None:
+                        frame = {"type": "conversation.updated", "conversation": conversation_json(conversation)}
+                    else:
+                        frame = {"type": "conversation.deleted", "conversation_id": conversation_id}
+                    await self._outbox.send(frame)
+                if subscription.overflowed:
+                    subscription.overflowed = False
+                    await self._outbox.send({"type": "conversation.missed"})
+        except GONE:
+            pass
+        finally:
+            self._gateway.hub.unsubscribe(self._owner, subscription)
 
 
-def in_lane(data: bytes, lane: str | None) -> bytes:
-    """An encoded frame with its lane spliced in."""
-    return data if lane is None else b'%s,"stream_id":%s}' % (data[:-1], encode(lane))
+class Pace:
+    """So many frames a second, with some in hand for bursts."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._left = burst
+        self._at_s = 0.0
+
+    def take(self, now_s: float) -> bool:
+        """Count one frame; False when it is one too many."""
+        self._left = min(self._burst, self._left + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
-def _flat(body: dict[str, Any]) -> dict[str, Any]:
+def session(gateway: Gateway) -> dict[str, object]:
+    """The first frame of a `chatcache.v1` connection."""
+    limits = {
+        "max_frame_bytes": gateway.config.max_frame_bytes,
+        "max_n": MAX_N,
+        "max_beam_width": MAX_N,
+        "max_lanes": MAX_LANES,
+        "max_frames_per_s": MAX_FRAMES_PER_S,
+    }
+    model = {"model": gateway.model_name, "max_model_len": gateway.max_model_len or None}
+    return {"type": "session.created", "session": {**model, "limits": limits}}
+
+
+def flat(body: Body) -> Body:
     """`response.create` with its fields at the top, wherever they came."""
     nested = body.get("response")
     if nested is None:

@@ -1,0 +1,67 @@
+"""Frames out of one WebSocket, one at a time, to a client that may be slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from chatcache.errors import ChatcacheError
+from chatcache.gateway.errors import error_body
+from chatcache.gateway.jsonio import encode
+from chatcache.gateway.log_frames import LogFrame
+
+Frame = Mapping[str, Any]
+
+TRY_LATER = 1013
+MAX_LANE_NAME = 128
+SEND_TIMEOUT_S = 30.0
+# What the server says when the client has closed under a send.
+GONE = (WebSocketDisconnect, ConnectionError, RuntimeError)
+
+
+class Outbox:
+    """Sends whole frames in turn, whoever sends. A client that takes nothing for `timeout_s` is closed with 1013."""
+
+    def __init__(self, socket: WebSocket, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self._socket = socket
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+
+    async def send(self, frame: Frame, lane: str | None = None) -> None:
+        """Raises: one of `GONE`."""
+        await self._send_all((in_lane(encode(frame), lane_suffix(lane)),))
+
+    async def forward(self, frames: Sequence[LogFrame], suffix: bytes) -> None:
+        """Frames of a log, each with its lane. Raises: one of `GONE`."""
+        await self._send_all([in_lane(frame.data, suffix) for frame in frames])
+
+    async def refuse(self, error: ChatcacheError, lane: object = None) -> None:
+        """An error frame; the connection stays usable."""
+        named = lane if isinstance(lane, str) and len(lane) <= MAX_LANE_NAME else None
+        await self.send({"type": "error", "status": error.status, "error": error_body(error)}, named)
+
+    async def give_up(self) -> None:
+        """Close on a client that does not keep up."""
+        await self._socket.close(TRY_LATER, "reading too slowly")
+
+    async def _send_all(self, frames: Sequence[bytes]) -> None:
+        try:
+            async with self._turn, asyncio.timeout(self._timeout_s):
+                for data in frames:
+                    await self._socket.send_text(data.decode("ascii"))
+        except TimeoutError:
+            await self.give_up()
+            raise WebSocketDisconnect(TRY_LATER) from None
+
+
+def lane_suffix(lane: str | None) -> bytes:
+    """What ends a frame of that lane, in place of its closing brace."""
+    return b"" if lane is None else b',"stream_id":%s}' % encode(lane)
+
+
+def in_lane(data: bytes, suffix: bytes) -> bytes:
+    """An encoded frame with its lane spliced in."""
+    return data[:-1] + suffix if suffix else data
