@@ -322,6 +322,11 @@ SOCKETS: tuple[Socket, ...] = (
         messages={
             "response.create": Body("ResponseCreate", (wire.ResponseFields, _SAMPLING, wire.CreateFields)),
             "response.cancel": Body("ResponseCancel", (wire.CancelFields,)),
+            "response.steer": Body("ResponseSteer", (wire.SteerFields,)),
+            "response.resume": Body("ResponseResume", (wire.ResumeFields,)),
+            "response.ack": Body("ResponseAck", (wire.AckFields,)),
+            "conversation.subscribe": Body("ConversationSubscribe", ()),
+            "prompt.prewarm": Body("PromptPrewarm", (wire.ResponseFields,)),
         },
     ),
 )

@@ -256,6 +256,7 @@ class AckFields(msgspec.Struct, frozen=True):
 
 
 class SteerFields(msgspec.Struct, frozen=True):
-    """What must be there for a refusal to have its form."""
+    """`input`: a text or user messages; checked apart, because its refusal has a form of its own."""
 
     previous_response_id: Id
+    input: Any = None

@@ -141,7 +141,8 @@ class Connection:
             del self._cancelling[run.id]
 
     async def _steer(self, body: Body) -> None:
-        response_id, given = read(body, SteerFields).previous_response_id, body.get("input")
+        fields = read(body, SteerFields)
+        response_id, given = fields.previous_response_id, fields.input
         lane = self._lanes.lane_of(response_id)
         try:
             check_fields(body)

@@ -1,0 +1,201 @@
+"""Steering: a response ends where it is, and its successor answers what came in between, in the same lane."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+from chatcache.gateway.steer import MAX_PENDING
+from tests.gateway.frames import LONG, Frame, ask, items_of, receive, send, text_of, until_end
+from tests.gateway.serving import PAGE_SIZE, Server, slowed
+
+LONG_LANE: Frame = {**LONG, "stream_id": "lane"}
+
+
+def until(socket: ClientConnection, kind: str) -> list[Frame]:
+    frames = [receive(socket)]
+    while frames[-1]["type"] != kind:
+        frames.append(receive(socket))
+    return frames
+
+
+def begin(socket: ClientConnection, **fields: Any) -> str:
+    """A response under way, some of it said; its id."""
+    send(socket, **{**LONG_LANE, **fields})
+    frames = until(socket, "response.output_text.delta")
+    response_id: str = frames[0]["response"]["id"]
+    return response_id
+
+
+def kinds(frames: list[Frame]) -> list[str]:
+    return [frame["type"] for frame in frames]
+
+
+def cached(response: Frame) -> int:
+    tokens: int = response["usage"]["input_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def test_a_steered_response_ends_at_once_and_its_successor_goes_on(server: Server, socket: ClientConnection) -> None:
+    with slowed(server, 0.005):
+        first = begin(socket, instructions="Be brief.", temperature=0.5, metadata={"a": "b"})
+        send(socket, "response.steer", previous_response_id=first, input="No: in French!")
+        frames = until(socket, "response.incomplete")
+        end = frames[-1]["response"]
+        assert kinds(frames).count("response.steer.accepted") == 1
+        steer = next(frame for frame in frames if frame["type"] == "response.steer.accepted")["steer"]
+        assert steer["previous_response_id"] == first and steer["id"].startswith("steer_")
+        assert end["id"] == first and end["incomplete_details"] == {"reason": "steered"}
+        assert end["status"] == "incomplete" and "receipt" not in frames[-1]
+        numbers = [frame["sequence_number"] for frame in frames]
+        assert numbers == list(range(numbers[0], numbers[0] + len(frames)))
+        created = receive(socket)
+        send(socket, "response.cancel", response_id=created["response"]["id"])
+        rest = until(socket, "response.incomplete")
+    assert created["type"] == "response.created" and created["sequence_number"] == 0
+    second = rest[-1]["response"]
+    assert created["response"]["previous_response_id"] == first and created["response"]["id"] == second["id"]
+    assert all(frame["stream_id"] == "lane" for frame in [*frames, created, *rest])
+    assert [second[name] for name in ("temperature", "instructions", "metadata", "max_output_tokens")] == [
+        end[name] for name in ("temperature", "instructions", "metadata", "max_output_tokens")
+    ]
+    # everything computed was kept: the successor's prompt is the steered response's, its tokens and the new turn
+    assert cached(second) >= end["usage"]["input_tokens"] + end["usage"]["output_tokens"] - PAGE_SIZE - 1
+    items = items_of(server, second)
+    said = items[second["input_item_ids"][0]]
+    assert said["content"][0]["text"] == "No: in French!" and said["parent_id"] == end["output"][0]["id"]
+    assert items[said["parent_id"]]["content"][0]["text"] == text_of(end)
+
+
+def test_queued_input_is_answered_together_and_in_order(server: Server, socket: ClientConnection) -> None:
+    """The first steer stops the engine; those that come before its last step are still accepted."""
+    with slowed(server, 0.25):
+        send(socket, **LONG_LANE)
+        first = until(socket, "response.in_progress")[0]["response"]["id"]
+        for text in ("one", "two", "three"):
+            send(socket, "response.steer", previous_response_id=first, input=[{"role": "user", "content": text}])
+        frames = until(socket, "response.incomplete")
+    assert kinds(frames).count("response.steer.accepted") == 3
+    second = receive(socket)["response"]
+    send(socket, "response.cancel", response_id=second["id"])
+    until_end(socket)
+    items = items_of(server, second)
+    assert [items[each]["content"][0]["text"] for each in second["input_item_ids"]] == ["one", "two", "three"]
+
+
+def test_the_successor_comes_before_what_waits_in_the_lane(server: Server, socket: ClientConnection) -> None:
+    with slowed(server, 0.005):
+        first = begin(socket, max_output_tokens=60)
+        send(socket, input="next in lane", max_output_tokens=3, ignore_eos=True, stream_id="lane")
+        send(socket, "response.steer", previous_response_id=first, input="steered")
+        until(socket, "response.incomplete")
+        successor, queued = until_end(socket), until_end(socket)
+    assert successor[0]["response"]["previous_response_id"] == first
+    assert queued[0]["response"]["previous_response_id"] is None
+    assert queued[-1]["type"] == "response.incomplete" and len(queued[-1]["response"]["output"]) == 1
+
+
+def failed(socket: ClientConnection) -> Frame:
+    frame = until(socket, "response.steer.failed")[-1]
+    assert frame["error"]["type"] == "invalid_request_error" and frame["error"]["message"]
+    assert isinstance(frame["sequence_number"], int)
+    return frame
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None, "", [], 5, {}, [5], [{"role": "assistant", "content": "x"}], [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+        [{"role": "user", "content": "x", "id": "msg_1"}],
+        [{"type": "function_call_output", "call_id": "c", "output": ""}],
+    ],
+)  # fmt: skip
+def test_bad_input_comes_back(server: Server, socket: ClientConnection, given: object) -> None:
+    with slowed(server, 0.005):
+        first = begin(socket, max_output_tokens=30)
+        send(socket, "response.steer", previous_response_id=first, input=given)
+        frame = failed(socket)
+        assert frame["error"]["code"] == "invalid_input" and frame["stream_id"] == "lane"
+        assert frame["steer"] == {"input": given, "previous_response_id": first}
+        assert until_end(socket)[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_fields_that_steering_does_not_have(server: Server, socket: ClientConnection) -> None:
+    with slowed(server, 0.005):
+        first = begin(socket, max_output_tokens=30)
+        send(socket, "response.steer", previous_response_id=first, input="x", stream_id="lane")
+        assert failed(socket)["error"]["code"] == "invalid_input"
+        until_end(socket)
+
+
+def test_responses_that_cannot_be_steered(server: Server, socket: ClientConnection, url: str) -> None:
+    done = ask(socket, input="Hi", ignore_eos=False, max_output_tokens=900)
+    short = ask(socket, input="Hi", max_output_tokens=2)
+    assert (done["status"], short["status"]) == ("completed", "incomplete")
+    codes = {done["id"]: "response_already_completed", short["id"]: "response_not_active"}
+    for response_id, code in {**codes, "resp_x": "response_not_found"}.items():
+        send(socket, "response.steer", previous_response_id=response_id, input="x")
+        frame = failed(socket)
+        assert frame["error"]["code"] == code and "stream_id" not in frame and "id" not in frame["steer"]
+    with slowed(server, 0.005), connect(url) as other:
+        send(socket, **LONG, store=False)
+        unstored = until(socket, "response.output_text.delta")[0]["response"]["id"]
+        send(socket, "response.steer", previous_response_id=unstored, input="x")
+        assert failed(socket)["error"]["code"] == "steering_not_supported"
+        send(socket, "response.cancel", response_id=unstored)
+        until_end(socket)
+        elsewhere = begin(other)
+        send(socket, "response.steer", previous_response_id=elsewhere, input="x")
+        assert failed(socket)["error"]["code"] == "response_not_found"
+        send(other, "response.cancel", response_id=elsewhere)
+        until_end(other)
+
+
+def test_pending_input_is_bounded(server: Server, socket: ClientConnection) -> None:
+    with slowed(server, 0.5):
+        send(socket, **LONG_LANE)
+        first = until(socket, "response.in_progress")[0]["response"]["id"]
+        for number in range(MAX_PENDING + 1):
+            send(socket, "response.steer", previous_response_id=first, input=str(number))
+        frame = failed(socket)
+        assert frame["error"]["code"] == "too_many_pending_steers" and frame["steer"]["input"] == str(MAX_PENDING)
+    second = until(socket, "response.created")[-1]["response"]
+    assert len(second["input_item_ids"]) == MAX_PENDING
+    send(socket, "response.cancel", response_id=second["id"])
+    until_end(socket)
+
+
+def test_cancel_wins_over_steering_and_the_input_comes_back(server: Server, socket: ClientConnection) -> None:
+    with slowed(server, 0.25):
+        send(socket, **LONG_LANE)
+        first = until(socket, "response.in_progress")[0]["response"]["id"]
+        send(socket, "response.steer", previous_response_id=first, input="x")
+        send(socket, "response.cancel", response_id=first)
+        frames = until(socket, "response.steer.failed")
+    end = next(frame for frame in frames if frame["type"] == "response.incomplete")
+    assert end["response"]["status"] == "cancelled" and end["receipt"]
+    accepted = next(frame for frame in frames if frame["type"] == "response.steer.accepted")
+    assert frames[-1]["error"]["code"] == "successor_creation_failed"
+    assert frames[-1]["steer"] == {"input": "x", "previous_response_id": first, "id": accepted["steer"]["id"]}
+    assert frames[-1]["sequence_number"] == end["sequence_number"] + 1
+    assert ask(socket, input="still here", stream_id="lane")["output"]
+
+
+def test_a_steer_that_races_the_end_is_answered_or_comes_back(server: Server, socket: ClientConnection) -> None:
+    """Whatever the moment: accepted and a successor, or refused; never both, never neither."""
+    for num_tokens in range(1, 13):
+        send(socket, **{**LONG_LANE, "max_output_tokens": num_tokens})
+        first = until(socket, "response.created")[-1]["response"]["id"]
+        time.sleep(num_tokens * 0.001)
+        send(socket, "response.steer", previous_response_id=first, input="x")
+        seen: list[str] = []
+        while "response.steer.failed" not in seen and seen.count("response.created") == 0:
+            seen.append(receive(socket)["type"])
+        accepted = "response.steer.accepted" in seen
+        assert accepted == ("response.created" in seen)
+        if accepted or "response.incomplete" not in seen:
+            until_end(socket)
