@@ -170,12 +170,13 @@ def test_the_page_gets_progress_and_conversations(page: ClientConnection) -> Non
 
 
 def test_leaving_ends_and_keeps_what_was_said(server: Server, url: str) -> None:
-    with slowed(server, 0.01), connect(url) as connection:
-        send(connection, **LONG)
-        conversation = receive(connection)["response"]["conversation"]["id"]
-        while receive(connection)["type"] != "response.output_text.delta":
-            pass
-    server.wait_idle()
+    with slowed(server, 0.02):
+        with connect(url) as connection:
+            send(connection, **LONG)
+            conversation = receive(connection)["response"]["conversation"]["id"]
+            while receive(connection)["type"] != "response.output_text.delta":
+                pass
+        server.wait_idle()
     path = f"/v1/conversations/{conversation}/items?branches=all"
     wait_until(lambda: len(server.request("GET", path)[2]["data"]) == 2, "the partial answer to be stored")
     answer = server.request("GET", path)[2]["data"][1]
