@@ -120,7 +120,7 @@ def make_sample(name: str, folder: Path) -> Sample:
     return Sample(name, folder, oracle, prompts, tuple(_greedy(oracle, prompt) for prompt in prompts))
 
 
-def save_random(config: Any, folder: Path, norms_at: float = 1.0) -> Any:
+def save_random(config: Any, folder: Path, norms_at: float = 1.0, std: float = 0.2) -> Any:
     """Save a model of random weights, norms around `norms_at`, and return transformers' object of it."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -129,7 +129,7 @@ def save_random(config: Any, folder: Path, norms_at: float = 1.0) -> Any:
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
             is_norm = weight.ndim == 1 and name.endswith("weight")
-            weight.normal_(norms_at if is_norm else 0.0, 0.2)
+            weight.normal_(norms_at if is_norm else 0.0, std)
     oracle.save_pretrained(folder)
     return oracle
 
