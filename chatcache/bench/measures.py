@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from chatcache.bench.driver import Driver, Run
+from chatcache.bench.driver import Driver, Prompt, Run
 from chatcache.bench.limits import Limits
 from chatcache.bench.report import Figure, compared, rate
-from chatcache.types import BeamSearchParams, SamplingParams
+from chatcache.types import BeamSearchParams, ModelFacts, Params, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,22 @@ class Load:
     kv_token_bytes: float
 
 
+class Driving(Protocol):
+    """What a measure needs of an engine."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def prompt(self, num_tokens: int) -> Prompt: ...
+
+    def run(self, prompts: list[Prompt], params: Params) -> Run: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """An engine to measure, one like it without prefix caching, and what the machine can do."""
 
-    driver: Driver
+    driver: Driving
     uncached: Callable[[], Driver]
     limits: Limits
     load: Load

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,9 +15,11 @@ from chatcache import compose
 from chatcache.bench.driver import Driver
 from chatcache.bench.limits import measure_limits
 from chatcache.bench.measures import MEASURES, Bench, Load
+from chatcache.bench.peer import COMPARABLE, TransformersDriver, beside
 from chatcache.bench.report import Report
 from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.config import EngineConfig
+from chatcache.errors import InvalidRequest
 from chatcache.types import ModelFacts
 
 Say = Callable[[str], None]
@@ -32,11 +35,16 @@ def run_bench(
     batches: tuple[int, ...],
     repeats: int,
     say: Say,
+    compare: str | None = None,
 ) -> Report:
-    """Measure the machine, then the engine on it. `shape` names a random-weight model to make instead of loading one.
+    """Measure the machine, then the engine on it. `shape` names a random-weight model to make instead of loading one;
+    `compare` a peer (`peer.PEERS`) that does the same work afterwards.
 
-    Raises: ModelFolderError; ContextTooLong where the model's context or the pages do not hold the load.
+    Raises: InvalidRequest for a benchmark no peer can do; ModelFolderError; ContextTooLong where the model's context or
+    the pages do not hold the load.
     """
+    if compare is not None and name not in COMPARABLE:
+        raise InvalidRequest(f"compare works for {', '.join(COMPARABLE)}, not for {name}", param="compare")
     with tempfile.TemporaryDirectory(prefix="chatcache-bench-") as scratch:
         if shape is not None:
             say(f"writing random weights of {shape}")
@@ -64,6 +72,12 @@ def run_bench(
         bench.warm_up()
         say(f"running {name}")
         figures = MEASURES[name](bench)
+        if compare is not None:
+            say(f"loading {compare}")
+            peer = replace(bench, driver=TransformersDriver(compose.model_folder(config), facts))
+            peer.warm_up()
+            say(f"running {name} on {compare}")
+            figures += beside(figures, MEASURES[name](peer), compare)
     return Report(
         bench=name,
         model=compose.served_name(config),

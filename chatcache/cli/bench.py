@@ -30,6 +30,10 @@ Batch = Annotated[
     list[int], typer.Option("--batch", min=1, max=4096, help="Batch size of throughput; may be given several times.")
 ]
 Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Runs of each figure; the median counts.")]
+Compare = Annotated[
+    Literal["transformers"] | None,
+    typer.Option("--compare", help="Let this peer do the same work, too.", show_default=False),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON here.", show_default=False)]
 
@@ -42,6 +46,7 @@ def bench(
     output_tokens: OutputTokens = 64,
     batch: Batch = [1, 8, 32],  # noqa: B006 (typer copies it)
     repeats: Repeats = 3,
+    compare: Compare = None,
     as_json: Json = False,
     out: Out = None,
     device: options.Device = "auto",
@@ -83,6 +88,7 @@ def bench(
             batches=tuple(batch),
             repeats=repeats,
             say=status.update,
+            compare=compare,
         )
     console = _deliver(report, as_json, out)
     if console is not None:
