@@ -1,0 +1,166 @@
+"""Seeded fuzz of the WebSocket's messages: valid ones, changed a little. Each gets an answer or a close with a reason.
+
+Never a 1011 (the server failed), never a connection that just ends, nothing in the error log, no page left in use.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from tests.gateway.frames import Frame, ask
+from tests.gateway.serving import Server
+
+CLOSES = (4400, 1009, 1013)
+ID = "resp_0123456789abcdef"
+CREATE: Frame = {
+    "type": "response.create",
+    "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+    "max_output_tokens": 2,
+    "n": 2,
+    "temperature": 0.5,
+    "stop": ["x"],
+    "metadata": {"a": "b"},
+    "stream_id": "lane",
+}
+VALID: list[Frame] = [
+    CREATE,
+    {"type": "response.create", "response": {"input": "Hi", "max_output_tokens": 1}},
+    {"type": "response.create", "input": "Hi", "max_output_tokens": 2, "beam_width": 2, "stream_beams": True},
+    {"type": "response.create", "input": "Hi", "max_output_tokens": 1, "instructions": "Be short.", "store": False},
+    {"type": "response.create", "input": "Hi", "previous_response_id": ID, "fork_at": 1},
+    {"type": "response.create", "input": "Hi", "conversation": {"id": "conv_x"}, "previous_item_id": "root"},
+    {"type": "response.create", "input": "Hi", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 1},
+    {"type": "response.create", "input": "Hi", "generate": False},
+    {"type": "response.create", "input": "Hi", "tools": [{"type": "function", "name": "f", "parameters": {}}]},
+    {"type": "response.cancel", "response_id": ID},
+    {"type": "response.steer", "response_id": ID, "input": "More"},
+    {"type": "response.resume", "response_id": ID, "starting_after": 3},
+    {"type": "response.ack", "response_id": ID, "sequence_number": 3},
+    {"type": "conversation.subscribe", "conversation": "conv_x"},
+    {"type": "prompt.prewarm", "previous_item_id": "msg_x", "input": "Hi"},
+]
+HOSTILE: list[Any] = [
+    *(None, True, False, 0, -1, 1, 1.5, 2**31, 2**63, -(2**63) - 1, 1e308, 5e-324, 10**40),
+    *(
+        "",
+        "\x00",
+        "\ud83d\ude00",
+        "\u2028\x85",
+        "'; drop table items; --",
+        "../../etc/passwd",
+        "x" * 10_000,
+        "<|im_end|>",
+    ),
+    *([], {}, [[]], [None], [{}] * 50, {"": ""}, {"type": "response.create"}, [0] * 1000, {"a": {"b": [{"c": []}]}}),
+]
+
+
+class Mutator:
+    """Changes messages; the same seed, the same changes."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def message(self) -> bytes | str:
+        """A message: mostly JSON of another shape, sometimes other text, sometimes bytes."""
+        pick = self._random.choice
+        value = json.loads(json.dumps(pick(VALID)))
+        for _ in range(self._random.choice((0, 1, 1, 2, 3))):
+            self._change(value)
+        text = json.dumps(value, ensure_ascii=self._random.random() < 0.7)
+        if self._random.random() < 0.2:
+            text = self._damage(text)
+        data = text.encode("utf-8", "surrogatepass")
+        return data if self._random.random() < 0.03 else data.decode("utf-8", "replace")
+
+    def _change(self, value: Frame) -> None:
+        """Replace, drop or add something, somewhere in the message."""
+        containers = list(_containers(value))
+        found = self._random.choice(containers)
+        keys = list(found) if isinstance(found, dict) else list(range(len(found)))
+        way = self._random.random()
+        if way < 0.2 and isinstance(found, dict):
+            found[self._random.choice(("", "model", "\x00", "stream_id", "response", "type", "n"))] = self._hostile()
+        elif keys and way < 0.35:
+            del found[self._random.choice(keys)]
+        elif keys:
+            found[self._random.choice(keys)] = self._hostile()
+
+    def _hostile(self) -> Any:
+        return json.loads(json.dumps(self._random.choice(HOSTILE)))
+
+    def _damage(self, text: str) -> str:
+        """Cut, double, or change characters."""
+        at = self._random.randrange(len(text))
+        return self._random.choice(
+            (
+                text[:at],
+                text + text,
+                text[:at] + self._random.choice('{}[]",:\\\x00é') + text[at + 1 :],
+                text[:at] + '"\\ud800"' + text[at:],
+                text[:at] + "NaN" + text[at:],
+                text.replace("{", "[" * 40, 1),
+            )
+        )
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        yield value
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _containers(child)
+
+
+def _exchange(socket: ClientConnection, message: bytes | str, number: int) -> None:
+    """Send it and a probe behind it; read until the probe is refused. Raises: ConnectionClosed."""
+    socket.send(message)
+    socket.send(json.dumps({"type": "no.such.thing", "stream_id": f"probe{number}"}))
+    while True:
+        frame = json.loads(socket.recv(timeout=20))
+        if frame["type"] == "error":
+            assert 400 <= frame["status"] < 500 or frame["status"] == 503, (message, frame)
+            assert set(frame["error"]) == {"message", "type", "param", "code"}
+            if frame.get("stream_id") == f"probe{number}":
+                return
+        assert frame["type"] != "response.failed", (message, frame)
+
+
+def _fuzz(server: Server, seed: int, num_messages: int) -> None:
+    mutator, number = Mutator(seed), 0
+    url, protocols = f"ws://127.0.0.1:{server.port}/v1/responses", [["chatcache.v1"], None]
+    while number < num_messages:
+        with connect(url, max_size=None, subprotocols=protocols[number % 2]) as socket:  # type: ignore[arg-type]
+            while number < num_messages:
+                number += 1
+                message = mutator.message()
+                try:
+                    _exchange(socket, message, number)
+                except ConnectionClosed as closed:
+                    assert closed.rcvd is not None and closed.rcvd.code in CLOSES, (message, closed)
+                    break
+
+
+def _check(server: Server, caplog: pytest.LogCaptureFixture, seed: int, num_messages: int) -> None:
+    _fuzz(server, seed, num_messages)
+    with connect(f"ws://127.0.0.1:{server.port}/v1/responses") as socket:
+        assert ask(socket, input="still here")["output"]
+    server.wait_idle()
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_changed_messages_are_answered(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    _check(server, caplog, seed=6, num_messages=250)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_changed_messages_are_answered_for_long(server: Server, caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    _check(server, caplog, seed=seed, num_messages=5_000)
