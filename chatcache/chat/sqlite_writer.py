@@ -43,7 +43,9 @@ class SqliteWriter:
         future: Future[Result] = Future()
         self._jobs.put((job, future))
         # Shielded: a caller that goes away must not leave a half-told story; the job runs either way.
-        return await asyncio.shield(asyncio.wrap_future(future))
+        done = asyncio.wrap_future(future)
+        done.add_done_callback(_hear)
+        return await asyncio.shield(done)
 
     def close(self) -> None:
         """Finish queued jobs, then close the file."""
@@ -83,6 +85,12 @@ class SqliteWriter:
             group.append(entry)
             block = False
         return group, True
+
+
+def _hear(done: asyncio.Future[Any]) -> None:
+    """Take note of a failure, so that none is logged as unheard when the caller has gone away."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _commit(connection: sqlite3.Connection, group: list[tuple[Job, Future[Any]]], begin: str) -> None:

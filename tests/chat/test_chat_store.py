@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sqlite3
 import subprocess
@@ -259,6 +260,20 @@ async def test_a_caller_that_leaves_does_not_undo_its_write(store: ConversationS
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert list((await store.load("me", "conv_1")).items) == ["msg_u"]
+
+
+async def test_a_failure_whose_caller_has_left_is_no_news(
+    store: ConversationStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = asyncio.create_task(store.load("me", "conv_none"))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    with pytest.raises(NotFound):
+        await store.load("me", "conv_none")  # the writer has come past both
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not caplog.records
 
 
 _WRITER = """
