@@ -4,131 +4,89 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
 from chatcache.chat import live_beams
-from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyEvent
+from chatcache.chat.events import ReplyBeams, ReplyDelta
 
 _BEAMS = -1  # where candidates have their index
 
+Told = ReplyDelta | ReplyBeams
 
-async def coalesced(events: AsyncIterator[ReplyEvent], window_s: float) -> AsyncIterator[ReplyEvent]:
-    """Pass events on in order, joining deltas of one candidate that come within `window_s` of its last one.
 
-    Reports of live beams are joined likewise. A delta that is joined to another wakes nobody.
+class Coalescer:
+    """Hands events to `tell` in order, joining those of one candidate that come within `window_s` of its last one.
+
+    Reports of live beams are joined likewise. Nothing is awaited and no task made: at most one timer runs. What `tell`
+    raises comes out of the next call. Belongs to one event loop.
     """
-    window = _Window(window_s)
 
-    async def pump() -> None:
-        try:
-            async for event in events:
-                window.take(event)
-        except Exception as error:
-            window.end(error)
-        else:
-            window.end(None)
-
-    task = asyncio.create_task(pump())
-    try:
-        while await window.wait():
-            while window.ready:
-                yield window.ready.popleft()
-        if window.error is not None:
-            raise window.error
-    finally:
-        window.end(None)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-class _Window:
-    """What may go now (`ready`), and what waits for its time."""
-
-    def __init__(self, window_s: float) -> None:
-        self.ready: deque[ReplyEvent] = deque()
-        self.error: Exception | None = None
+    def __init__(self, tell: Callable[[Told], None], window_s: float) -> None:
+        self._tell = tell
         self._window_s = window_s
-        self._waiting: dict[int, ReplyDelta | ReplyBeams] = {}
-        self._sent_s: dict[int, float] = {}
+        self._waiting: dict[int, Told] = {}
+        self._told_s: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._reader: asyncio.Future[None] | None = None
-        self._ended = False
+        self._error: Exception | None = None
 
-    def take(self, event: ReplyEvent) -> None:
-        if isinstance(event, ReplyDelta):
-            source = event.index
-        elif isinstance(event, ReplyBeams):
-            source = _BEAMS
-        else:
-            self._flush()
-            self._tell(event)
-            return
+    def take(self, event: Told) -> None:
+        """Tell it now, or with others when its time has come."""
+        self._check()
+        source = event.index if isinstance(event, ReplyDelta) else _BEAMS
         waiting = self._waiting.get(source)
         if waiting is not None:
             self._waiting[source] = _joined(waiting, event)
             return
         now_s = time.monotonic()
-        if now_s < self._sent_s.get(source, 0.0) + self._window_s:
-            self._waiting[source] = event
-            if self._timer is None:
-                self._arm(now_s)
-        else:
-            self._sent_s[source] = now_s
+        if now_s >= self._told_s.get(source, 0.0) + self._window_s:
+            self._told_s[source] = now_s
             self._tell(event)
-
-    def end(self, error: Exception | None) -> None:
-        """Nothing more comes; what waits goes first."""
-        if self._ended:
             return
-        self._flush()
-        self._ended, self.error = True, error
-        self._wake()
+        self._waiting[source] = event
+        if self._timer is None:
+            self._arm(now_s)
 
-    async def wait(self) -> bool:
-        """Wait for something ready; False at the end."""
-        while not self.ready and not self._ended:
-            self._reader = self._loop.create_future()
-            await self._reader
-        return bool(self.ready)
+    def flush(self) -> None:
+        """Tell all that waits; something else is about to be told."""
+        self._check()
+        self._release(time.monotonic(), self._waiting)
 
-    def _flush(self) -> None:
-        if self._waiting:
-            now_s = time.monotonic()
-            for source, event in self._waiting.items():
-                self._sent_s[source] = now_s
-                self._tell(event)
-            self._waiting.clear()
+    def close(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
     def _arm(self, now_s: float) -> None:
-        due_s = min(self._sent_s[source] for source in self._waiting) + self._window_s
+        due_s = min(self._told_s[source] for source in self._waiting) + self._window_s
         self._timer = self._loop.call_later(max(0.0, due_s - now_s), self._on_time)
 
     def _on_time(self) -> None:
         self._timer = None
         now_s = time.monotonic()
-        for source in [each for each in self._waiting if now_s >= self._sent_s[each] + self._window_s]:
-            self._sent_s[source] = now_s
-            self._tell(self._waiting.pop(source))
+        try:
+            self._release(now_s, [each for each in self._waiting if now_s >= self._told_s[each] + self._window_s])
+        except Exception as error:
+            self._error = error
+            self.close()
         if self._waiting:
             self._arm(now_s)
 
-    def _tell(self, event: ReplyEvent) -> None:
-        self.ready.append(event)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def _release(self, now_s: float, sources: Iterable[int]) -> None:
+        for source in list(sources):
+            self._told_s[source] = now_s
+            self._tell(self._waiting.pop(source))
 
 
-def _joined(first: ReplyDelta | ReplyBeams, then: ReplyDelta | ReplyBeams) -> ReplyDelta | ReplyBeams:
+def _joined(first: Told, then: Told) -> Told:
     """One source's events as one."""
     match first, then:
         case ReplyDelta(), ReplyDelta():

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chatcache.chat.coalesce import coalesced
+from chatcache.chat.coalesce import Coalescer
 from chatcache.chat.conversations import PlannedTurn
-from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
+from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
 from chatcache.chat.forks import ReplyStart
 from chatcache.chat.service import Reply
 from chatcache.chat.tree import FAILED, Conversation, Usage
@@ -123,8 +123,7 @@ class LiveResponse:
 
     async def _work(self) -> None:
         try:
-            async for event in coalesced(metered(self._reply, self._gateway.metrics), _COALESCE_S):
-                await self._take(event)
+            await self._listen()
             if self.log.terminal is None:
                 raise EngineFault("the engine stopped without saying why")
         except Exception as error:
@@ -140,16 +139,36 @@ class LiveResponse:
                 self._gateway.responses.end(self.id, keep=self._conversation is not None)
                 await self._reply.close()
 
-    async def _take(self, event: ReplyEvent) -> None:
+    async def _listen(self) -> None:
+        """Take the reply's events to the last, those that many readers draw a few at a time."""
+        drawn = Coalescer(self._draw, _COALESCE_S)
+        try:
+            async for event in metered(self._reply, self._gateway.metrics):
+                if isinstance(event, (ReplyDelta, ReplyBeams)):
+                    drawn.take(event)
+                else:
+                    drawn.flush()
+                    await self._take(event)
+        except Exception:
+            drawn.flush()  # what was said comes before that it failed
+            raise
+        finally:
+            drawn.close()
+
+    def _draw(self, event: ReplyDelta | ReplyBeams) -> None:
+        if not self._order.generate:
+            return
+        if isinstance(event, ReplyDelta):
+            self._frames.delta(event)
+        else:
+            self._frames.beams(event)
+
+    async def _take(self, event: ReplyStarted | ReplyDone | ReplyFinished) -> None:
         if not self._order.generate:
             if isinstance(event, ReplyFinished):
                 await self._finish(replace(event, num_output_tokens=0))
         elif isinstance(event, ReplyStarted):
             self._frames.started(event)
-        elif isinstance(event, ReplyDelta):
-            self._frames.delta(event)
-        elif isinstance(event, ReplyBeams):
-            self._frames.beams(event)
         elif isinstance(event, ReplyDone):
             self._frames.done(event)
         else:

@@ -65,9 +65,12 @@ class ResponseFrames:
         self._progress("decode", event.num_prompt_tokens, event.num_cached_tokens)
 
     def delta(self, event: ReplyDelta) -> None:
-        self._begin()
-        logprobs = self._wire_logprobs(event.token_ids, event.logprobs)
-        self._logprobs[event.index] += logprobs
+        if not self._begun:
+            self._begin()
+        logprobs: list[object] = []
+        if event.logprobs:
+            logprobs = self._wire_logprobs(event.token_ids, event.logprobs)
+            self._logprobs[event.index] += logprobs
         if event.text or logprobs:
             self._log.append("response.output_text.delta", **self._at(event.index), delta=event.text, logprobs=logprobs)
 
