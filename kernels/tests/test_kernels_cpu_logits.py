@@ -93,6 +93,19 @@ def test_share_ahead(width: int) -> None:
     )
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_log_sum_exp(width: int) -> None:
+    x = torch.randn(30, width) * 8 + torch.randn(30, 1) * 100
+    x[1, 1:] = -torch.inf
+    x[2] = -torch.inf
+    x[3, width // 2], x[4, width - 1] = torch.nan, torch.inf
+    x[5] = 0.0
+    got = logits.log_sum_exp(x)
+    assert not got[2:5].isfinite().any()
+    keep = [row for row in range(30) if row not in (2, 3, 4)]
+    torch.testing.assert_close(got[keep].double(), x[keep].double().logsumexp(-1), atol=1e-5, rtol=3e-7)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_are_computed_alone(threads: int) -> None:
     torch.set_num_threads(threads)
@@ -102,6 +115,7 @@ def test_rows_are_computed_alone(threads: int) -> None:
         lambda rows: logits.gumbel(base, low[rows], high[rows]),
         lambda rows: logits.noisy_argmax(x[rows], base, low[rows], high[rows]),
         lambda rows: logits.scale(x[rows], level[rows]),
+        lambda rows: logits.log_sum_exp(x[rows]),
         lambda rows: logits.share_ahead(x[rows], chosen[rows], -level[rows]),
     ]
     for function in functions:

@@ -98,6 +98,17 @@ def share_ahead(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
     return out
 
 
+def log_sum_exp(x: Tensor) -> Tensor:
+    """Return the logarithm of each row's summed exponentials; not finite where a value is NaN or +inf, or all -inf.
+
+    Shapes: x [R, W] float32 -> [R] float32.
+    """
+    x = _wide_enough(x)
+    out = torch.empty(len(x))
+    _run(_lse_kernel(), x, out, x.shape[1])
+    return out
+
+
 def _wide_enough(x: Tensor) -> Tensor:
     if x.shape[1] < _LANES:
         x = functional.pad(x, (0, _LANES - x.shape[1]), value=-np.inf)
@@ -190,6 +201,36 @@ def _scale_kernel() -> Launch:
             for step in range(_num_steps(width)):
                 at = row * width + _place(step, width)
                 store(out, at, div(add(load(zero, x, at), best), by))
+            row = fetch_add(address, 0, 1)
+
+    return compile_kernel(kernel)
+
+
+@cache
+def _lse_kernel() -> Launch:
+    """Return the launcher. Takes a JOB with x and out."""
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, JOB)[0]
+        zero, width = zeros(_LANES), job.width
+        x, out, scale = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out), splat(zero, np.float32(LOG2E))
+        row = fetch_add(address, 0, 1)
+        while row < job.num_rows:
+            top = splat(zero, np.float32(-np.inf))
+            for step in range(_num_steps(width)):
+                top = maximum(load(zero, x, row * width + _place(step, width)), top)
+            highest, summed = largest(top), zero
+            best = splat(zero, np.float32(-highest))
+            for block in range(0, _num_steps(width), _BLOCK):  # sums of sums, so that small terms are not lost
+                some = zero
+                for step in range(block, min(block + _BLOCK, _num_steps(width))):
+                    at = _place(step, width)
+                    weight = exp2(mul(add(load(zero, x, row * width + at), best), scale))
+                    if at < step * _LANES:
+                        weight = keep(weight, step * _LANES - at, _LANES, np.float32(0.0))
+                    some = add(some, weight)
+                summed = add(summed, some)
+            out[row] = highest + np.float32(np.log(total(summed))) if highest > -np.inf else np.float32(-np.inf)
             row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
