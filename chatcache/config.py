@@ -48,8 +48,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `public_prompts`: texts of system prompts whose pages all tenants share. `tool_call_parser`: auto (what the model's
     chat template tells) | hermes | llama3_json | mistral | none. `reasoning_parser`: auto | qwen3 | deepseek_r1 | none.
-    `body_timeout_s`: how long a request body may pause, and the head start it has over 1 KiB/s. `detach_ttl_s`: how
-    long a stored response goes on being generated after its last reader left.
+    `max_import_bytes`: how large a file of conversations may be. `body_timeout_s`: how long a request body may pause,
+    and the head start it has over 1 KiB/s. `detach_ttl_s`: how long a stored response goes on being generated after its
+    last reader left.
     """
 
     host: str = "127.0.0.1"
@@ -66,5 +67,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = "auto"
     log_level: str = "info"
     max_body_bytes: int = 4 * 1024 * 1024
+    max_import_bytes: int = 64 * 1024 * 1024
     body_timeout_s: float = 30.0
     max_frame_bytes: int = 1024 * 1024

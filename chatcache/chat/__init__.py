@@ -18,5 +18,9 @@ last one.
     removal.py        what taking a message or a response out of a tree changes
     store_sqlite.py   the contract on one SQLite file; sqlite_schema.py, sqlite_rows.py, sqlite_search.py are its parts,
                       sqlite_writer.py its threads
+    portable.py       a conversation as a file, and portable_reader.py back; chatgpt.py reads ChatGPT's
+    drafts.py         what such a file says, checked; adoption.py makes it an owner's conversation, once
+    markdown.py       a conversation to read
+    side_tasks.py     small questions (a title) asked at the end of a conversation and kept out of it
     ids.py            time-ordered ids
 """

@@ -36,7 +36,7 @@ class PortableHead(msgspec.Struct, frozen=True):
     metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] = {}
 
 
-class PortableItem(msgspec.Struct, frozen=True, omit_defaults=True):
+class PortableItem(msgspec.Struct, frozen=True):
     """`tree.Item`."""
 
     id: Id
@@ -52,7 +52,7 @@ class PortableItem(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: ReplyParts = ReplyParts()
 
 
-class PortableTurn(msgspec.Struct, frozen=True, omit_defaults=True):
+class PortableTurn(msgspec.Struct, frozen=True):
     """`tree.Turn`."""
 
     id: Id

@@ -88,6 +88,45 @@ class Conflict(msgspec.Struct):
     error: ConflictDetail
 
 
+class ImportEntry(msgspec.Struct):
+    """What became of one conversation of a file. `token_exact`: it can be continued on the tokens it was made of."""
+
+    number: int
+    status: Literal["created", "extended", "unchanged", "failed"]
+    id: str | UnsetType = UNSET
+    source_id: str | UnsetType = UNSET
+    title: str | UnsetType = UNSET
+    num_items: int | UnsetType = UNSET
+    token_exact: bool | UnsetType = UNSET
+    skipped: dict[str, int] | UnsetType = UNSET
+    error: ErrorDetail | UnsetType = UNSET
+
+
+class Import(msgspec.Struct):
+    """Counts of conversations by what became of them, of new messages, and of what in the file is no message."""
+
+    object: Literal["conversation.import"]
+    dry_run: bool
+    created: int
+    extended: int
+    unchanged: int
+    failed: int
+    num_items: int
+    skipped: dict[str, int]
+    data: list[ImportEntry]
+    has_more: bool
+
+
+class Title(msgspec.Struct):
+    """`generated`: the title is the model's; else it said nothing useful, or somebody was faster."""
+
+    object: Literal["conversation.title"]
+    title: str
+    generated: bool
+    usage: ResponseUsage
+    conversation: Conversation
+
+
 class Deleted(msgspec.Struct):
     id: str
     object: str

@@ -63,6 +63,19 @@ class SearchQuery(ListQuery):
     query: Annotated[str, Meta(max_length=8192)] | None = None
 
 
+class ExportQuery(msgspec.Struct):
+    """`branch`: the message at which it ends, or "all". JSON is of all branches by default, Markdown of the active."""
+
+    format: Literal["json", "markdown"] = "json"
+    branch: str | None = None
+
+
+class ImportQuery(msgspec.Struct):
+    """`dry_run`: tell what would happen, and change nothing."""
+
+    dry_run: bool = False
+
+
 class RevQuery(msgspec.Struct):
     """The revision that the client has seen: anything else is a 409."""
 
@@ -74,7 +87,8 @@ class Operation:
     """One method of one path, as it is routed.
 
     `answer`: the type of a 200, None for text that is not JSON. `stream`: the type of each event where SSE is offered.
-    `errors`: statuses beside those every route may answer with; `failures`: bodies that are more than the envelope.
+    `also`: media types of text that it can be instead. `errors`: statuses beside those every route may answer with;
+    `failures`: bodies that are more than the envelope.
     """
 
     method: str
@@ -85,6 +99,7 @@ class Operation:
     query: type[msgspec.Struct] | None = None
     stream: object = None
     media_type: str = "application/json"
+    also: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
     failures: Mapping[int, object] = field(default_factory=dict)
     needs_key: bool = True
@@ -214,6 +229,40 @@ OPERATIONS: tuple[Operation, ...] = (
         body=Body("ConversationCreate", (wire.ConversationFields,), required=False),
         answer=answers_stored.Conversation,
         errors=_STARTING,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/conversations/{id}/export",
+        summary="The conversation as a file: lossless JSON with token ids, or Markdown to read",
+        query=ExportQuery,
+        answer=dict[str, object],
+        also=("text/markdown",),
+        errors=(400, *_CONVERSATION),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/conversations/export",
+        summary="All conversations, one JSON file to a line; a last line tells how many",
+        answer=None,
+        media_type="application/x-ndjson",
+        errors=_STARTING,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/conversations/import",
+        summary="Import exported conversations, or ChatGPT's conversations.json; doing it again changes nothing",
+        query=ImportQuery,
+        answer=answers_stored.Import,
+        errors=(400, 408, 413, 415, *_STARTING),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/conversations/{id}/title",
+        summary="Let the model name it, as a fork of the conversation: its history comes from the cache",
+        body=Body("TitleRequest", (wire.TitleFields,), required=False),
+        answer=answers_stored.Title,
+        errors=_MODEL,
+        failures=_CONFLICT,
     ),
     Operation(
         method="GET",

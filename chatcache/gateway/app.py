@@ -21,7 +21,9 @@ from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.gateway import (
     cache,
+    conversation_files,
     conversation_items,
+    conversation_titles,
     conversations,
     health,
     models,
@@ -39,6 +41,8 @@ from chatcache.gateway.openai_chat import chat_completions
 from chatcache.gateway.openapi import openapi
 from chatcache.gateway.ws import responses_socket
 from chatcache.text.tokenizer import Tokenizer
+
+IMPORT_PATH = "/v1/conversations/import"
 
 
 def create_app(
@@ -113,7 +117,11 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
         Route("/v1/cache/accounts", cache.accounts),
         Route("/v1/conversations", conversation_items.Conversations),
+        Route("/v1/conversations/export", conversation_files.export_all),
+        Route(IMPORT_PATH, conversation_files.import_conversations, methods=["POST"]),
         Route("/v1/conversations/{id}", conversations.OneConversation),
+        Route("/v1/conversations/{id}/export", conversation_files.export_one),
+        Route("/v1/conversations/{id}/title", conversation_titles.name_conversation, methods=["POST"]),
         Route("/v1/conversations/{id}/items", conversation_items.Items),
         Route("/v1/conversations/{id}/items/{item_id}", conversation_items.OneItem),
         static.RootFiles(),
@@ -133,7 +141,11 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
                 expose_headers=["x-request-id", "x-chatcache-ignored", "retry-after"],
             )
         )
-    return [*stack, Middleware(Guard, config), Middleware(BodyLimit, config.max_body_bytes, config.body_timeout_s)]
+    return [
+        *stack,
+        Middleware(Guard, config),
+        Middleware(BodyLimit, config.max_body_bytes, config.body_timeout_s, {IMPORT_PATH: config.max_import_bytes}),
+    ]
 
 
 def _version() -> str:

@@ -23,7 +23,7 @@ from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.response_registry import ResponseRegistry
 from chatcache.text.reply_format import format_of
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import EngineHealth
+from chatcache.types import MAX_PRIORITY, EngineHealth
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,11 @@ class Gateway:
             raise ModelLoading(health.detail or "the model is still loading")
         self.check_model(name)
         return self.model
+
+    @property
+    def lowest_priority(self) -> int:
+        """Of work that nobody waits for; where the server heeds priorities."""
+        return MAX_PRIORITY if self.scheduling_policy == "priority" else 0
 
     def priority(self, wanted: int | None) -> int:
         """A request's priority. Raises: UnsupportedParameter on a server that heeds none."""

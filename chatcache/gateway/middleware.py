@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Mapping
 
 from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
@@ -77,21 +78,26 @@ class BodyLimit:
     """Counts request bytes as they are read, and the time they take.
 
     Raises, from `receive` or at once if a size is announced: BodyTooLarge; BodyTooSlow when nothing comes for
-    `timeout_s`, or so little that a body would hold its connection for ever.
+    `timeout_s`, or so little that a body would hold its connection for ever. `exceptions`: limits of single paths.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, timeout_s: float, exceptions: Mapping[str, int] | None = None
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._exceptions = exceptions or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        max_bytes = self._exceptions.get(path, self._max_bytes)
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and int(announced[:20]) > self._max_bytes:
-            raise self._too_large()
+        if announced.isdigit() and int(announced[:20]) > max_bytes:
+            raise _too_large(max_bytes)
         clock = asyncio.get_running_loop().time
         num_bytes, is_whole, started_s = 0, False, clock()
 
@@ -107,14 +113,15 @@ class BodyLimit:
                 raise BodyTooSlow(f"the body stopped coming after {num_bytes} bytes") from None
             is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise self._too_large()
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes)
             return message
 
         await self._app(scope, receive_counted, send)
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._max_bytes} bytes")
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
 async def _answer(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:

@@ -120,6 +120,7 @@ def _responses(operation: Operation) -> Schema:
     content: Schema = {operation.media_type: {"schema": {"type": "string"}}}
     if operation.answer is not None:
         content = {"application/json": {"schema": _schema(operation.answer)}}
+    content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.also}
     if operation.stream is not None:
         content["text/event-stream"] = {"schema": _event(operation.stream)}
     statuses = {*operation.errors, *_ALWAYS, *((401,) if operation.needs_key else ())}

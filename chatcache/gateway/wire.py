@@ -203,6 +203,13 @@ class ItemsFields(msgspec.Struct, frozen=True):
     rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 
+class TitleFields(msgspec.Struct, frozen=True):
+    """Which revision of a conversation to name, and which model to ask."""
+
+    model: ShortText | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
 class ConversationPatch(msgspec.Struct, frozen=True):
     title: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     active_leaf: Id | None = None

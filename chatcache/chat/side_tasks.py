@@ -1,0 +1,122 @@
+"""Small questions about a conversation, asked at its end and kept out of it.
+
+    user -- assistant -- user -- assistant          stored; its pages are cached
+                                     `-- "name this" -- answer      a fork: computed, read, forgotten
+
+A side task costs what it adds: the tokens of its own question and of a short answer.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+
+from chatcache.chat.conversations import Conversations, TurnRequest
+from chatcache.chat.ids import new_id
+from chatcache.chat.prompt import Message
+from chatcache.chat.service import ChatService, Reply
+from chatcache.chat.tree import ConversationTree, Item
+from chatcache.errors import InvalidRequest
+from chatcache.types import GenerateRequest, SamplingParams
+
+MAX_TITLE_CHARS = 60
+_THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+_LABEL = re.compile(r"(?i)^(?:title|titel|titre|título)\s*[:：]\s*")
+_MARKUP = " \t*_`#>•"
+_PAIRS = frozenset(('""', "''", "“”", "„“", "„”", "«»", "»«", "‘’", "「」", "『』", "《》", "()", "[]"))
+
+
+@dataclass(frozen=True, slots=True)
+class SideTask:
+    """A question to ask of a conversation, and how long the answer may be."""
+
+    name: str
+    question: str
+    max_tokens: int
+
+
+TITLE = SideTask(
+    name="title",
+    question=(
+        "Give this conversation a title of at most six words, in the language it is held in. "
+        "Answer with the title alone: no quotation marks, no explanation."
+    ),
+    max_tokens=32,
+)
+
+
+class SideTasks:
+    """Side tasks over stored conversations."""
+
+    def __init__(self, conversations: Conversations, service: ChatService) -> None:
+        self._conversations = conversations
+        self._service = service
+
+    async def start(self, task: SideTask, tree: ConversationTree, model: str, priority: int) -> Reply:
+        """Ask at the end of the active branch. The reply must be read to its end or closed.
+
+        Raises: InvalidRequest (code "nothing_said") while nobody has answered there; what submitting raises.
+        """
+        head = tree.conversation
+        last = _last_reply(tree)
+        turn = tree.turn_of(last)
+        planned = await self._conversations.plan(
+            TurnRequest(
+                owner=head.owner,
+                model=model,
+                input=(Message(role="user", content=task.question),),
+                instructions=turn.instructions if turn is not None else None,
+                conversation_id=head.id,
+                previous_item_id=last.id,
+                store=False,
+            )
+        )
+        request = GenerateRequest(
+            request_id=new_id(task.name),
+            prompt=planned.prompt.token_ids,
+            params=SamplingParams(temperature=0.0, max_tokens=task.max_tokens),
+            namespace=head.owner,
+            num_public_tokens=planned.prompt.num_public_tokens,
+            conversation_id=head.id,
+            priority=priority,
+        )
+        return await self._service.start(request)
+
+
+def clean_title(text: str) -> str:
+    """One line without markup, or "" where the model said nothing that could name something."""
+    for line in _THOUGHTS.sub("", text).split("\n"):
+        shown = "".join(char for char in line if unicodedata.category(char) not in ("Cc", "Cf", "Co", "Cn", "Cs"))
+        plain = _bare(_LABEL.sub("", _bare(" ".join(shown.split()))))
+        if any(char.isalnum() for char in plain):
+            return _shortened(plain)
+    return ""
+
+
+def _bare(text: str) -> str:
+    """Without markup, the quotation marks around all of it, and a full stop."""
+    while True:
+        inner = text.strip(_MARKUP).removeprefix("- ").rstrip(".。:;,")
+        if inner[:1] + inner[-1:] in _PAIRS and len(inner) > 1:
+            inner = inner[1:-1]
+        if inner == text:
+            return text
+        text = inner
+
+
+def _shortened(title: str) -> str:
+    """At most so many characters, cut between words where there are any."""
+    if len(title) <= MAX_TITLE_CHARS:
+        return title
+    head = title[: MAX_TITLE_CHARS - 1]
+    words, space, _ = head.rpartition(" ")
+    return (words if space and len(words) > MAX_TITLE_CHARS // 2 else head).rstrip() + "…"
+
+
+def _last_reply(tree: ConversationTree) -> Item:
+    """The last reply of the active branch. Raises: InvalidRequest."""
+    for item in reversed(tree.path(tree.conversation.active_leaf)):
+        if item.role == "assistant" and item.text:
+            return item
+    raise InvalidRequest("nobody has answered in this conversation yet", param="conversation", code="nothing_said")
