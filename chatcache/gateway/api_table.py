@@ -60,7 +60,7 @@ class ItemsQuery(msgspec.Struct):
 class SearchQuery(ListQuery):
     """`query`: words that must all be in the title or in one message; the last may be the beginning of one."""
 
-    query: Annotated[str, Meta(max_length=8192)] | None = None
+    query: Annotated[str, Meta(max_length=4096)] | None = None
 
 
 class ExportQuery(msgspec.Struct):
