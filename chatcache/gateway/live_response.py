@@ -216,7 +216,8 @@ class LiveResponse:
             log.error("%s failed", self.id, exc_info=error)
         if self.log.terminal is not None:
             return
-        self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL)
+        turn = self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL)
+        self._planned = replace(self._planned, turn=turn)
         await self._store_failure()
 
     async def _store_failure(self) -> None:

@@ -110,10 +110,13 @@ class ResponseFrames:
         more = {"receipt": receipt} if receipt is not None else {}
         self._log.append(kind, response=self._response(status, usage), **more)
 
-    def failed(self, error: ChatcacheError) -> None:
-        response = self._response(FAILED)
-        response["error"] = {"code": error.code, "message": error.message}
-        self._log.append("response.failed", response=response)
+    def failed(self, error: ChatcacheError) -> Turn:
+        """Write the terminal frame; the turn as it is to be stored."""
+        self._turn = replace(
+            self._turn, echo={**self._turn.echo, "error": {"code": error.code, "message": error.message}}
+        )
+        self._log.append("response.failed", response=self._response(FAILED))
+        return self._turn
 
     def _begin(self) -> None:
         if self._begun:

@@ -50,7 +50,7 @@ async def _start(gateway: Gateway, owner: str, body: Mapping[str, Any], watched:
     if fields.background and fields.store is False:
         raise InvalidRequest("background needs store: nobody could read the response", param="background")
     model = await gateway.ready(fields.model)
-    running = await _running_reply(gateway, owner, fields)
+    running = await running_reply(gateway, owner, fields)
     request = turn_request(fields, owner, gateway.model_name, running)
     params = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
     if fields.generate is False:
@@ -110,7 +110,7 @@ def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> A
     )
 
 
-async def _running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyStart | None:
+async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyStart | None:
     """The reply to continue, where it is still being generated: as far as it goes, or up to `fork_at`.
 
     Raises: InvalidRequest.
