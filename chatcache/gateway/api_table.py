@@ -87,8 +87,8 @@ class Operation:
     """One method of one path, as it is routed.
 
     `answer`: the type of a 200, None for text that is not JSON. `stream`: the type of each event where SSE is offered.
-    `also`: media types of text that it can be instead. `errors`: statuses beside those every route may answer with;
-    `failures`: bodies that are more than the envelope.
+    `also`: media types of text that it can be instead. `takes`: those of a body that is a file. `errors`: statuses
+    beside those every route may answer with; `failures`: bodies that are more than the envelope.
     """
 
     method: str
@@ -100,6 +100,7 @@ class Operation:
     stream: object = None
     media_type: str = "application/json"
     also: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
     failures: Mapping[int, object] = field(default_factory=dict)
     needs_key: bool = True
@@ -252,6 +253,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/conversations/import",
         summary="Import exported conversations, or ChatGPT's conversations.json; doing it again changes nothing",
         query=ImportQuery,
+        takes=("application/json", "application/x-ndjson"),
         answer=answers_stored.Import,
         errors=(400, 408, 413, 415, *_STARTING),
     ),

@@ -99,18 +99,19 @@ class BodyLimit:
         if announced.isdigit() and int(announced[:20]) > max_bytes:
             raise _too_large(max_bytes)
         clock = asyncio.get_running_loop().time
-        num_bytes, is_whole, started_s = 0, False, clock()
+        num_bytes, is_whole, waited_s = 0, False, 0.0
 
         async def receive_counted() -> Message:
-            nonlocal num_bytes, is_whole
+            nonlocal num_bytes, is_whole, waited_s
             if is_whole:  # what comes next is the client leaving, whenever that is
                 return await receive()
-            pace_s = started_s + self._timeout_s + num_bytes / _MIN_BYTES_PER_S
+            asked_s, head_start_s = clock(), num_bytes / _MIN_BYTES_PER_S - waited_s
             try:
-                async with asyncio.timeout_at(min(clock() + self._timeout_s, pace_s)):
+                async with asyncio.timeout(self._timeout_s + min(0.0, head_start_s)):
                     message = await receive()
             except TimeoutError:
                 raise BodyTooSlow(f"the body stopped coming after {num_bytes} bytes") from None
+            waited_s += clock() - asked_s  # what the server does between is not the client's
             is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > max_bytes:

@@ -113,6 +113,8 @@ def _operation(operation: Operation) -> Schema:
     if operation.body is not None:
         content = {"application/json": {"schema": _ref(operation.body.name)}}
         described["requestBody"] = {"required": operation.body.required, "content": content}
+    if operation.takes:
+        described["requestBody"] = {"required": True, "content": {kind: {"schema": {}} for kind in operation.takes}}
     return described
 
 

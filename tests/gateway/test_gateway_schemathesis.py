@@ -25,6 +25,8 @@ CHECKS = [
     checks.unsupported_method,
     checks.allow_header_conformance,
 ]
+# Files of lines: it has no idea how to write them.
+pytestmark = pytest.mark.filterwarnings("ignore:Skipped test cases with unsupported payload:UserWarning")
 # A request line of 64 KiB is refused by the HTTP parser, long before the application.
 MAX_QUERY = 10_000
 

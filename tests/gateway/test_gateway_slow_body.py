@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import time
@@ -9,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from chatcache.config import ServerConfig
+from chatcache.gateway.middleware import BodyLimit
 from tests.gateway.described import Described
 from tests.gateway.serving import Server, post_bytes, read_all, split_response
 
@@ -70,6 +73,26 @@ def test_an_answer_may_take_longer_than_a_body(hasty: Server) -> None:
             assert status == 200 and ("[DONE]" in answer) == stream
     finally:
         hasty.runner.delay_s = 0.0
+
+
+async def test_what_the_server_does_between_two_chunks_is_its_own_time() -> None:
+    """An import stores while the body comes."""
+    chunks = iter([{"type": "http.request", "body": b"x", "more_body": more} for more in (True, True, True, False)])
+
+    async def receive() -> Message:
+        await asyncio.sleep(0.001)
+        return next(chunks)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for more in (True, True, True, False):
+            assert (await receive())["more_body"] == more
+            await asyncio.sleep(0.1)  # storing it
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    await BodyLimit(app, 100, timeout_s=0.05)({"type": "http", "path": "/", "headers": []}, receive, send)
+    assert next(chunks, None) is None
 
 
 def test_the_server_still_answers(hasty: Server) -> None:
