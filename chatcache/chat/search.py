@@ -32,6 +32,7 @@ _MARKS = "".join(
     chr(code) for start, end in _MARK_PLANES for code in range(start, end) if unicodedata.category(chr(code))[0] == "M"
 )
 _WORD = re.compile(f"[{_ALONE}]|(?:[^\\W_{_ALONE}]|[{_MARKS}])+")
+_ASCII_WORD = re.compile("[a-z0-9]+")  # the same for plain ASCII, much faster
 _ACCENTS = re.compile("[\u0300-\u036f]+")
 
 
@@ -128,6 +129,14 @@ def words(text: str) -> Iterator[Word]:
             yield Word(folded, match.start(), match.end())
 
 
+def folded(text: str) -> str:
+    """The words of a text as they are compared, a space between each: what an index holds."""
+    if not text.isascii():
+        return " ".join(word.text for word in words(text))
+    found = _ASCII_WORD.findall(text.lower())
+    return " ".join(found if len(max(found, key=len, default="")) <= _MAX_WORD_CHARS else _cut(found))
+
+
 def snippet(text: str, marks: tuple[tuple[int, int], ...]) -> Snippet:
     """The surroundings of the first mark, cut between words where there are any."""
     start = max(0, marks[0][0] - _BEFORE_MARK_CHARS)
@@ -142,6 +151,10 @@ def snippet(text: str, marks: tuple[tuple[int, int], ...]) -> Snippet:
     shift = len(lead) - start
     inside = tuple((first + shift, min(last, end) + shift) for first, last in marks if first < end)
     return Snippet(lead + text[start:end] + (_ELLIPSIS if end < len(text) else ""), inside)
+
+
+def _cut(found: list[str]) -> list[str]:
+    return [word[:_MAX_WORD_CHARS] for word in found]
 
 
 def _stands_at(found: tuple[Word, ...], at: int, phrase: tuple[str, ...]) -> bool:

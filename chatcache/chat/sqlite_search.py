@@ -3,7 +3,7 @@
     items.position  = item_words.rowid       triggers remove what goes with its row
     titles.position = title_words.rowid
 
-The words are folded and cut here (`search.words`), so that FTS5 compares bytes and every storage finds the same. A
+The words are folded and cut here (`search.folded`), so that FTS5 compares bytes and every storage finds the same. A
 SQLite that was built without FTS5 searches by reading everything.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chatcache.chat.search import Found, Hit, SearchQuery, snippet, words
+from chatcache.chat.search import Found, Hit, SearchQuery, folded, snippet
 from chatcache.chat.sqlite_rows import CONVERSATION, Row, conversation_of, listing
 from chatcache.chat.store import StoreUnusable
 from chatcache.chat.tree import Conversation
@@ -159,5 +159,4 @@ def _expression(query: SearchQuery) -> str:
 
 
 def _put(db: sqlite3.Connection, table: str, position: int, text: str) -> None:
-    folded = " ".join(word.text for word in words(text))
-    db.execute(f"INSERT INTO {table} (rowid, words) VALUES (?, ?)", (position, folded))
+    db.execute(f"INSERT INTO {table} (rowid, words) VALUES (?, ?)", (position, folded(text)))

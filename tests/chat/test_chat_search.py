@@ -11,7 +11,7 @@ import pytest
 
 from chatcache.chat import sqlite_search
 from chatcache.chat.removal import without_item
-from chatcache.chat.search import Hit, SearchQuery, snippet, words
+from chatcache.chat.search import Hit, SearchQuery, folded, snippet, words
 from chatcache.chat.store import ConversationStore, StoreUnusable, cursor_of
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.chat.tree import Conversation, Item
@@ -57,6 +57,13 @@ def found(query: str, text: str) -> list[str] | None:
 )
 def test_what_a_query_finds(query: str, text: str, marked: list[str] | None) -> None:
     assert found(query, text) == marked
+
+
+def test_the_fast_way_to_fold_is_the_same() -> None:
+    generator = random.Random(2)
+    for _ in range(500):
+        text = "".join(generator.choices("aB1_-' \n\x00\x1f\x7f.", k=200)) + "x" * generator.choice([0, 99])
+        assert folded(text) == " ".join(word.text for word in words(text)) == folded(text + " é")[:-2]
 
 
 def test_a_query_has_a_limit() -> None:

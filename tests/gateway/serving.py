@@ -206,7 +206,11 @@ def split_response(data: bytes) -> tuple[int, dict[str, str], Any]:
     if headers.get("transfer-encoding") == "chunked":
         body = unchunk(body)
     text = body.decode()
-    return status, headers, json.loads(text) if "json" in headers.get("content-type", "") and text else text
+    return (
+        status,
+        headers,
+        json.loads(text) if headers.get("content-type", "").startswith("application/json") and text else text,
+    )
 
 
 def unchunk(data: bytes) -> bytes:
