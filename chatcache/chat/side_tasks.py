@@ -23,7 +23,8 @@ from chatcache.types import GenerateRequest, SamplingParams
 MAX_TITLE_CHARS = 60
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _LABEL = re.compile(r"(?i)^(?:title|titel|titre|título)\s*[:：]\s*")
-_MARKUP = " \t*_`#>•"
+_BEFORE = " *_`#>•"
+_BEHIND = " *_`.。:;,"
 _PAIRS = frozenset(('""', "''", "“”", "„“", "„”", "«»", "»«", "‘’", "「」", "『』", "《》", "()", "[]"))
 
 
@@ -87,17 +88,24 @@ class SideTasks:
 def clean_title(text: str) -> str:
     """One line without markup, or "" where the model said nothing that could name something."""
     for line in _THOUGHTS.sub("", text).split("\n"):
-        shown = "".join(char for char in line if unicodedata.category(char) not in ("Cc", "Cf", "Co", "Cn", "Cs"))
+        shown = "".join(_shown(char) for char in line)
         plain = _bare(_LABEL.sub("", _bare(" ".join(shown.split()))))
         if any(char.isalnum() for char in plain):
             return _shortened(plain)
     return ""
 
 
+def _shown(char: str) -> str:
+    if char in "\u200c\u200d":  # joiners: parts of words and of emoji
+        return char
+    category = unicodedata.category(char)
+    return " " if category == "Cc" else "" if category[0] == "C" else char
+
+
 def _bare(text: str) -> str:
     """Without markup, the quotation marks around all of it, and a full stop."""
     while True:
-        inner = text.strip(_MARKUP).removeprefix("- ").rstrip(".。:;,")
+        inner = text.lstrip(_BEFORE).removeprefix("- ").rstrip(_BEHIND)
         if inner[:1] + inner[-1:] in _PAIRS and len(inner) > 1:
             inner = inner[1:-1]
         if inner == text:
