@@ -17,17 +17,18 @@ Frame = Mapping[str, Any]
 
 TRY_LATER = 1013
 MAX_LANE_NAME = 128
-SEND_TIMEOUT_S = 30.0
 # What the server says when the client has closed under a send.
 GONE = (WebSocketDisconnect, ConnectionError, RuntimeError)
 
 
 class Outbox:
-    """Sends whole frames in turn, whoever sends. A client that takes nothing for `timeout_s` is closed with 1013."""
+    """Sends whole frames in turn, whoever sends.
 
-    def __init__(self, socket: WebSocket, timeout_s: float = SEND_TIMEOUT_S) -> None:
+    A send waits for a client that takes nothing; the server's protocol (`cli.http`) cuts such a one off.
+    """
+
+    def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
-        self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
 
     async def send(self, frame: Frame, lane: str | None = None) -> None:
@@ -48,13 +49,9 @@ class Outbox:
         await self._socket.close(TRY_LATER, "reading too slowly")
 
     async def _send_all(self, frames: Sequence[bytes]) -> None:
-        try:
-            async with self._turn, asyncio.timeout(self._timeout_s):
-                for data in frames:
-                    await self._socket.send_text(data.decode("ascii"))
-        except TimeoutError:
-            await self.give_up()
-            raise WebSocketDisconnect(TRY_LATER) from None
+        async with self._turn:
+            for data in frames:
+                await self._socket.send_text(data.decode("ascii"))
 
 
 def lane_suffix(lane: str | None) -> bytes:
