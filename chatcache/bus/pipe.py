@@ -183,7 +183,9 @@ class EngineProcess:
             raise Overloaded(self._detail, code="engine_unavailable" if self.facts or self._error else "model_loading")
         if self.facts and len(prompt) > self.facts.max_model_len:  # it may not even fit a frame
             raise ContextTooLong(
-                f"the prompt has {len(prompt)} tokens, the context {self.facts.max_model_len}", param="prompt"
+                f"the prompt has {len(prompt)} tokens; "
+                f"this model's maximum context length is {self.facts.max_model_len} tokens",
+                param="prompt",
             )
 
     def _send(self, command: Command) -> None:

@@ -66,8 +66,8 @@ def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int,
         raise InvalidRequest("the prompt is empty; it needs at least 1 token", param="prompt")
     if len(prompt) >= max_model_len:
         raise ContextTooLong(
-            f"the prompt has {len(prompt)} tokens; with at least 1 token to generate, "
-            f"the context of {max_model_len} tokens allows {max_model_len - 1}",
+            f"the prompt has {len(prompt)} tokens, and at least 1 is to be generated; "
+            f"this model's maximum context length is {max_model_len} tokens",
             param="prompt",
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
@@ -121,7 +121,7 @@ def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model
     if num_prompt + max_tokens > max_model_len:
         raise ContextTooLong(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, {num_prompt + max_tokens} in all; "
-            f"the context is {max_model_len} tokens",
+            f"this model's maximum context length is {max_model_len} tokens",
             param="max_tokens",
         )
     worst = worst_case_pages(num_prompt, max_tokens, branches, capacity.page_size)

@@ -1,0 +1,49 @@
+"""Run by litellm's own environment: asks the server in the ways litellm can, and prints what came as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import litellm  # type: ignore[import-not-found,unused-ignore]  # lives in an environment of its own
+
+ASKED: dict[str, Any] = {
+    "model": f"openai/{os.environ['MODEL']}",
+    "api_base": f"{os.environ['SERVER']}/v1",
+    "api_key": "unused",
+    "messages": [{"role": "user", "content": "Hello, how are you?"}],
+    "seed": 7,
+    "max_tokens": 40,
+    "num_retries": 0,
+}
+
+
+def main() -> None:
+    litellm.telemetry = False
+    whole = litellm.completion(**ASKED)
+    chunks = list(litellm.completion(**ASKED, stream=True, stream_options={"include_usage": True}))
+    rebuilt = litellm.stream_chunk_builder(chunks, messages=ASKED["messages"])
+    many = litellm.completion(**ASKED, n=3)
+    try:
+        litellm.completion(**{**ASKED, "max_tokens": 10_000_000})
+        refused = ""
+    except litellm.ContextWindowExceededError:
+        refused = "context"
+    except litellm.BadRequestError:
+        refused = "bad request"
+    print(
+        json.dumps(
+            {
+                "whole": whole.model_dump(),
+                "texts": [choice.message.content for choice in many.choices],
+                "streamed": "".join(c.choices[0].delta.content or "" for c in chunks if c.choices),
+                "rebuilt": rebuilt.model_dump(),
+                "refused": refused,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""langchain-openai against the real server."""
+
+from __future__ import annotations
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, SecretStr
+
+from tests.gateway.serving import MODEL, PAGE_SIZE, Server
+
+ASKED = [SystemMessage("Be brief."), HumanMessage("Hello, how are you?")]
+
+
+@pytest.fixture
+def chat(server: Server) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=MODEL,
+        base_url=f"{server.url}/v1",
+        api_key=SecretStr("unused"),
+        seed=7,
+        max_completion_tokens=40,
+        max_retries=0,
+        stream_usage=True,
+    )
+
+
+def gathered(chat: ChatOpenAI) -> AIMessageChunk:
+    chunks = list(chat.stream(ASKED))
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole = whole + chunk
+    assert isinstance(whole, AIMessageChunk)
+    return whole
+
+
+def test_a_stream_adds_up_to_what_invoke_says(chat: ChatOpenAI) -> None:
+    said = chat.invoke(ASKED)
+    streamed = gathered(chat)
+    assert said.content and streamed.content == said.content
+    assert said.response_metadata["finish_reason"] == streamed.response_metadata["finish_reason"]
+    assert isinstance(said, AIMessage) and said.usage_metadata is not None and streamed.usage_metadata is not None
+    prompt = said.usage_metadata["input_tokens"]
+    assert streamed.usage_metadata["output_tokens"] == said.usage_metadata["output_tokens"]
+    cached = streamed.usage_metadata["input_token_details"]["cache_read"]
+    assert prompt - PAGE_SIZE <= cached <= prompt
+
+
+async def test_the_async_stream_says_the_same(chat: ChatOpenAI) -> None:
+    said = "".join([str(chunk.content) async for chunk in chat.astream(ASKED)])
+    assert said == (await chat.ainvoke(ASKED)).content
+
+
+def test_a_batch_of_candidates(chat: ChatOpenAI) -> None:
+    result = chat.generate([ASKED], n=3)
+    texts = [generation.text for generation in result.generations[0]]
+    assert len(texts) == len(set(texts)) == 3
+
+
+def test_the_second_turn_finds_the_first(chat: ChatOpenAI) -> None:
+    first = chat.invoke(ASKED)
+    second = chat.invoke([*ASKED, first, HumanMessage("And then?")])
+    assert isinstance(first, AIMessage) and isinstance(second, AIMessage)
+    assert first.usage_metadata is not None and second.usage_metadata is not None
+    history = first.usage_metadata["total_tokens"]
+    assert history - PAGE_SIZE <= second.usage_metadata["input_token_details"]["cache_read"] <= history
+
+
+class Pet(BaseModel):
+    """A pet."""
+
+    kind: str
+    tame: bool
+
+
+def test_structured_output_is_what_the_class_says(chat: ChatOpenAI) -> None:
+    """By JSON schema; the hash model knows none, so what can be parsed was kept to it."""
+    limited = ChatOpenAI(
+        model=MODEL, base_url=chat.openai_api_base, api_key=SecretStr("unused"), seed=2, max_completion_tokens=300
+    )
+    assert isinstance(limited.with_structured_output(Pet, method="json_schema").invoke(ASKED), Pet)
+
+
+def test_responses_api(chat: ChatOpenAI) -> None:
+    """The same class over /v1/responses."""
+    stateful = ChatOpenAI(
+        model=MODEL,
+        base_url=chat.openai_api_base,
+        api_key=SecretStr("unused"),
+        max_completion_tokens=30,
+        use_responses_api=True,
+        max_retries=0,
+    )
+    said = stateful.invoke("Hello!")
+    assert said.text
+    chunks = list(stateful.stream("Hello again!"))
+    assert "".join(chunk.text for chunk in chunks)
