@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from chatcache.chat.tree import DELETED, IN_PROGRESS, ConversationTree
+from chatcache.chat.tree import IN_PROGRESS, ConversationTree
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.response_log import TERMINAL, ResponseLog
 from chatcache.gateway.response_object import output_items, output_text, response_object, why_incomplete
@@ -46,11 +46,9 @@ def as_created(log: ResponseLog) -> bytes:
     return bytes(msgspec.json.decode(log.milestones()[0].data, type=_Lifecycle).response)
 
 
-def as_stored(tree: ConversationTree, response_id: str) -> dict[str, Any] | None:
-    """The response object, or None for one that was deleted. Log-probabilities are not stored."""
-    turn = tree.turns.get(response_id)
-    if turn is None or turn.status == DELETED:
-        return None
+def as_stored(tree: ConversationTree, response_id: str) -> dict[str, Any]:
+    """The response object. Log-probabilities are not stored."""
+    turn = tree.turns[response_id]
     outputs = tree.outputs(response_id)
     items = [each for output in outputs for each in output_items(output)]
     return response_object(turn, items, why_incomplete(turn, outputs))

@@ -90,6 +90,16 @@ def test_nothing_is_removed_under_a_response_that_is_being_generated() -> None:
         without_item(live, "r1")
 
 
+def test_a_turn_that_was_begun_before_its_prompt_was_edited_is_rendered_afresh() -> None:
+    """It stands on a reply whose own prompt is not known any more, or is not there any more."""
+    tree = small()
+    late = Turn("r2", "u2", "m", 0.0, "a1", (4, 5), status=COMPLETED)
+    for gone in ("u0", "a1"):
+        after = applied(tree, without_item(tree, gone))
+        mixed = ConversationTree(HEAD, (*after.items.values(), tree.items["a3"]), (*after.turns.values(), late))
+        assert mixed.items["a3"].token_ids and mixed.sequence(mixed.items["a3"]) == ()
+
+
 def test_a_response_goes_with_what_nobody_stands_on() -> None:
     tree = small()
     edit = without_response(tree, "r1")

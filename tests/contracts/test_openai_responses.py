@@ -270,6 +270,8 @@ def test_what_is_deleted_is_gone(client: openai.OpenAI, server: Server) -> None:
         client.responses.retrieve(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.input_items.list(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model=MODEL, input="Two", previous_response_id=first.id)
     kept = list(client.conversations.items.list(second.conversation.id))
     assert len(kept) == 4
     third = client.responses.create(model=MODEL, input="Three", previous_response_id=second.id, max_output_tokens=5)
@@ -315,6 +317,19 @@ def test_counting_is_exact_and_stores_nothing(client: openai.OpenAI) -> None:
     assert len(list(client.conversations.items.list(first.conversation.id))) == 2
     second = client.responses.create(model=MODEL, max_output_tokens=2, **place)
     assert second.usage is not None and counted.input_tokens == second.usage.input_tokens
+
+
+def test_a_reply_that_still_grows_is_counted_as_far_as_it_goes(client: openai.OpenAI, server: Server) -> None:
+    with slowed(server, 0.01):
+        begun = client.responses.create(input="Hi", background=True, **LONG)
+        wait_until(lambda: len(client.responses.retrieve(begun.id).output_text) > 20, "something said")
+        counted = client.responses.input_tokens.count(model=MODEL, input="x", previous_response_id=begun.id)
+        ended = client.responses.cancel(begun.id)
+    alone = client.responses.input_tokens.count(model=MODEL, input="Hi")
+    whole = client.responses.input_tokens.count(model=MODEL, input="x", previous_response_id=begun.id)
+    assert ended.usage is not None and ended.usage.input_tokens == alone.input_tokens
+    assert alone.input_tokens + 8 < counted.input_tokens <= whole.input_tokens
+    assert whole.input_tokens - ended.usage.output_tokens < counted.input_tokens
 
 
 def test_unstored_responses_cannot_be_found(client: openai.OpenAI) -> None:
