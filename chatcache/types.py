@@ -33,7 +33,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """What the output must match; exactly one field is set. Names as in vLLM.
 
     `json`: a JSON schema as text. `json_object`: any JSON object. `regex`: the whole output. `choice`: one of these
-    texts. `grammar`: a context-free grammar in Lark's notation.
+    texts. `grammar`: a context-free grammar in Lark's notation, which may name `special_token_ids` as `<[id]>`.
     """
 
     json: str | None = None
@@ -41,9 +41,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
+    special_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _as_tuples(self, "choice")
+        _as_tuples(self, "choice", "special_token_ids")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):

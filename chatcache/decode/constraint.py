@@ -49,7 +49,7 @@ class _Path:
 
 
 class Guide:
-    """Where one branch is in the grammar. `words`: the ordinary tokens that may follow; `accepting`: it may stop."""
+    """Where one branch is in the grammar. `words`: the tokens that may follow; `accepting`: it may stop."""
 
     __slots__ = ("_compiled", "_constraint", "_matcher", "_path", "accepting", "words")
 

@@ -85,10 +85,17 @@ class Grammars:
 
     @cached_property
     def ordinary(self) -> U32:
-        """The tokens that are text, as a mask's words: all that a grammar can ever allow."""
+        """The tokens that are text, as a mask's words."""
         pieces = enumerate(self._token_bytes or ())
         text_ids = [token for token, piece in pieces if piece and token not in self._special_ids]
         return bits_of(text_ids, self._facts.vocab_size)
+
+    @cached_property
+    def allowed(self) -> U32:
+        """All that a grammar can ever allow: text, and special tokens that it names."""
+        ends = set(self._facts.eos_token_ids)
+        named = bits_of([token for token in self._special_ids if token not in ends], self._facts.vocab_size)
+        return self.ordinary | named
 
     def start(self, outputs: StructuredOutputs, namespace: str = "") -> Ticket:
         """Begin to compile, or find it done. Namespaces take turns.
@@ -147,12 +154,12 @@ class Grammars:
         return Compiled(matcher, words, accepting, time.perf_counter() - began)
 
     def look(self, matcher: Any) -> U32 | None:
-        """Return the ordinary tokens that `matcher` allows next (none at a dead end), None if it has failed."""
+        """Return the tokens that `matcher` allows next (none at a dead end), None if it has failed."""
         words = np.zeros(-(-self._tokenizer.vocab_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
             return words[: len(self.ordinary)] * 0 if matcher.get_error().startswith(DEAD_END) else None
-        return words[: len(self.ordinary)] & self.ordinary
+        return words[: len(self.ordinary)] & self.allowed
 
     def resident_bytes(self) -> int:
         """Return what memory this process has now; always 0 where the system does not say."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 
 from chatcache.errors import InvalidRequest
 from chatcache.types import StructuredOutputs
@@ -38,6 +39,8 @@ def check_structured_outputs(outputs: object) -> None:
     _text("regex", outputs.regex, MAX_REGEX_BYTES)
     _text("grammar", outputs.grammar, MAX_GRAMMAR_BYTES)
     _choices(outputs.choice)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in outputs.special_token_ids):
+        raise InvalidRequest(f"{PARAM}.special_token_ids must be token ids", param=PARAM)
 
 
 def lark_of(outputs: StructuredOutputs) -> str:
@@ -46,7 +49,7 @@ def lark_of(outputs: StructuredOutputs) -> str:
     Raises: InvalidRequest for a schema that is not JSON, or not a schema at all; for a grammar that names tokens.
     """
     if outputs.grammar is not None:
-        _refuse_tokens(outputs.grammar)
+        _refuse_tokens(outputs.grammar, outputs.special_token_ids)
         return f"{outputs.grammar}\n{_OPTIONS}\n"
     if outputs.json is not None:
         start = _schema(outputs.json)
@@ -59,10 +62,12 @@ def lark_of(outputs: StructuredOutputs) -> str:
     return f"start: {start}\n{_OPTIONS}\n"
 
 
-def _refuse_tokens(grammar: str) -> None:
-    """Refuse `<name>` and `<[id]>`, the notation's symbols for single tokens: what is asked for is text."""
-    named = re.search(r"<[^<>\s]+>", _QUOTED.sub(" ", grammar))
-    if named is not None:
+def _refuse_tokens(grammar: str, allowed: Collection[int]) -> None:
+    """Refuse `<name>` and `<[id]>`, the notation's symbols for single tokens, but for those ids that may be named."""
+    symbols = {f"<[{token}]>" for token in allowed}
+    for named in re.finditer(r"<[^<>\s]+>", _QUOTED.sub(" ", grammar)):
+        if named[0] in symbols:
+            continue
         raise InvalidRequest(f"{PARAM}.grammar names the token {named[0]:.40}; it must describe text", param=PARAM)
 
 
