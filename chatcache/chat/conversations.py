@@ -280,8 +280,8 @@ class Conversations:
 def _messages(request: TurnRequest, place: _Place) -> tuple[Message, ...]:
     """Instructions, history, input. Raises: InvalidRequest for the output of a call that was not made."""
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
-    history = (message_of(item) for item in place.path)
-    return tuple(linked((*system, *history, *request.input), "input"))
+    old = (*system, *(message_of(item) for item in place.path))
+    return tuple(linked((*old, *request.input), "input", num_old=len(old)))
 
 
 def _base(place: _Place, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:

@@ -48,10 +48,10 @@ def calls_of(message: Message) -> tuple[ToolCall, ...]:
     return tuple(_call(call) for call in message.get("tool_calls", ()))
 
 
-def linked(messages: Sequence[Message], param: str) -> list[Message]:
+def linked(messages: Sequence[Message], param: str, num_old: int = 0) -> list[Message]:
     """Name the function in every answer to a call, as some templates want it.
 
-    Raises: InvalidRequest for an answer to a call that was not made.
+    Raises: InvalidRequest for an answer to a call that was not made, unless it is among the first `num_old` messages.
     """
     names: dict[str, str] = {}
     found: list[Message] = []
@@ -59,9 +59,10 @@ def linked(messages: Sequence[Message], param: str) -> list[Message]:
         names.update({call.call_id: call.name for call in calls_of(message)})
         if message["role"] == TOOL:
             call_id = message.get("tool_call_id", "")
-            if call_id not in names:
+            if call_id in names:
+                message = Message(role=TOOL, content=message["content"], tool_call_id=call_id, name=names[call_id])
+            elif len(found) >= num_old:
                 raise InvalidRequest(f"{param}: no function was called with the id {call_id[:64]!r}", param=param)
-            message = Message(role=TOOL, content=message["content"], tool_call_id=call_id, name=names[call_id])
         found.append(message)
     return found
 

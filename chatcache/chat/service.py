@@ -13,7 +13,7 @@ from chatcache.chat.candidate import Candidate
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.chat.forks import ReplyStart
 from chatcache.chat.live_beams import BeamReader
-from chatcache.chat.messages import calls_of, said
+from chatcache.chat.messages import calls_of, linked, said
 from chatcache.chat.prompt import Known, Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
 from chatcache.chat.reading import Speech
@@ -21,7 +21,7 @@ from chatcache.chat.tools import Function, variables
 from chatcache.chat.transcripts import Transcripts
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.text.reply_format import ReplyFormat
+from chatcache.text.reply_format import NONE, ReplyFormat
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import (
     Beams,
@@ -83,7 +83,11 @@ class ChatService:
         self._live: dict[str, GenerateRequest] = {}
 
     async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
-        """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had."""
+        """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had.
+
+        Raises: InvalidRequest for the output of a call that was not made, or what the template refuses.
+        """
+        messages = linked(messages, "messages")
 
         def known(index: int, head: str, message: Message) -> Known | None:
             return self.transcripts.recall(namespace, head, said(message["content"], calls_of(message)))
@@ -110,17 +114,19 @@ class ChatService:
         rendering: str | None = None,
         prefix: ReplyStart | None = None,
         functions: Collection[str] | None = None,
+        thinks: bool = True,
     ) -> Reply:
         """Submit; the reply must then be read to its end or closed.
 
         `rendering` is the prompt's text when it came from the chat template; it lets later turns recall this reply, and
-        reasoning and calls of `functions` (None: of none) are then told apart. `prefix`: the beginning of the reply,
-        which ends the prompt.
+        reasoning (unless it `thinks` none) and calls of `functions` (None: of none) are then told apart. `prefix`: the
+        beginning of the reply, which ends the prompt.
         Raises: what `EngineClient.submit` raises.
         """
         await self.engine.submit(request)
         self._live[request.request_id] = request
-        speech = Speech(self.tokenizer, self.form if rendering is not None else ReplyFormat(), functions)
+        form = self.form if rendering is not None else ReplyFormat()
+        speech = Speech(self.tokenizer, form if thinks else replace(form, reasoning=NONE), functions)
         return Reply(self, request, rendering, prefix, speech)
 
     def live_of(self, namespace: str) -> dict[str, str]:
@@ -139,7 +145,10 @@ class ChatService:
 
 
 class Reply:
-    """One accepted request while it is answered. An async context manager: leaving it early aborts the request."""
+    """One accepted request while it is answered. An async context manager: leaving it early aborts the request.
+
+    `is_read`: candidates may have parts beside their text.
+    """
 
     def __init__(
         self,
@@ -152,6 +161,7 @@ class Reply:
         self.request = request
         self._service = service
         self._rendering = rendering
+        self.is_read = speech.is_read
         self.ended = False
         self.num_tokens = 0
         self.candidates = tuple(

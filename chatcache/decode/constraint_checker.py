@@ -8,6 +8,7 @@ for longer than anybody waited, and 4,000 rules in a chain overflowed the stack 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 from chatcache.decode import constraint_child
 from chatcache.errors import EngineFault
 
+_NAMED = re.compile(r"<\[(\d+)\]>")
 COMPILE_CPU_S = 1.0
 COMPILE_WALL_S = 10.0  # on a machine that has better to do
 COMPILE_MEMORY_BYTES = 1 << 30
@@ -38,6 +40,7 @@ class GrammarChecker:
 
         Raises: EngineFault if no child can be started.
         """
+        grammar = _renamed(grammar)
         status = 0
         for _ in range(2):  # a child that was idle for long, or that the system was short of memory for, may have left
             try:
@@ -89,6 +92,17 @@ class GrammarChecker:
             if constraint_child.read_frame(_pipe(process.stdout)) != "ready":
                 raise BrokenPipeError("the grammar checker left before it was ready")
         return self._process
+
+
+def _renamed(grammar: str) -> str:
+    """Name the child's special tokens instead of the model's: which ones they are changes nothing."""
+    ids: dict[str, int] = {}
+
+    def name(match: re.Match[str]) -> str:
+        token = ids.setdefault(match[1], len(ids) % constraint_child.NUM_NAMED)
+        return f"<[{constraint_child.FIRST_NAMED + token}]>"
+
+    return _NAMED.sub(name, grammar)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

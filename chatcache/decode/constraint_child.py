@@ -23,18 +23,20 @@ except ImportError:  # not a POSIX system: only the parent's clock bounds a comp
     resource = None  # type: ignore[assignment]
 
 NUM_STEPS = 48
+FIRST_NAMED, NUM_NAMED = 257, 16
+TRIED = (*range(256), *range(FIRST_NAMED, FIRST_NAMED + NUM_NAMED))
 MAX_IDLE_BYTES = 192 << 20
 IDLE_S = 300
 
 
 class ByteTokens:
-    """The smallest vocabulary: one token a byte, and an end."""
+    """The smallest vocabulary: one token a byte, an end, and some special tokens that a grammar may name."""
 
     is_tokenizer_wrapper = True
     eos_token_id = 256
     bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>")
-    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>", *(b"<%d>" % n for n in range(NUM_NAMED)))
+    special_token_ids = tuple(range(256, 257 + NUM_NAMED))
 
     def __call__(self, text: bytes | str) -> list[int]:
         return list(text.encode() if isinstance(text, str) else text)
@@ -95,7 +97,7 @@ def _try(matcher: Any) -> str:
             matcher.unsafe_compute_mask_ptr(address, len(words))
         if matcher.is_error():
             return str(matcher.get_error()) if step == 0 else ""
-        allowed = [byte for byte in range(256) if words[byte // 8] >> byte % 8 & 1]
+        allowed = [token for token in TRIED if words[token // 8] >> token % 8 & 1]
         if not allowed or not matcher.consume_token(rng.choice(allowed)):
             return ""
     matcher.deep_copy()

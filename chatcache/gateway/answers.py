@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 Entry = TypeVar("Entry")
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetail(msgspec.Struct):
@@ -93,10 +93,28 @@ class PromptToken(msgspec.Struct):
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
+class CalledFunction(msgspec.Struct):
+    """`arguments`: the JSON text that the model wrote, which may be cut off."""
+
+    name: str
+    arguments: str
+
+
+class ChatCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct):
+    """`content` is null where there are only calls. `reasoning` repeats `reasoning_content`."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -123,11 +141,28 @@ class ChatCompletion(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class CalledFunctionDelta(msgspec.Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ChatCallDelta(msgspec.Struct):
+    """More of call `index`. The first one of each has its id, type and name."""
+
+    index: int
+    function: CalledFunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
     """What this chunk adds. The first one of each choice has the role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ChatCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

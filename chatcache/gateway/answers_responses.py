@@ -8,9 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from chatcache.gateway.answers import TokenLogprob
-from chatcache.gateway.answers_stored import ResponseUsage
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
+from chatcache.gateway.answers_stored import FunctionCall, ItemStatus, Reasoning, ResponseUsage
 
 
 class ResponseText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -20,14 +18,21 @@ class ResponseText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """A candidate. `score`: of ranked ones (beams, best_of, distinct); `finish_reason`: once it is finished."""
+    """What a candidate says. `score`: of ranked ones (beams, best_of, distinct); `finish_reason`: once it is finished.
+
+    `candidate`: which of the response's `n` it is.
+    """
 
     id: str
     role: Literal["assistant"]
     status: ItemStatus
     content: list[ResponseText]
+    candidate: int | UnsetType = UNSET
     finish_reason: str | UnsetType | None = UNSET
     score: float | UnsetType = UNSET
+
+
+OutputItem = OutputMessage | Reasoning | FunctionCall
 
 
 class ResponseRef(msgspec.Struct):
@@ -59,7 +64,7 @@ class Response(msgspec.Struct):
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     usage: ResponseUsage | None
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
@@ -114,5 +119,7 @@ class ResponseEvent(msgspec.Struct):
     content_index: int | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET

@@ -9,6 +9,8 @@ from msgspec import UNSET, UnsetType
 
 from chatcache.gateway.answers import ErrorDetail, OutputTokensDetails, PromptTokensDetails
 
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
 
 class ResponseUsage(msgspec.Struct):
     """The prompt counts once, however many candidates share it."""
@@ -147,6 +149,36 @@ class Item(msgspec.Struct, tag_field="type", tag="message"):
     finish_reason: str | None
     created_at: int
     usage: ResponseUsage | None
+    candidate: int | UnsetType = UNSET
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """What a candidate thought first. Its place in the tree is told in lists."""
+
+    id: str
+    status: ItemStatus
+    summary: list[object]
+    content: list[ReasoningText]
+    candidate: int
+    parent_id: str | UnsetType | None = UNSET
+    response_id: str | UnsetType | None = UNSET
+
+
+class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A function that a candidate calls. `arguments`: the JSON text that the model wrote, which may be cut off."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+    candidate: int
+    parent_id: str | UnsetType | None = UNSET
+    response_id: str | UnsetType | None = UNSET
 
 
 class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_output"):
@@ -160,7 +192,7 @@ class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_ou
     response_id: str | None
 
 
-ListedItem = Item | FunctionCallOutput
+ListedItem = Item | Reasoning | FunctionCall | FunctionCallOutput
 
 
 class CachedPage(msgspec.Struct):
@@ -173,7 +205,7 @@ class CachedPage(msgspec.Struct):
 class CacheMiss(msgspec.Struct):
     """Why the first page that is missing is missing; `cached_text` is what the cache holds there instead."""
 
-    reason: Literal["never_computed", "evicted", "other_namespace", "diverged"]
+    reason: Literal["never_computed", "evicted", "other_namespace", "diverged", "template_changed"]
     at_token: int
     detail: str
     text: str
@@ -187,6 +219,16 @@ class CachedMessage(msgspec.Struct):
     cached_tokens: int
 
 
+class CacheDivergence(msgspec.Struct):
+    """Where the chat template writes history otherwise than it was when the latest reply was generated."""
+
+    reason: Literal["template_changed"]
+    message: int
+    at_char: int
+    at_token: int
+    text: str
+
+
 class CacheExplanation(msgspec.Struct):
     """What of a prompt is computed already. `messages` is null for raw prompts, and where a template mixes messages."""
 
@@ -198,6 +240,7 @@ class CacheExplanation(msgspec.Struct):
     page_size: int
     pages: list[CachedPage]
     miss: CacheMiss | None
+    divergence: CacheDivergence | None
     messages: list[CachedMessage] | None
 
 

@@ -11,13 +11,16 @@ from starlette.responses import Response
 from chatcache.chat.conversations import TurnRequest
 from chatcache.chat.prompt import Message, Prompt
 from chatcache.chat.spans import message_ends
+from chatcache.chat.tools import Function, variables
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import Model, gateway_of, owner_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.messages import input_messages, to_messages
 from chatcache.gateway.metrics import page_states
-from chatcache.gateway.params import check_tokens, conversation_id, input_messages, to_messages
+from chatcache.gateway.params import check_tokens, conversation_id
+from chatcache.gateway.tooling import tool_use
 from chatcache.gateway.wire import ExplainFields
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import EngineHealth, Explanation, PageAccounts
@@ -32,11 +35,14 @@ async def explain(request: Request) -> Response:
     fields = read(body, ExplainFields)
     ignored = unknown_fields(body, ExplainFields)
     model = await gateway.ready(fields.model)
-    messages, prompt = await _prompt(fields, model, owner, gateway.model_name)
+    functions = tool_use(model.service.form, fields.tools, "none", None).functions
+    messages, prompt = await _prompt(fields, model, owner, gateway.model_name, functions)
     explanation = await gateway.engine.explain(
         prompt.token_ids, owner, prompt.num_public_tokens, operator=gateway.is_open
     )
-    ends = await asyncio.to_thread(message_ends, model.tokenizer, messages, prompt) if messages else None
+    ends = None
+    if messages:
+        ends = await asyncio.to_thread(message_ends, model.tokenizer, messages, prompt, variables(functions))
     answer = {
         "object": "cache.explanation",
         "model": gateway.model_name,
@@ -49,6 +55,7 @@ async def explain(request: Request) -> Response:
             for page in explanation.pages
         ],
         "miss": _miss(explanation, prompt, model.tokenizer),
+        "divergence": _divergence(prompt, model.tokenizer),
         "messages": _messages(messages, ends, explanation.num_cached_tokens) if ends is not None else None,
     }
     return json_response(answer, headers=ignored_header(ignored))
@@ -64,7 +71,9 @@ async def accounts(request: Request) -> Response:
     return json_response(_accounts_json(held, (owner, model.service.live_of(owner))))
 
 
-async def _prompt(fields: ExplainFields, model: Model, owner: str, model_name: str) -> tuple[Sequence[Message], Prompt]:
+async def _prompt(
+    fields: ExplainFields, model: Model, owner: str, model_name: str, functions: tuple[Function, ...]
+) -> tuple[Sequence[Message], Prompt]:
     """The prompt that a request with these fields would have, and its messages. Raises: InvalidRequest, NotFound."""
     place = fields.conversation or fields.previous_response_id or fields.previous_item_id
     given = [fields.prompt is not None, fields.messages is not None, fields.input is not None or place is not None]
@@ -77,7 +86,7 @@ async def _prompt(fields: ExplainFields, model: Model, owner: str, model_name: s
         raise InvalidRequest("instructions go with input; messages have a system message", param="instructions")
     if fields.messages is not None:
         messages = to_messages(fields.messages, "messages")
-        return messages, await model.service.prompt(messages, owner)
+        return messages, await model.service.prompt(messages, owner, functions)
     if fields.prompt is not None:
         return (), Prompt("", await _raw_prompt(fields.prompt, model))
     planned = await model.conversations.plan(
@@ -89,6 +98,7 @@ async def _prompt(fields: ExplainFields, model: Model, owner: str, model_name: s
             conversation_id=conversation_id(fields.conversation),
             previous_response_id=fields.previous_response_id,
             previous_item_id=fields.previous_item_id,
+            functions=functions,
         )
     )
     return planned.messages, planned.prompt
@@ -109,12 +119,33 @@ def _miss(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer) -> dic
         return tokenizer.decode(ids[:_SHOWN_TOKENS], skip_special_tokens=False)
 
     instead = explanation.diverged_tokens
+    reason, detail = explanation.reason, explanation.detail
+    where = prompt.divergence
+    # What misses from where the template left a reply of ours misses for that.
+    if where is not None and where.at_token - explanation.page_size < explanation.at_token <= where.at_token:
+        reason = "template_changed"
+        detail = f"the chat template writes message {where.message} otherwise than it was when a reply was generated"
     return {
-        "reason": explanation.reason,
+        "reason": reason,
         "at_token": explanation.at_token,
-        "detail": explanation.detail,
+        "detail": detail,
         "text": shown(prompt.token_ids[explanation.at_token :]),
         "cached_text": shown(instead) if instead else None,
+    }
+
+
+def _divergence(prompt: Prompt, tokenizer: Tokenizer) -> dict[str, object] | None:
+    """Where the rendering leaves what the latest reply of ours was generated from, whatever is cached."""
+    where = prompt.divergence
+    if where is None:
+        return None
+    rest = prompt.token_ids[where.at_token : where.at_token + _SHOWN_TOKENS]
+    return {
+        "reason": "template_changed",
+        "message": where.message,
+        "at_char": where.at_char,
+        "at_token": where.at_token,
+        "text": tokenizer.decode(rest, skip_special_tokens=False),
     }
 
 

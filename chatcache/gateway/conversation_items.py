@@ -23,8 +23,8 @@ from chatcache.gateway.conversations import item_json, list_conversations, read_
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.heads import conversation_json
+from chatcache.gateway.messages import to_messages
 from chatcache.gateway.paging import PageQuery, page, paged
-from chatcache.gateway.params import to_messages
 from chatcache.gateway.response_object import output_items
 from chatcache.gateway.wire import ConversationFields, ItemsFields
 

@@ -31,7 +31,7 @@ def usage_json(usage: Usage) -> dict[str, object]:
             "cache_write_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         },
         "output_tokens": usage.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
     }
 

@@ -21,7 +21,7 @@ from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.lifetimes import Lifetime
 from chatcache.gateway.metering import metered
-from chatcache.gateway.response_frames import ResponseFrames
+from chatcache.gateway.response_frames import ResponseFrames, usage_of
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_registry import Receipt
 from chatcache.gateway.steer import (
@@ -75,7 +75,7 @@ class LiveResponse:
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
-        self._frames = ResponseFrames(self.log, planned.turn, model.tokenizer, reply.request.params)
+        self._frames = ResponseFrames(self.log, planned.turn, model.tokenizer, reply)
         self._order = order
         self._lifetime = Lifetime(self.log, order.ttl_s, self.cancel)
         self._steers = SteerQueue()
@@ -176,7 +176,7 @@ class LiveResponse:
 
     async def _finish(self, event: ReplyFinished) -> None:
         """Store, then announce: who has read the terminal frame can rely on the tree."""
-        usage = Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
+        usage = usage_of(event)
         if event.cancelled and self._steers and self._cancelled_s is None:
             self._planned = replace(self._planned, turn=self._frames.steered())
         elif event.cancelled:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chatcache.chat.messages import linked
+from chatcache.chat.tools import Function, variables
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
-from chatcache.gateway.params import check_tokens, to_messages
+from chatcache.gateway.messages import to_messages
+from chatcache.gateway.params import check_tokens
+from chatcache.gateway.tooling import tool_use
 from chatcache.gateway.wire import DetokenizeFields, TokenizeFields
 from chatcache.text.tokenizer import Tokenizer
 
@@ -55,14 +60,16 @@ async def tokenize(request: Request) -> Response:
     model = await gateway.ready(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
-    answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer)
+    functions = tool_use(model.service.form, fields.tools, "none", None).functions
+    answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer, functions)
     return json_response({**answer, "max_model_len": gateway.max_model_len}, headers=ignored_header(ignored))
 
 
-def _tokenized(fields: TokenizeFields, tokenizer: Tokenizer) -> dict[str, object]:
+def _tokenized(fields: TokenizeFields, tokenizer: Tokenizer, functions: Sequence[Function]) -> dict[str, object]:
     if fields.messages is not None:
         generation = fields.add_generation_prompt is not False
-        text = tokenizer.render(to_messages(fields.messages, "messages"), add_generation_prompt=generation)
+        messages = linked(to_messages(fields.messages, "messages"), "messages")
+        text = tokenizer.render(messages, add_generation_prompt=generation, **variables(functions))
         ids = tokenizer.encode_rendered(text, add_special_tokens=bool(fields.add_special_tokens))
     else:
         ids = tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)

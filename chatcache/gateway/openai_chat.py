@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.chat.events import CallDelta, ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
 from chatcache.chat.ids import new_id
 from chatcache.chat.service import is_ranked, num_candidates
 from chatcache.errors import InvalidRequest
@@ -19,13 +19,15 @@ from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs, prompt_logprobs
-from chatcache.gateway.params import Asked, check_stream, known_as, to_messages, to_params
+from chatcache.gateway.messages import to_messages
+from chatcache.gateway.params import Asked, check_stream, known_as, to_params
 from chatcache.gateway.plain_chunks import PlainChunks, is_plain
 from chatcache.gateway.stateless import Heard, generation, respond, usage
 from chatcache.gateway.structured import named_after, structured_outputs
+from chatcache.gateway.tooling import held_to, tool_use
 from chatcache.gateway.wire import ChatFields, CompletionBase, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import GenerateRequest
+from chatcache.types import FINISH_STOP, GenerateRequest
 
 
 async def chat_completions(request: Request) -> Response:
@@ -35,9 +37,12 @@ async def chat_completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.ready(base.model)
-    params = to_params(sampling, _asked(base, chat, sampling), model.tokenizer.vocab_size)
+    asked = to_params(sampling, _asked(base, chat, sampling), model.tokenizer.vocab_size)
+    form = model.service.form
+    use = tool_use(form, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     owner = owner_of(request)
-    prompt = await model.service.prompt(messages, owner)
+    prompt = await model.service.prompt(messages, owner, use.functions)
+    params = held_to(asked, use, form, model.tokenizer, prompt.token_ids)
     engine_request = GenerateRequest(
         request_id=new_id("chatcmpl", "-"),
         prompt=prompt.token_ids,
@@ -60,8 +65,10 @@ async def chat_completions(request: Request) -> Response:
         with_token_ids=bool(base.return_token_ids),
     )
     names = known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
-    with names, named_after(sampling.structured_outputs, "response_format"):
-        reply = await until_disconnect(request, model.service.start(engine_request, prompt.text))
+    thinks = asked.structured_outputs is None or params is not asked
+    starting = model.service.start(engine_request, prompt.text, functions=use.names, thinks=thinks)
+    with names, named_after(sampling.structured_outputs, "response_format", "tools" if use.limits else None):
+        reply = await until_disconnect(request, starting)
     return await respond(
         request,
         lambda: generation(reply, gateway.metrics),
@@ -125,10 +132,11 @@ class ChatShape:
                     yield {**self._chunk(self._choice(index, {"role": "assistant", "content": ""})), **first}
             if isinstance(event, ReplyDelta):
                 num_sent[event.index] += len(event.token_ids)
-                if event.text or event.logprobs or (event.token_ids and self.with_token_ids):
-                    yield self._chunk(self._text(event))
+                delta = _delta(event)
+                if delta or event.logprobs or (event.token_ids and self.with_token_ids):
+                    yield self._chunk(self._text(event, delta or {"content": ""}))
             elif isinstance(event, ReplyDone):
-                choice = self._choice(event.index, {}, event.finish_reason, event.stop_reason)
+                choice = self._choice(event.index, {}, finish_reason(event), event.stop_reason)
                 if self.with_scores:
                     choice["score"] = event.score
                 if self.with_token_ids:
@@ -143,9 +151,9 @@ class ChatShape:
         for done in heard.dones:
             choice: dict[str, Any] = {
                 "index": done.index,
-                "message": {"role": "assistant", "content": done.text, "refusal": None},
+                "message": _message(done),
                 "logprobs": None,
-                "finish_reason": done.finish_reason,
+                "finish_reason": finish_reason(done),
                 "stop_reason": done.stop_reason,
             }
             if self.with_scores:
@@ -175,16 +183,54 @@ class ChatShape:
         return {**self._head("chat.completion.chunk"), "choices": choices, "usage": None}
 
     def _choice(
-        self, index: int, delta: dict[str, str], finish: str | None = None, stop: str | int | None = None
+        self, index: int, delta: dict[str, Any], finish: str | None = None, stop: str | int | None = None
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         return choice if finish is None else {**choice, "stop_reason": stop}
 
-    def _text(self, event: ReplyDelta) -> dict[str, Any]:
-        choice = self._choice(event.index, {"content": event.text})
+    def _text(self, event: ReplyDelta, delta: dict[str, Any]) -> dict[str, Any]:
+        choice = self._choice(event.index, delta)
         if self.with_logprobs and event.logprobs:
             content = chat_logprobs(self.tokenizer, event.token_ids, event.logprobs)
             choice["logprobs"] = {"content": content, "refusal": None}
         if self.with_token_ids:
             choice["token_ids"] = event.token_ids
         return choice
+
+
+def finish_reason(done: ReplyDone) -> str:
+    """OpenAI's: a reply that ended with calls ended for them."""
+    return "tool_calls" if done.parts.tool_calls and done.finish_reason == FINISH_STOP else done.finish_reason
+
+
+def _delta(event: ReplyDelta) -> dict[str, Any]:
+    """What an event adds to a message. Reasoning has two names: OpenAI's clients know none, vLLM's both."""
+    delta: dict[str, Any] = {}
+    if event.reasoning:
+        delta |= {"reasoning_content": event.reasoning, "reasoning": event.reasoning}
+    if event.text:
+        delta["content"] = event.text
+    if event.calls:
+        delta["tool_calls"] = [_call_delta(call) for call in event.calls]
+    return delta
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if not call.name:
+        return {"index": call.number, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.number, "id": call.call_id, "type": "function", "function": function}
+
+
+def _message(done: ReplyDone) -> dict[str, Any]:
+    parts = done.parts
+    message: dict[str, Any] = {"role": "assistant", "content": done.text, "refusal": None}
+    if parts.reasoning:
+        message |= {"reasoning_content": parts.reasoning, "reasoning": parts.reasoning}
+    if parts.tool_calls:
+        message["content"] = done.text or None
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in parts.tool_calls
+        ]
+    return message

@@ -6,15 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from chatcache.chat.prompt import Message
 from chatcache.errors import InvalidRequest, UnsupportedParameter
-from chatcache.gateway.wire import CompletionBase, ConversationRef, MessageFields, SamplingFields
+from chatcache.gateway.wire import CompletionBase, ConversationRef, SamplingFields
 from chatcache.types import BeamSearchParams, Params, SamplingParams, StructuredOutputs
 
 Number = TypeVar("Number", int, float)
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEXT_PARTS = ("text", "input_text", "output_text")
 # What a sampling field must be, if given, for beam search to mean what the client asked.
 _NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
     "temperature": (0, 1),
@@ -141,44 +138,9 @@ def known_as(**names: str | None) -> Iterator[None]:
         raise
 
 
-def to_messages(fields: Sequence[MessageFields], param: str) -> tuple[Message, ...]:
-    """Flatten messages to role and text. Raises: InvalidRequest, UnsupportedParameter naming `param[i]...`."""
-    return tuple(_message(message, f"{param}[{at}]") for at, message in enumerate(fields))
-
-
-def input_messages(given: str | Sequence[MessageFields] | None) -> tuple[Message, ...]:
-    """A Responses `input` as messages. Raises: InvalidRequest, UnsupportedParameter."""
-    if isinstance(given, str):
-        return (Message(role="user", content=given),)
-    return to_messages(given or (), "input")
-
-
 def conversation_id(conversation: str | ConversationRef | None) -> str | None:
     """The id of a `conversation` field, however it was written."""
     return conversation.id if isinstance(conversation, ConversationRef) else conversation
-
-
-def _message(message: MessageFields, where: str) -> Message:
-    if message.type != "message":
-        raise UnsupportedParameter(f"{where}.type {message.type[:40]!r} is not supported", param=f"{where}.type")
-    if message.role in ("tool", "function") or message.tool_calls:
-        raise UnsupportedParameter("tool calls are not supported", param=f"{where}.role")
-    if message.role not in ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    if message.content is None:
-        raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
-    if isinstance(message.content, str):
-        return Message(role=ROLES[message.role], content=message.content)
-    texts: list[str] = []
-    for at, part in enumerate(message.content):
-        if part.type not in _TEXT_PARTS:
-            raise UnsupportedParameter(
-                f"{where}.content[{at}]: only text parts are supported", param=f"{where}.content[{at}].type"
-            )
-        if part.text is None:
-            raise InvalidRequest(f"{where}.content[{at}].text is required", param=f"{where}.content[{at}].text")
-        texts.append(part.text)
-    return Message(role=ROLES[message.role], content="\n".join(texts))
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:

@@ -13,7 +13,7 @@ from chatcache.errors import ChatcacheError
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
-from chatcache.gateway.response_run import turn_request
+from chatcache.gateway.response_run import response_tools, turn_request
 from chatcache.gateway.wire import ResponseFields
 from chatcache.gateway.ws_frames import GONE, Outbox
 from chatcache.types import MAX_PRIORITY, Failed, Finished, GenerateRequest, SamplingParams, Started
@@ -59,7 +59,9 @@ class Prewarmer:
         fields = read(body, ResponseFields)
         unknown_fields(body, ResponseFields)
         model = await self._gateway.ready(fields.model)
-        planned = await model.conversations.plan(turn_request(fields, self._owner, self._gateway.model_name))
+        planned = await model.conversations.plan(
+            turn_request(fields, self._owner, self._gateway.model_name, response_tools(model, fields).functions)
+        )
         prompt = planned.prompt
         num_done, num_cached, idle = 0, 0, True
         while num_done < len(prompt.token_ids) and (idle := await self._is_idle()):

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from chatcache.chat.tree import CANCELLED, INCOMPLETE, Item, Turn
+from chatcache.chat.tree import CANCELLED, COMPLETED, INCOMPLETE, Item, ToolCall, Turn
 from chatcache.gateway.conversations import usage_json
 from chatcache.types import FINISH_LENGTH
 
@@ -40,17 +40,71 @@ def response_object(
 def output_items(
     item: Item, logprobs: Sequence[object] | Raw = (), score: float | None = None
 ) -> tuple[dict[str, object], ...]:
-    """A finished candidate as output items."""
-    message: dict[str, object] = {
-        "id": item.id,
-        "type": "message",
-        "role": item.role,
-        "status": item.status,
-        "finish_reason": item.finish_reason,
-        **({"score": score} if score is not None else {}),
-        "content": [output_text(item.text, logprobs)],
+    """A finished candidate as output items: what it thought, what it said, what it called.
+
+    One without a call has a message, be it empty.
+    """
+    parts = item.parts
+    items: list[dict[str, object]] = []
+    if parts.reasoning:
+        items.append(reasoning_item(reasoning_id(item.id), item.index, parts.reasoning))
+    if item.text or not parts.tool_calls:
+        items.append(
+            {
+                "id": item.id,
+                "type": "message",
+                "role": item.role,
+                "status": item.status,
+                "finish_reason": item.finish_reason,
+                "candidate": item.index,
+                **({"score": score} if score is not None else {}),
+                "content": [output_text(item.text, logprobs)],
+            }
+        )
+    for number, call in enumerate(parts.tool_calls):
+        last = number == len(parts.tool_calls) - 1
+        items.append(call_item(call_item_id(item.id, number), item.index, call, item.status if last else COMPLETED))
+    return tuple(items)
+
+
+def reasoning_item(item_id: str, candidate: int, text: str | None, status: str = COMPLETED) -> dict[str, object]:
+    """`text`: None while there is none."""
+    content = [reasoning_text(text)] if text is not None else []
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "status": status,
+        "candidate": candidate,
+        "summary": [],
+        "content": content,
     }
-    return (message,)
+
+
+def call_item(item_id: str, candidate: int, call: ToolCall, status: str) -> dict[str, object]:
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "status": status,
+        "candidate": candidate,
+        "call_id": call.call_id,
+        "name": call.name,
+        "arguments": call.arguments,
+    }
+
+
+def reasoning_id(item_id: str) -> str:
+    """The id of what a message's candidate thought."""
+    return f"rs_{item_id.removeprefix('msg_')}"
+
+
+def call_item_id(item_id: str, number: int) -> str:
+    """The id of the item of a candidate's call."""
+    return f"fc_{item_id.removeprefix('msg_')}_{number}"
+
+
+def reasoning_text(text: str) -> dict[str, object]:
+    """The content part of what was thought."""
+    return {"type": "reasoning_text", "text": text}
 
 
 def output_text(text: str, logprobs: Sequence[object] | Raw) -> dict[str, object]:

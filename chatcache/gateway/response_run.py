@@ -10,14 +10,17 @@ from typing import Any
 from chatcache.chat.conversations import PlannedTurn, TurnRequest
 from chatcache.chat.forks import ReplyStart
 from chatcache.chat.service import Reply, num_candidates
+from chatcache.chat.tools import Function
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.fields import read, unknown_fields
 from chatcache.gateway.live_response import LiveResponse, Order
-from chatcache.gateway.params import Asked, conversation_id, input_messages, known_as, to_params
+from chatcache.gateway.messages import input_messages
+from chatcache.gateway.params import Asked, conversation_id, known_as, to_params
 from chatcache.gateway.response_registry import LoggedResponse, Run
 from chatcache.gateway.steer import queued_input
 from chatcache.gateway.structured import named_after, structured_outputs
+from chatcache.gateway.tooling import ToolUse, held_to, tool_use
 from chatcache.gateway.wire import ResponseFields, SamplingFields
 from chatcache.types import ForkPoint, GenerateRequest, Params, SamplingParams
 
@@ -51,12 +54,17 @@ async def _start(gateway: Gateway, owner: str, body: Mapping[str, Any], watched:
         raise InvalidRequest("background needs store: nobody could read the response", param="background")
     model = await gateway.ready(fields.model)
     running = await running_reply(gateway, owner, fields)
-    request = turn_request(fields, owner, gateway.model_name, running)
-    params = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
+    use = response_tools(model, fields)
+    request = turn_request(fields, owner, gateway.model_name, use.functions, running)
+    asked = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
     if fields.generate is False:
-        params = SamplingParams(temperature=0.0, max_tokens=1)  # its one token is thrown away
+        asked = SamplingParams(temperature=0.0, max_tokens=1)  # its one token is thrown away
     planned = await model.conversations.plan(request)
-    planned = replace(planned, turn=replace(planned.turn, echo=_echo(fields, params, planned, ignored)))
+    if planned.prefix is not None:  # a reply goes on as it began
+        use = replace(use, names=frozenset(each.name for each in planned.request.functions) or None, limits=None)
+    params = held_to(asked, use, model.service.form, model.tokenizer, planned.prompt.token_ids)
+    thinks = asked.structured_outputs is None or params is not asked
+    planned = replace(planned, turn=replace(planned.turn, echo=_echo(fields, params, planned, use, ignored)))
     engine_request = GenerateRequest(
         request_id=planned.turn.id,
         prompt=planned.prompt.token_ids,
@@ -67,8 +75,10 @@ async def _start(gateway: Gateway, owner: str, body: Mapping[str, Any], watched:
         priority=gateway.priority(fields.priority),
         fork_of=ForkPoint(running.turn.id, running.index) if running is not None else None,
     )
-    with known_as(max_tokens="max_output_tokens"), named_after(sampling.structured_outputs, "text"):
-        reply = await model.service.start(engine_request, planned.prompt.text, planned.prefix)
+    start = model.service.start
+    named = named_after(sampling.structured_outputs, "text", "tools" if use.limits else None)
+    with known_as(max_tokens="max_output_tokens"), named:
+        reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks)
 
     async def succeed(successor: Mapping[str, Any]) -> str:
         return (await _start(gateway, owner, successor, watched)).id
@@ -141,7 +151,18 @@ def _steered_before(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> Lo
     return logged if logged is not None and logged.steers else None
 
 
-def turn_request(fields: ResponseFields, owner: str, model_name: str, running: ReplyStart | None = None) -> TurnRequest:
+def response_tools(model: Model, fields: ResponseFields) -> ToolUse:
+    """What the request says of tools. Raises: InvalidRequest, UnsupportedParameter."""
+    return tool_use(model.service.form, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+
+
+def turn_request(
+    fields: ResponseFields,
+    owner: str,
+    model_name: str,
+    functions: tuple[Function, ...] = (),
+    running: ReplyStart | None = None,
+) -> TurnRequest:
     """Where and what. Raises: InvalidRequest, UnsupportedParameter."""
     return TurnRequest(
         owner=owner,
@@ -154,6 +175,7 @@ def turn_request(fields: ResponseFields, owner: str, model_name: str, running: R
         store=fields.store is not False,
         fork_at=fields.fork_at,
         running=running,
+        functions=functions,
     )
 
 
@@ -165,7 +187,9 @@ def _logprobs(fields: ResponseFields) -> int | None:
     return None
 
 
-def _echo(fields: ResponseFields, params: Params, planned: PlannedTurn, ignored: tuple[str, ...]) -> dict[str, object]:
+def _echo(
+    fields: ResponseFields, params: Params, planned: PlannedTurn, use: ToolUse, ignored: tuple[str, ...]
+) -> dict[str, object]:
     """Fields of the request, as understood, that the response object repeats."""
     stored = planned.request.store
     echo: dict[str, object] = {
@@ -179,6 +203,9 @@ def _echo(fields: ResponseFields, params: Params, planned: PlannedTurn, ignored:
         "top_logprobs": fields.top_logprobs or 0,
         "n": num_candidates(params),
         "text": {"format": fields.text.format if fields.text and fields.text.format else {"type": "text"}},
+        "tools": [function.echo() for function in planned.request.functions],
+        "tool_choice": use.choice,
+        "parallel_tool_calls": use.parallel,
         "temperature": None,
         "top_p": None,
     }

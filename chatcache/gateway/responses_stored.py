@@ -22,7 +22,7 @@ from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.paging import PageQuery, paged
-from chatcache.gateway.response_run import running_reply, turn_request
+from chatcache.gateway.response_run import response_tools, running_reply, turn_request
 from chatcache.gateway.response_state import as_logged, as_stored
 from chatcache.gateway.responses_http import JSON, LogStream
 from chatcache.gateway.wire import ResponseFields, SamplingFields
@@ -85,8 +85,10 @@ class InputTokens(HTTPEndpoint):
         fields = read(body, ResponseFields)
         ignored = unknown_fields(body, ResponseFields, SamplingFields)
         model = await gateway.ready(fields.model)
+        functions = response_tools(model, fields).functions
         running = await running_reply(gateway, owner, fields)
-        planned = await model.conversations.plan(turn_request(fields, owner, gateway.model_name, running))
+        request = turn_request(fields, owner, gateway.model_name, functions, running)
+        planned = await model.conversations.plan(request)
         answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
         return json_response(answer, headers=ignored_header(ignored))
 

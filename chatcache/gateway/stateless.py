@@ -56,7 +56,7 @@ def usage(finished: ReplyFinished) -> dict[str, Any]:
             "cached_tokens": finished.num_cached_tokens,
             "cache_write_tokens": finished.num_prompt_tokens - finished.num_cached_tokens,
         },
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": finished.num_reasoning_tokens},
     }
 
 

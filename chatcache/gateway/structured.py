@@ -43,14 +43,17 @@ def structured_outputs(
 
 
 @contextlib.contextmanager
-def named_after(structured: StructuredFields | None, field: str) -> Iterator[None]:
-    """Call the constraint in refusals what the client called it: `field`, unless it used `structured_outputs`."""
+def named_after(structured: StructuredFields | None, field: str, tools: str | None = None) -> Iterator[None]:
+    """Call the constraint in refusals what the client called it: `field`, unless it used `structured_outputs`.
+
+    `tools`: the field that the constraint comes from, where it is not one of these.
+    """
     try:
         yield
     except InvalidRequest as error:
-        if structured is None and error.param == "structured_outputs":
-            error.param = field
-            error.message = error.message.replace("structured_outputs", field)
+        if (tools is not None or structured is None) and error.param == "structured_outputs":
+            error.param = tools or field
+            error.message = error.message.replace("structured_outputs", error.param)
         raise
 
 

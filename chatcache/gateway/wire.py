@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from chatcache.gateway.wire_messages import MessageFields, ToolChoiceFields, Tools
 from chatcache.types import MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096
 MAX_PROMPTS = 64
 _INT32_MAX = 2**31 - 1
 
@@ -103,20 +103,6 @@ class SamplingFields(msgspec.Struct, frozen=True):
     structured_outputs: StructuredFields | None = None
 
 
-class Part(msgspec.Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class MessageFields(msgspec.Struct, frozen=True):
-    """A chat message or a Responses input item."""
-
-    role: str
-    content: str | Annotated[list[Part], Meta(max_length=MAX_PARTS)] | None = None
-    type: str = "message"
-    tool_calls: list[object] | None = None
-
-
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
@@ -136,6 +122,9 @@ class CompletionBase(msgspec.Struct, frozen=True):
 
 class ChatFields(msgspec.Struct, frozen=True):
     messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceFields | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -157,6 +146,9 @@ class ResponseFields(msgspec.Struct, frozen=True):
     model: ShortText | None = None
     input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceFields | None = None
+    parallel_tool_calls: bool | None = None
     conversation: Id | ConversationRef | None = None
     previous_response_id: Id | None = None
     previous_item_id: Id | None = None
@@ -182,6 +174,7 @@ class ExplainFields(msgspec.Struct, frozen=True):
     messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
+    tools: Tools | None = None
     conversation: Id | ConversationRef | None = None
     previous_response_id: Id | None = None
     previous_item_id: Id | None = None
@@ -221,6 +214,7 @@ class TokenizeFields(msgspec.Struct, frozen=True):
     model: ShortText | None = None
     prompt: str | None = None
     messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

@@ -65,13 +65,16 @@ class Server:
     num_pages: int = 2048
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     eos_every: int = 24
+    tokenizer: Tokenizer = field(default_factory=tiny_tokenizer)
+    max_model_len: int = MAX_MODEL_LEN
+    runner_class: type[FakeRunner] = FakeRunner
 
     def __post_init__(self) -> None:
-        tokenizer = tiny_tokenizer()
+        tokenizer = self.tokenizer
         eos = tokenizer.eos_token_ids
-        capacity = fake_capacity(self.num_pages, PAGE_SIZE, max_model_len=MAX_MODEL_LEN)
-        self.runner = FakeRunner(capacity, tokenizer.vocab_size, eos[0], eos_every=self.eos_every)
-        facts = fake_facts(tokenizer.vocab_size, eos, MAX_MODEL_LEN)
+        capacity = fake_capacity(self.num_pages, PAGE_SIZE, max_model_len=self.max_model_len)
+        self.runner = self.runner_class(capacity, tokenizer.vocab_size, eos[0], eos_every=self.eos_every)
+        facts = fake_facts(tokenizer.vocab_size, eos, self.max_model_len)
         self.engine_gate = threading.Event()
         self.engine_gate.set()
         self.inner: Engine | None = None

@@ -52,51 +52,71 @@ class ToolChoice:
 
 def call_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[str, int], prompt_end: str) -> str:
     """`special`: ids of the marks that are special tokens. Raises: ValueError for a format without calls."""
+    thought = _Thought(form, special).lines(prompt_end)
+    start = [f"start: {'lead ' if thought else ''}body", *thought]
+    if not choice.callees:
+        return "\n".join([*start, f"body: {_json(choice.answer or _ANY_OBJECT)}"])
     if form.syntax is None:
         raise ValueError(f"no calls in the format {form.tool_calls!r}")
-    return "\n".join(_Rules(choice, form, form.syntax, special).lines(prompt_end))
+    return "\n".join([*start, *_Calls(choice, form, form.syntax, special).lines()])
 
 
-class _Rules:
+class _Marks:
+    """How marks are written: as their token, or as text."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+
+    def is_token(self, text: str) -> bool:
+        return text in self._special
+
+    def __call__(self, text: str) -> str:
+        return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)
+
+    def until(self, name: str, text: str) -> list[str]:
+        """The rule of anything that ends with a mark."""
+        if self.is_token(text):
+            return [f"{name}: ANY_{name.upper()}? {self(text)}", f"ANY_{name.upper()}: /(?s:.+)/"]
+        return [f"{name}[lazy]: /(?s:.*){_pattern(text)}/"]
+
+
+class _Thought:
+    """Rules of what the model may think first."""
+
+    def __init__(self, form: ReplyFormat, special: Mapping[str, int]) -> None:
+        self._form = form
+        self._mark = _Marks(special)
+
+    def lines(self, prompt_end: str) -> list[str]:
+        if self._form.reasoning == "none" or prompt_end.rstrip().endswith(CLOSING):
+            return []
+        inside = self._form.begins_inside(prompt_end)
+        lead = "thought BLANK?" if inside else f"({self._mark(OPENING)} thought BLANK?)?"
+        return [f"lead: {lead}", *self._mark.until("thought", CLOSING), r"BLANK: /[ \t\r\n]+/"]
+
+
+class _Calls:
+    """Rules of calls, and of text where it may be."""
+
     def __init__(self, choice: ToolChoice, form: ReplyFormat, syntax: Syntax, special: Mapping[str, int]) -> None:
         self._choice = choice
         self._form = form
         self._syntax = syntax
-        self._special = special
+        self._mark = _Marks(special)
 
-    def lines(self, prompt_end: str) -> list[str]:
-        thought = self._thought(prompt_end)
+    def lines(self) -> list[str]:
         return [
-            f"start: {'lead ' if thought else ''}body",
-            *thought,
             *self._body(),
             f"opened: {self._opened()}",
             f"more: {self._mark(self._syntax.marker)} opened",
             *self._objects(),
         ]
 
-    def _mark(self, text: str) -> str:
-        return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)
-
-    def _thought(self, prompt_end: str) -> list[str]:
-        """Rules of what the model may think first."""
-        if self._form.reasoning == "none" or prompt_end.rstrip().endswith(CLOSING):
-            return []
-        inside = self._form.begins_inside(prompt_end)
-        lead = "thought BLANK?" if inside else f"({self._mark(OPENING)} thought BLANK?)?"
-        return [f"lead: {lead}", *self._until("thought", CLOSING), r"BLANK: /[ \t\r\n]+/"]
-
-    def _until(self, name: str, mark: str) -> list[str]:
-        """The rule of any text that ends with a mark."""
-        if mark in self._special:
-            return [f"{name}: ANY_{name.upper()}? {self._mark(mark)}", f"ANY_{name.upper()}: /(?s:.+)/"]
-        return [f"{name}[lazy]: /(?s:.*){_pattern(mark)}/"]
-
     def _body(self) -> list[str]:
         marker, bare = self._syntax.marker, self._syntax.bare
         calls = f"{self._mark(marker)} opened"
         if bare:
-            calls = f"opened | {calls}" if marker in self._special else "opened"
+            calls = f"opened | {calls}" if self._mark.is_token(marker) else "opened"
         if self._choice.required:
             return [f"body: {calls}"]
         if self._choice.answer and bare:
@@ -105,12 +125,12 @@ class _Rules:
             return [f"body: {calls} | answer", f"answer: {_json(self._choice.answer)}"]
         if bare:
             plain = r"/(?s:[ \t\r\n]*[^{ \t\r\n].*)/"
-            without = "" if marker in self._special else f" & ~/(?s:.*){_pattern(marker)}(?s:.*)/"
+            without = "" if self._mark.is_token(marker) else f" & ~/(?s:.*){_pattern(marker)}(?s:.*)/"
             return [f"body: PLAIN? | {calls}", f"PLAIN: {plain}{without}"]
-        if marker in self._special:
+        if self._mark.is_token(marker):
             return ["body: (ANY? | ANY? " + calls + ")", "ANY: /(?s:.+)/"]
         text = f"/(?s:.+)/ & ~/(?s:.*){_pattern(marker)}(?s:.*)/"
-        return ["body: TEXT? | head opened", f"TEXT: {text}", *self._until("head", marker)]
+        return ["body: TEXT? | head opened", f"TEXT: {text}", *self._mark.until("head", marker)]
 
     def _either(self) -> str:
         """One call or the answer, where both begin with a brace: told apart as the alternatives of one schema."""

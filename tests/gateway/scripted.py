@@ -1,0 +1,70 @@
+"""A server whose model says what a test tells it to, token by token: the rest is as real as ever."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from chatcache.config import ServerConfig
+from chatcache.engine.fake import FakeRunner
+from chatcache.sched.plan import F32, Draws, StepResult
+from tests.gateway.serving import Server
+from tests.text.text_families import tokenizer_of
+
+_SURE = 60.0  # far above any logit of the hash
+
+
+class ScriptedRunner(FakeRunner):
+    """Candidate k of the next request says `scripts[k]`, then ends. What a mask forbids it cannot say."""
+
+    scripts: Sequence[Sequence[int]] = ()
+    _begin: int | None = None
+    _wanted: dict[int, int]
+
+    def say(self, scripts: Sequence[Sequence[int]]) -> None:
+        self.scripts, self._begin = scripts, None
+
+    def draw(self, draws: Draws, histories: Sequence[np.uint64], last_tokens: Sequence[int]) -> StepResult:
+        self._wanted = {}
+        for row, lane, position in zip(draws.row.tolist(), draws.lane.tolist(), draws.position.tolist(), strict=True):
+            if self.scripts:
+                self._begin = position if self._begin is None else self._begin
+                script = self.scripts[lane % len(self.scripts)]
+                self._wanted[int(histories[row])] = script[min(position - self._begin, len(script) - 1)]
+        return super().draw(draws, histories, last_tokens)
+
+    def logits(self, history: np.uint64) -> F32:
+        logits = super().logits(history)
+        if int(history) in self._wanted:
+            logits[self._wanted[int(history)]] = _SURE
+        return logits
+
+
+class ScriptedServer(Server):
+    """`say` before each request."""
+
+    def say(self, *texts: str) -> list[list[int]]:
+        """The marks in the texts are said as the tokens they are. Returns the ids, without the end."""
+        scripts = [self.tokenizer.encode_after("", text) for text in texts]
+        assert isinstance(self.runner, ScriptedRunner)
+        self.runner.say([[*script, self.tokenizer.eos_token_ids[0]] for script in scripts])
+        return scripts
+
+
+@contextlib.contextmanager
+def scripted(path: Path, family: str, **config: str) -> Iterator[ScriptedServer]:
+    """A server of that family of models."""
+    tokenizer = tokenizer_of(family)
+    server = ScriptedServer(
+        ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0, **config),  # type: ignore[arg-type]
+        load_tokenizer=lambda: tokenizer,
+        tokenizer=tokenizer,
+        max_model_len=4096,
+        runner_class=ScriptedRunner,
+        eos_every=0,
+    )
+    with server:
+        yield server.wait_ready()  # type: ignore[misc]
