@@ -87,8 +87,8 @@ class InputTokens(HTTPEndpoint):
         model = await gateway.ready(fields.model)
         functions = response_tools(model, fields).functions
         running = await running_reply(gateway, owner, fields)
-        request = turn_request(fields, owner, gateway.model_name, functions, running)
-        planned = await model.conversations.plan(request)
+        asked = turn_request(fields, owner, gateway.model_name, functions, running)
+        planned = await model.conversations.plan(asked)
         answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
         return json_response(answer, headers=ignored_header(ignored))
 

@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 
 import chatcache.gateway
 from chatcache.config import ServerConfig
-from chatcache.gateway import jsonio, lanes, paging, wire, ws
+from chatcache.gateway import jsonio, lanes, paging, wire, wire_messages, ws
 from chatcache.gateway.api_table import OPERATIONS
 from chatcache.gateway.openapi import document
 from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
@@ -117,7 +117,7 @@ def test_the_limits_shown_are_the_limits() -> None:
         "values": f"{jsonio.MAX_VALUES:,} / {jsonio.MAX_NODES:,} / {jsonio.MAX_DEPTH}",
         "a body that stops": f"{server.body_timeout_s:g} s (408)",
         "`n`": str(MAX_N),
-        "messages": f"{wire.MAX_MESSAGES}; {wire.MAX_PARTS}; {wire.MAX_PROMPTS}",
+        "messages": f"{wire.MAX_MESSAGES}; {wire_messages.MAX_PARTS}; {wire.MAX_PROMPTS}",
         "`stop`": f"{MAX_STOP_STRINGS}; 64",
         "`top_logprobs`": str(MAX_TOP_LOGPROBS),
         "lanes": f"{lanes.MAX_LANES}; {lanes.MAX_QUEUED}",
