@@ -15,6 +15,7 @@ from typing import NamedTuple
 from chatcache.chat.tree import Conversation
 from chatcache.errors import InvalidRequest
 
+NUM_COMPARED = 8  # of a conversation's matching messages, the newest, of which a search shows the best
 MAX_QUERY_CHARS = 4096  # fits a URL, however they are encoded
 _MAX_WORD_CHARS = 64  # longer ones are no words; their beginning is enough to tell them apart
 _SNIPPET_CHARS = 200

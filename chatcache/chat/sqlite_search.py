@@ -10,18 +10,19 @@ SQLite that was built without FTS5 searches by reading everything.
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chatcache.chat.search import Found, Hit, SearchQuery, folded, snippet
+from chatcache.chat.search import NUM_COMPARED, Found, Hit, SearchQuery, folded, snippet
 from chatcache.chat.sqlite_rows import CONVERSATION, Row, conversation_of, listing
 from chatcache.chat.store import StoreUnusable
 from chatcache.chat.tree import Conversation
 
 _INDEX = """
-    CREATE VIRTUAL TABLE item_words USING fts5 (words, tokenize = 'ascii');
-    CREATE VIRTUAL TABLE title_words USING fts5 (words, tokenize = 'ascii');
+    CREATE VIRTUAL TABLE item_words USING fts5 (words, tokenize = 'ascii', prefix = '1 2');
+    CREATE VIRTUAL TABLE title_words USING fts5 (words, tokenize = 'ascii', prefix = '1 2');
     CREATE TRIGGER item_words_go AFTER DELETE ON items BEGIN DELETE FROM item_words WHERE rowid = old.position; END;
     CREATE TRIGGER title_words_go AFTER DELETE ON titles BEGIN DELETE FROM title_words WHERE rowid = old.position; END;
 """
@@ -29,6 +30,13 @@ _MATCHES = """
     SELECT i.conversation_id FROM item_words w JOIN items i ON i.position = w.rowid WHERE item_words MATCH :words
     UNION
     SELECT t.conversation_id FROM title_words w JOIN titles t ON t.position = w.rowid WHERE title_words MATCH :words
+"""
+_NEWEST = f"""
+    SELECT i.conversation_id, i.id, i.role, i.text FROM (
+        SELECT i.position, row_number() OVER (PARTITION BY i.conversation_id ORDER BY i.position DESC) AS age
+        FROM item_words w JOIN items i ON i.position = w.rowid
+        WHERE item_words MATCH :words AND i.conversation_id IN ({{names}})
+    ) m JOIN items i ON i.position = m.position WHERE m.age <= {NUM_COMPARED} ORDER BY i.position DESC
 """
 
 
@@ -97,11 +105,7 @@ def find(
     )
     heads = {row[0]: conversation_of(row) for row in rows}
     names = ", ".join(f":id{number}" for number in range(len(heads)))
-    items = db.execute(
-        "SELECT i.conversation_id, i.id, i.role, i.text FROM item_words w JOIN items i ON i.position = w.rowid "
-        f"WHERE item_words MATCH :words AND i.conversation_id IN ({names}) ORDER BY w.rowid",
-        values | {f"id{number}": each for number, each in enumerate(heads)},
-    )
+    items = db.execute(_NEWEST.format(names=names), values | {f"id{number}": each for number, each in enumerate(heads)})
     best = _best_items(items, query)
     return tuple(_hit(head, query, best.get(head.id)) for head in heads.values())
 
@@ -117,7 +121,8 @@ def _scan(
     ):
         head = conversation_of(row)
         items = db.execute(
-            "SELECT conversation_id, id, role, text FROM items WHERE conversation_id = ? ORDER BY position", (head.id,)
+            "SELECT conversation_id, id, role, text FROM items WHERE conversation_id = ? ORDER BY position DESC",
+            (head.id,),
         )
         best = _best_items(items, query).get(head.id)
         if best is not None or query.find(head.title) is not None:
@@ -135,12 +140,16 @@ class _BestItem(NamedTuple):
 
 
 def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, _BestItem]:
-    """By conversation the message that matches best, the newest of several."""
+    """By conversation the message that matches best of the newest that match; rows come newest first."""
     best: dict[str, _BestItem] = {}
+    num_matching: Counter[str] = Counter()
     for conversation_id, item_id, role, text in rows:
-        found = query.find(text)
+        found = query.find(text) if num_matching[conversation_id] < NUM_COMPARED else None
+        if found is None:
+            continue
+        num_matching[conversation_id] += 1
         present = best.get(conversation_id)
-        if found is not None and (present is None or found.score >= present.found.score):
+        if present is None or found.score > present.found.score:
             best[conversation_id] = _BestItem(item_id, role, text, found)
     return best
 

@@ -76,7 +76,8 @@ class ConversationStore(Protocol):
     async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
         """Conversations where the title or a message matches, of any branch, in the order of `list`.
 
-        A hit names the message that matches best (`search.Found.score`), the newest of several.
+        A hit names the message that matches best (`search.Found.score`) of the newest `NUM_COMPARED` that match, the
+        newest of several.
         """
         ...
 

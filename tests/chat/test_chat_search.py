@@ -11,7 +11,7 @@ import pytest
 
 from chatcache.chat import sqlite_search
 from chatcache.chat.removal import without_item
-from chatcache.chat.search import Hit, SearchQuery, folded, snippet, words
+from chatcache.chat.search import NUM_COMPARED, Hit, SearchQuery, folded, snippet, words
 from chatcache.chat.store import ConversationStore, StoreUnusable, cursor_of
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.chat.tree import Conversation, Item
@@ -210,6 +210,8 @@ async def test_the_best_message_is_named(store: ConversationStore) -> None:
     assert await best("cate") == ("m0", "assistant")
     assert await best("catal") == ("m4", "assistant")
     assert await best("and cat") == ("m2", "assistant")
+    await store.append("me", "conv", [Item(f"n{at}", None, "user", "one cat") for at in range(NUM_COMPARED)])
+    assert await best("cat") == (f"n{NUM_COMPARED - 1}", "user")  # only the newest are compared
 
 
 @pytest.mark.parametrize(
