@@ -33,7 +33,7 @@ def url(server: Server) -> str:
 
 @pytest.fixture
 def socket(url: str) -> Iterator[ClientConnection]:
-    with connect(url, max_size=None) as connection:
+    with connect(url, max_size=None, max_queue=None) as connection:  # leaves unread frames at once
         yield connection
 
 

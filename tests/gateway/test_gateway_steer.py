@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from chatcache.chat.tree import COMPLETED
+from chatcache.gateway import live_response
+from chatcache.gateway.response_frames import ResponseFrames
 from chatcache.gateway.steer import MAX_PENDING
 from tests.gateway.frames import LONG, Frame, ask, items_of, receive, send, text_of, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, slowed
@@ -183,6 +186,36 @@ def test_cancel_wins_over_steering_and_the_input_comes_back(server: Server, sock
     assert frames[-1]["steer"] == {"input": "x", "previous_response_id": first, "id": accepted["steer"]["id"]}
     assert frames[-1]["sequence_number"] == end["sequence_number"] + 1
     assert ask(socket, input="still here", stream_id="lane")["output"]
+
+
+def test_input_waits_for_the_outputs_of_called_functions(
+    server: Server, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not lost, and comes in front of what the client brings; a request that fails leaves it waiting."""
+    stub = {"type": "function_call_output", "call_id": "call_1", "name": "f"}
+    monkeypatch.setattr(live_response, "required_input", lambda _: [stub])
+    monkeypatch.setattr(ResponseFrames, "status", lambda *_: COMPLETED)
+    with slowed(server, 0.25):
+        send(socket, **{**LONG_LANE, "max_output_tokens": 1})
+        first = until(socket, "response.in_progress")[0]["response"]["id"]
+        for text in ("one", "two"):
+            send(socket, "response.steer", previous_response_id=first, input=text)
+        frames = [*until(socket, "response.completed"), receive(socket), receive(socket)]
+    monkeypatch.undo()
+    accepted = [frame["steer"]["id"] for frame in frames if frame["type"] == "response.steer.accepted"]
+    pending = frames[-2:]
+    assert [frame["type"] for frame in pending] == ["response.steer.pending"] * 2 and len(accepted) == 2
+    assert [frame["steer"]["id"] for frame in pending] == accepted
+    assert all(frame["required_input"] == [stub] and frame["stream_id"] == "lane" for frame in pending)
+    assert {frame["reason"] for frame in pending} == {"waiting_for_required_input"}
+    again = {"previous_response_id": first, "max_output_tokens": 2, "stream_id": "lane"}
+    send(socket, input="three", **again, temperature=9)
+    assert receive(socket)["error"]["param"] == "temperature"
+    second = ask(socket, input="three", **again)
+    items = items_of(server, second)
+    assert [items[each]["content"][0]["text"] for each in second["input_item_ids"]] == ["one", "two", "three"]
+    third = ask(socket, input="four", **again)
+    assert len(third["input_item_ids"]) == 1, "it was committed once"
 
 
 def test_a_steer_that_races_the_end_is_answered_or_comes_back(server: Server, socket: ClientConnection) -> None:

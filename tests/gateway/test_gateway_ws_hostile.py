@@ -12,6 +12,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
+from chatcache.gateway import lanes
 from tests.gateway.frames import LONG, Frame, ask, receive, send, until_end
 from tests.gateway.serving import MAX_MODEL_LEN, Server, slowed, wait_until
 
@@ -99,6 +100,63 @@ def test_lanes_and_queues_are_bounded(server: Server, socket: ClientConnection) 
             frame = receive(socket)
             errors += [frame] if frame["type"] == "error" else []
         assert errors[0]["status"] == 503 and errors[0]["error"]["param"] == "stream_id"
+
+
+def test_a_flood_of_frames_ends_its_own_socket_only(server: Server, url: str) -> None:
+    def flood() -> None:
+        with connect(url, max_queue=None) as connection:
+            for number in range(5_000):
+                send(connection, "response.cancel", response_id=f"resp_{number}")
+            while True:
+                assert receive(connection)["status"] == 404
+
+    with connect(url, max_queue=None) as calm:
+        with pytest.raises(ConnectionClosed) as caught:
+            flood()
+        assert caught.value.rcvd is not None and caught.value.rcvd.code == 4429
+        assert ask(calm, input="Hello")["output"]
+
+
+@pytest.mark.parametrize("lane", ["x" * 129, "é" * 100_000, 5, ["a"], {"a": "b"}, ""])
+def test_names_that_no_lane_may_have(socket: ClientConnection, lane: object) -> None:
+    send(socket, input="x", stream_id=lane)
+    error = receive(socket)
+    assert error["error"]["param"] == "stream_id" and len(str(error)) < 1000
+    assert ask(socket, input="still here", stream_id="é" * 128)["output"]
+
+
+def test_so_many_responses_may_be_resumed_at_once(
+    server: Server, page: ClientConnection, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "MAX_RESUMED", 2)
+    with slowed(server, 0.02):
+        ids = []
+        for lane in "abc":
+            send(socket, **LONG, stream_id=lane)
+            ids.append(until(socket, "response.created")["response"]["id"])
+        for response_id in [*ids, *ids]:
+            send(page, "response.resume", response_id=response_id, starting_after=0)
+        errors = [until(page, "error") for _ in range(4)]
+        assert [error["status"] for error in errors] == [503, 400, 400, 503]
+        for response_id in ids:
+            send(page, "response.cancel", response_id=response_id)
+        assert {until(page, "response.incomplete")["response"]["id"] for _ in range(2)} == set(ids[:2])
+
+
+def until(socket: ClientConnection, kind: str) -> Frame:
+    while (frame := receive(socket))["type"] != kind:
+        pass
+    return frame
+
+
+def test_a_prompt_that_is_typed_a_thousand_times_is_warmed_once_at_a_time(
+    server: Server, page: ClientConnection
+) -> None:
+    for number in range(300):
+        send(page, "prompt.prewarm", input="All that I ever wanted to say. " * 5 + "x" * number)
+    page.ping().wait(20)
+    server.wait_idle()
+    assert ask(page, input="still here")["output"]
 
 
 def test_plain_http_on_the_socket_path_is_told_so(server: Server) -> None:
