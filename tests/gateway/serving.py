@@ -18,7 +18,7 @@ import uvicorn
 
 from chatcache.bus.inproc import ThreadedEngine
 from chatcache.chat.store import ConversationStore
-from chatcache.cli.http import BoundedSocket
+from chatcache.cli.http import BoundedHttp, BoundedSocket
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
@@ -120,6 +120,7 @@ class Server:
             timeout_graceful_shutdown=2,
             access_log=False,
             root_path=self.config.root_path,
+            http=BoundedHttp,
             ws=BoundedSocket,
             ws_per_message_deflate=False,
         )
