@@ -155,10 +155,12 @@ def _path(tree: ConversationTree, leaf: str | None) -> tuple[Item, ...]:
 
 
 def _find(tree: ConversationTree, item_id: str) -> tuple[Item, dict[str, object]]:
-    """The message, and the form of it that has this id. Raises: NotFound."""
+    """The message, and the form of it that has this id: all of it, or one of the calls it makes. Raises: NotFound."""
     known = tree.items.get(item_id)
     for item in (known,) if known is not None else tree.items.values():
         for entry in _wire_item(tree, item):
             if entry["id"] == item_id:
                 return item, entry
+    if known is not None:
+        return known, item_json(known, tree.turn_of(known))
     raise NotFound(f"no item {item_id[:128]!r} in this conversation", param="item_id")

@@ -10,7 +10,13 @@ import msgspec
 from chatcache.chat.tree import IN_PROGRESS, ConversationTree
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.response_log import TERMINAL, ResponseLog
-from chatcache.gateway.response_object import output_items, output_text, response_object, why_incomplete
+from chatcache.gateway.response_object import (
+    output_items,
+    output_text,
+    reasoning_text,
+    response_object,
+    why_incomplete,
+)
 
 
 class _Lifecycle(msgspec.Struct):
@@ -65,8 +71,9 @@ def _final(frame: bytes) -> bytes:
 def _unfinished(text: Mapping[str, Any]) -> dict[str, object]:
     """An output item that is still growing."""
     item = {"id": text["item_id"], "type": text["type"], "status": IN_PROGRESS}
+    item |= {"candidate": text["candidate"]} if "candidate" in text else {}
     if text["type"] == "function_call":
         return {**item, "call_id": text["call_id"], "name": text["name"], "arguments": text["arguments"]}
     if text["type"] == "reasoning":
-        return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text["text"]}]}
+        return {**item, "summary": [], "content": [reasoning_text(text["text"])]}
     return {**item, "role": "assistant", "content": [output_text(text["text"], [])]}

@@ -30,7 +30,7 @@ class OutputTexts:
         if kind == _ADDED:
             item = fields["item"]
             head = {"item_id": item["id"], "output_index": fields["output_index"], "type": item["type"]}
-            head |= {name: item[name] for name in ("name", "call_id") if name in item}
+            head |= {name: item[name] for name in ("name", "call_id", "candidate") if name in item}
             self._outputs[item["id"]] = _Output(head, _TEXT_NAMES.get(item["type"], "text"))
         elif kind.endswith(_DELTA) and (output := self._outputs.get(fields["item_id"])) is not None:
             output.parts.append(fields["delta"])
