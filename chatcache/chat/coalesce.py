@@ -14,13 +14,14 @@ from chatcache.chat.events import ReplyBeams, ReplyDelta
 _BEAMS = -1  # where candidates have their index
 
 Told = ReplyDelta | ReplyBeams
+_HELD_BACK = (False, False, False)
 
 
 class Coalescer:
     """Hands events to `tell` in order, joining those of one candidate that come within `window_s` of its last one.
 
-    Reports of live beams are joined likewise. Nothing is awaited and no task made: at most one timer runs. What `tell`
-    raises comes out of the next call. Belongs to one event loop.
+    What is said, thought and called is told apart. Reports of live beams are joined likewise. Nothing is awaited and no
+    task made: at most one timer runs. What `tell` raises comes out of the next call. Belongs to one event loop.
     """
 
     def __init__(self, tell: Callable[[Told], None], window_s: float) -> None:
@@ -38,7 +39,11 @@ class Coalescer:
         source = event.index if isinstance(event, ReplyDelta) else _BEAMS
         waiting = self._waiting.get(source)
         if waiting is not None:
-            self._waiting[source] = _joined(waiting, event)
+            if _is_alike(waiting, event):
+                self._waiting[source] = _joined(waiting, event)
+            else:
+                self._waiting[source] = event
+                self._tell(waiting)
             return
         now_s = time.monotonic()
         if now_s >= self._told_s.get(source, 0.0) + self._window_s:
@@ -84,6 +89,18 @@ class Coalescer:
         for source in list(sources):
             self._told_s[source] = now_s
             self._tell(self._waiting.pop(source))
+
+
+def _is_alike(first: Told, then: Told) -> bool:
+    """Whether joining loses nothing: neither the order of text and calls, nor which log-probabilities are of what."""
+    if not (isinstance(first, ReplyDelta) and isinstance(then, ReplyDelta)):
+        return True
+    one, other = _kind(first), _kind(then)
+    return one in (other, _HELD_BACK) or (other == _HELD_BACK and not then.logprobs)
+
+
+def _kind(delta: ReplyDelta) -> tuple[bool, bool, bool]:
+    return bool(delta.text), bool(delta.reasoning), bool(delta.calls)
 
 
 def _joined(first: Told, then: Told) -> Told:

@@ -16,6 +16,7 @@ from chatcache.chat.conversations import Conversations, TurnRequest
 from chatcache.chat.ids import new_id
 from chatcache.chat.prompt import Message
 from chatcache.chat.service import ChatService, Reply
+from chatcache.chat.tools import echoed
 from chatcache.chat.tree import ConversationTree, Item
 from chatcache.errors import InvalidRequest
 from chatcache.types import GenerateRequest, SamplingParams
@@ -71,6 +72,7 @@ class SideTasks:
                 conversation_id=head.id,
                 previous_item_id=last.id,
                 store=False,
+                functions=echoed(turn.echo.get("tools")) if turn is not None else (),
             )
         )
         request = GenerateRequest(
@@ -82,7 +84,7 @@ class SideTasks:
             conversation_id=head.id,
             priority=priority,
         )
-        return await self._service.start(request)
+        return await self._service.start(request, planned.prompt.text)
 
 
 def clean_title(text: str) -> str:

@@ -22,7 +22,7 @@ class ScriptedRunner(FakeRunner):
 
     scripts: Sequence[Sequence[int]] = ()
     _begin: int | None = None
-    _wanted: dict[int, int]
+    _wanted: dict[int, list[int]]  # by history: what each candidate says next, in the order of draws
 
     def say(self, scripts: Sequence[Sequence[int]]) -> None:
         self.scripts, self._begin = scripts, None
@@ -33,13 +33,14 @@ class ScriptedRunner(FakeRunner):
             if self.scripts:
                 self._begin = position if self._begin is None else self._begin
                 script = self.scripts[lane % len(self.scripts)]
-                self._wanted[int(histories[row])] = script[min(position - self._begin, len(script) - 1)]
+                wanted = script[min(position - self._begin, len(script) - 1)]
+                self._wanted.setdefault(int(histories[row]), []).append(wanted)
         return super().draw(draws, histories, last_tokens)
 
     def logits(self, history: np.uint64) -> F32:
         logits = super().logits(history)
-        if int(history) in self._wanted:
-            logits[self._wanted[int(history)]] = _SURE
+        if wanted := self._wanted.get(int(history)):
+            logits[wanted.pop(0)] = _SURE
         return logits
 
 

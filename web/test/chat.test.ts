@@ -112,6 +112,25 @@ describe("Chat", () => {
     expect(turn.usage.value).toEqual({ inputTokens: 40, cachedTokens: 32, outputTokens: 12 });
   });
 
+  it("shows what is said, not what is thought before", () => {
+    chat.send("Hello");
+    const stream_id = lane();
+    const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
+    const response = { id: "resp_t", status: "in_progress", conversation: { id: "conv_1" } };
+    const thought = { id: "rs_t", type: "reasoning", candidate: 0 };
+    const said = { id: "msg_t", type: "message", candidate: 0 };
+    push({ type: "response.created", response: { ...response, input_item_ids: ["msg_u"] } });
+    push({ type: "response.output_item.added", output_index: 0, item: thought });
+    push({ type: "response.reasoning_text.delta", output_index: 0, delta: "Hm" });
+    push({ type: "response.output_item.done", output_index: 0, item: thought });
+    push({ type: "response.output_item.added", output_index: 1, item: said });
+    push({ type: "response.output_text.delta", output_index: 1, delta: "Hi" });
+    push({ type: "response.output_text.done", output_index: 1, text: "Hi" });
+    push({ type: "response.output_item.done", output_index: 1, item: { ...said, finish_reason: "stop" } });
+    expect(texts()).toEqual(["Hello", "Hi"]);
+    expect(leaf().id.value).toBe("msg_t");
+  });
+
   it("continues after the shown leaf", () => {
     chat.send("One");
     reply(["first"]);

@@ -19,6 +19,7 @@ export class Turn {
   readonly decodeMs = signal<number | null>(null); // first token to the end
   readonly open = signal(true); // candidates stand side by side until one is picked
   stopWanted = false;
+  private readonly places = new Map<number, number>(); // output_index of a message -> its candidate
   private readonly sentAt = performance.now();
 
   readonly tokensPerSecond = computed<number | null>(() => {
@@ -47,10 +48,12 @@ export class Turn {
         this.progress(frame.phase, frame.input_tokens, frame.cached_tokens);
         break;
       case "response.output_item.added":
+        if ((frame.item.type ?? "message") !== "message") break;
+        this.places.set(frame.output_index, frame.item.candidate ?? frame.output_index);
         this.update(frame.output_index, frame.item, "streaming");
         break;
       case "response.output_text.delta": {
-        const message = this.candidates[frame.output_index];
+        const message = this.messageAt(frame.output_index);
         if (!message) break;
         this.firstTokenMs.value ??= performance.now() - this.sentAt;
         batcher.append(message, frame.delta);
@@ -58,11 +61,12 @@ export class Turn {
       }
       case "response.output_text.done": {
         batcher.flush();
-        const message = this.candidates[frame.output_index];
+        const message = this.messageAt(frame.output_index);
         if (message && message.text.value !== frame.text) message.text.value = frame.text;
         break;
       }
       case "response.output_item.done":
+        if ((frame.item.type ?? "message") !== "message") break;
         this.update(frame.output_index, frame.item, STATUS_OF_REASON[frame.item.finish_reason ?? "stop"] ?? "done");
         break;
       case "response.completed":
@@ -101,8 +105,12 @@ export class Turn {
     this.usage.value = { inputTokens: input, cachedTokens: cached, outputTokens: this.usage.value?.outputTokens ?? 0 };
   }
 
+  private messageAt(index: number): Message | undefined {
+    return this.candidates[this.places.get(index) ?? index];
+  }
+
   private update(index: number, item: WireItem, status: Status): void {
-    const message = this.candidates[index];
+    const message = this.messageAt(index);
     if (!message) return;
     message.id.value = item.id;
     message.status.value = status;

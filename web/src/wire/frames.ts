@@ -9,6 +9,8 @@ export interface WireUsage {
 
 export interface WireItem {
   readonly id: string;
+  readonly type?: string; // beside messages: reasoning, function_call
+  readonly candidate?: number; // which candidate's; without it, the output_index is
   readonly status?: string;
   readonly finish_reason?: string | null;
 }
