@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from chatcache.chat.coalesce import Coalescer, Told
-from chatcache.chat.events import BeamNode, ReplyBeams, ReplyDelta
+from chatcache.chat.events import BeamNode, CallDelta, ReplyBeams, ReplyDelta
 from chatcache.errors import EngineFault
 from chatcache.types import TokenLogprob
 
@@ -107,3 +107,15 @@ async def test_live_beams_are_joined_beside_the_text() -> None:
         ReplyDelta(0, "bc", (98, 99), (TokenLogprob(-1.0),) * 2),
         None,
     ]
+
+
+async def test_text_reasoning_and_calls_are_told_apart_and_in_order() -> None:
+    held = ReplyDelta(0, "", (1,), (TokenLogprob(-2.0),))
+    thoughts = [ReplyDelta(0, "", (), reasoning=text) for text in "ab"]
+    calls = [ReplyDelta(0, "", (), calls=(CallDelta(0, text),)) for text in "cd"]
+    got = await collect(delta(0, "-"), *thoughts, held, delta(0, "x"), delta(0, "y"), *calls, delta(0, "z"), None)
+    told = [event for event in got if isinstance(event, ReplyDelta)]
+    assert [(event.reasoning, event.text, "".join(call.arguments for call in event.calls)) for event in told] == [
+        *[("", "-", ""), ("ab", "", ""), ("", "xy", ""), ("", "", "cd"), ("", "z", "")]
+    ]
+    assert told[2].logprobs == (*held.logprobs, TokenLogprob(-1.0), TokenLogprob(-1.0))
