@@ -46,7 +46,8 @@ class ResponseLog:
         self._terminal: _Terminal | None = None
         self._milestones: list[int] = []
         self._notes: dict[str, tuple[int, LogFrame]] = {}
-        self._grown = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the readers; looking it up costs a system call
 
     @property
     def last_number(self) -> int:
@@ -86,7 +87,7 @@ class ResponseLog:
         """Nothing will be added any more."""
         self.closed = True
         self._frames.seal()
-        self._grown.set()
+        self._wake()
 
     def reader(self, after: int = -1, *, extended: bool = False) -> LogReader:
         """Read from the frame numbered `after` + 1 on. `extended`: as `chatcache.v1`, with notes and snapshots.
@@ -110,8 +111,15 @@ class ResponseLog:
         while position >= self._frames.num_frames:
             if self.closed:
                 return False
-            self._grown.clear()
-            await self._grown.wait()
+            self._loop = self._loop or asyncio.get_running_loop()
+            waiter = self._loop.create_future()
+            self._waiting.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
+                raise
         return True
 
     def snapshot(self, position: int) -> tuple[int, int, list[LogFrame]]:
@@ -137,7 +145,14 @@ class ResponseLog:
 
     def _add(self, frame: LogFrame) -> None:
         self._frames.append(frame)
-        self._grown.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting:
+            for waiter in self._waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._waiting.clear()
 
 
 class LogReader:
@@ -211,11 +226,11 @@ class LogReader:
                 return frames
         taken = self._frames.from_position(self._position)
         self._position += len(taken)
-        self._bytes_read += sum(len(frame.data) for frame in taken)
-        numbered = [frame for frame in taken if frame.number is not None]
-        if numbered:
-            self.sent_number = numbered[-1].number or 0
-        return taken if self._extended else numbered
+        for frame in taken:
+            self._bytes_read += len(frame.data)
+            if frame.number is not None:
+                self.sent_number = frame.number
+        return taken if self._extended else [frame for frame in taken if frame.number is not None]
 
     def _is_behind(self) -> bool:
         num_frames = self._frames.num_frames - self._position

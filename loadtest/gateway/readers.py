@@ -17,7 +17,7 @@ from loadtest.gateway.figures import Arrivals, Spent, latencies_ms, spread, volu
 from loadtest.gateway.ticks import Ticks
 from loadtest.gateway.wires import WIRES
 
-_OPEN_AT_ONCE = 16
+_OPEN_AT_ONCE = 64
 
 
 class _Reader(asyncio.Protocol):

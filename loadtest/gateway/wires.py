@@ -45,4 +45,4 @@ def socket(port: int) -> tuple[bytes, bytes]:
     return handshake, b"\x81\xfe" + len(text).to_bytes(2, "big") + bytes(4) + text  # masked with zeros
 
 
-WIRES: dict[str, Request] = {"chat": chat, "socket": socket}
+WIRES: dict[str, Request] = {"chat": chat, "responses": responses, "socket": socket}

@@ -52,12 +52,12 @@ def test_a_repeated_token_is_noticed() -> None:
 
 
 def test_a_small_run_of_every_wire(tmp_path: Path) -> None:
-    arguments = ["--streams", "24", "--window", "0.5", "--settle", "0.1", "--rate", "50", "--out", str(tmp_path)]
+    arguments = ["--streams", "80", "--window", "0.5", "--settle", "0.1", "--rate", "20", "--out", str(tmp_path)]
     assert benchmark.main(arguments) == 0
     (path,) = tmp_path.glob("gateway-*.json")
     document = json.loads(path.read_text())
     runs = {(run["what"], run["wire"]): run for run in document["runs"]}
     assert set(runs) == {(what, wire) for what in ("bare", "gateway") for wire in WIRES}
     for run in runs.values():
-        assert run["streams"] == 24 and run["tokens"] > 24
+        assert run["streams"] == 80 and run["tokens"] > 80
         assert run["cpu_us_per_token"] > 0 and run["latency_ms"]["p50"] > 0
