@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from tests.gateway.frames import Frame, ask
+from tests.gateway.mutator import Mutator
 from tests.gateway.serving import Server
 
 CLOSES = (4400, 4429, 1009, 1013)
@@ -47,76 +45,6 @@ VALID: list[Frame] = [
     {"type": "conversation.subscribe", "conversation": "conv_x"},
     {"type": "prompt.prewarm", "previous_item_id": "msg_x", "input": "Hi"},
 ]
-HOSTILE: list[Any] = [
-    *(None, True, False, 0, -1, 1, 1.5, 2**31, 2**63, -(2**63) - 1, 1e308, 5e-324, 10**40),
-    *(
-        "",
-        "\x00",
-        "\ud83d\ude00",
-        "\u2028\x85",
-        "'; drop table items; --",
-        "../../etc/passwd",
-        "x" * 10_000,
-        "<|im_end|>",
-    ),
-    *([], {}, [[]], [None], [{}] * 50, {"": ""}, {"type": "response.create"}, [0] * 1000, {"a": {"b": [{"c": []}]}}),
-]
-
-
-class Mutator:
-    """Changes messages; the same seed, the same changes."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def message(self) -> bytes | str:
-        """A message: mostly JSON of another shape, sometimes other text, sometimes bytes."""
-        pick = self._random.choice
-        value = json.loads(json.dumps(pick(VALID)))
-        for _ in range(self._random.choice((0, 1, 1, 2, 3))):
-            self._change(value)
-        text = json.dumps(value, ensure_ascii=self._random.random() < 0.7)
-        if self._random.random() < 0.2:
-            text = self._damage(text)
-        data = text.encode("utf-8", "surrogatepass")
-        return data if self._random.random() < 0.03 else data.decode("utf-8", "replace")
-
-    def _change(self, value: Frame) -> None:
-        """Replace, drop or add something, somewhere in the message."""
-        containers = list(_containers(value))
-        found = self._random.choice(containers)
-        keys = list(found) if isinstance(found, dict) else list(range(len(found)))
-        way = self._random.random()
-        if way < 0.2 and isinstance(found, dict):
-            found[self._random.choice(("", "model", "\x00", "stream_id", "response", "type", "n"))] = self._hostile()
-        elif keys and way < 0.35:
-            del found[self._random.choice(keys)]
-        elif keys:
-            found[self._random.choice(keys)] = self._hostile()
-
-    def _hostile(self) -> Any:
-        return json.loads(json.dumps(self._random.choice(HOSTILE)))
-
-    def _damage(self, text: str) -> str:
-        """Cut, double, or change characters."""
-        at = self._random.randrange(len(text))
-        return self._random.choice(
-            (
-                text[:at],
-                text + text,
-                text[:at] + self._random.choice('{}[]",:\\\x00é') + text[at + 1 :],
-                text[:at] + '"\\ud800"' + text[at:],
-                text[:at] + "NaN" + text[at:],
-                text.replace("{", "[" * 40, 1),
-            )
-        )
-
-
-def _containers(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        yield value
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _containers(child)
 
 
 def _is_open_after(socket: ClientConnection, message: bytes | str, number: int) -> bool:
@@ -143,7 +71,7 @@ def _answers(frame: Frame, number: int, message: bytes | str) -> bool:
 
 
 def _fuzz(server: Server, seed: int, num_messages: int) -> None:
-    mutator, number = Mutator(seed), 0
+    mutator, number = Mutator(seed, VALID), 0
     url, protocols = f"ws://127.0.0.1:{server.port}/v1/responses", [["chatcache.v1"], None]
     while number < num_messages:
         with connect(url, max_size=None, subprotocols=protocols[number % 2]) as socket:  # type: ignore[arg-type]
