@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,16 @@ _NEVER_ECHOED = frozenset(
         *("instructions", "previous_response_id"),
     }
 )
+
+
+class _Tool(msgspec.Struct):
+    """What is used of a function that a stored request told the model of."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -80,6 +90,17 @@ def _check_turns(turns: Sequence[Turn], items: Sequence[Item]) -> None:
             raise InvalidRequest(f"{place}.base_item_id: {base!r} is no item above the response", param="turns")
         if _depth(turn.echo) > _MAX_ECHO_DEPTH:
             raise InvalidRequest(f"{place}.echo: JSON may nest at most {_MAX_ECHO_DEPTH} deep", param="turns")
+        if not _are_tools(turn.echo.get("tools")):
+            raise InvalidRequest(f"{place}.echo.tools: must be functions with a name", param="turns")
+
+
+def _are_tools(tools: object) -> bool:
+    """Whether `tools.echoed` can read them."""
+    try:
+        msgspec.convert(tools, list[_Tool] | None)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _check_tokens(items: Sequence[Item], turns: Sequence[Turn], vocab_size: int) -> None:

@@ -56,13 +56,14 @@ class SideTasks:
         self._service = service
 
     async def start(self, task: SideTask, tree: ConversationTree, model: str, priority: int) -> Reply:
-        """Ask at the end of the active branch. The reply must be read to its end or closed.
+        """Ask at the end of the active branch, prompted as it was. The reply must be read to its end or closed.
 
         Raises: InvalidRequest (code "nothing_said") while nobody has answered there; what submitting raises.
         """
         head = tree.conversation
         last = _last_reply(tree)
         turn = tree.turn_of(last)
+        functions = echoed(turn.echo.get("tools")) if turn is not None else ()
         planned = await self._conversations.plan(
             TurnRequest(
                 owner=head.owner,
@@ -72,7 +73,7 @@ class SideTasks:
                 conversation_id=head.id,
                 previous_item_id=last.id,
                 store=False,
-                functions=echoed(turn.echo.get("tools")) if turn is not None else (),
+                functions=functions,
             )
         )
         request = GenerateRequest(
@@ -84,7 +85,8 @@ class SideTasks:
             conversation_id=head.id,
             priority=priority,
         )
-        return await self._service.start(request, planned.prompt.text)
+        names = {function.name for function in functions} or None
+        return await self._service.start(request, planned.prompt.text, functions=names)
 
 
 def clean_title(text: str) -> str:

@@ -36,6 +36,8 @@ from chatcache.text.tokenizer import Tokenizer
 from tests.chat.test_chat_tree import Grown, trees
 from tests.text.text_tokenizers import backend_of
 
+ODD_TOOLS: list[object] = [5, [5], [{}], [{"name": 1}], {"a": 1}]
+
 
 @cache
 def tokenizer() -> Tokenizer:
@@ -58,7 +60,7 @@ def full() -> ConversationTree:
         "conversation": {"id": "conv_src"},
         "input_item_ids": ["msg_t"],
         "forked_item_id": "msg_f",
-        "tools": [{"a": 1}],
+        "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": None}],
     }
     turns = (
         Turn("resp_1", "msg_a", "m", 1.0, None, (8, 9), "Be kind", None, COMPLETED, Usage(2, 1, 3)),
@@ -234,6 +236,7 @@ def changed(place: str, value: object) -> bytes:
         ("turns.1.prompt_ids", [10**6], "prompt_ids must be between 0 and"),
         ("turns.1.usage", {}, r"turns\[1\]\.usage"),
         ("turns.1.echo", [], r"turns\[1\]\.echo"),
+        *(("turns.1.echo.tools", odd, r"turns\[1\]\.echo\.tools") for odd in ODD_TOOLS),
         ("turns.1.echo", json.loads('{"a":' * 40 + "1" + "}" * 40), r"turns\[1\]\.echo.*32 deep"),
     ],
 )
