@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ from chatcache.config import EngineConfig, ServerConfig
 from chatcache.gateway import conversation_titles
 from chatcache.types import MAX_PRIORITY, GenerateRequest
 from tests.gateway.described import Described
+from tests.gateway.scripted import ScriptedServer, scripted
 from tests.gateway.serving import PAGE_SIZE, Server, slowed, tiny_tokenizer
 from tests.gateway.test_gateway_rest import converse
 
 LONG = {"ignore_eos": True, "max_output_tokens": 40, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """A server whose model says what it is told to."""
+    with scripted(tmp_path_factory.mktemp("speaking"), "hermes") as server:
+        yield server
+        server.wait_idle()
 
 
 @pytest.fixture
@@ -147,3 +157,29 @@ def test_titles_wait_for_everybody_else(tmp_path: Path, monkeypatch: pytest.Monk
     (request,) = seen
     assert request.priority == MAX_PRIORITY and request.conversation_id == conversation
     assert json.loads(json.dumps(request.namespace)) == ""
+
+
+TOOLS = [{"type": "function", "name": "find", "parameters": {"type": "object", "properties": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("said", "title"),
+    [
+        ('**Title:** "A trip to Rome."\nBecause they ask about it.', "A trip to Rome"),
+        ("<think>\nA title, hm.\n</think>\n\nA trip to Rome", "A trip to Rome"),
+        ("<think>\nA title should be", None),
+        ('<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>', None),
+        ("...", None),
+        ("", None),
+    ],
+)
+def test_what_the_model_says_becomes_the_title(said: str, title: str | None, speaking: ScriptedServer) -> None:
+    """Said by the model token by token, thoughts and calls included; a conversation with tools keeps its cache."""
+    speaking.say("Which city?")
+    response = converse(speaking, "Plan a trip", tools=TOOLS, instructions="Be brief", max_output_tokens=40)
+    conversation, history = response["conversation"]["id"], response["usage"]["total_tokens"]
+    speaking.say(said)
+    status, _, answer = name(speaking, conversation)
+    assert status == 200 and answer["generated"] == (title is not None)
+    assert answer["title"] == head(speaking, conversation)["title"] == (title or "Plan a trip")
+    assert answer["usage"]["input_tokens_details"]["cached_tokens"] >= (history - 1) // PAGE_SIZE * PAGE_SIZE
