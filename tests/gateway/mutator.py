@@ -45,14 +45,16 @@ class Mutator:
         return data if self._random.random() < 0.03 else data.decode("utf-8", "replace")
 
     def _change(self, value: Message) -> None:
-        """Replace, drop or add something, somewhere in the message."""
+        """Replace, drop, rename or add something, somewhere in the message."""
         containers = list(_containers(value))
         found = self._random.choice(containers)
         keys = list(found) if isinstance(found, dict) else list(range(len(found)))
-        way = self._random.random()
+        way, pick = self._random.random(), self._random.choice
         if way < 0.2 and isinstance(found, dict):
             found[self._random.choice(("", "model", "\x00", "stream_id", "response", "type", "n"))] = self._hostile()
-        elif keys and way < 0.35:
+        elif keys and way < 0.3 and isinstance(found, dict):
+            found[self._random.choice(("", "x", "-1", "99999999999", "\u0661", "a" * 600))] = found.pop(pick(keys))
+        elif keys and way < 0.4:
             del found[self._random.choice(keys)]
         elif keys:
             found[self._random.choice(keys)] = self._hostile()

@@ -81,7 +81,7 @@ def _check(server: Server, caplog: pytest.LogCaptureFixture, seed: int, num_bodi
 
 
 def test_changed_bodies_are_answered(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    _check(server, caplog, seed=6, num_bodies=300)
+    _check(server, caplog, seed=6, num_bodies=1500)
 
 
 @pytest.mark.long
