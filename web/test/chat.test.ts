@@ -131,6 +131,23 @@ describe("Chat", () => {
     expect(leaf().id.value).toBe("msg_t");
   });
 
+  it("shows all text so far when it was too slow for every word", () => {
+    chat.send("Hello");
+    const push = (frame: object) => FakeSocket.last.push({ stream_id: lane(), ...frame });
+    const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" } };
+    push({ type: "response.created", response: { ...response, input_item_ids: ["msg_u1"] } });
+    const text = "Hi the";
+    push({ type: "response.snapshot", outputs: [{ item_id: "msg_a10", output_index: 0, type: "message", text }] });
+    push({ type: "response.output_text.delta", output_index: 0, delta: "re" });
+    vi.runAllTimers();
+    expect(texts()).toEqual(["Hello", "Hi there"]);
+    expect(leaf().id.value).toBe("msg_a10");
+    push({ type: "response.snapshot", outputs: [{ item_id: "msg_a10", output_index: 0, type: "message", text: "Hi there!" }] });
+    push({ type: "response.completed", response: { ...response, status: "completed" } });
+    expect(texts()).toEqual(["Hello", "Hi there!"]);
+    expect(leaf().status.value).toBe("done");
+  });
+
   it("continues after the shown leaf", () => {
     chat.send("One");
     reply(["first"]);

@@ -1,6 +1,6 @@
 // One request and what came of it: its candidates, its figures, and how frames change them.
 import { batch, computed, signal } from "@preact/signals";
-import type { Receipt, ServerFrame, WireItem, WireResponse, WireUsage } from "../wire/frames";
+import type { Receipt, ServerFrame, WireItem, WireOutput, WireResponse, WireUsage } from "../wire/frames";
 import type { FrameBatcher } from "./frame";
 import type { Message, Status, Usage } from "./tree";
 
@@ -65,6 +65,9 @@ export class Turn {
         if (message && message.text.value !== frame.text) message.text.value = frame.text;
         break;
       }
+      case "response.snapshot":
+        this.catchUp(frame.outputs, batcher);
+        break;
       case "response.output_item.done":
         if ((frame.item.type ?? "message") !== "message") break;
         this.update(frame.output_index, frame.item, STATUS_OF_REASON[frame.item.finish_reason ?? "stop"] ?? "done");
@@ -84,6 +87,19 @@ export class Turn {
         break;
       default:
         break;
+    }
+  }
+
+  private catchUp(outputs: readonly WireOutput[], batcher: FrameBatcher): void {
+    batcher.flush();
+    this.firstTokenMs.value ??= performance.now() - this.sentAt;
+    for (const output of outputs) {
+      if (output.type !== "message") continue;
+      this.places.set(output.output_index, output.candidate ?? output.output_index);
+      const message = this.messageAt(output.output_index);
+      if (!message) continue;
+      if (message.status.value === "waiting") this.update(output.output_index, { id: output.item_id }, "streaming");
+      message.text.value = output.text ?? "";
     }
   }
 

@@ -15,6 +15,14 @@ export interface WireItem {
   readonly finish_reason?: string | null;
 }
 
+export interface WireOutput {
+  readonly item_id: string;
+  readonly output_index: number;
+  readonly type: string;
+  readonly candidate?: number;
+  readonly text?: string; // of a message
+}
+
 export interface WireError {
   readonly message: string;
   readonly code?: string | null;
@@ -84,6 +92,7 @@ export type ServerFrame = Lane &
     | { readonly type: "response.output_text.delta"; readonly output_index: number; readonly delta: string }
     | { readonly type: "response.output_text.done"; readonly output_index: number; readonly text: string }
     | { readonly type: "response.output_item.done"; readonly output_index: number; readonly item: WireItem }
+    | { readonly type: "response.snapshot"; readonly outputs: readonly WireOutput[] } // in place of frames we were late for
     | { readonly type: "response.completed"; readonly response: WireResponse }
     | { readonly type: "response.incomplete"; readonly response: WireResponse; readonly receipt?: Receipt }
     | { readonly type: "response.failed"; readonly response: WireResponse }
