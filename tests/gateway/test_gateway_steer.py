@@ -232,3 +232,24 @@ def test_a_steer_that_races_the_end_is_answered_or_comes_back(server: Server, so
         assert accepted == ("response.created" in seen)
         if accepted or "response.incomplete" not in seen:
             until_end(socket)
+
+
+def test_whoever_resumed_it_follows_the_successor(
+    server: Server, socket: ClientConnection, page: ClientConnection
+) -> None:
+    with slowed(server, 0.005):
+        first = begin(socket)
+        send(page, "response.resume", response_id=first, stream_id="mine")
+        until(page, "response.output_text.delta")
+        send(page, "response.steer", previous_response_id=first, input="from another tab")
+        seen = until(page, "response.incomplete")
+        created = until(page, "response.created")[-1]
+        assert until(socket, "response.created")[-1]["response"] == created["response"]
+        send(socket, "response.cancel", response_id=created["response"]["id"])
+        rest = until(page, "response.incomplete")
+    assert {frame["stream_id"] for frame in [*seen, *rest]} == {"mine"}
+    assert rest[-1]["response"]["previous_response_id"] == first
+    # and so does who comes when both have ended
+    send(page, "response.resume", response_id=first, stream_id="later")
+    assert until(page, "response.incomplete")[-1]["response"]["id"] == first
+    assert until(page, "response.incomplete")[-1]["response"]["id"] == created["response"]["id"]

@@ -271,8 +271,32 @@ describe("Chat", () => {
     replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
     await vi.advanceTimersByTimeAsync(20_000);
     FakeSocket.last.open();
+    expect(sent()).toMatchObject({ type: "response.resume" });
+    FakeSocket.last.push({ type: "error", status: 404, error: { message: "no such response" }, stream_id });
     await vi.advanceTimersByTimeAsync(10);
     expect(texts()).toEqual(["One", "whole"]);
+    expect(chat.live.value).toBeNull();
+  });
+
+  it("reads on where it was when the connection comes back", async () => {
+    chat.send("One");
+    const stream_id = lane();
+    const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
+    const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    push({ type: "response.created", sequence_number: 0, response });
+    push({ type: "response.output_item.added", sequence_number: 1, output_index: 0, item: { id: "msg_a1" } });
+    push({ type: "response.output_text.delta", sequence_number: 2, output_index: 0, delta: "wh" });
+    replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
+    FakeSocket.last.close();
+    await vi.advanceTimersByTimeAsync(20_000);
+    FakeSocket.last.open();
+    expect(sent()).toEqual({ type: "response.resume", response_id: "resp_1", starting_after: 2, stream_id });
+    push({ type: "response.resumed", response_id: "resp_1", status: "in_progress", sequence_number: 9 });
+    push({ type: "response.output_text.delta", sequence_number: 3, output_index: 0, delta: "ole" });
+    push({ type: "response.completed", sequence_number: 4, response: { ...response, status: "completed" } });
+    await vi.advanceTimersByTimeAsync(20);
+    expect(texts()).toEqual(["One", "whole"]);
+    expect(leaf().status.value).toBe("done");
     expect(chat.live.value).toBeNull();
   });
 

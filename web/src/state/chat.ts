@@ -15,6 +15,13 @@ import { toast } from "./toast";
 import type { Message } from "./tree";
 import { Turn } from "./turn";
 
+interface Lane {
+  readonly thread: Thread;
+  readonly turn: Turn;
+  readonly user: Message;
+  resuming: boolean; // asked to go on after a lost connection, not answered yet
+}
+
 export class Chat {
   readonly conversations = new Conversations();
   readonly readiness = new ReadinessWatch();
@@ -27,7 +34,7 @@ export class Chat {
     return this.socket.state.value === "open" && this.thread.value.state.value === "ready" && !blocked;
   });
   private readonly threads = new Map<string, Thread>();
-  private readonly lanes = new Map<string, { thread: Thread; turn: Turn; user: Message }>();
+  private readonly lanes = new Map<string, Lane>();
   private readonly batcher = new FrameBatcher();
   private readonly keeper = new Keeper(this.conversations);
   private count = 0;
@@ -36,7 +43,7 @@ export class Chat {
     this.socket = new Socket(url, (frame) => this.receive(frame));
     this.socket.opened.subscribe((times) => {
       if (times > 0) void this.readiness.watch();
-      if (times > 1) void this.recover();
+      if (times > 1) this.recover();
     });
     systemPrompt.subscribe((text) => void this.keeper.keepSystemPrompt(this.thread.peek(), text));
   }
@@ -175,7 +182,7 @@ export class Chat {
       return;
     }
     thread.addTurn(turn);
-    this.lanes.set(key, { thread, turn, user });
+    this.lanes.set(key, { thread, turn, user, resuming: false });
     if (this.socket.send(frame)) announce(settings.n > 1 ? `Generating ${settings.n} answers.` : "Generating.");
     else this.settle(key, "There is no connection to the server.");
   }
@@ -202,6 +209,12 @@ export class Chat {
       return;
     }
     if (frame.type === "error" && frame.status === 503) void this.readiness.watch();
+    const lost = lane.resuming && frame.type === "error";
+    lane.resuming = false;
+    if (lost) {
+      void this.showKept(lane);
+      return;
+    }
     lane.turn.apply(frame, this.batcher);
     if (frame.type === "response.created") {
       const conversation = frame.response.conversation?.id ?? null;
@@ -231,18 +244,28 @@ export class Chat {
     else announce(first?.status.value === "stopped" ? "Stopped." : `Answer complete, ${words} words.`);
   }
 
-  /** The connection is back. What was running went on without us or was stopped: show what the server kept. */
-  private async recover(): Promise<void> {
+  /** The connection is back. What was running went on without us: read on where we were. */
+  private recover(): void {
     void this.conversations.refresh();
     for (const [key, lane] of [...this.lanes]) {
-      const id = lane.thread.id.value;
-      const response = lane.turn.responseId.value;
-      if (id === null || response === null) this.settle(key, "The connection was lost before this was sent.");
-      else {
-        const found = await this.keeper.catchUp(lane.thread, id, response);
-        this.settle(key, found ? "Interrupted." : "The connection was lost and the server kept no answer.");
+      const response_id = lane.turn.responseId.value;
+      if (response_id === null) {
+        this.settle(key, "The connection was lost before this was sent.");
+        continue;
       }
+      lane.resuming = true;
+      const starting_after = lane.turn.lastNumber;
+      this.socket.send({ type: "response.resume", response_id, starting_after, stream_id: key });
+      if (lane.turn.stopWanted) this.socket.send({ type: "response.cancel", response_id });
     }
+  }
+
+  /** The server knows the stream no more: show what it kept of the answer. */
+  private async showKept(lane: Lane): Promise<void> {
+    const id = lane.thread.id.value;
+    const response = lane.turn.responseId.value;
+    const found = id !== null && response !== null && (await this.keeper.catchUp(lane.thread, id, response));
+    this.settle(lane.turn.key, found ? "Interrupted." : "The connection was lost and the server kept no answer.");
   }
 
   private newKey(kind: string): string {

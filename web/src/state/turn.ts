@@ -20,6 +20,7 @@ export class Turn {
   readonly open = signal(true); // candidates stand side by side until one is picked
   stopWanted = false;
   private readonly places = new Map<number, number>(); // output_index of a message -> its candidate
+  lastNumber = -1; // the newest frame of the response that we have
   private readonly sentAt = performance.now();
 
   readonly tokensPerSecond = computed<number | null>(() => {
@@ -40,6 +41,8 @@ export class Turn {
 
   /** Take one frame of this turn's lane. */
   apply(frame: ServerFrame, batcher: FrameBatcher): void {
+    if (frame.type === "response.resumed") return; // its number is the server's newest, not ours
+    this.lastNumber = Math.max(this.lastNumber, frame.sequence_number ?? -1);
     switch (frame.type) {
       case "response.created":
         this.responseId.value = frame.response.id;

@@ -75,11 +75,12 @@ export interface Receipt {
   readonly stop_latency_ms: number;
 }
 
-type Lane = { readonly stream_id?: string };
+type Lane = { readonly stream_id?: string; readonly sequence_number?: number };
 
 export type ServerFrame = Lane &
   (
     | { readonly type: "session.created"; readonly session: Session }
+    | { readonly type: "response.resumed"; readonly response_id: string }
     | { readonly type: "response.created"; readonly response: WireResponse }
     | {
         readonly type: "response.progress";
@@ -115,4 +116,12 @@ export interface CreateFrame {
   readonly seed?: number;
 }
 
-export type ClientFrame = CreateFrame | { readonly type: "response.cancel"; readonly response_id: string };
+export type ClientFrame =
+  | CreateFrame
+  | { readonly type: "response.cancel"; readonly response_id: string }
+  | {
+      readonly type: "response.resume";
+      readonly response_id: string;
+      readonly starting_after: number; // the last sequence_number seen; -1: none
+      readonly stream_id: string;
+    };
