@@ -172,6 +172,21 @@ def test_a_fork_inside_a_call_keeps_the_tokens_up_to_there(start: Start) -> None
     assert cached >= second["usage"]["input_tokens"] - PAGE_SIZE
 
 
+def test_other_tools_are_another_prompt(start: Start) -> None:
+    server = start("hermes")
+    server.say("Hello")
+    first = ask(server, input="Hi", tools=FLAT, max_output_tokens=50)
+    other = [{**FLAT[0], "name": "clock"}]
+    for tools in (other, []):
+        server.say("Hello")
+        second = ask(server, previous_response_id=first["id"], input="And?", tools=tools, max_output_tokens=50)
+        fresh = ask(server, "/tokenize", tools=tools, messages=[
+            {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "And?"}])  # fmt: skip
+        assert second["usage"]["input_tokens"] == fresh["count"]
+        assert second["usage"]["input_tokens_details"]["cached_tokens"] < first["usage"]["input_tokens"] - PAGE_SIZE
+
+
 def test_a_template_that_drops_reasoning_is_explained(start: Start) -> None:
     server = start("qwen3")
     server.say("<think>\nLong thoughts about it.\n</think>\n\nHello")

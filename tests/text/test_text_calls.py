@@ -70,6 +70,7 @@ def parse(syntax: Syntax, deltas: Sequence[str]) -> tuple[str, list[Call]]:
 @settings(max_examples=400, deadline=None)
 @given(text=written, places=st.lists(st.integers(0, 500), max_size=12))
 @example(text='<tool_call>{"name":"f","arguments":{"a":1}</tool_call>', places=list(range(60)))
+@example(text='<tool_call>{"name":"f","arguments":{"a":1</tool_call> so', places=list(range(60)))
 @example(text='[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}', places=list(range(60)))
 @example(text='{"name": "f", "parameters": {}} ; {"name": "other"', places=list(range(60)))
 def test_any_cutting_gives_what_the_whole_text_holds(name: str, text: str, places: list[int]) -> None:
