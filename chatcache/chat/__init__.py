@@ -5,14 +5,18 @@ that is new this turn is ever tokenised. That is what makes the next turn, a reg
 last one.
 
     tree.py           items joined by `parent_id` alone, and the exact token sequence behind each reply
+    messages.py       messages with calls, results and reasoning
+    tools.py          functions that a model is told of
     prompt.py         messages -> token ids, reusing the ids of replies already known
     public.py         how many leading tokens of a prompt are an operator-declared system prompt
     transcripts.py    a bounded memory of replies for clients that resend the whole history as text
     service.py        submit to the engine, merge candidates' text, yield reply events
     forks.py          replies cut in their middle, finished or still growing
+    reading.py        a candidate's text, reasoning and calls, told apart as they come
     live_beams.py     a running beam search as text
     spans.py          where each message of a prompt ends
-    conversations.py  one stored turn: resolve where it continues, open it, settle it
+    places.py         where a stored turn continues
+    conversations.py  one stored turn: assemble it, open it, settle it
     store.py          the storage contract
     search.py         what a query finds in a text, whatever stores it
     removal.py        what taking a message or a response out of a tree changes

@@ -1,4 +1,4 @@
-"""Stored turns: find where a turn continues, assemble its prompt, open it, settle it.
+"""Stored turns: assemble a turn's prompt, open it, settle it.
 
 A turn is planned without writing, submitted, and only then opened: a request the engine refuses leaves no trace.
 """
@@ -11,55 +11,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chatcache.chat.events import ReplyDone
-from chatcache.chat.forks import ReplyStart, cut
+from chatcache.chat.forks import ReplyStart
 from chatcache.chat.ids import new_id
 from chatcache.chat.messages import calls_of, linked, message_of, parts_of, said
+from chatcache.chat.places import Place, Places, TurnRequest
 from chatcache.chat.prompt import Known, Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
-from chatcache.chat.reading import Speech
 from chatcache.chat.store import ConversationStore, StaleRevision
-from chatcache.chat.tools import Function, echoed, variables
+from chatcache.chat.tools import echoed, variables
 from chatcache.chat.transcripts import Transcripts
 from chatcache.chat.tree import (
     COMPLETED,
-    DELETED,
     IN_PROGRESS,
     INCOMPLETE,
     Conversation,
-    ConversationTree,
     Item,
     Turn,
     Usage,
 )
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequest
 from chatcache.text.reply_format import ReplyFormat
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import FINISH_STOP
 
-ROOT = "root"
 _TITLE_CHARS = 60
-_NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """What a client asked to say and where. `owner` is the tenant; at most one of the three places is needed.
-
-    `fork_at` cuts the reply that the place names after so many tokens; `running` is that reply while it is generated,
-    cut already.
-    """
-
-    owner: str
-    model: str
-    input: tuple[Message, ...] = ()
-    instructions: str | None = None
-    conversation_id: str | None = None
-    previous_response_id: str | None = None
-    previous_item_id: str | None = None
-    store: bool = True
-    fork_at: int | None = None
-    running: ReplyStart | None = None
-    functions: tuple[Function, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +57,6 @@ class PlannedTurn:
     prefix: ReplyStart | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a turn continues. `start`: the beginning of a reply that comes after `path`."""
-
-    tree: ConversationTree | None
-    path: tuple[Item, ...]
-    start: ReplyStart | None = None
-
-
 class Conversations:
     """Turns over a store."""
 
@@ -104,13 +70,13 @@ class Conversations:
     ) -> None:
         self.store = store
         self._tokenizer = tokenizer
-        self._form = form if form is not None else ReplyFormat()
+        self._places = Places(store, tokenizer, form if form is not None else ReplyFormat())
         self._transcripts = transcripts if transcripts is not None else Transcripts()
         self._public = public if public is not None else PublicPrompts()
 
     async def plan(self, request: TurnRequest) -> PlannedTurn:
         """Raises: NotFound for ids the owner does not have, InvalidRequest for a turn that says nothing."""
-        place = await self._find(request)
+        place = await self._places.find(request)
         if place.start is not None and not request.input:
             return await self._plan_going_on(request, place, place.start)
         stump = place.start.item() if place.start is not None else None
@@ -146,7 +112,7 @@ class Conversations:
             stump,
         )
 
-    async def _plan_going_on(self, request: TurnRequest, place: _Place, start: ReplyStart) -> PlannedTurn:
+    async def _plan_going_on(self, request: TurnRequest, place: Place, start: ReplyStart) -> PlannedTurn:
         """Plan one more candidate beside a reply, with the same beginning."""
         origin = start.turn
         if request.instructions not in (None, origin.instructions):
@@ -213,51 +179,7 @@ class Conversations:
             except StaleRevision:  # somebody changed it in between, perhaps the leaf
                 continue
 
-    async def _find(self, request: TurnRequest) -> _Place:
-        owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
-        member = item_id if item_id is not None and item_id != ROOT else response_id
-        if request.running is not None:
-            member, item_id = request.running.turn.id, None
-        conversation_id = request.conversation_id
-        if member is not None:
-            held_by = await self._locate(owner, member, "previous_item_id" if member == item_id else None)
-            if conversation_id is not None and held_by != conversation_id:
-                raise InvalidRequest(f"{member!r} is not in conversation {conversation_id!r}", param="conversation")
-            conversation_id = held_by
-        if conversation_id is None:
-            if item_id == ROOT:
-                raise InvalidRequest("previous_item_id 'root' needs a conversation", param="previous_item_id")
-            if request.fork_at is not None:
-                raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
-            return _Place(None, ())
-        tree = await self.store.load(owner, conversation_id)
-        if request.running is not None:
-            return _Place(tree, tree.path(request.running.turn.parent_id), request.running)
-        path = tree.path(_leaf(tree, item_id, response_id))
-        if request.fork_at is None:
-            return _Place(tree, path)
-        if not path:
-            raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
-        start = await asyncio.to_thread(cut, self._speech_of(tree, path[-1]), tree, path[-1], request.fork_at)
-        if request.input and start.ids == path[-1].token_ids:
-            return _Place(tree, path)
-        return _Place(tree, path[:-1], start)
-
-    def _speech_of(self, tree: ConversationTree, item: Item) -> Speech:
-        """How a stored reply was read."""
-        turn = tree.turn_of(item)
-        names = {function.name for function in echoed(turn.echo.get("tools"))} if turn is not None else set()
-        return Speech(self._tokenizer, self._form if item.parts.raw else ReplyFormat(), names or None)
-
-    async def _locate(self, owner: str, member: str, param: str | None) -> str:
-        try:
-            return await self.store.locate(owner, member)
-        except NotFound:
-            if param is not None:
-                raise NotFound(f"no message {member!r}", param=param) from None
-            raise _no_response(member) from None
-
-    def _assemble(self, request: TurnRequest, place: _Place, messages: Sequence[Message]) -> Prompt:
+    def _assemble(self, request: TurnRequest, place: Place, messages: Sequence[Message]) -> Prompt:
         offset = len(messages) - len(place.path) - len(request.input)
 
         def known(index: int, head: str, message: Message) -> Known | None:
@@ -277,14 +199,14 @@ class Conversations:
         return replace(prompt, num_public_tokens=num_public)
 
 
-def _messages(request: TurnRequest, place: _Place) -> tuple[Message, ...]:
+def _messages(request: TurnRequest, place: Place) -> tuple[Message, ...]:
     """Instructions, history, input. Raises: InvalidRequest for the output of a call that was not made."""
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
     old = (*system, *(message_of(item) for item in place.path))
     return tuple(linked((*old, *request.input), "input", num_old=len(old)))
 
 
-def _base(place: _Place, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
+def _base(place: Place, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
     """The stored reply that a prompt extends, and the ids it adds; all of them where that reply is not stored."""
     if prompt.base is None or prompt.base - offset >= len(place.path):
         return None, prompt.token_ids
@@ -316,27 +238,6 @@ def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) ->
         created_at=created_at,
         parts=done.parts,
     )
-
-
-def _no_response(response_id: str) -> NotFound:
-    message = f"no response {response_id!r}"
-    return NotFound(message, param="previous_response_id", code="previous_response_not_found")
-
-
-def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) -> str | None:
-    if item_id == ROOT:
-        return None
-    if item_id is not None:
-        if item_id not in tree.items:
-            raise NotFound(f"no message {item_id!r}", param="previous_item_id")
-        return item_id
-    if response_id is not None:
-        turn = tree.turns.get(response_id)
-        if turn is None or turn.status == DELETED:
-            raise _no_response(response_id)
-        outputs = tree.outputs(response_id)
-        return outputs[0].id if outputs else turn.parent_id or None
-    return tree.conversation.active_leaf
 
 
 def input_items(messages: Sequence[Message], parent_id: str | None, now: float) -> tuple[Item, ...]:

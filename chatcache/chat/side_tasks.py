@@ -12,8 +12,9 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from chatcache.chat.conversations import Conversations, TurnRequest
+from chatcache.chat.conversations import Conversations
 from chatcache.chat.ids import new_id
+from chatcache.chat.places import TurnRequest
 from chatcache.chat.prompt import Message
 from chatcache.chat.service import ChatService, Reply
 from chatcache.chat.tools import echoed

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.chat.conversations import TurnRequest
+from chatcache.chat.places import TurnRequest
 from chatcache.chat.prompt import Message, Prompt
 from chatcache.chat.spans import message_ends
 from chatcache.chat.tools import Function, variables

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from chatcache.chat.conversations import PlannedTurn, TurnRequest
+from chatcache.chat.conversations import PlannedTurn
 from chatcache.chat.forks import ReplyStart
+from chatcache.chat.places import TurnRequest
 from chatcache.chat.service import Reply, num_candidates
 from chatcache.chat.tools import Function
 from chatcache.errors import InvalidRequest, UnsupportedParameter

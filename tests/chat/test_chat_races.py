@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from chatcache.chat.conversations import Conversations, PlannedTurn, TurnRequest
+from chatcache.chat.conversations import Conversations, PlannedTurn
+from chatcache.chat.places import TurnRequest
 from chatcache.chat.prompt import Prompt
 from chatcache.chat.removal import without_item
 from chatcache.chat.search import SearchQuery
