@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 
 import chatcache.gateway
 from chatcache.config import ServerConfig
-from chatcache.gateway import jsonio, lanes, paging, wire, wire_messages, ws
+from chatcache.gateway import jsonio, lanes, paging, tooling, wire, wire_messages, ws
 from chatcache.gateway.api_table import OPERATIONS
 from chatcache.gateway.openapi import document
 from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
@@ -118,6 +118,8 @@ def test_the_limits_shown_are_the_limits() -> None:
         "a body that stops": f"{server.body_timeout_s:g} s (408)",
         "`n`": str(MAX_N),
         "messages": f"{wire.MAX_MESSAGES}; {wire_messages.MAX_PARTS}; {wire.MAX_PROMPTS}",
+        "`tools`": f"{wire_messages.MAX_TOOLS}; "
+        f"{tooling.MAX_SCHEMA_BYTES >> 10} KiB; {tooling.MAX_TOOLS_BYTES >> 10} KiB",
         "`stop`": f"{MAX_STOP_STRINGS}; 64",
         "`top_logprobs`": str(MAX_TOP_LOGPROBS),
         "lanes": f"{lanes.MAX_LANES}; {lanes.MAX_QUEUED}",
