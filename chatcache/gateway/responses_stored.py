@@ -112,7 +112,9 @@ async def _follow(request: Request, after: int) -> Response:
             param="stream",
             code="stream_expired",
         )
-    return LogStream(gateway, logged.log.reader(after), {})
+    reader = logged.log.reader(after)
+    gateway.metrics.resumed.labels(transport="sse").inc()
+    return LogStream(gateway, reader, {})
 
 
 async def _find(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:

@@ -40,9 +40,15 @@ def running_id(server: Server) -> str:
     return server.call(first())
 
 
-def disconnects(server: Server) -> int:
+def counted(server: Server, name: str) -> int:
+    """A counter's value; with labels as they are written, 0 where it was never touched."""
     text = server.request("GET", "/metrics")[2]
-    return int(float(re.findall(r"^chatcache_client_disconnects_total (.*)$", text, re.M)[0]))
+    found = re.findall(rf"^{re.escape(name)} (.*)$", text, re.M)
+    return int(float(found[0])) if found else 0
+
+
+def disconnects(server: Server) -> int:
+    return counted(server, "chatcache_client_disconnects_total")
 
 
 def begin(server: Server, body: Json) -> socket.socket:

@@ -19,6 +19,7 @@ from tests.gateway.responding import (
     Events,
     Json,
     begin,
+    counted,
     disconnects,
     leave,
     num_running,
@@ -31,6 +32,7 @@ from tests.gateway.serving import Server, post_bytes, read_all, slowed, wait_unt
 from tests.gateway.test_gateway_disconnect import close_hard
 
 TTL_S = 0.3
+RESUMED = 'chatcache_streams_resumed_total{transport="sse"}'
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def test_who_comes_back_in_time_keeps_it_going(narrow: Server, monkeypatch: pyte
     assert rest[-1]["response"]["usage"]["output_tokens"] == 120
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60))])
 def test_a_stream_cut_anywhere_is_read_on(server: Server, seed: int) -> None:
     """Random cuts, and now and then a pause while it goes on: no gap, no repeat, the whole text."""
     draws = random.Random(seed)
@@ -109,6 +111,7 @@ def test_a_stream_cut_anywhere_is_read_on(server: Server, seed: int) -> None:
     body = {**LONG, "n": n, "max_output_tokens": 60, "stream": True, "background": True}
     seen: list[Json] = []
     num_cuts = -1
+    before = counted(server, RESUMED)
     with slowed(server, 0.008):
         stream = Events(server, PATH, body)
         while True:
@@ -123,7 +126,7 @@ def test_a_stream_cut_anywhere_is_read_on(server: Server, seed: int) -> None:
                 break
             response_id = seen[0]["response"]["id"]
             stream = Events(server, f"{PATH}/{response_id}?stream=true&starting_after={seen[-1]['sequence_number']}")
-    assert num_cuts > 1
+    assert num_cuts > 1 and counted(server, RESUMED) == before + num_cuts
     assert [event["sequence_number"] for event in seen] == list(range(len(seen)))
     final = seen[-1]["response"]
     assert final["status"] == "incomplete" and final["usage"]["output_tokens"] == 60 * n
