@@ -179,15 +179,22 @@ class Connection:
     async def _subscribe(self, body: Body) -> None:
         if self._telling is None:
             subscription = self._gateway.hub.subscribe(self._owner)
-            self._telling = asyncio.create_task(self._tell(subscription))
+            running = [
+                {"response_id": run.id, "conversation_id": run.conversation_id}
+                for run in self._gateway.responses.running(self._owner)
+                if run.conversation_id is not None
+            ]
+            self._telling = asyncio.create_task(self._tell(subscription, running))
 
-    async def _tell(self, subscription: Subscription) -> None:
+    async def _tell(self, subscription: Subscription, running: list[dict[str, str | None]]) -> None:
         """Send every change of the tenant's conversations; of several of one conversation the last will do."""
         try:
+            await self._outbox.send({"type": "conversation.subscribed", "running": running})
             while True:
                 for conversation_id, conversation in (await subscription.next()).items():
                     if conversation is not None:
-                        frame = {"type": "conversation.updated", "conversation": conversation_json(conversation)}
+                        head, there = conversation_json(conversation), self._running_in(conversation_id)
+                        frame = {"type": "conversation.updated", "conversation": head, "running": there}
                     else:
                         frame = {"type": "conversation.deleted", "conversation_id": conversation_id}
                     await self._outbox.send(frame)
@@ -198,6 +205,11 @@ class Connection:
             pass
         finally:
             self._gateway.hub.unsubscribe(self._owner, subscription)
+
+    def _running_in(self, conversation_id: str) -> list[str]:
+        """Responses that a page which shows the conversation may want to read."""
+        running = self._gateway.responses.running(self._owner)
+        return [run.id for run in running if run.conversation_id == conversation_id]
 
 
 class Pace:

@@ -211,6 +211,7 @@ def test_subscribers_hear_of_every_change_whoever_makes_it(server: Server, url: 
     with tab(url) as page, connect(url) as other:
         for _ in range(2):  # twice is once
             send(page, "conversation.subscribe")
+        assert receive(page) == {"type": "conversation.subscribed", "running": []}
         done = ask(other, input="Hello there", max_output_tokens=3)
         conversation = done["conversation"]["id"]
         updates = [receive(page)]
@@ -226,6 +227,24 @@ def test_subscribers_hear_of_every_change_whoever_makes_it(server: Server, url: 
         assert receive(page) == {"type": "conversation.deleted", "conversation_id": conversation}
         with pytest.raises(TimeoutError):
             page.recv(timeout=0.1)
+
+
+def test_a_page_that_is_opened_finds_what_runs(server: Server, url: str) -> None:
+    """After a reload, and in a tab that was there before."""
+    with slowed(server, 0.005), tab(url) as before, connect(url) as other:
+        send(before, "conversation.subscribe")
+        assert receive(before)["running"] == []
+        response_id = begin(other)
+        update = receive(before)
+        assert update["running"] == [response_id]
+        with tab(url) as after:
+            send(after, "conversation.subscribe")
+            (running,) = receive(after)["running"]
+            assert running == {"response_id": response_id, "conversation_id": update["conversation"]["id"]}
+            send(after, "response.resume", response_id=response_id, starting_after=-1)
+            assert until(after, "response.created")[0]["status"] == "in_progress"
+        send(other, "response.cancel", response_id=response_id)
+        until_end(other)
 
 
 def test_a_client_that_acks_is_sent_no_more_than_its_window(server: Server, url: str) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
 from chatcache.config import ServerConfig
-from tests.gateway.frames import ask
-from tests.gateway.serving import PAGE_SIZE, Server, tiny_tokenizer
+from tests.gateway.frames import LONG, ask, receive, send, until_end
+from tests.gateway.serving import PAGE_SIZE, Server, slowed, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
+PROTOCOL = Subprotocol("chatcache.v1")
 DECLARED = "You are a kind helper of everybody. Answer in short words, and only in words."
 OWN = "You are the private helper of one company. Answer in long words, and only there."
 ONE, TWO = ({"authorization": f"Bearer sk-tenant-{name}"} for name in ("one", "two"))
@@ -73,3 +75,32 @@ def test_stored_conversations_share_it_too(shared: Server) -> None:
             figures.append(usage["input_tokens_details"]["cached_tokens"])
     num_shared = num_system_tokens(DECLARED) // PAGE_SIZE * PAGE_SIZE
     assert num_shared <= figures[1] < figures[2]
+
+
+def test_nobody_reads_stops_steers_or_hears_of_what_is_not_theirs(shared: Server) -> None:
+    url = f"ws://127.0.0.1:{shared.port}/v1/responses"
+    with (
+        connect(url, additional_headers=ONE, subprotocols=[PROTOCOL], max_queue=None) as one,
+        connect(url, additional_headers=TWO, subprotocols=[PROTOCOL], max_queue=None) as two,
+        slowed(shared, 0.005),
+    ):
+        assert receive(one)["type"] == receive(two)["type"] == "session.created"
+        send(two, "conversation.subscribe")
+        assert receive(two) == {"type": "conversation.subscribed", "running": []}
+        send(one, **LONG)
+        response_id = receive(one)["response"]["id"]
+        for kind in ("response.resume", "response.cancel"):
+            send(two, kind, response_id=response_id)
+            assert receive(two)["status"] == 404
+        send(two, "response.steer", previous_response_id=response_id, input="x")
+        assert receive(two)["error"]["code"] == "response_not_found"
+        send(two, "prompt.prewarm", previous_response_id=response_id, input="x")
+        assert receive(two)["error"]["code"] == "previous_response_not_found"
+        send(two, input="x", previous_response_id=response_id)
+        assert receive(two)["error"]["code"] == "previous_response_not_found"
+        send(one, "response.cancel", response_id=response_id)
+        until_end(one)
+        send(two, "response.resume", response_id=response_id)
+        assert receive(two)["status"] == 404
+        with pytest.raises(TimeoutError):
+            two.recv(timeout=0.1)
