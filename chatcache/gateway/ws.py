@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -186,7 +186,7 @@ class Connection:
             ]
             self._telling = asyncio.create_task(self._tell(subscription, running))
 
-    async def _tell(self, subscription: Subscription, running: list[dict[str, str | None]]) -> None:
+    async def _tell(self, subscription: Subscription, running: Sequence[Mapping[str, str]]) -> None:
         """Send every change of the tenant's conversations; of several of one conversation the last will do."""
         try:
             await self._outbox.send({"type": "conversation.subscribed", "running": running})
