@@ -83,6 +83,7 @@ class InputTokens(HTTPEndpoint):
         gateway, owner = gateway_of(request), owner_of(request)
         body = await read_json(request)
         fields = read(body, ResponseFields)
+        read(body, SamplingFields)  # what a response would refuse is refused here
         ignored = unknown_fields(body, ResponseFields, SamplingFields)
         model = await gateway.ready(fields.model)
         functions = response_tools(model, fields).functions
