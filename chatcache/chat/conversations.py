@@ -140,7 +140,10 @@ class Conversations:
         return PlannedTurn(request, turn, messages, prompt, (), conversation, conversation.id, prefix=start)
 
     async def open(self, planned: PlannedTurn) -> Conversation | None:
-        """Store the input and that an answer is under way. None when the turn is not to be stored."""
+        """Store the input and that an answer is under way. None when the turn is not to be stored.
+
+        Raises: StaleRevision where the request expects another revision; NotFound for what was deleted meanwhile.
+        """
         request = planned.request
         if not request.store:
             return None
@@ -148,7 +151,13 @@ class Conversations:
         items = planned.inputs if planned.cut is None else (planned.cut, *planned.inputs)
         if planned.conversation is not None:
             return await self.store.append(
-                request.owner, planned.conversation.id, items, planned.turn, active_leaf=leaf, title=title
+                request.owner,
+                planned.conversation.id,
+                items,
+                planned.turn,
+                active_leaf=leaf,
+                title=title,
+                expect=request.rev,
             )
         now = planned.turn.created_at
         conversation = Conversation(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chatcache.chat.forks import ReplyStart, cut
 from chatcache.chat.prompt import Message
 from chatcache.chat.reading import Speech
-from chatcache.chat.store import ConversationStore
+from chatcache.chat.store import ConversationStore, StaleRevision
 from chatcache.chat.tools import Function, echoed
 from chatcache.chat.tree import DELETED, ConversationTree, Item
 from chatcache.errors import InvalidRequest, NotFound
@@ -24,7 +24,7 @@ class TurnRequest:
     """What a client asked to say and where. `owner` is the tenant; at most one of the three places is needed.
 
     `fork_at` cuts the reply that the place names after so many tokens; `running` is that reply while it is generated,
-    cut already.
+    cut already. `rev`: the revision that the client has seen; nothing is said in any other.
     """
 
     owner: str
@@ -38,6 +38,7 @@ class TurnRequest:
     fork_at: int | None = None
     running: ReplyStart | None = None
     functions: tuple[Function, ...] = ()
+    rev: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Places:
         self._form = form
 
     async def find(self, request: TurnRequest) -> Place:
-        """Raises: NotFound for ids the owner does not have, InvalidRequest for a place that cannot be."""
+        """Raises: NotFound for ids the owner lacks, InvalidRequest for a place that cannot be; StaleRevision."""
         owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
         member = item_id if item_id is not None and item_id != ROOT else response_id
         if request.running is not None:
@@ -74,8 +75,12 @@ class Places:
                 raise InvalidRequest("previous_item_id 'root' needs a conversation", param="previous_item_id")
             if request.fork_at is not None:
                 raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
+            if request.rev is not None:
+                raise InvalidRequest("rev needs a conversation to be the revision of", param="rev")
             return Place(None, ())
         tree = await self._store.load(owner, conversation_id)
+        if request.rev is not None and request.rev != tree.conversation.rev:
+            raise StaleRevision(tree.conversation, request.rev)
         if request.running is not None:
             return Place(tree, tree.path(request.running.turn.parent_id), request.running)
         path = tree.path(_leaf(tree, item_id, response_id))

@@ -150,6 +150,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers_responses.Response,
         stream=answers_responses.ResponseEvent,
         errors=_MODEL,
+        failures=_CONFLICT,
     ),
     Operation(
         method="POST",
@@ -158,6 +159,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=Body("InputTokensRequest", _RESPONSE_FIELDS),
         answer=answers_responses.InputTokens,
         errors=_MODEL,
+        failures=_CONFLICT,
     ),
     Operation(
         method="GET",

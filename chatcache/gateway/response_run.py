@@ -175,6 +175,7 @@ def turn_request(
         previous_item_id=fields.previous_item_id,
         store=fields.store is not False,
         fork_at=fields.fork_at,
+        rev=fields.rev,
         running=running,
         functions=functions,
     )

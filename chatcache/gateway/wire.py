@@ -153,6 +153,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     previous_response_id: Id | None = None
     previous_item_id: Id | None = None
     fork_at: Count | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     store: bool | None = None
     max_output_tokens: Count | None = None
     top_logprobs: TopLogprobs | None = None

@@ -73,6 +73,23 @@ def test_a_steered_response_ends_at_once_and_its_successor_goes_on(server: Serve
     assert items[said["parent_id"]]["content"][0]["text"] == text_of(end)
 
 
+def test_a_revision_is_of_the_first_response_not_of_its_successor(server: Server, socket: ClientConnection) -> None:
+    """The response itself changed the conversation: what goes on with it cannot be stale for that."""
+    made = server.post("/v1/conversations")[2]
+    with slowed(server, 0.005):
+        first = begin(socket, conversation=made["id"], rev=made["rev"])
+        send(socket, "response.steer", previous_response_id=first, input="No!")
+        until(socket, "response.incomplete")
+        created = receive(socket)
+        assert created["type"] == "response.created", created
+        send(socket, "response.cancel", response_id=created["response"]["id"])
+        until_end(socket)
+    send(socket, **LONG_LANE, conversation=made["id"], rev=made["rev"])
+    refused = receive(socket)
+    assert refused["status"] == 409 and refused["error"]["code"] == "stale_revision"
+    assert refused["error"]["conversation"]["id"] == made["id"]
+
+
 def test_queued_input_is_answered_together_and_in_order(server: Server, socket: ClientConnection) -> None:
     """The first steer stops the engine; those that come before its last step are still accepted."""
     with slowed(server, 0.25):

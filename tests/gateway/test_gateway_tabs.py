@@ -38,12 +38,18 @@ def test_a_stale_tab_is_shown_what_is_new(server: Server) -> None:
         ("POST", f"{path}/items", {"items": [{"role": "user", "content": "x"}], "rev": old}),
         ("DELETE", f"{path}/items/{item}?rev={old}", None),
         ("POST", f"{path}/title", {"rev": old}),
+        ("POST", "/v1/responses", {"input": "x", "conversation": conversation, "rev": old}),
+        ("POST", "/v1/responses", {"input": "x", "previous_item_id": item, "rev": old, "store": False}),
     ):
         status, headers, answer = server.request(method, where, body)
         document.check(method, where, status, answer)
         assert status == 409 and headers["x-should-retry"] == "false", where
         assert answer["error"]["code"] == "stale_revision" and answer["error"]["param"] == "rev"
         assert answer["error"]["conversation"] == present == head(server, conversation)
+    said = server.post("/v1/responses", input="x", conversation=conversation, rev=present["rev"], max_output_tokens=2)
+    assert said[0] == 200
+    present = head(server, conversation)
+    assert server.post("/v1/responses", input="x", rev=1)[2]["error"]["param"] == "rev"
     for rev in ("x", "-1", "1.5", "", "9" * 16):
         assert server.request("DELETE", f"{path}?rev={rev}")[0] == 400
     assert server.request("DELETE", f"{path}/items/{item}?rev={present['rev']}")[2]["rev"] == present["rev"] + 1
