@@ -31,6 +31,7 @@ class Candidate:
         self._prefix_ids, self._prefix_text = (prefix.ids, prefix.text) if prefix is not None else ((), "")
         self.prompt = request.prompt[: len(request.prompt) - len(self._prefix_ids)]
         self._reading = speech.reading(self.prompt)
+        self._is_past_thought = False
         self._untold = self._reading.push(self._prefix_text)
         self._ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
@@ -126,12 +127,15 @@ class Candidate:
 
     def _hear(self, token_ids: Sequence[int]) -> Heard:
         """Read token by token: which of them are thought is counted."""
+        if self._is_past_thought and len(token_ids) == 1:
+            return self._reading.push(self._stream.push(token_ids))
         heard = Heard()
         for number, token in enumerate(token_ids, len(self._ids) - len(token_ids) + 1):
             thought = self._reading.is_thinking
             heard = heard.then(self._reading.push(self._stream.push((token,))))
             if thought or self._reading.is_thinking:
                 self.num_reasoning_tokens = number
+        self._is_past_thought = self._reading.is_past_thought
         return heard
 
     def _decode(self, ids: Sequence[int]) -> str:

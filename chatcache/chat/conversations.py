@@ -25,6 +25,7 @@ from chatcache.chat.tree import (
     IN_PROGRESS,
     INCOMPLETE,
     Conversation,
+    ConversationTree,
     Item,
     Turn,
     Usage,
@@ -192,16 +193,11 @@ class Conversations:
         offset = len(messages) - len(place.path) - len(request.input)
 
         def known(index: int, head: str, message: Message) -> Known | None:
-            recalled = self._transcripts.recall(request.owner, head, said(message["content"], calls_of(message)))
-            if place.tree is None or not 0 <= index - offset < len(place.path):
-                return recalled
-            item = place.path[index - offset]
-            turn = place.tree.turn_of(item)
-            # The ids are of the prompt as it was: other instructions or tools then mean another prompt now.
-            if turn is None or turn.instructions != request.instructions or not _has_tools_of(turn, request):
-                return recalled
-            ids = place.tree.sequence(item)
-            return Known(item.parts.raw or item.text, ids) if ids else recalled
+            at = index - offset
+            stored = _stored(place.tree, place.path[at], request) if place.tree and 0 <= at < len(place.path) else None
+            if stored is not None:
+                return stored
+            return self._transcripts.recall(request.owner, head, said(message["content"], calls_of(message)))
 
         prompt = assemble(self._tokenizer, messages, known, variables(request.functions))
         num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
@@ -213,6 +209,16 @@ def _messages(request: TurnRequest, place: Place) -> tuple[Message, ...]:
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
     old = (*system, *(message_of(item) for item in place.path))
     return tuple(linked((*old, *request.input), "input", num_old=len(old)))
+
+
+def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known | None:
+    """A reply of the tree, where its ids are of the prompt that the request would give it now."""
+    turn = tree.turn_of(item)
+    # The ids are of the prompt as it was: other instructions or tools then mean another prompt now.
+    if turn is None or turn.instructions != request.instructions or not _has_tools_of(turn, request):
+        return None
+    ids = tree.sequence(item)
+    return Known(item.parts.raw or item.text, ids) if ids else None
 
 
 def _base(place: Place, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:

@@ -150,17 +150,18 @@ def _end_of_reply(text: str, head: str, tokenizer: Renderer, message: Message, r
 def _end_of_raw(text: str, start: int, raw: str) -> int | None:
     """Where `raw` ends in `text[start:]`, seams aside: a template writes its own marks without, arguments with them."""
     for form in (raw, raw.strip()):
-        at, left = start, form
-        while left:
+        at, done = start, 0
+        while done < len(form):
             if text.startswith(SEAM, at):
                 at += 1
                 continue
-            seam = text.find(SEAM, at, at + len(left))
-            piece = text[at : seam if seam >= 0 else at + len(left)]
-            if not piece or not left.startswith(piece):
+            end = at + len(form) - done
+            seam = text.find(SEAM, at, end)
+            piece = text[at : seam if seam >= 0 else end]
+            if not piece or not form.startswith(piece, done):
                 break
-            at, left = at + len(piece), left[len(piece) :]
-        if not left:
+            at, done = at + len(piece), done + len(piece)
+        if done == len(form):
             return at
     return None
 

@@ -88,6 +88,11 @@ class Reading:
     def is_thinking(self) -> bool:
         return self._parser is not None and self._parser.is_thinking
 
+    @property
+    def is_past_thought(self) -> bool:
+        """Whether nothing that comes can be thought any more."""
+        return self._parser is None or self._parser.is_past_thought
+
     def parts(self, raw: str) -> ReplyParts:
         """What there is beside the text; `raw` is all that was pushed."""
         if self._parser is None:
@@ -107,6 +112,8 @@ class Reading:
 
     def _take(self, said: Said) -> Heard:
         self._texts.append(said.text)
+        if not (said.calls or said.reasoning):
+            return Heard(said.text)
         if said.reasoning:
             self._thoughts.append(said.reasoning)
         deltas: list[CallDelta] = []

@@ -37,6 +37,11 @@ class ReasoningParser:
     def is_thinking(self) -> bool:
         return self._state == self._inside or (self._begins_inside and self._state == self._at_start)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all that comes is text."""
+        return self._state == self._behind and not self._trims
+
     def push(self, text: str) -> Thought:
         """Read on; return what is now certain."""
         return self._run(text, last=False)

@@ -11,7 +11,7 @@ from chatcache.text.tokenizer import Tokenizer
 from chatcache.text.tool_calls.hermes import HERMES
 from chatcache.text.tool_calls.llama3 import LLAMA3
 from chatcache.text.tool_calls.mistral import MISTRAL
-from chatcache.text.tool_calls.parser import CallParser, CallPart, Parsed
+from chatcache.text.tool_calls.parser import CallParser, CallPart
 from chatcache.text.tool_calls.syntax import Syntax
 
 AUTO, NONE = "auto", "none"
@@ -92,11 +92,22 @@ class ReplyParser:
     def is_thinking(self) -> bool:
         return self._thoughts is not None and self._thoughts.is_thinking
 
+    @property
+    def is_past_thought(self) -> bool:
+        return self._thoughts is None
+
     def push(self, text: str) -> Said:
         """Read on; return what is now certain."""
-        thought = self._thoughts.push(text) if self._thoughts is not None else Thought(text=text)
-        parsed = self._calls.push(thought.text) if self._calls is not None else Parsed(thought.text)
-        return Said(parsed.text, thought.reasoning, parsed.calls)
+        reasoning = ""
+        if self._thoughts is not None:
+            thought = self._thoughts.push(text)
+            text, reasoning = thought.text, thought.reasoning
+            if self._thoughts.is_over:
+                self._thoughts = None
+        if self._calls is None:
+            return Said(text, reasoning)
+        parsed = self._calls.push(text)
+        return Said(parsed.text, reasoning, parsed.calls)
 
     def finish(self) -> Said:
         """The stream is over: return what was held back."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+MAX_DEPTH = 64
+
 
 class VerbatimJson(dict[str, Any]):
     """An object as templates read it; `tojson` writes `source`, the text it was read from."""
@@ -23,7 +25,13 @@ def arguments_of(source: str) -> VerbatimJson | str:
         json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for lone surrogates
     except (ValueError, RecursionError):
         return source
-    return VerbatimJson(value, source) if isinstance(value, dict) else source
+    return VerbatimJson(value, source) if isinstance(value, dict) and _is_shallow(value, MAX_DEPTH) else source
+
+
+def _is_shallow(value: Any, left: int) -> bool:
+    """Whether templates, and whoever else walks it, can go as deep as it is."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left > 0 and all(_is_shallow(each, left - 1) for each in inner)
 
 
 def dumped(value: Any, **options: Any) -> str:

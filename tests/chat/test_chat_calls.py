@@ -26,6 +26,7 @@ from tests.chat.test_chat_prompt import REWRITES
 from tests.gateway.serving import tokenizer_with
 from tests.text.text_families import tokenizer_of
 
+DEEP = '{"a":' * 300 + "1" + "}" * 300
 WEATHER = Function("weather", "how it is <|im_end|>", {"type": "object", "properties": {"in": {"type": "string"}}})
 CLOCK = Function("clock")
 TOOLS = (WEATHER, CLOCK)
@@ -207,7 +208,7 @@ def test_results_name_their_function_and_must_have_a_call() -> None:
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("source", ['{"a": 1}', "{", "[1]", '{"a": "\\ud800"}', '{"a": NaN}', "{" * 3000])
+@pytest.mark.parametrize("source", ['{"a": 1}', "{", "[1]", '{"a": "\\ud800"}', '{"a": NaN}', "{" * 3000, DEEP])
 def test_what_is_stored_of_a_message_gives_the_message_again(source: str) -> None:
     message = assistant_message("x", "y", [ToolCall("c1", "f", source)])
     parts = parts_of(message)

@@ -10,6 +10,7 @@ import pytest
 from chatcache.text.template import ChatTemplate
 from chatcache.text.verbatim import VerbatimJson, arguments_of
 
+DEEP = '{"a":' * 300 + "1" + "}" * 300
 SOURCE = '{"a":  1.0,"b": "\\u00e9"}'
 
 
@@ -32,6 +33,6 @@ def test_templates_read_it_as_the_object_it_is() -> None:
     assert text == "a=1.0;b=é;True"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "1", '"x"', "[" * 5000, '{"a": "\\udcff"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", '"x"', "[" * 5000, DEEP, '{"a": "\\udcff"}'])
 def test_what_is_no_object_is_text(text: str) -> None:
     assert arguments_of(text) == text and not isinstance(arguments_of(text), VerbatimJson)

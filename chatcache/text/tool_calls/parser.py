@@ -60,11 +60,19 @@ class CallParser:
 
     def push(self, text: str) -> Parsed:
         """Read on; return what is now certain."""
+        if self._is_plain(text):
+            return Parsed(text)
         return self._run(text, last=False)
 
     def finish(self) -> Parsed:
         """The stream is over: return what was held back."""
         return self._run("", last=True)
+
+    def _is_plain(self, text: str) -> bool:
+        """Whether nothing of a call can begin in `text`, which follows text of which nothing is held back."""
+        if self._held or self._trims or self._at_start or self._state != self._in_text:
+            return False
+        return text != "" and self._syntax.marker[0] not in text and text[-1] not in BLANK
 
     def _run(self, text: str, *, last: bool) -> Parsed:
         rest, self._held = self._held + text, ""
