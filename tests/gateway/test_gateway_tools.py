@@ -337,3 +337,22 @@ def test_answers_with_calls_are_as_described(start: Start) -> None:
     assert (
         ask(server, "/tokenize", messages=USER, tools=TOOLS)["count"] > ask(server, "/tokenize", messages=USER)["count"]
     )
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral named"])
+@pytest.mark.parametrize(
+    "mode", [{"beam_width": 3, "n": 2}, {"n": 2, "distinct": True, "seed": 1}, {"best_of": 3, "seed": 2}], ids=str
+)
+def test_a_required_call_goes_with_every_way_to_decode(start: Start, family: str, mode: dict[str, Any]) -> None:
+    server = start(family)
+    server.say("Well")  # and then whatever the hash model draws among what is allowed
+    schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    fixed = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60}
+    choices = ask(server, CHAT, messages=USER, **fixed, **mode)["choices"]
+    assert len(choices) == mode.get("n", 1)
+    for choice in choices:
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert set(json.loads(call["function"]["arguments"])) == {"n"} and call["function"]["name"] == "weather"
