@@ -88,7 +88,10 @@ class Server:
         self._build = build
 
     def __enter__(self) -> Server:
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        # Of protocol TCP by name, like the real server's: else asyncio leaves Nagle's algorithm on; frames wait 40 ms.
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen(1024)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._started = threading.Event()

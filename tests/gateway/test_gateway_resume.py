@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from websockets.sync.client import ClientConnection, connect
 
 from chatcache.gateway import prewarm
@@ -168,8 +169,9 @@ def test_resuming_what_cannot_be(server: Server, url: str) -> None:
             until_end(page)
 
 
-def test_a_response_goes_on_while_nobody_reads_it(server: Server, url: str) -> None:
+def test_a_response_goes_on_while_nobody_reads_it(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For as long as `detach_ttl_s`, which is longer than this."""
+    monkeypatch.setattr(server.gateway, "config", replace(server.gateway.config, detach_ttl_s=60.0))
     with slowed(server, 0.003):
         with tab(url) as page:
             response_id = begin(page, max_output_tokens=150)
