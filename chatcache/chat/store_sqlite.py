@@ -185,9 +185,9 @@ def _load(db: sqlite3.Connection, owner: str, conversation_id: str) -> Conversat
 
 def _locate(db: sqlite3.Connection, owner: str, member_id: str) -> str:
     row = db.execute(
-        "SELECT c.id FROM conversations c JOIN (SELECT conversation_id FROM items WHERE id = ?1 UNION "
-        "SELECT conversation_id FROM turns WHERE id = ?1) m ON m.conversation_id = c.id WHERE c.owner = ?2",
-        (member_id, owner),
+        "SELECT c.id FROM conversations c JOIN (SELECT conversation_id FROM items WHERE id = :member UNION "
+        "SELECT conversation_id FROM turns WHERE id = :member) m ON m.conversation_id = c.id WHERE c.owner = :owner",
+        {"member": member_id, "owner": owner},
     ).fetchone()
     if row is None:
         raise NotFound(f"no response or message {member_id!r}")
