@@ -5,4 +5,6 @@ the server, so the same script measures any OpenAI-compatible backend.
 
     scenario.py   what the users say            client.py   one streamed turn, timed
     runner.py     users x turns, with progress  report.py   figures, JSON, plot
+    gateway/      what the gateway itself costs per token, without a model: `python -m loadtest.gateway`
+    peers/        the same offline work through other engines
 """

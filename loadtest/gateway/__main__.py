@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         "cpu": cpu_name(),
         "cores": len(cores),
         "python": platform.python_version(),
-        "kernel": platform.release(),
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "asked": {key: value for key, value in vars(args).items() if key != "out"},
         "goals": {"cpu_us_per_token": MAX_CPU_US, "p99_ms": MAX_P99_MS},
