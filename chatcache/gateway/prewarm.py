@@ -78,6 +78,8 @@ class Prewarmer:
         }
 
     async def _is_idle(self) -> bool:
+        if self._gateway.responses.running():  # the engine's own word is a moment old
+            return False
         health = await self._gateway.health()
         return health.ready and health.num_running == 0 and health.num_waiting == 0
 
