@@ -27,6 +27,7 @@ class FaultyStore(SqliteStore):
 
     num_faults = 0
     delay_s = 0.0
+    open_delay_s = 0.0
 
     async def append(self, *args: Any, **more: Any) -> Any:
         turn = args[3] if len(args) > 3 else more.get("turn")
@@ -35,6 +36,8 @@ class FaultyStore(SqliteStore):
             if self.num_faults:
                 self.num_faults -= 1
                 raise OSError("disk full: /secret/path")
+        elif turn is not None:
+            await asyncio.sleep(self.open_delay_s)
         return await super().append(*args, **more)
 
 
@@ -49,7 +52,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, F
 def server(faulty: tuple[Server, FaultyStore]) -> Iterator[Server]:
     server, store = faulty
     yield server
-    store.num_faults, store.delay_s = 0, 0.0
+    store.num_faults, store.delay_s, store.open_delay_s = 0, 0.0, 0.0
     server.wait_idle()
     assert not server.gateway.responses.running()
 
@@ -123,6 +126,21 @@ def test_the_store_fails_for_what_is_steered(server: Server, store: FaultyStore,
     assert frames[-1]["type"] == "response.failed"
     assert failed["type"] == "response.steer.failed" and failed["error"]["code"] == "successor_creation_failed"
     assert ends(logged_kinds(server, response_id)) == ["response.failed"]
+
+
+def test_no_steering_while_the_successor_is_made(server: Server, store: FaultyStore, socket: ClientConnection) -> None:
+    """What has ended takes no more; its successor is not there yet."""
+    with slowed(server, 0.01):
+        first = begin(socket)
+        store.open_delay_s = 0.5
+        send(socket, "response.steer", previous_response_id=first, input="x")
+        assert until_end(socket)[-1]["response"]["incomplete_details"] == {"reason": "steered"}
+        send(socket, "response.steer", previous_response_id=first, input="too late")
+        failed, created = receive(socket), receive(socket)
+        assert failed["error"]["code"] == "response_not_active" and failed["steer"]["input"] == "too late"
+        assert created["response"]["previous_response_id"] == first
+        send(socket, "response.cancel", response_id=created["response"]["id"])
+        until_end(socket)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
