@@ -99,11 +99,6 @@ def held_to(params: Params, use: ToolUse, form: ReplyFormat, tokenizer: Tokenize
     return msgspec.structs.replace(params, structured_outputs=outputs)
 
 
-def is_read(params: Params, form: ReplyFormat, use: ToolUse) -> bool:
-    """Whether a reply may have parts beside its text."""
-    return form.reasoning != "none" or use.names is not None
-
-
 def _answer(outputs: StructuredOutputs) -> str | None:
     if outputs.json_object:
         return '{"type": "object"}'

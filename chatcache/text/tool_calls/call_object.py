@@ -62,10 +62,6 @@ class CallObject:
     def is_over(self) -> bool:
         return self.at in (At.CLOSED, At.BROKEN)
 
-    @property
-    def has_arguments(self) -> bool:
-        return self._has_arguments
-
     def drain(self) -> str:
         """The arguments' text since the last call."""
         text = "".join(self._untold)
