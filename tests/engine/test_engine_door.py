@@ -21,7 +21,7 @@ from tests.engine.driving import VOCAB, drain, engine, request
         (request(prompt=()), InvalidRequest, "empty"),
         (request(prompt=(1, VOCAB)), InvalidRequest, f"between 0 and {VOCAB - 1}, got {VOCAB}"),
         (request(prompt=(-1,)), InvalidRequest, "got -1"),
-        (request(num_tokens=4096), ContextTooLong, "4096 tokens.*allows 4095"),
+        (request(num_tokens=4096), ContextTooLong, "has 4096 tokens, and at least 1 .* 4096"),
         (request(params=SamplingParams(max_tokens=4090)), ContextTooLong, "20 tokens.*4090.*4110.*4096"),
         (request(params=SamplingParams(temperature=-1.0)), InvalidRequest, "temperature"),
         (request(params=SamplingParams(n=17)), InvalidRequest, "n must be at most 16"),
