@@ -1,10 +1,11 @@
 // Builds the page into the Python package. Relative URLs, so that it also works below a path prefix.
 import { readFileSync } from "node:fs";
+import { fileURLToPath } from "node:url";
 import { defineConfig } from "vite";
 
 const SHIPPED = [
-  "preact", "@preact/signals", "@preact/signals-core", "markdown-it", "linkify-it", "mdurl", "uc.micro", "entities",
-  "punycode.js", "dompurify", "highlight.js", "@fontsource-variable/geist", "@fontsource-variable/geist-mono",
+  "preact", "@preact/signals", "@preact/signals-core", "markdown-it", "linkify-it", "mdurl", "uc.micro",
+  "punycode.js", "dompurify", "highlight.js", "katex", "@fontsource-variable/geist", "@fontsource-variable/geist-mono",
 ];
 
 /** Ship the licence text of everything that ends up in the bundle. */
@@ -27,9 +28,22 @@ function licences() {
   };
 }
 
+/** KaTeX offers every font in three formats; every browser that can run the page reads the first. */
+function oneFontFormat() {
+  return {
+    name: "one-font-format",
+    enforce: "pre",
+    transform(code, id) {
+      if (!id.includes("katex.min.css")) return null;
+      return code.replace(/,url\([^)]+\.(?:woff|ttf)\) format\("(?:woff|truetype)"\)/g, "");
+    },
+  };
+}
+
 export default defineConfig({
   base: "./",
-  plugins: [licences()],
+  resolve: { alias: [{ find: /^entities$/, replacement: fileURLToPath(new URL("src/markdown/entities.ts", import.meta.url)) }] },
+  plugins: [licences(), oneFontFormat()],
   build: {
     outDir: "../chatcache/gateway/static",
     emptyOutDir: true,

@@ -1,10 +1,12 @@
 // Markdown to HTML text, with everything that could act removed at the parser: no raw HTML, no image that loads,
 // no link that is not http(s) or mailto. `sanitize.ts` stands behind it all the same.
-import MarkdownIt from "markdown-it";
+import MarkdownIt, { type Token } from "markdown-it";
+import { addMath } from "./math";
 
 export type Parser = InstanceType<typeof MarkdownIt>;
 
 const LINK = /^(https?:|mailto:)/i;
+const MAX_ADDRESS = 64;
 
 export function makeParser(): Parser {
   const md = new MarkdownIt({ html: false, linkify: true, breaks: true, typographer: false });
@@ -17,14 +19,15 @@ export function makeParser(): Parser {
     token.attrSet("rel", "noopener noreferrer nofollow");
     return self.renderToken(tokens, index, options);
   };
-  // An image is a request to a stranger. It becomes a link that the reader may follow.
+  // An image is a request to a stranger. It becomes a chip that tells the address and opens it only when clicked.
   md.renderer.rules.image = (tokens, index) => {
     const token = tokens[index]!;
     const source = String(token.attrGet("src") ?? "");
-    const label = token.content || "image";
+    const inside = `<span class="image-name">${md.utils.escapeHtml(token.content || "image")}</span>
+<span class="image-address">${md.utils.escapeHtml(shortAddress(source))}</span>`;
+    if (insideLink(tokens, index)) return `<span class="image-chip">${inside}</span>`;
     const href = md.utils.escapeHtml(source);
-    const text = md.utils.escapeHtml(label);
-    return `<a class="image-chip" href="${href}" target="_blank" rel="noopener noreferrer nofollow">${text}</a>`;
+    return `<a class="image-chip" href="${href}" title="${href}" target="_blank" rel="noopener noreferrer nofollow">${inside}</a>`;
   };
   // Column alignment as a class: the policy forbids style attributes.
   for (const rule of ["th_open", "td_open"] as const) {
@@ -42,10 +45,23 @@ export function makeParser(): Parser {
     return codeHtml(md, token.content, token.info.trim().split(/\s+/)[0] ?? "");
   };
   md.renderer.rules.code_block = (tokens, index) => codeHtml(md, tokens[index]!.content, "");
+  addMath(md);
   return md;
 }
 
 function codeHtml(md: Parser, code: string, info: string): string {
   const language = /^[\w#+.-]{1,24}$/.test(info) ? info : "";
   return `<pre><code data-language="${md.utils.escapeHtml(language)}">${md.utils.escapeHtml(code)}</code></pre>`;
+}
+
+function insideLink(tokens: readonly Token[], index: number): boolean {
+  let depth = 0;
+  for (const token of tokens.slice(0, index)) depth += Number(token.type === "link_open") - Number(token.type === "link_close");
+  return depth > 0;
+}
+
+/** The address without its scheme, its middle left out where it is long: who is asked must be seen. */
+function shortAddress(address: string): string {
+  const bare = address.replace(/^https?:\/\//i, "");
+  return bare.length <= MAX_ADDRESS ? bare : `${bare.slice(0, MAX_ADDRESS - 16)}…${bare.slice(-15)}`;
 }

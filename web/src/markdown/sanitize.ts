@@ -5,7 +5,7 @@ const TAGS = [
   "a", "blockquote", "br", "code", "del", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",
   "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
 ];
-const ATTRIBUTES = ["href", "target", "rel", "class", "start", "data-language"];
+const ATTRIBUTES = ["href", "target", "rel", "class", "start", "data-language", "title"];
 
 export function sanitize(html: string): DocumentFragment {
   return DOMPurify.sanitize(html, {
@@ -14,7 +14,7 @@ export function sanitize(html: string): DocumentFragment {
     ALLOW_DATA_ATTR: false,
     ALLOW_ARIA_ATTR: false,
     ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
-    ADD_URI_SAFE_ATTR: ["target", "rel", "data-language"],
+    ADD_URI_SAFE_ATTR: ["target", "rel", "data-language", "title"],
     RETURN_DOM_FRAGMENT: true,
   });
 }

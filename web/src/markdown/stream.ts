@@ -1,7 +1,10 @@
 // Markdown that grows. Top-level blocks that are finished are rendered once and never touched again; only the last,
-// still open block is rendered anew. So a long answer costs the same per delta as a short one.
-import { frameCode } from "./code";
+// still open block is rendered anew, and of it only what changed is replaced. So a long answer costs the same per delta
+// as a short one.
+import type { Token } from "markdown-it";
+import { dressUp } from "./blocks";
 import type { Parser } from "./parser";
+import { patch } from "./patch";
 import { sanitize } from "./sanitize";
 
 const MAYBE_ITEM = /^ {0,3}(\d{1,9}[.)]?|[-+*])?\s*$/;
@@ -11,7 +14,8 @@ export class MarkdownStream {
   private text = "";
   private frozenChars = 0;
   private tail: ChildNode[] = [];
-  private tailCode: HTMLElement | null = null;
+  private tailCode: Text | null = null;
+  private openMath = false; // the tail began like a formula
 
   constructor(
     private readonly root: HTMLElement,
@@ -19,12 +23,19 @@ export class MarkdownStream {
   ) {}
 
   /** Show `text`. `complete` says that no more will come. A text that does not extend the last one starts afresh. */
-  update(text: string, complete: boolean): void {
+  update(given: string, complete: boolean): void {
+    const text = given.includes("\r") ? given.replace(/\r\n?/g, "\n") : given;
     if (!text.startsWith(this.text)) this.reset();
     this.text = text;
     if (complete && REFERENCE.test(text)) this.reset();
+    let outline = outlineOf(this.md, text.slice(this.frozenChars));
+    if (this.openMath && !outline.startsWithMath && this.frozenChars > 0) {
+      this.reset(); // it was none after all: its lines may belong to the block before
+      outline = outlineOf(this.md, text);
+    }
     const source = text.slice(this.frozenChars);
-    const openFrom = complete ? source.length : lastBlockStart(this.md, source);
+    const openFrom = complete ? source.length : outline.lastStart;
+    this.openMath = outline.endsWithOpenMath;
     if (openFrom > 0) {
       this.clearTail();
       this.root.append(...this.render(source.slice(0, openFrom), true));
@@ -38,6 +49,7 @@ export class MarkdownStream {
     this.tail = [];
     this.tailCode = null;
     this.frozenChars = 0;
+    this.openMath = false;
   }
 
   private clearTail(): void {
@@ -47,35 +59,57 @@ export class MarkdownStream {
   }
 
   private renderTail(source: string): void {
-    const open = this.tailCode ? openFence(source) : null;
-    if (open !== null && this.tailCode) {
-      this.tailCode.textContent = open; // a growing program: only its text changes, its frame stays
+    const open = openFence(source);
+    if (open !== null && this.tailCode?.isConnected && open.startsWith(this.tailCode.data)) {
+      this.tailCode.appendData(open.slice(this.tailCode.length)); // a growing program: only text is added to it
       return;
     }
-    this.clearTail();
-    this.tail = this.render(mend(source), false);
-    this.root.append(...this.tail);
-    const last = this.tail.at(-1);
-    if (openFence(source) !== null && last instanceof HTMLElement) this.tailCode = last.querySelector("code");
+    this.tail = patch(this.root, this.tail, this.render(mend(source), false));
+    const code = open === null ? null : this.root.lastElementChild?.querySelector("code");
+    const inside = code?.firstChild ?? code?.appendChild(document.createTextNode(""));
+    this.tailCode = inside instanceof Text ? inside : null;
   }
 
   private render(source: string, complete: boolean): ChildNode[] {
     const fragment = sanitize(this.md.render(source));
-    for (const pre of fragment.querySelectorAll("pre")) frameCode(pre, complete);
-    for (const item of fragment.querySelectorAll("li")) markTask(item);
+    dressUp(fragment, complete);
     return [...fragment.childNodes];
   }
 }
 
-/** Where the last top-level block of `source` begins: everything before it is final. */
+interface Outline {
+  readonly lastStart: number; // where the last top-level block begins: everything before it is final
+  readonly startsWithMath: boolean;
+  readonly endsWithOpenMath: boolean;
+}
+
+function outlineOf(md: Parser, source: string): Outline {
+  const blocks = topLevel(md, source);
+  const last = blocks.at(-1);
+  return {
+    lastStart: startOfLast(source, blocks),
+    startsWithMath: blocks[0]?.type === "math_block",
+    endsWithOpenMath: last?.type === "math_block" && last.meta?.["open"] === true,
+  };
+}
+
+/** Where the last top-level block of `source` begins. */
 export function lastBlockStart(md: Parser, source: string): number {
-  const starts: number[] = [];
-  for (const token of md.parse(source, {})) {
-    if (token.level === 0 && token.nesting >= 0 && token.map) starts.push(lineStart(source, token.map[0]));
-  }
-  const last = starts.at(-1) ?? 0;
+  return startOfLast(source, topLevel(md, source));
+}
+
+/** The tokens that begin top-level blocks. Blocks only: what is inside them does not matter here. */
+function topLevel(md: Parser, source: string): Token[] {
+  const tokens: Token[] = [];
+  md.block.parse(source, md, {}, tokens);
+  return tokens.filter((token) => token.level === 0 && token.nesting >= 0 && token.map);
+}
+
+function startOfLast(source: string, blocks: readonly Token[]): number {
+  const start = (block: Token | undefined) => (block?.map ? lineStart(source, block.map[0]) : 0);
+  const last = start(blocks.at(-1));
   // "2" after a list is a paragraph now and the list's next item one delta later
-  return MAYBE_ITEM.test(source.slice(last)) ? (starts.at(-2) ?? 0) : last;
+  return MAYBE_ITEM.test(source.slice(last)) ? start(blocks.at(-2)) : last;
 }
 
 function lineStart(source: string, line: number): number {
@@ -103,17 +137,4 @@ export function openFence(source: string): string | null {
   const fence = match[1]!;
   const close = new RegExp(`^ {0,3}${fence[0]}{${fence.length},}[ \\t]*$`, "m");
   return close.test(body) ? null : body;
-}
-
-/** `[ ]` and `[x]` at the head of a list item, as a mark rather than brackets. */
-function markTask(item: HTMLElement): void {
-  const first = item.firstChild?.nodeType === Node.TEXT_NODE ? item.firstChild : item.firstChild?.firstChild;
-  const match = first?.nodeType === Node.TEXT_NODE ? /^\[([ xX])\]\s/.exec(first.textContent ?? "") : null;
-  if (!first || !match) return;
-  first.textContent = (first.textContent ?? "").slice(match[0].length);
-  const mark = document.createElement("span");
-  mark.className = match[1] === " " ? "task" : "task task-done";
-  mark.textContent = match[1] === " " ? "☐ " : "☑ ";
-  item.prepend(mark);
-  item.classList.add("task-item");
 }

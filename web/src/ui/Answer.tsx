@@ -1,4 +1,5 @@
 // One answer at full width: its text, its tools, its figures.
+import { useComputed } from "@preact/signals";
 import type { Message } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { useChat } from "./context";
@@ -13,9 +14,10 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   const chat = useChat();
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
+  const blank = useComputed(() => message.text.value === ""); // not the text itself: it changes with every frame
   return (
     <article class="answer" aria-label="Assistant" data-status={status} aria-busy={open}>
-      {message.text.value === "" && open && <Waiting turn={turn} />}
+      {blank.value && open && <Waiting turn={turn} />}
       <Markdown message={message} />
       <Ending message={message} />
       {!open && (

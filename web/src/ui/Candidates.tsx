@@ -1,4 +1,5 @@
 // n-best side by side: one prompt at the left, a line forking off to every candidate, cards that fill together.
+import { useComputed } from "@preact/signals";
 import type { Message, Status } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { Ending } from "./Answer";
@@ -63,6 +64,7 @@ function Card({ message, turn, index, current }: CardProps) {
   const chat = useChat();
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
+  const blank = useComputed(() => message.text.value === "");
   const pick = (event: MouseEvent) => {
     const inside = event.target as HTMLElement;
     if (inside.closest("a, button, pre") || getSelection()?.isCollapsed === false) return;
@@ -83,7 +85,7 @@ function Card({ message, turn, index, current }: CardProps) {
           <span class="card-state">{STATES[status]}</span>
         </header>
         <div class="card-body">
-          {message.text.value === "" && open && <Waiting turn={turn} />}
+          {blank.value && open && <Waiting turn={turn} />}
           <Markdown message={message} />
           <Ending message={message} />
         </div>

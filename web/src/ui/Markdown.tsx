@@ -1,11 +1,13 @@
 // A message's text as markdown, kept current outside Preact's diff: only the open block is drawn again.
 import { effect } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
+import { Pace } from "../markdown/pace";
 import { makeParser } from "../markdown/parser";
 import { MarkdownStream } from "../markdown/stream";
 import type { Message } from "../state/tree";
 
 const parser = makeParser();
+const pace = new Pace();
 
 export function Markdown({ message }: { message: Message }) {
   const root = useRef<HTMLDivElement>(null);
@@ -14,10 +16,18 @@ export function Markdown({ message }: { message: Message }) {
     if (!root.current) return;
     root.current.replaceChildren();
     const stream = new MarkdownStream(root.current, parser);
-    return effect(() => {
+    let shown = false;
+    const stop = effect(() => {
       const growing = message.status.value === "streaming" || message.status.value === "waiting";
-      stream.update(message.text.value, !growing);
+      const text = message.text.value;
+      if (growing && shown) pace.request(stream, () => stream.update(text, false));
+      else pace.now(stream, () => stream.update(text, !growing));
+      shown = true;
     });
+    return () => {
+      stop();
+      pace.forget(stream);
+    };
   }, [message]);
   return <div class="prose" ref={root} />;
 }

@@ -1,63 +1,105 @@
-// The shown path of the conversation, and a scroll that follows only a reader who is at the bottom.
-import { useSignal, useSignalEffect } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+// The shown path of the conversation. A long one is in the document only around the reader (rows.ts says what), at a
+// position that holds still (ThreadScroll.ts says how).
+import { useSignalEffect } from "@preact/signals";
+import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
+import type { Thread } from "../state/thread";
 import type { Message } from "../state/tree";
-import { Answer } from "./Answer";
-import { Candidates } from "./Candidates";
+import { wantedMessage } from "./anchors";
 import { useChat } from "./context";
 import { Empty } from "./Empty";
 import { Down } from "./icons";
-import { UserMessage } from "./UserMessage";
-
-const NEAR_PX = 48;
+import { Row } from "./Row";
+import { WHOLE } from "./rows";
+import { ThreadScroll } from "./ThreadScroll";
 
 export function ThreadView() {
   const chat = useChat();
   const thread = chat.thread.value;
   const scroller = useRef<HTMLDivElement>(null);
   const inner = useRef<HTMLDivElement>(null);
-  const pinned = useSignal(true);
+  const scroll = useMemo(() => new ThreadScroll(), []);
   const path = thread.tree.value.path.value;
+  void scroll.version.value;
 
-  // Grown content moves a pinned reader; it never moves one who scrolled up. The start page is read from its top.
-  useEffect(() => {
-    const box = scroller.current;
-    if (!box || !inner.current) return;
-    const observer = new ResizeObserver(() => {
-      const empty = chat.thread.value.tree.value.path.value.length === 0;
-      if (pinned.value) box.scrollTo({ top: empty ? 0 : box.scrollHeight });
-    });
-    observer.observe(inner.current);
-    observer.observe(box);
-    return () => observer.disconnect();
-  }, []);
+  useEffect(() => scroll.attach(scroller.current!, inner.current!), []);
   useSignalEffect(() => {
-    if (chat.live.value || chat.thread.value) pinned.value = true;
+    if (chat.thread.value) scroll.reset();
   });
-  const onScroll = () => {
-    const box = scroller.current;
-    const empty = chat.thread.value.tree.value.path.value.length === 0;
-    if (box) pinned.value = empty || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_PX;
-  };
-  const toEnd = () => {
-    pinned.value = true;
-    scroller.current?.scrollTo({ top: scroller.current.scrollHeight, behavior: "smooth" });
-  };
+  useSignalEffect(() => {
+    if (chat.live.value) scroll.toEnd();
+  });
+  useLayoutEffect(() => scroll.settle());
+  useWanted(scroll, thread, path);
 
   return (
     <div class="thread-area">
-      <div class="thread-scroll" ref={scroller} onScroll={onScroll} tabIndex={-1}>
+      <div
+        class="thread-scroll"
+        ref={scroller}
+        onScroll={() => scroll.scrolled()}
+        onFocusIn={(event) => scroll.focusMoved(event.target)}
+        onFocusOut={(event) => scroll.focusMoved(event.relatedTarget)}
+        tabIndex={-1}
+      >
         <div class="thread" ref={inner}>
-          {path.length === 0 ? <Start /> : path.map((message) => <Row key={message.key} message={message} />)}
+          {path.length === 0 ? <Start /> : <Rows path={path} scroll={scroll} />}
         </div>
       </div>
-      {!pinned.value && (
-        <button type="button" class="to-end" aria-label="Jump to the latest" onClick={toEnd}>
+      {!scroll.pinned.value && (
+        <button type="button" class="to-end" aria-label="Jump to the latest" onClick={() => scroll.toEnd()}>
           <Down />
         </button>
       )}
     </div>
   );
+}
+
+function Rows({ path, scroll }: { path: readonly Message[]; scroll: ThreadScroll }) {
+  const partial = path.length > WHOLE;
+  return (
+    <div class="rows" role={partial ? "list" : undefined}>
+      {scroll.slots(path).map((slot) => {
+        if (!("index" in slot)) {
+          return <div key={`space-${slot.before}`} class="row-space" aria-hidden="true" style={{ height: `${slot.spacePx}px` }} />;
+        }
+        const message = path[slot.index]!;
+        const place = partial ? { role: "listitem" as const, "aria-posinset": slot.index + 1, "aria-setsize": path.length } : {};
+        return <Place key={message.key} message={message} scroll={scroll} place={place} />;
+      })}
+    </div>
+  );
+}
+
+function Place({ message, scroll, place }: { message: Message; scroll: ThreadScroll; place: object }) {
+  const box = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    scroll.row(message.key, box.current);
+    return () => scroll.row(message.key, null);
+  }, [message.key]);
+  return (
+    <div class="row" data-key={message.key} tabIndex={-1} ref={box} {...place}>
+      <Row message={message} />
+    </div>
+  );
+}
+
+/** Go to the message that somebody asked for, as soon as it is there; on another branch, show that branch first. */
+function useWanted(scroll: ThreadScroll, thread: Thread, path: readonly Message[]): void {
+  const chat = useChat();
+  const wanted = wantedMessage.value;
+  const state = thread.state.value;
+  useEffect(() => {
+    if (wanted === null || state === "loading") return;
+    const tree = thread.tree.value;
+    const message = tree.get(wanted) ?? tree.byId(wanted);
+    if (message && !path.includes(message)) {
+      tree.reveal(message);
+      chat.choose(message);
+      return; // comes again with the new path
+    }
+    wantedMessage.value = null;
+    if (message) scroll.show(message);
+  }, [wanted, state, path]);
 }
 
 function Start() {
@@ -76,26 +118,4 @@ function Start() {
       )}
     </div>
   );
-}
-
-function Row({ message }: { message: Message }) {
-  const chat = useChat();
-  const thread = chat.thread.value;
-  if (message.role === "user") {
-    const unanswered = thread.tree.value.leaf.value === message && thread.live.value === null && !thread.settling.value;
-    return (
-      <>
-        <UserMessage message={message} />
-        {unanswered && (
-          <div class="ending">
-            <span>No answer is stored.</span>
-            <button type="button" class="button" onClick={() => chat.answer(message)}>Answer</button>
-          </div>
-        )}
-      </>
-    );
-  }
-  const turn = thread.turnOf(message);
-  if (turn && turn.open.value && turn.candidates.length > 1) return <Candidates turn={turn} chosen={message} />;
-  return <Answer message={message} turn={turn} />;
 }
