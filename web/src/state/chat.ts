@@ -5,8 +5,9 @@ import { setApiKey } from "../wire/key";
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
-import { FrameBatcher } from "./frame";
 import { Keeper } from "./keeper";
+import { type Lane, Lanes } from "./lanes";
+import { placeOf } from "./place";
 import { ReadinessWatch } from "./readiness";
 import { requestFields } from "./request";
 import { type Sampling, sampling, systemPrompt } from "./settings";
@@ -14,13 +15,6 @@ import { Thread } from "./thread";
 import { toast } from "./toast";
 import type { Message } from "./tree";
 import { Turn } from "./turn";
-
-interface Lane {
-  readonly thread: Thread;
-  readonly turn: Turn;
-  readonly user: Message;
-  resuming: boolean; // asked to go on after a lost connection, not answered yet
-}
 
 export class Chat {
   readonly conversations = new Conversations();
@@ -34,13 +28,16 @@ export class Chat {
     return this.socket.state.value === "open" && this.thread.value.state.value === "ready" && !blocked;
   });
   private readonly threads = new Map<string, Thread>();
-  private readonly lanes = new Map<string, Lane>();
-  private readonly batcher = new FrameBatcher();
   private readonly keeper = new Keeper(this.conversations);
+  private readonly lanes: Lanes;
   private count = 0;
 
   constructor(url = socketUrl()) {
     this.socket = new Socket(url, (frame) => this.receive(frame));
+    this.lanes = new Lanes(this.socket, this.keeper, {
+      created: (lane, conversation) => this.created(lane, conversation),
+      settled: (lane) => this.settled(lane),
+    });
     this.socket.opened.subscribe((times) => {
       if (times > 0) void this.readiness.watch();
       if (times > 1) this.recover();
@@ -104,10 +101,7 @@ export class Chat {
 
   stop(): void {
     const turn = this.live.value;
-    if (!turn) return;
-    turn.stopWanted = true;
-    const id = turn.responseId.value;
-    if (id !== null) this.socket.send({ type: "response.cancel", response_id: id });
+    if (turn) this.lanes.stop(turn);
   }
 
   /** Settle on one candidate. The others stay as its siblings. */
@@ -172,113 +166,45 @@ export class Chat {
     const frame: CreateFrame = {
       type: "response.create",
       stream_id: key,
-      ...this.place(thread, user),
+      ...placeOf(thread, user),
       ...(systemPrompt.value ? { instructions: systemPrompt.value } : {}),
       ...requestFields(settings),
     };
     const limit = this.session.value?.limits.max_frame_bytes ?? Infinity;
     if (new TextEncoder().encode(JSON.stringify(frame)).length > limit) {
-      turn.fail(`This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`, this.batcher);
+      this.lanes.refuse(turn, `This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`);
       return;
     }
-    thread.addTurn(turn);
-    this.lanes.set(key, { thread, turn, user, resuming: false });
-    if (this.socket.send(frame)) announce(settings.n > 1 ? `Generating ${settings.n} answers.` : "Generating.");
-    else this.settle(key, "There is no connection to the server.");
-  }
-
-  /** Where in the tree the request continues, and what it adds there. */
-  private place(thread: Thread, user: Message): Pick<CreateFrame, "input" | "conversation" | "previous_item_id"> {
-    const stored = user.id.value;
-    if (stored !== null) return { input: [], previous_item_id: stored };
-    const input = [{ role: "user" as const, content: user.text.value }];
-    const conversation = thread.id.value;
-    const after = storedAncestor(thread, user);
-    if (after !== null) return { input, previous_item_id: after };
-    if (conversation !== null) return { input, conversation, previous_item_id: "root" };
-    return { input };
+    this.lanes.begin(thread, turn, user, frame);
   }
 
   private receive(frame: ServerFrame): void {
     if (frame.type === "session.created") this.session.value = frame.session;
     if (frame.type === "conversation.updated") this.conversations.upsert(frame.conversation);
-    const lane = frame.stream_id === undefined ? undefined : this.lanes.get(frame.stream_id);
-    if (!lane) {
-      // a stop that came a moment after the end names a response that no longer runs: nothing to tell
-      if (frame.type === "error" && frame.error.param !== "response_id") toast(frame.error.message);
-      return;
-    }
     if (frame.type === "error" && frame.status === 503) void this.readiness.watch();
-    const lost = lane.resuming && frame.type === "error";
-    lane.resuming = false;
-    if (lost) {
-      void this.showKept(lane);
-      return;
-    }
-    lane.turn.apply(frame, this.batcher);
-    if (frame.type === "response.created") {
-      const conversation = frame.response.conversation?.id ?? null;
-      lane.user.id.value ??= frame.response.input_item_ids?.at(-1) ?? null;
-      if (lane.thread.id.value === null && conversation !== null) {
-        lane.thread.id.value = conversation;
-        this.threads.set(conversation, lane.thread);
-        if (lane.thread === this.thread.value) void this.keeper.keepSystemPrompt(lane.thread, systemPrompt.value);
-      }
-      if (lane.turn.stopWanted) this.stop();
-    }
-    if (!lane.turn.live) this.settle(lane.turn.key, null);
+    if (this.lanes.receive(frame)) return;
+    // a stop that came a moment after the end names a response that no longer runs: nothing to tell
+    if (frame.type === "error" && frame.error.param !== "response_id") toast(frame.error.message);
   }
 
-  /** The turn is over, one way or the other. */
-  private settle(key: string, failure: string | null): void {
-    const lane = this.lanes.get(key);
-    if (!lane) return;
-    if (failure !== null) lane.turn.fail(failure, this.batcher);
-    this.lanes.delete(key);
-    lane.thread.live.value = null;
-    if (lane.turn.candidates.indexOf(lane.thread.tree.value.leaf.value!) > 0) this.keeper.keepLeaf(lane.thread);
-    const [first] = lane.turn.candidates;
-    const words = first?.text.value.split(/\s+/).filter(Boolean).length ?? 0;
-    if (first?.status.value === "error") announce(`The answer failed. ${first.error.value}`);
-    else if (lane.turn.candidates.length > 1) announce(`${lane.turn.candidates.length} answers complete.`);
-    else announce(first?.status.value === "stopped" ? "Stopped." : `Answer complete, ${words} words.`);
+  private created({ thread }: Lane, conversation: string | null): void {
+    if (thread.id.value !== null || conversation === null) return;
+    thread.id.value = conversation;
+    this.threads.set(conversation, thread);
+    if (thread === this.thread.value) void this.keeper.keepSystemPrompt(thread, systemPrompt.value);
   }
 
-  /** The connection is back. What was running went on without us: read on where we were. */
+  private settled({ thread, turn }: Lane): void {
+    if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) this.keeper.keepLeaf(thread);
+  }
+
+  /** The connection is back. */
   private recover(): void {
     void this.conversations.refresh();
-    for (const [key, lane] of [...this.lanes]) {
-      const response_id = lane.turn.responseId.value;
-      if (response_id === null) {
-        this.settle(key, "The connection was lost before this was sent.");
-        continue;
-      }
-      lane.resuming = true;
-      const starting_after = lane.turn.lastNumber;
-      this.socket.send({ type: "response.resume", response_id, starting_after, stream_id: key });
-      if (lane.turn.stopWanted) this.socket.send({ type: "response.cancel", response_id });
-    }
-  }
-
-  /** The server knows the stream no more: show what it kept of the answer. */
-  private async showKept(lane: Lane): Promise<void> {
-    const id = lane.thread.id.value;
-    const response = lane.turn.responseId.value;
-    const found = id !== null && response !== null && (await this.keeper.catchUp(lane.thread, id, response));
-    this.settle(lane.turn.key, found ? "Interrupted." : "The connection was lost and the server kept no answer.");
+    this.lanes.recover();
   }
 
   private newKey(kind: string): string {
     return `${kind}-${Date.now().toString(36)}-${++this.count}`;
   }
-}
-
-/** The nearest message above `message` that the server knows; null at a root. */
-function storedAncestor(thread: Thread, message: Message): string | null {
-  for (let key = message.parent; key !== null; ) {
-    const above = thread.tree.value.get(key);
-    if (above?.id.value) return above.id.value;
-    key = above?.parent ?? null;
-  }
-  return null;
 }
