@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chatcache.chat.events import ReplyDelta, ReplyDone
-from chatcache.chat.forks import ReplyStart, check_fork_at, whole_characters
+from chatcache.chat.forks import ReplyStart, begun, check_fork_at, forked_ids
 from chatcache.chat.messages import said
 from chatcache.chat.reading import Heard, Speech
+from chatcache.chat.token_spans import TAIL_TOKENS
 from chatcache.chat.tree import Turn
 from chatcache.text.stream import TextStream
 from chatcache.types import FINISH_CANCELLED, CandidateDone, GenerateRequest, Tokens
-
-_TAIL_TOKENS = 8
 
 
 class Candidate:
     """Accumulates one candidate. The token that ends it (EOS or a stop id) stays in the ids and out of the text.
 
-    A candidate that goes on with a reply begins with that one's ids and text (`prefix`), which end the prompt.
+    A candidate that goes on with a reply begins with that one's ids and text (`prefix`), which end the prompt; the
+    character in its middle, if it ends in one, is text of this candidate.
     """
 
     def __init__(self, index: int, speech: Speech, request: GenerateRequest, prefix: ReplyStart | None = None) -> None:
@@ -29,17 +29,19 @@ class Candidate:
         self._speech = speech
         self._tokenizer = tokenizer = speech.tokenizer
         self._prefix_ids, self._prefix_text = (prefix.ids, prefix.text) if prefix is not None else ((), "")
+        num_open = prefix.num_open if prefix is not None else 0
+        self._open_ids = request.prompt[len(request.prompt) - num_open :]
         self.prompt = request.prompt[: len(request.prompt) - len(self._prefix_ids)]
         self._reading = speech.reading(self.prompt)
         self._is_past_thought = False
-        self._untold = self._reading.push(self._prefix_text)
         self._ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
         eos = () if params.ignore_eos else tokenizer.eos_token_ids
         self._terminal = frozenset((*eos, *params.stop_token_ids))
         self._skip_special_tokens = params.skip_special_tokens
-        self._tail = request.prompt[-_TAIL_TOKENS:]
-        self._stream = self._text_stream(params.stop, params.min_tokens)
+        self._tail = request.prompt[: len(request.prompt) - num_open][-TAIL_TOKENS:]
+        self._stream = self._text_stream(params.stop, params.min_tokens + num_open)
+        self._untold = self._reading.push(self._prefix_text + self._stream.push(self._open_ids))
 
     @property
     def raw(self) -> str:
@@ -69,20 +71,21 @@ class Candidate:
         rest = self._tokenizer.encode_after(self._prefix_text + text, shown[len(text) :])
         return (*self._prefix_ids, *ids[:kept], *rest)
 
-    def first_ids(self, num_tokens: int | None) -> tuple[int, ...]:
-        """The settled ids so far, or the first `num_tokens` of them. Raises: InvalidRequest naming `fork_at`."""
+    def first_ids(self, num_tokens: int | None, fork_with: int | None = None) -> tuple[int, ...]:
+        """The settled ids so far, or the first `num_tokens` of them, and a token that goes on instead.
+
+        Raises: InvalidRequest naming `fork_at` or `fork_with`.
+        """
         ids = self.settled_ids
         if num_tokens is not None:
             check_fork_at(num_tokens, len(ids))
-        return ids[:num_tokens]
+        return forked_ids(self._speech, ids[:num_tokens], fork_with)
 
-    def start(self, turn: Turn, ids: tuple[int, ...]) -> ReplyStart:
+    def start(self, turn: Turn, ids: tuple[int, ...], *, is_exact: bool = False) -> ReplyStart:
         """What a fork behind `ids` begins with. Long ones take a while: for a thread beside the event loop."""
-        ids, text = whole_characters(self._speech, self.prompt, ids, skip_special_tokens=self._skip_special_tokens)
-        reading = self._speech.reading(self.prompt, [call.call_id for call in self._reading.calls])
-        reading.push(text)
-        reading.finish()
-        return ReplyStart(turn, self.index, self.prompt, ids, text, reading.text, reading.parts(text))
+        call_ids = [call.call_id for call in self._reading.calls]
+        skips = self._skip_special_tokens
+        return begun(self._speech, turn, self.index, self.prompt, ids, call_ids, skips=skips, is_exact=is_exact)
 
     @property
     def _ended_by_token(self) -> bool:
@@ -140,7 +143,7 @@ class Candidate:
 
     def _decode(self, ids: Sequence[int]) -> str:
         stream = self._text_stream((), 0)
-        return stream.push(ids) + stream.finish()
+        return stream.push((*self._open_ids, *ids)) + stream.finish()
 
     def _text_stream(self, stop: Sequence[str], min_tokens: int) -> TextStream:
         return TextStream(

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chatcache.chat.events import ReplyDone
-from chatcache.chat.forks import ReplyStart
+from chatcache.chat.forks import ReplyStart, generated
 from chatcache.chat.ids import new_id
 from chatcache.chat.messages import calls_of, linked, message_of, parts_of, said
 from chatcache.chat.places import Place, Places, TurnRequest
 from chatcache.chat.prompt import Known, Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
 from chatcache.chat.store import ConversationStore, StaleRevision
+from chatcache.chat.token_spans import Span, token_spans
 from chatcache.chat.tools import echoed, variables
 from chatcache.chat.transcripts import Transcripts
 from chatcache.chat.tree import (
@@ -123,10 +124,7 @@ class Conversations:
         if request.functions and not _has_tools_of(origin, request):
             raise InvalidRequest("a reply goes on with its own tools: leave them out", param="tools")
         request = replace(request, instructions=origin.instructions, functions=echoed(origin.echo.get("tools")))
-        messages = _messages(request, place)
-        head = await asyncio.to_thread(self._tokenizer.render, messages, **variables(request.functions))
-        prompt = Prompt(head, (*start.prompt, *start.ids), num_reused=len(start.prompt) + len(start.ids))
-        num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
+        messages, prompt = await self._behind(request, place, (*start.prompt, *start.ids))
         turn = replace(
             origin,
             id=new_id("resp"),
@@ -136,9 +134,34 @@ class Conversations:
             status=IN_PROGRESS,
             usage=None,
         )
-        prompt = replace(prompt, num_public_tokens=num_public)
         conversation = place.tree.conversation
         return PlannedTurn(request, turn, messages, prompt, (), conversation, conversation.id, prefix=start)
+
+    async def behind(self, tree: ConversationTree, item: Item, num_tokens: int) -> Prompt:
+        """The prompt that ends with the first `num_tokens` tokens of a stored reply, to the token.
+
+        Raises: InvalidRequest for a message that has none.
+        """
+        turn, prompt = generated(tree, item, "item_id")
+        functions = echoed(turn.echo.get("tools"))
+        request = TurnRequest(tree.conversation.owner, turn.model, instructions=turn.instructions, functions=functions)
+        ids = (*prompt, *item.token_ids[:num_tokens])
+        return (await self._behind(request, Place(tree, tree.path(item.parent_id)), ids))[1]
+
+    async def spans(self, tree: ConversationTree, item: Item) -> list[Span]:
+        """What each token of a stored reply shows. Raises: InvalidRequest for a message that has none."""
+        _, prompt = generated(tree, item, "item_id")
+        return await asyncio.to_thread(token_spans, self._places.speech_of(tree, item), prompt, item)
+
+    async def _behind(
+        self, request: TurnRequest, place: Place, ids: tuple[int, ...]
+    ) -> tuple[tuple[Message, ...], Prompt]:
+        """The messages of a prompt that is tokens already, and the prompt with its head as text."""
+        messages = _messages(request, place)
+        head = await asyncio.to_thread(self._tokenizer.render, messages, **variables(request.functions))
+        prompt = Prompt(head, ids, num_reused=len(ids))
+        num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
+        return messages, replace(prompt, num_public_tokens=num_public)
 
     async def open(self, planned: PlannedTurn) -> Conversation | None:
         """Store the input and that an answer is under way. None when the turn is not to be stored.

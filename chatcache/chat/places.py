@@ -23,8 +23,9 @@ _NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
 class TurnRequest:
     """What a client asked to say and where. `owner` is the tenant; at most one of the three places is needed.
 
-    `fork_at` cuts the reply that the place names after so many tokens; `running` is that reply while it is generated,
-    cut already. `rev`: the revision that the client has seen; nothing is said in any other.
+    `fork_at` cuts the reply that the place names after so many tokens, and `fork_with`, if there is one, is the token
+    that it goes on with; `running` is that reply while it is generated, cut already. `rev`: the revision that the
+    client has seen; nothing is said in any other.
     """
 
     owner: str
@@ -36,6 +37,7 @@ class TurnRequest:
     previous_item_id: str | None = None
     store: bool = True
     fork_at: int | None = None
+    fork_with: int | None = None
     running: ReplyStart | None = None
     functions: tuple[Function, ...] = ()
     rev: int | None = None
@@ -88,12 +90,13 @@ class Places:
             return Place(tree, path)
         if not path:
             raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
-        start = await asyncio.to_thread(cut, self._speech_of(tree, path[-1]), tree, path[-1], request.fork_at)
+        speech = self.speech_of(tree, path[-1])
+        start = await asyncio.to_thread(cut, speech, tree, path[-1], request.fork_at, request.fork_with)
         if request.input and start.ids == path[-1].token_ids:
             return Place(tree, path)
         return Place(tree, path[:-1], start)
 
-    def _speech_of(self, tree: ConversationTree, item: Item) -> Speech:
+    def speech_of(self, tree: ConversationTree, item: Item) -> Speech:
         """How a stored reply was read."""
         turn = tree.turn_of(item)
         names = {function.name for function in echoed(turn.echo.get("tools"))} if turn is not None else set()

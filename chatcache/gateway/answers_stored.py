@@ -195,6 +195,51 @@ class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_ou
 ListedItem = Item | Reasoning | FunctionCall | FunctionCallOutput
 
 
+class TokenSpan(msgspec.Struct):
+    """Token `index` shows the characters (code points) [start, end) of the text; null where it shows nothing."""
+
+    index: int
+    start: int | None
+    end: int | None
+
+
+class MessageTokens(msgspec.Struct):
+    object: Literal["list"]
+    item_id: str
+    data: list[TokenSpan]
+
+
+class Alternative(msgspec.Struct):
+    """A token by itself. `ends`: it would end the reply."""
+
+    id: int
+    text: str
+    logprob: float
+    probability: float
+    ends: bool
+
+
+class PlacedToken(Alternative):
+    """The token that is there. `rank`: 1 for the likeliest, null beyond the 20th."""
+
+    rank: int | None
+
+
+class TokenUsage(msgspec.Struct):
+    input_tokens: int
+    cached_tokens: int
+
+
+class MessageToken(msgspec.Struct):
+    """Raw probabilities of the model, as at temperature 1. `alternatives`: the likeliest first, whatever was said."""
+
+    object: Literal["message.token"]
+    index: int
+    token: PlacedToken
+    alternatives: list[Alternative]
+    usage: TokenUsage
+
+
 class CachedPage(msgspec.Struct):
     index: int
     tokens: int

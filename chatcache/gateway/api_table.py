@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from chatcache.gateway import answers, answers_responses, answers_stored, wire
+from chatcache.types import MAX_TOP_LOGPROBS
 
 # The page and its files: not an API.
 PAGE_PATHS = frozenset({"/", "/assets", "/{file}"})
@@ -74,6 +75,12 @@ class ImportQuery(msgspec.Struct):
     """`dry_run`: tell what would happen, and change nothing."""
 
     dry_run: bool = False
+
+
+class TokenQuery(msgspec.Struct):
+    """`top`: how many of the likeliest to tell."""
+
+    top: Annotated[int, Meta(ge=1, le=MAX_TOP_LOGPROBS)] = 8
 
 
 class RevQuery(msgspec.Struct):
@@ -300,6 +307,21 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers_stored.Conversation,
         errors=(400, *_CONVERSATION),
         failures=_CONFLICT,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/conversations/{id}/items/{item_id}/tokens",
+        summary="Which characters of a generated message each of its tokens shows",
+        answer=answers_stored.MessageTokens,
+        errors=(400, *_CONVERSATION),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/conversations/{id}/items/{item_id}/tokens/{index}",
+        summary="What else the model would have said at a token, with probabilities; one step, stores nothing",
+        query=TokenQuery,
+        answer=answers_stored.MessageToken,
+        errors=(400, *_CONVERSATION),
     ),
     Operation(method="GET", path="/v1/models", summary="The served model", answer=answers.Models),
     Operation(

@@ -26,6 +26,7 @@ from chatcache.gateway import (
     conversation_titles,
     conversations,
     health,
+    message_tokens,
     models,
     responses_http,
     responses_stored,
@@ -124,6 +125,8 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/conversations/{id}/title", conversation_titles.name_conversation, methods=["POST"]),
         Route("/v1/conversations/{id}/items", conversation_items.Items),
         Route("/v1/conversations/{id}/items/{item_id}", conversation_items.OneItem),
+        Route("/v1/conversations/{id}/items/{item_id}/tokens", message_tokens.list_tokens),
+        Route("/v1/conversations/{id}/items/{item_id}/tokens/{index}", message_tokens.one_token),
         static.RootFiles(),
     ]
 

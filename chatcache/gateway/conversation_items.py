@@ -88,7 +88,7 @@ class OneItem(HTTPEndpoint):
 
     async def get(self, request: Request) -> Response:
         tree = await store_of(request).load(owner_of(request), request.path_params["id"])
-        _, entry = _find(tree, request.path_params["item_id"])
+        _, entry = find_item(tree, request.path_params["item_id"])
         return json_response(entry)
 
     async def delete(self, request: Request) -> Response:
@@ -97,7 +97,7 @@ class OneItem(HTTPEndpoint):
             store_of(request),
             owner_of(request),
             request.path_params["id"],
-            lambda tree: without_item(tree, _find(tree, request.path_params["item_id"])[0].id),
+            lambda tree: without_item(tree, find_item(tree, request.path_params["item_id"])[0].id),
             expect=read_rev(request),
         )
         gateway_of(request).hub.changed(conversation)
@@ -164,7 +164,7 @@ def _path(tree: ConversationTree, leaf: str | None) -> tuple[Item, ...]:
     return tree.path(leaf if leaf is not None else tree.conversation.active_leaf)
 
 
-def _find(tree: ConversationTree, item_id: str) -> tuple[Item, dict[str, object]]:
+def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, dict[str, object]]:
     """The message, and the form of it that has this id: all of it, or one of the calls it makes. Raises: NotFound."""
     known = tree.items.get(item_id)
     for item in (known,) if known is not None else tree.items.values():

@@ -60,6 +60,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "cache_salt": (),
     "stream_beams": (False,),
     "fork_at": (),
+    "fork_with": (),
 }
 # What other servers, and older clients, call what we have.
 _KNOWN_HERE_AS: Mapping[str, str] = {

@@ -96,11 +96,11 @@ class LiveResponse:
         """Which candidate will be stored as that message."""
         return self._frames.item_ids.index(item_id) if item_id in self._frames.item_ids else None
 
-    async def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
-        """Candidate `index` as far as it goes now, or its first tokens. Raises: InvalidRequest."""
+    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyStart:
+        """Candidate `index` as far as it goes now, or its first tokens, and another token. Raises: InvalidRequest."""
         candidate = self._reply.candidates[index]
-        ids = candidate.first_ids(num_tokens)  # now; it grows meanwhile
-        return await asyncio.to_thread(candidate.start, self._planned.turn, ids)
+        ids = candidate.first_ids(num_tokens, fork_with)  # now; it grows meanwhile
+        return await asyncio.to_thread(candidate.start, self._planned.turn, ids, is_exact=fork_with is not None)
 
     async def cancel(self) -> Receipt | None:
         """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""

@@ -50,6 +50,11 @@ def max_top(entries: Sequence[TokenLogprob | None]) -> int:
     return len(entries[-1].top) if entries and entries[-1] is not None else 0
 
 
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """What a token is by itself; U+FFFD for what is no whole character."""
+    return _bytes(tokenizer, token).decode("utf-8", "replace")
+
+
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
     data = _bytes(tokenizer, token)
     return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, FLOOR), "bytes": list(data)}

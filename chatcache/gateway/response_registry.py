@@ -32,8 +32,8 @@ class Run(Protocol):
         """Which candidate will be stored as that message."""
         ...
 
-    async def start_of(self, index: int, num_tokens: int | None) -> ReplyStart:
-        """Candidate `index` as far as it goes now, or its first tokens. Raises: InvalidRequest."""
+    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyStart:
+        """Candidate `index` as far as it goes now, or its first tokens, and another token. Raises: InvalidRequest."""
         ...
 
     async def steer(self, given: object) -> None:

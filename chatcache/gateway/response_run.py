@@ -126,6 +126,7 @@ async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) ->
 
     Raises: InvalidRequest.
     """
+    _check_fork(fields)
     found: tuple[Run, int] | None = None
     if fields.previous_item_id is not None:
         for run in gateway.responses.running(owner):
@@ -138,11 +139,22 @@ async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) ->
             found = logged.run, 0
     if found is None:
         return None
-    start = await found[0].start_of(found[1], fields.fork_at)
+    start = await found[0].start_of(found[1], fields.fork_at, fields.fork_with)
     if not start.ids:
         name = "previous_item_id" if fields.previous_item_id is not None else "previous_response_id"
         raise InvalidRequest(f"{name}: nothing has been said there yet", param=name, code="nothing_to_fork")
     return start
+
+
+def _check_fork(fields: ResponseFields) -> None:
+    """Raises: InvalidRequest for fields of a fork that do not go together."""
+    if fields.fork_with is None:
+        if fields.fork_at == 0:
+            raise InvalidRequest("fork_at must be at least 1, or 0 with fork_with", param="fork_at")
+    elif fields.fork_at is None:
+        raise InvalidRequest("fork_with needs fork_at: behind how many tokens", param="fork_with")
+    elif fields.input is not None and fields.input != []:
+        raise InvalidRequest("fork_with goes on with a reply: leave input out", param="fork_with")
 
 
 def _steered_before(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> LoggedResponse | None:
@@ -165,6 +177,7 @@ def turn_request(
     running: ReplyStart | None = None,
 ) -> TurnRequest:
     """Where and what. Raises: InvalidRequest, UnsupportedParameter."""
+    _check_fork(fields)
     return TurnRequest(
         owner=owner,
         model=model_name,
@@ -175,6 +188,7 @@ def turn_request(
         previous_item_id=fields.previous_item_id,
         store=fields.store is not False,
         fork_at=fields.fork_at,
+        fork_with=fields.fork_with,
         rev=fields.rev,
         running=running,
         functions=functions,

@@ -20,7 +20,7 @@ MAX_PENDING = 8
 MAX_PENDING_BYTES = 1024 * 1024
 _FIELDS = frozenset({"type", "previous_response_id", "input"})
 _MESSAGE_FIELDS = frozenset({"type", "role", "content"})
-_PLACE = ("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "rev")
+_PLACE = ("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "fork_with", "rev")
 
 
 class SteerRefused(ChatcacheError):

@@ -152,7 +152,8 @@ class ResponseFields(msgspec.Struct, frozen=True):
     conversation: Id | ConversationRef | None = None
     previous_response_id: Id | None = None
     previous_item_id: Id | None = None
-    fork_at: Count | None = None
+    fork_at: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
+    fork_with: TokenId | None = None
     rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     store: bool | None = None
     max_output_tokens: Count | None = None

@@ -61,6 +61,11 @@ class TextStream:
         return self._stopped
 
     @property
+    def is_torn(self) -> bool:
+        """Whether a character has begun and is not complete. Only without stop strings."""
+        return self._torn
+
+    @property
     def text(self) -> str:
         """All text returned so far."""
         return "".join(self._parts)

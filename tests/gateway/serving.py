@@ -68,6 +68,7 @@ class Server:
     tokenizer: Tokenizer = field(default_factory=tiny_tokenizer)
     max_model_len: int = MAX_MODEL_LEN
     runner_class: type[FakeRunner] = FakeRunner
+    build_engine: Callable[[], Engine] | None = None  # one with a model of its own
 
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer
@@ -81,6 +82,9 @@ class Server:
 
         def build() -> Engine:
             self.engine_gate.wait()
+            if self.build_engine is not None:
+                self.inner = self.build_engine()
+                return self.inner
             special = tokenizer.special_ids
             self.inner = Engine(self.runner, facts, self.engine_config, tokenizer.token_bytes, special_ids=special)
             return self.inner

@@ -1,0 +1,106 @@
+"""Which characters of a stored reply's text each of its tokens shows.
+
+    tokens    |<think>| hm|</think>| Go|  to|od|.|          raw text   all that the model wrote
+    shown        none  none   none   |Go|  to|od|.|          of it, what is text: neither thought nor call
+
+A character whose bytes span tokens belongs to the last of them; those before it stand where it will be, empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chatcache.chat.reading import Heard, Reading, Speech
+from chatcache.chat.tree import Item
+from chatcache.text.stream import TextStream
+
+TAIL_TOKENS = 8
+
+Span = tuple[int, int] | None
+"""[start, end) in characters (code points) of the shown text; None for a token that shows nothing."""
+
+
+def token_spans(speech: Speech, prompt: Sequence[int], item: Item) -> list[Span]:
+    """One span per token of a reply to `prompt`. Takes a while for long ones: for a thread beside the event loop."""
+    raw = item.parts.raw or item.text
+    pieces, torn = _pieces(speech, prompt, item.token_ids, skip_special_tokens=True)
+    if "".join(pieces) != raw:  # it was generated with its special tokens shown
+        others, others_torn = _pieces(speech, prompt, item.token_ids, skip_special_tokens=False)
+        if "".join(others) == raw:
+            pieces, torn = others, others_torn
+    written = "".join(pieces)
+    if item.parts.raw:
+        shown = _shown_places(speech.reading(prompt, [call.call_id for call in item.parts.tool_calls]), written)
+    else:
+        shown = [place if place < len(raw) else None for place in range(len(written))]
+    spans: list[Span] = []
+    end = 0
+    for piece, is_torn in zip(pieces, torn, strict=True):
+        start, end = end, end + len(piece)
+        places = [place for place in shown[start:end] if place is not None]
+        if not piece and is_torn and end < len(shown):
+            places_of_next = shown[end]
+            spans.append((places_of_next, places_of_next) if places_of_next is not None else None)
+        else:
+            spans.append((places[0], places[-1] + 1) if places else None)
+    return spans
+
+
+def _pieces(
+    speech: Speech, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+) -> tuple[list[str], list[bool]]:
+    """The characters that each token completes, and whether it leaves one that it has begun, or gone on with."""
+    stream = TextStream(
+        speech.tokenizer,
+        skip_special_tokens=skip_special_tokens,
+        prompt_ids_tail=tuple(prompt[-TAIL_TOKENS:]),
+        stop_token_ids=(),
+        visible_ids=speech.mark_ids,
+    )
+    hidden = speech.tokenizer.special_ids - speech.mark_ids if skip_special_tokens else frozenset()
+    pieces: list[str] = []
+    torn: list[bool] = []
+    for token in ids:
+        pieces.append(stream.push((token,)))
+        torn.append(stream.is_torn and token not in hidden)
+    rest = stream.finish()
+    if rest and pieces:
+        pieces[-1] += rest
+    return pieces, torn
+
+
+def _shown_places(reading: Reading, written: str) -> list[int | None]:
+    """Where each character of all that the model wrote is shown. Read one by one: what is told is what came last."""
+    places = _Places(written)
+    for end, char in enumerate(written, start=1):
+        places.take(reading.push(char), end)
+    places.take(reading.finish(), len(written))
+    return places.shown
+
+
+class _Places:
+    """Finds pieces of text, told in order, in the text that they are of."""
+
+    def __init__(self, written: str) -> None:
+        self._written = written
+        self._num_shown = 0
+        self._end = 0  # behind the last character shown
+        self._goes_on = False  # nothing but text was told since
+        self.shown: list[int | None] = [None] * len(written)
+
+    def take(self, heard: Heard, end: int) -> None:
+        """Something was told when the first `end` characters were read."""
+        if heard.text:
+            self._place(heard.text, end)
+            self._goes_on = True
+        if heard.reasoning or heard.calls:
+            self._goes_on = False
+
+    def _place(self, text: str, end: int) -> None:
+        start = self._end
+        if not (self._goes_on and self._written.startswith(text, start)):
+            start = self._written.rfind(text, start, end)
+        if start >= 0:
+            self._end = start + len(text)
+            self.shown[start : self._end] = range(self._num_shown, self._num_shown + len(text))
+        self._num_shown += len(text)
