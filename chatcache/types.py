@@ -136,7 +136,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `num_public_tokens`: leading tokens (an operator-declared system prompt) whose full pages every namespace shares.
     `conversation_id` groups requests for accounting only. `priority`: smaller is served sooner (under
     `scheduling_policy="priority"`). `fork_of`: a hint that the prompt begins like that candidate, of the same
-    namespace; while it runs its pages are forked as they are, else the hint changes nothing.
+    namespace; while it runs its pages are forked as they are, else the hint changes nothing. `explain`: tell in
+    `Started` what the start found in the cache, and why not more.
     """
 
     request_id: str
@@ -147,6 +148,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     conversation_id: str = ""
     priority: int = 0
     fork_of: ForkPoint | None = None
+    explain: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -181,10 +183,27 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} weights"
 
 
+class Miss(msgspec.Struct, frozen=True):
+    """Why the first token of a prompt that misses does: fields as in `Explanation`."""
+
+    reason: str
+    at_token: int
+    detail: str
+    page_size: int
+
+
+class StartReport(msgspec.Struct, frozen=True):
+    """What a request's start took: pages copied before it wrote into them, and what missed when it was admitted."""
+
+    num_copied_pages: int
+    miss: Miss | None
+
+
 class Started(msgspec.Struct, frozen=True, tag="started"):
     """The prompt's last token was computed. `num_cached_tokens` of the prompt came from existing pages.
 
-    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first (nothing predicts it).
+    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first (nothing predicts it). `report`: if
+    asked for (`explain`).
     """
 
     request_id: str
@@ -192,6 +211,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    report: StartReport | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):

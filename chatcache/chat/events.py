@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 import msgspec
 
 from chatcache.chat.tree import ReplyParts
-from chatcache.types import TokenLogprob
+from chatcache.types import StartReport, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyStarted:
     """The first token was computed; the prompt's figures are final. `index`: which prompt, where there are several.
 
-    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first.
+    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first. So is `report`.
     """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     index: int = 0
+    report: StartReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

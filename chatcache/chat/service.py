@@ -186,7 +186,9 @@ class Reply:
                 if delta is not None:
                     yield delta
             elif isinstance(event, Started):
-                yield ReplyStarted(event.num_prompt_tokens, event.num_cached_tokens, event.prompt_logprobs)
+                yield ReplyStarted(
+                    event.num_prompt_tokens, event.num_cached_tokens, event.prompt_logprobs, report=event.report
+                )
             elif isinstance(event, Beams):
                 yield beams.read(event)
             elif isinstance(event, CandidateDone):

@@ -104,6 +104,7 @@ class Intake:
             conversation_id=request.conversation_id,
             priority=request.priority if self._config.scheduling_policy == PRIORITY else 0,
             fork_of=request.fork_of,
+            explain=request.explain,
             num_prompt_top=request.params.prompt_logprobs,
             num_worst_pages=worst_case_pages(len(request.prompt), max_tokens, branches, page_size),
         )

@@ -7,7 +7,7 @@ import logging
 from chatcache.decode.actions import Done, Emit, Grown, Output
 from chatcache.errors import ChatcacheError, EngineFault
 from chatcache.sched.request import LiveRequest
-from chatcache.types import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, StartReport, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ class Outbox:
     def started(self, request: LiveRequest) -> None:
         seq, cached = self._next(request), request.num_cached_tokens or 0
         scores = () if request.num_prompt_top is None else (None, *request.prompt_scores)
-        self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached, scores))
+        report = StartReport(request.num_copied_pages, request.miss) if request.explain else None
+        self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached, scores, report))
 
     def output(self, request: LiveRequest, output: Output) -> None:
         match output:

@@ -19,6 +19,7 @@ from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.messages import input_messages, to_messages
 from chatcache.gateway.metrics import page_states
+from chatcache.gateway.misses import TEMPLATE_CHANGED, miss_json
 from chatcache.gateway.params import check_tokens, conversation_id
 from chatcache.gateway.tooling import tool_use
 from chatcache.gateway.wire import ExplainFields
@@ -119,16 +120,11 @@ def _miss(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer) -> dic
         return tokenizer.decode(ids[:_SHOWN_TOKENS], skip_special_tokens=False)
 
     instead = explanation.diverged_tokens
-    reason, detail = explanation.reason, explanation.detail
-    where = prompt.divergence
-    # What misses from where the template left a reply of ours misses for that.
-    if where is not None and where.at_token - explanation.page_size < explanation.at_token <= where.at_token:
-        reason = "template_changed"
-        detail = f"the chat template writes message {where.message} otherwise than it was when a reply was generated"
+    why = miss_json(
+        explanation.reason, explanation.at_token, explanation.detail, prompt.divergence, explanation.page_size
+    )
     return {
-        "reason": reason,
-        "at_token": explanation.at_token,
-        "detail": detail,
+        **why,
         "text": shown(prompt.token_ids[explanation.at_token :]),
         "cached_text": shown(instead) if instead else None,
     }
@@ -141,7 +137,7 @@ def _divergence(prompt: Prompt, tokenizer: Tokenizer) -> dict[str, object] | Non
         return None
     rest = prompt.token_ids[where.at_token : where.at_token + _SHOWN_TOKENS]
     return {
-        "reason": "template_changed",
+        "reason": TEMPLATE_CHANGED,
         "message": where.message,
         "at_char": where.at_char,
         "at_token": where.at_token,

@@ -59,6 +59,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
     "stream_beams": (False,),
+    "explain": (False,),
     "fork_at": (),
     "fork_with": (),
 }

@@ -75,7 +75,7 @@ class LiveResponse:
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
-        self._frames = ResponseFrames(self.log, planned.turn, model.tokenizer, reply)
+        self._frames = ResponseFrames(self.log, planned, model.tokenizer, reply)
         self._order = order
         self._lifetime = Lifetime(self.log, order.ttl_s, self.cancel)
         self._steers = SteerQueue()

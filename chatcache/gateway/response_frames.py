@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from chatcache.chat.conversations import output_item
+from chatcache.chat.conversations import PlannedTurn, output_item
 from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
 from chatcache.chat.ids import new_id
 from chatcache.chat.service import Reply, is_ranked, num_candidates
@@ -25,20 +25,22 @@ from chatcache.errors import ChatcacheError
 from chatcache.gateway.candidate_frames import CandidateFrames
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs
+from chatcache.gateway.misses import miss_json
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_object import response_object, why_incomplete
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import FINISH_STOP
+from chatcache.types import FINISH_STOP, StartReport
 
 
 class ResponseFrames:
     """Writes one response into its log."""
 
-    def __init__(self, log: ResponseLog, turn: Turn, tokenizer: Tokenizer, reply: Reply) -> None:
+    def __init__(self, log: ResponseLog, planned: PlannedTurn, tokenizer: Tokenizer, reply: Reply) -> None:
         params = reply.request.params
         self._log = log
         self._is_ranked = is_ranked(params)
-        self._turn = turn
+        self._turn = planned.turn
+        self._divergence = planned.prompt.divergence
         self._tokenizer = tokenizer
         self.item_ids = tuple(new_id("msg") for _ in range(num_candidates(params)))
         self._logprobs: list[list[object]] = [[] for _ in self.item_ids]
@@ -67,7 +69,8 @@ class ResponseFrames:
         self._progress("queued", None, None)
 
     def started(self, event: ReplyStarted) -> None:
-        self._progress("decode", event.num_prompt_tokens, event.num_cached_tokens)
+        more = self._report_json(event.report) if event.report is not None else {}
+        self._progress("decode", event.num_prompt_tokens, event.num_cached_tokens, **more)
 
     def delta(self, event: ReplyDelta) -> None:
         if not self._begun:
@@ -119,14 +122,22 @@ class ResponseFrames:
                 candidate.begin_message()
         self._begun = True
 
-    def _progress(self, phase: str, input_tokens: int | None, cached_tokens: int | None) -> None:
+    def _progress(self, phase: str, input_tokens: int | None, cached_tokens: int | None, **more: object) -> None:
         self._log.note(
             "response.progress",
             response_id=self._turn.id,
             phase=phase,
             input_tokens=input_tokens,
             cached_tokens=cached_tokens,
+            **more,
         )
+
+    def _report_json(self, report: StartReport) -> dict[str, object]:
+        miss = report.miss
+        if miss is None:
+            return {"copied_pages": report.num_copied_pages, "miss": None}
+        why = miss_json(miss.reason, miss.at_token, miss.detail, self._divergence, miss.page_size)
+        return {"copied_pages": report.num_copied_pages, "miss": why}
 
     def _logprobs_of_text(self, event: ReplyDelta) -> list[object]:
         """The log-probabilities to show with an event: those of text, and of tokens that may yet become some."""

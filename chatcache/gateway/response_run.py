@@ -75,6 +75,7 @@ async def _start(gateway: Gateway, owner: str, body: Mapping[str, Any], watched:
         conversation_id=planned.conversation_id if request.store else "",
         priority=gateway.priority(fields.priority),
         fork_of=ForkPoint(running.turn.id, running.index) if running is not None else None,
+        explain=bool(fields.explain),
     )
     start = model.service.start
     named = named_after(sampling.structured_outputs, "text", "tools" if use.limits else None)
@@ -109,8 +110,9 @@ def _ttl_s(gateway: Gateway, fields: ResponseFields) -> float | None:
 
 
 def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> Asked:
-    if fields.stream_beams and not watched:
-        raise UnsupportedParameter("stream_beams needs the subprotocol chatcache.v1", param="stream_beams")
+    for name in ("stream_beams", "explain"):
+        if getattr(fields, name) and not watched:
+            raise UnsupportedParameter(f"{name} needs the subprotocol chatcache.v1", param=name)
     return Asked(
         max_tokens=fields.max_output_tokens,
         logprobs=_logprobs(fields),

@@ -164,6 +164,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     generate: bool | None = None
     stream_id: Id | None = None
     stream_beams: bool | None = None
+    explain: bool | None = None
     text: TextOptions | None = None
     priority: Priority | None = None
 

@@ -13,7 +13,7 @@ from chatcache.kv.chain import Chain, Scope
 from chatcache.kv.keys import TOKEN_BYTES, token_bytes
 from chatcache.kv.table import PageTable
 from chatcache.sched.plan import I32
-from chatcache.types import ForkPoint, TokenLogprob
+from chatcache.types import ForkPoint, Miss, TokenLogprob
 
 ARRIVAL_BITS = 31
 
@@ -71,7 +71,8 @@ class LiveRequest:
 
     `priority` goes before age: a smaller one is served first. `num_prompt_top`: how many alternatives to report for
     each prompt token, None for no report; `prompt_scores` are the reports so far, from the second token on.
-    `num_worst_pages`: the most pages it can come to hold. `host_pages`: what it holds of the host tier.
+    `num_worst_pages`: the most pages it can come to hold. `explain`: note what its first start misses (`miss`) and how
+    many pages are copied until it has started. `host_pages`: what it holds of the host tier.
 
     `chain` names the pages of the first branch while the request waits; `in_flight` holds the keys of those pages
     that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner and
@@ -89,6 +90,7 @@ class LiveRequest:
     fork_of: ForkPoint | None = None
     num_prompt_top: int | None = None
     num_worst_pages: int = 0
+    explain: bool = False
     max_branches: int = field(init=False)
     lockstep: bool = field(init=False)
     prompt_bytes: bytes = field(init=False)
@@ -101,6 +103,8 @@ class LiveRequest:
     num_branches_born: int = 1
     started: bool = False
     num_cached_tokens: int | None = None
+    miss: Miss | None = None
+    num_copied_pages: int = 0
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0

@@ -27,6 +27,7 @@ from chatcache.sched.grants import tokens_wanted
 from chatcache.sched.meter import Meter
 from chatcache.sched.plan import I32
 from chatcache.sched.queue import Start, WaitingQueue
+from chatcache.sched.report import first_miss
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.slots import Slots
 from chatcache.sched.steady import SteadyBranches
@@ -135,6 +136,8 @@ class Scheduler:
             if copies is None:
                 return False
             self.num_page_copies += len(copies)
+            if not request.started:
+                request.num_copied_pages += len(copies)
             batch.add_copies(copies)
         for branch, num_tokens in wants:
             batch.add(branch, num_tokens)
@@ -159,6 +162,8 @@ class Scheduler:
 
     def _start(self, start: Start) -> None:
         request, match, fork = start
+        if request.explain and request.num_cached_tokens is None:
+            request.miss = first_miss(self.kv, start)
         self.waiting.remove(request)
         self._started.add(request)
         self.swaps.start(request)

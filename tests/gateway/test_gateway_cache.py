@@ -145,3 +145,45 @@ def test_a_tenant_is_told_its_own_figures(shared: Server) -> None:
     assert (theirs["requests"], theirs["pages_in_use"]) == ([], 0)
     status, _, answer = shared.request("GET", ACCOUNTS)
     assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+
+
+def progress(page: ClientConnection, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A response, and what its page was told at the first token."""
+    send(page, **{"max_output_tokens": 8, "ignore_eos": True, **fields})
+    frames = until_end(page)
+    told = next(f for f in frames if f["type"] == "response.progress" and f["phase"] == "decode")
+    queued = next(f for f in frames if f["type"] == "response.progress")
+    assert queued["phase"] == "queued" and "miss" not in queued
+    return frames[-1]["response"], told
+
+
+def test_a_page_is_told_what_a_start_took(server: Server, page: ClientConnection) -> None:
+    _, cold = progress(page, input="An entirely new question", instructions="Take your time.", explain=True)
+    assert cold["cached_tokens"] < 3 * PAGE_SIZE and cold["copied_pages"] == (cold["cached_tokens"] % PAGE_SIZE > 0)
+    assert cold["miss"]["reason"] in ("never_computed", "diverged")
+    assert set(cold["miss"]) == {"reason", "at_token", "detail"}
+    first, silent = progress(page, input="An entirely new question", instructions="Take your time.", n=2)
+    assert "miss" not in silent and "copied_pages" not in silent
+    place = {"previous_response_id": first["id"], "instructions": "Take your time."}
+    expected = explain(server, input="And then?", **place)["miss"]
+    _, told = progress(page, input="And then?", **place, explain=True)
+    assert told["miss"] == {name: expected[name] for name in ("reason", "at_token", "detail")}
+    assert told["miss"]["at_token"] == told["cached_tokens"] < told["input_tokens"] - 1
+
+
+def test_a_fork_at_a_token_copies_a_page_and_computes_nothing(server: Server, page: ClientConnection) -> None:
+    origin, _ = progress(page, input="Fork me", max_output_tokens=20)
+    for fork_at in range(3, 9):
+        place = {"previous_item_id": origin["output"][0]["id"], "fork_at": fork_at, "fork_with": 80}
+        _, told = progress(page, **place, n=3, explain=True)
+        assert told["miss"] is None and told["cached_tokens"] == told["input_tokens"] - 1, "but for the token itself"
+        assert told["copied_pages"] == (told["cached_tokens"] % PAGE_SIZE > 0)
+
+
+def test_only_pages_are_told(server: Server, socket: ClientConnection) -> None:
+    send(socket, input="x", explain=True)
+    assert receive(socket)["error"]["param"] == "explain"
+    for path in ("/v1/responses", "/v1/chat/completions"):
+        body = {"input": "x"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
+        assert server.post(path, **body, explain=True)[2]["error"]["param"] == "explain"
+        assert server.post(path, **body, explain=False, max_tokens=1)[0] == 200

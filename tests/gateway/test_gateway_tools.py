@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
 from tests.gateway.described import Described
+from tests.gateway.frames import send, until_end
 from tests.gateway.scripted import ScriptedServer, scripted
 from tests.gateway.serving import PAGE_SIZE
 from tests.text import text_oracles as oracle
@@ -198,6 +201,11 @@ def test_a_template_that_drops_reasoning_is_explained(start: Start) -> None:
     assert at == first["usage"]["input_tokens"] and told["divergence"]["text"].startswith("Hello")
     assert told["miss"]["reason"] == "template_changed" and at - PAGE_SIZE < told["miss"]["at_token"] <= at
     assert "<think>" in told["miss"]["cached_text"]
+    url, v1 = f"ws://127.0.0.1:{server.port}/v1/responses", Subprotocol("chatcache.v1")
+    with connect(url, subprotocols=[v1]) as page:  # and a page is told the same when it happens
+        send(page, input="And?", previous_response_id=first["id"], explain=True)
+        decode = next(frame for frame in until_end(page) if frame.get("phase") == "decode")
+    assert decode["miss"] == {name: told["miss"][name] for name in ("reason", "at_token", "detail")}
     hermes = start("hermes")
     hermes.say("<think>\nThoughts.\n</think>\n\nHello")
     first = ask(hermes, input="Hi", max_output_tokens=100)
