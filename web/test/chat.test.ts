@@ -2,63 +2,15 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { Chat } from "../src/state/chat";
 import { setApiKey } from "../src/wire/key";
 import { DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
+import { type Call, FakeSocket, fakeWires } from "./fakes";
 
-/** A socket whose other end is the test. */
-class FakeSocket {
-  static readonly OPEN = 1;
-  static last: FakeSocket;
-  readyState = 0;
-  readonly sent: Record<string, unknown>[] = [];
-  onopen: (() => void) | null = null;
-  onmessage: ((event: { data: string }) => void) | null = null;
-  onclose: ((event: { code: number }) => void) | null = null;
-  constructor(
-    readonly url: string,
-    readonly protocols: string[],
-  ) {
-    FakeSocket.last = this;
-  }
-  open(): void {
-    this.readyState = 1;
-    this.onopen?.();
-  }
-  send(text: string): void {
-    this.sent.push(JSON.parse(text) as Record<string, unknown>);
-  }
-  close(code = 1006): void {
-    this.readyState = 3;
-    this.onclose?.({ code });
-  }
-  push(frame: object): void {
-    this.onmessage?.({ data: JSON.stringify(frame) });
-  }
-}
-
-interface Call {
-  method: string;
-  path: string;
-  body: unknown;
-  headers: unknown;
-}
 let calls: Call[];
 let statuses: Record<string, number>;
 let replies: Record<string, unknown>;
 let chat: Chat;
 
 beforeEach(() => {
-  vi.useFakeTimers();
-  calls = [];
-  replies = {};
-  statuses = {};
-  vi.stubGlobal("WebSocket", FakeSocket);
-  vi.stubGlobal("requestAnimationFrame", (run: () => void) => setTimeout(run, 16));
-  vi.stubGlobal("fetch", (url: URL, init: RequestInit) => {
-    const path = url.pathname;
-    calls.push({ method: init.method!, path, body: init.body ? JSON.parse(init.body as string) : null, headers: init.headers });
-    const reply = replies[path] ?? {};
-    const status = statuses[path] ?? 200;
-    return Promise.resolve({ ok: status === 200, status, json: () => Promise.resolve(reply) });
-  });
+  ({ calls, replies, statuses } = fakeWires());
   sampling.value = DEFAULT_SAMPLING;
   systemPrompt.value = "";
   setApiKey("");

@@ -5,16 +5,18 @@ import { setApiKey } from "../wire/key";
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
+import { Drafts } from "./drafts";
+import { Forks } from "./forks";
 import { Keeper } from "./keeper";
 import { type Lane, Lanes } from "./lanes";
-import { placeOf } from "./place";
+import { placeAfter, placeInside, placeOf } from "./place";
 import { ReadinessWatch } from "./readiness";
 import { requestFields } from "./request";
 import { type Sampling, sampling, systemPrompt } from "./settings";
 import { Thread } from "./thread";
 import { toast } from "./toast";
 import type { Message } from "./tree";
-import { Turn } from "./turn";
+import { type Start, Turn } from "./turn";
 
 export class Chat {
   readonly conversations = new Conversations();
@@ -27,6 +29,8 @@ export class Chat {
     const blocked = ["loading", "unavailable"].includes(this.readiness.now.value.phase);
     return this.socket.state.value === "open" && this.thread.value.state.value === "ready" && !blocked;
   });
+  readonly drafts: Drafts;
+  readonly forks = new Forks(this);
   private readonly threads = new Map<string, Thread>();
   private readonly keeper = new Keeper(this.conversations);
   private readonly lanes: Lanes;
@@ -38,8 +42,12 @@ export class Chat {
       created: (lane, conversation) => this.created(lane, conversation),
       settled: (lane) => this.settled(lane),
     });
+    const next = () => placeAfter(this.thread.value, this.thread.value.tree.value.leaf.value?.key ?? null);
+    const place = () => (this.ready.value && !this.live.value ? next() : null);
+    this.drafts = new Drafts(place, (frame) => this.socket.send(frame));
     this.socket.opened.subscribe((times) => {
       if (times > 0) void this.readiness.watch();
+      this.drafts.forget();
       if (times > 1) this.recover();
     });
     systemPrompt.subscribe((text) => void this.keeper.keepSystemPrompt(this.thread.peek(), text));
@@ -99,6 +107,13 @@ export class Chat {
     this.generate(thread, tree.add({ key: this.newKey("user"), parent: message.parent, role: "user", text }));
   }
 
+  /** Go on inside an answer: another one beside it, with the same beginning. */
+  goOnInside(answer: Message, start: Start): void {
+    const thread = this.thread.value;
+    const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
+    if (user && !thread.live.value) this.generate(thread, user, { n: 1, search: "sample" }, start);
+  }
+
   stop(): void {
     const turn = this.live.value;
     if (turn) this.lanes.stop(turn);
@@ -112,6 +127,17 @@ export class Chat {
     const place = turn ? turn.candidates.indexOf(message) + 1 : 1;
     announce(`Picked answer ${place}.`);
     this.choose(message);
+  }
+
+  /** Give up one candidate while the others go on; its pages return at once. */
+  drop(message: Message): void {
+    const thread = this.thread.value;
+    const turn = thread.turnOf(message);
+    if (!turn?.canDrop(message)) return;
+    this.lanes.drop(turn, message);
+    const other = turn.candidates.find((each) => each !== message && turn.canDrop(each));
+    if (other && thread.tree.value.path.value.includes(message)) thread.tree.value.choose(other);
+    announce(`Dropped answer ${turn.candidates.indexOf(message) + 1}.`);
   }
 
   choose(message: Message): void {
@@ -152,7 +178,7 @@ export class Chat {
 
   // -- the server ---------------------------------------------------------------------------------------------------
 
-  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}): void {
+  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}, start: Start | null = null): void {
     const tree = thread.tree.value;
     const key = this.newKey("turn");
     const settings = { ...sampling.value, ...only };
@@ -162,12 +188,13 @@ export class Chat {
         index === 0,
       ),
     );
-    const turn = new Turn(key, candidates, settings.search === "beam");
+    const turn = new Turn(key, candidates, settings.search === "beam", start);
     const frame: CreateFrame = {
       type: "response.create",
       stream_id: key,
-      ...placeOf(thread, user),
-      ...(systemPrompt.value ? { instructions: systemPrompt.value } : {}),
+      ...(start ? placeInside(start) : placeOf(thread, user)),
+      ...(systemPrompt.value && !start ? { instructions: systemPrompt.value } : {}), // an answer goes on under its own
+      explain: true,
       ...requestFields(settings),
     };
     const limit = this.session.value?.limits.max_frame_bytes ?? Infinity;
@@ -181,10 +208,12 @@ export class Chat {
   private receive(frame: ServerFrame): void {
     if (frame.type === "session.created") this.session.value = frame.session;
     if (frame.type === "conversation.updated") this.conversations.upsert(frame.conversation);
+    if (frame.type === "prompt.prewarmed") this.drafts.take(frame);
     if (frame.type === "error" && frame.status === 503) void this.readiness.watch();
     if (this.lanes.receive(frame)) return;
     // a stop that came a moment after the end names a response that no longer runs: nothing to tell
-    if (frame.type === "error" && frame.error.param !== "response_id") toast(frame.error.message);
+    if (frame.type !== "error" || frame.error.param === "response_id" || this.drafts.refused()) return;
+    toast(frame.error.message);
   }
 
   private created({ thread }: Lane, conversation: string | null): void {

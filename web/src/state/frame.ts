@@ -1,15 +1,19 @@
 // Deltas arrive faster than the screen draws. Gather them and hand them over once per frame.
-import { batch } from "@preact/signals";
+import { type Signal, batch } from "@preact/signals";
 import type { Message } from "./tree";
 
 const HIDDEN_MS = 250; // a hidden tab gets no animation frames
 
 export class FrameBatcher {
-  private readonly waiting = new Map<Message, string>();
+  private readonly waiting = new Map<Signal<string>, string>();
   private scheduled = false;
 
   append(message: Message, delta: string): void {
-    this.waiting.set(message, (this.waiting.get(message) ?? "") + delta);
+    this.appendTo(message.text, delta);
+  }
+
+  appendTo(text: Signal<string>, delta: string): void {
+    this.waiting.set(text, (this.waiting.get(text) ?? "") + delta);
     if (this.scheduled) return;
     this.scheduled = true;
     if (document.hidden) setTimeout(() => this.flush(), HIDDEN_MS);
@@ -19,7 +23,7 @@ export class FrameBatcher {
   flush(): void {
     this.scheduled = false;
     batch(() => {
-      for (const [message, delta] of this.waiting) message.text.value += delta;
+      for (const [text, delta] of this.waiting) text.value += delta;
       this.waiting.clear();
     });
   }

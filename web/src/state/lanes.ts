@@ -53,6 +53,13 @@ export class Lanes {
     if (id !== null) this.socket.send({ type: "response.cancel", response_id: id });
   }
 
+  /** End one candidate; the others go on. */
+  drop(turn: Turn, message: Message): void {
+    const response_id = turn.responseId.value;
+    const candidate = turn.candidates.indexOf(message);
+    if (response_id !== null) this.socket.send({ type: "response.drop", response_id, candidate });
+  }
+
   /** Take a frame of one of the lanes; false if it is of none. */
   receive(frame: ServerFrame): boolean {
     const lane = frame.stream_id === undefined ? undefined : this.lanes.get(frame.stream_id);

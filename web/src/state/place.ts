@@ -1,22 +1,32 @@
 // Where in the tree a request continues, and what it adds there.
-import type { CreateFrame } from "../wire/frames";
+import type { Place } from "../wire/frames";
 import type { Thread } from "./thread";
 import type { Message } from "./tree";
+import type { Start } from "./turn";
 
-export function placeOf(thread: Thread, user: Message): Pick<CreateFrame, "input" | "conversation" | "previous_item_id"> {
+export function placeOf(thread: Thread, user: Message): Place {
   const stored = user.id.value;
   if (stored !== null) return { input: [], previous_item_id: stored };
-  const input = [{ role: "user" as const, content: user.text.value }];
-  const conversation = thread.id.value;
-  const after = storedAncestor(thread, user);
-  if (after !== null) return { input, previous_item_id: after };
-  if (conversation !== null) return { input, conversation, previous_item_id: "root" };
-  return { input };
+  return { input: [{ role: "user", content: user.text.value }], ...placeAfter(thread, user.parent) };
 }
 
-/** The nearest message above `message` that the server knows; null at a root. */
-function storedAncestor(thread: Thread, message: Message): string | null {
-  for (let key = message.parent; key !== null; ) {
+/** Inside an answer: another one beside it, with the same beginning. */
+export function placeInside(start: Start): Place {
+  const place = { input: [], previous_item_id: start.item, fork_at: start.keep };
+  return start.token ? { ...place, fork_with: start.token.id } : place;
+}
+
+/** Where something goes that is said after the message `parent`; null is the root. */
+export function placeAfter(thread: Thread, parent: string | null): Omit<Place, "input"> {
+  const conversation = thread.id.value;
+  const after = storedFrom(thread, parent);
+  if (after !== null) return { previous_item_id: after };
+  return conversation === null ? {} : { conversation, previous_item_id: "root" };
+}
+
+/** The nearest message from `key` upwards that the server knows; null at a root. */
+function storedFrom(thread: Thread, key: string | null): string | null {
+  while (key !== null) {
     const above = thread.tree.value.get(key);
     if (above?.id.value) return above.id.value;
     key = above?.parent ?? null;

@@ -24,6 +24,8 @@ export const theme = signal<Theme>(load("theme", "system"));
 export const systemPrompt = signal<string>(load("system", ""));
 export const sampling = signal<Sampling>({ ...DEFAULT_SAMPLING, ...load<Partial<Sampling>>("sampling", {}) });
 export const showStats = signal<boolean>(load("stats", true));
+export const draftAhead = signal<boolean>(load("draftAhead", true)); // prefill while the reader types
+export const wordForks = signal<boolean>(load("wordForks", true)); // a click on a word shows its alternatives
 
 export function setSampling(change: Partial<Sampling>): void {
   sampling.value = { ...sampling.value, ...change };
@@ -34,6 +36,8 @@ export function keepSettings(): void {
   effect(() => save("system", systemPrompt.value));
   effect(() => save("sampling", sampling.value));
   effect(() => save("stats", showStats.value));
+  effect(() => save("draftAhead", draftAhead.value));
+  effect(() => save("wordForks", wordForks.value));
   effect(() => {
     save("theme", theme.value);
     if (theme.value === "system") delete document.documentElement.dataset["theme"];

@@ -9,6 +9,7 @@ export interface Usage {
   readonly inputTokens: number;
   readonly cachedTokens: number;
   readonly outputTokens: number;
+  readonly reasoningTokens?: number;
 }
 
 export interface Message {
@@ -18,9 +19,10 @@ export interface Message {
   readonly turn: string | null; // candidates of one request share it
   readonly id: Signal<string | null>; // the server's name, once it gave one
   readonly text: Signal<string>;
+  readonly thought: Signal<string>; // what it reasoned before it spoke
   readonly status: Signal<Status>;
   readonly error: Signal<string>;
-  readonly tokens: Signal<number>; // output tokens so far
+  readonly tokens: Signal<number | null>; // how many the server stored; null: not told
 }
 
 export interface NewMessage {
@@ -70,9 +72,10 @@ export class Tree {
       turn: init.turn ?? null,
       id: signal(init.id ?? null),
       text: signal(init.text ?? ""),
+      thought: signal(""),
       status: signal(init.status ?? "done"),
       error: signal(""),
-      tokens: signal(0),
+      tokens: signal(null),
     };
     this.messages.set(message.key, message);
     const siblings = this.children.get(message.parent) ?? [];

@@ -1,10 +1,17 @@
 // One request and what came of it: its candidates, its figures, and how frames change them.
-import { batch, computed, signal } from "@preact/signals";
-import type { Receipt, ServerFrame, WireItem, WireOutput, WireResponse, WireUsage } from "../wire/frames";
+import { type Signal, batch, computed, signal } from "@preact/signals";
+import type { Miss, Receipt, ServerFrame, WireItem, WireOutput, WireResponse, WireUsage } from "../wire/frames";
 import type { FrameBatcher } from "./frame";
 import type { Message, Status, Usage } from "./tree";
 
 export type Phase = "queued" | "prefill" | "decode" | "ended";
+
+/** A turn that goes on inside an answer: with its first `keep` tokens, and with another token then. */
+export interface Start {
+  readonly item: string;
+  readonly keep: number;
+  readonly token: { readonly id: number; readonly text: string } | null; // null: whatever the model says next
+}
 
 const STATUS_OF_REASON: Readonly<Record<string, Status>> = { stop: "done", length: "length", cancelled: "stopped" };
 
@@ -15,11 +22,15 @@ export class Turn {
   readonly phase = signal<Phase>("queued");
   readonly usage = signal<Usage | null>(null);
   readonly receipt = signal<Receipt | null>(null);
+  readonly miss = signal<Miss | null>(null); // why the prompt was not all in the cache
+  readonly copiedPages = signal<number | null>(null); // written beside what shared them
+  readonly dropped = signal<ReadonlyMap<Message, Receipt>>(new Map());
   readonly firstTokenMs = signal<number | null>(null); // after sending
   readonly decodeMs = signal<number | null>(null); // first token to the end
   readonly open = signal(true); // candidates stand side by side until one is picked
   stopWanted = false;
   private readonly places = new Map<number, number>(); // output_index of a message -> its candidate
+  private readonly thoughts = new Map<number, number>(); // output_index of reasoning -> its candidate
   lastNumber = -1; // the newest frame of the response that we have
   private readonly sentAt = performance.now();
 
@@ -33,10 +44,17 @@ export class Turn {
     readonly key: string,
     readonly candidates: readonly Message[],
     readonly beams = false,
+    readonly start: Start | null = null,
   ) {}
 
   get live(): boolean {
     return this.phase.value !== "ended";
+  }
+
+  /** Whether `message` is one of several answers that are still being written. Beams compete: none can be taken out. */
+  canDrop(message: Message): boolean {
+    const open = message.status.value === "waiting" || message.status.value === "streaming";
+    return this.live && this.responseId.value !== null && open && !this.beams && this.candidates.length > 1 && !this.dropped.value.has(message);
   }
 
   /** Take one frame of this turn's lane. */
@@ -49,8 +67,12 @@ export class Turn {
         break;
       case "response.progress":
         this.progress(frame.phase, frame.input_tokens, frame.cached_tokens);
+        if (frame.phase !== "decode") break;
+        this.miss.value = frame.miss ?? null;
+        this.copiedPages.value = frame.copied_pages ?? null;
         break;
       case "response.output_item.added":
+        if (frame.item.type === "reasoning") this.think(frame.output_index, frame.item.candidate);
         if ((frame.item.type ?? "message") !== "message") break;
         this.places.set(frame.output_index, frame.item.candidate ?? frame.output_index);
         this.update(frame.output_index, frame.item, "streaming");
@@ -66,6 +88,19 @@ export class Turn {
         batcher.flush();
         const message = this.messageAt(frame.output_index);
         if (message && message.text.value !== frame.text) message.text.value = frame.text;
+        break;
+      }
+      case "response.reasoning_text.delta":
+        this.firstTokenMs.value ??= performance.now() - this.sentAt;
+        batcher.appendTo(this.thoughtAt(frame.output_index), frame.delta);
+        break;
+      case "response.reasoning_text.done":
+        batcher.flush();
+        this.thoughtAt(frame.output_index).value = frame.text;
+        break;
+      case "response.dropped": {
+        const message = this.candidates[frame.candidate];
+        if (message) this.dropped.value = new Map([...this.dropped.value, [message, frame.receipt]]);
         break;
       }
       case "response.snapshot":
@@ -97,6 +132,10 @@ export class Turn {
     batcher.flush();
     this.firstTokenMs.value ??= performance.now() - this.sentAt;
     for (const output of outputs) {
+      if (output.type === "reasoning") {
+        this.think(output.output_index, output.candidate);
+        this.thoughtAt(output.output_index).value = output.text ?? "";
+      }
       if (output.type !== "message") continue;
       this.places.set(output.output_index, output.candidate ?? output.output_index);
       const message = this.messageAt(output.output_index);
@@ -128,6 +167,15 @@ export class Turn {
     return this.candidates[this.places.get(index) ?? index];
   }
 
+  private think(index: number, candidate = 0): void {
+    this.thoughts.set(index, candidate);
+    this.phase.value = "decode";
+  }
+
+  private thoughtAt(index: number): Signal<string> {
+    return this.candidates[this.thoughts.get(index) ?? 0]!.thought;
+  }
+
   private update(index: number, item: WireItem, status: Status): void {
     const message = this.messageAt(index);
     if (!message) return;
@@ -157,5 +205,6 @@ export function usageOf(usage: WireUsage): Usage {
     inputTokens: usage.input_tokens,
     cachedTokens: usage.input_tokens_details?.cached_tokens ?? 0,
     outputTokens: usage.output_tokens,
+    ...(usage.output_tokens_details?.reasoning_tokens ? { reasoningTokens: usage.output_tokens_details.reasoning_tokens } : {}),
   };
 }

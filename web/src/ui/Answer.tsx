@@ -1,25 +1,42 @@
-// One answer at full width: its text, its tools, its figures.
+// One answer at full width: its text, its tools, its figures. A click on a word shows what else could stand there.
 import { useComputed } from "@preact/signals";
+import { wordForks } from "../state/settings";
 import type { Message } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { useChat } from "./context";
 import { CopyButton } from "./CopyButton";
 import { Figures } from "./Figures";
-import { Again, Columns } from "./icons";
+import { Again, Columns, Fork } from "./icons";
 import { Markdown } from "./Markdown";
 import { Switcher } from "./Switcher";
+import { Thought } from "./Thought";
+import { TokenText } from "./TokenText";
 import { Waiting } from "./Waiting";
+import { offsetIn, wordAt } from "./wordAt";
 
 export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {
   const chat = useChat();
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
   const blank = useComputed(() => message.text.value === ""); // not the text itself: it changes with every frame
+  const inside = chat.forks.inside.value;
+  const tokens = inside?.message === message && inside.spot === null ? inside : null;
+  const onClick = (event: MouseEvent) => {
+    const prose = (event.target as HTMLElement).closest<HTMLElement>(".prose");
+    const busy = (event.target as HTMLElement).closest("a, button") || getSelection()?.isCollapsed === false;
+    if (!prose || busy || !wordForks.value || !chat.forks.canOpen(message)) return;
+    const word = wordAt(prose, event.clientX, event.clientY);
+    const offset = word && offsetIn(message.text.value, prose, word);
+    if (!word || offset === null) return;
+    const box = () => (word.range.startContainer.isConnected ? word.range.getBoundingClientRect() : null);
+    void chat.forks.open(message, { offset, box });
+  };
   return (
-    <article class="answer" aria-label="Assistant" data-status={status} aria-busy={open}>
+    <article class="answer" aria-label="Assistant" data-status={status} aria-busy={open} onClick={onClick}>
+      <Thought message={message} turn={turn} />
       {blank.value && open && <Waiting turn={turn} />}
-      <Markdown message={message} />
-      <Ending message={message} />
+      {tokens ? <TokenText inside={tokens} /> : <Markdown message={message} />}
+      <Ending message={message} alone />
       {!open && (
         <div class="answer-foot">
           <div class="tools">
@@ -35,6 +52,17 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
             >
               <Again />
             </button>
+            <button
+              type="button"
+              class="tool tool-inside"
+              aria-label="Branch inside"
+              aria-pressed={tokens !== null}
+              title="Branch inside: every token, and what else could stand there. A click on a word does it too."
+              disabled={!tokens && !chat.forks.canOpen(message)}
+              onClick={() => (tokens ? chat.forks.close() : void chat.forks.open(message))}
+            >
+              <Fork />
+            </button>
             {turn && turn.candidates.length > 1 && (
               <button type="button" class="tool tool-wide" onClick={() => (turn.open.value = true)}>
                 <Columns /> Compare {turn.candidates.length}
@@ -49,11 +77,21 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
 }
 
 /** Why a text ended where it did, when it was not the model's own end. */
-export function Ending({ message }: { message: Message }) {
+export function Ending({ message, alone = false }: { message: Message; alone?: boolean }) {
   const chat = useChat();
   const status = message.status.value;
-  if (status === "stopped") return <p class="ending">Stopped.</p>;
-  if (status === "length") return <p class="ending">Cut at the token limit.</p>;
+  if (status === "stopped" || status === "length") {
+    return (
+      <div class="ending">
+        <span>{status === "stopped" ? "Stopped." : "Cut at the token limit."}</span>
+        {alone && (
+          <button type="button" class="button" disabled={!chat.forks.canOpen(message)} onClick={() => void chat.forks.goOn(message)}>
+            Continue
+          </button>
+        )}
+      </div>
+    );
+  }
   if (status !== "error") return null;
   return (
     <div class="ending ending-error" role="alert">

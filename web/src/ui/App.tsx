@@ -1,6 +1,7 @@
 // The page: list, thread, composer, and whichever panel is open.
 import type { Chat } from "../state/chat";
 import { announcement } from "../state/announcer";
+import { AlternativesPopover } from "./Alternatives";
 import { Banner } from "./Banner";
 import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
@@ -27,6 +28,7 @@ export function App({ chat }: { chat: Chat }) {
         {panel.value === "settings" && <Settings />}
       </div>
       {panel.value === "shortcuts" && <Shortcuts />}
+      <AlternativesPopover />
       <Toasts />
       <p class="sr-only" role="status" id="status">{announcement.value}</p>
     </ChatContext.Provider>

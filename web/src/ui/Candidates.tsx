@@ -4,10 +4,12 @@ import type { Message, Status } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { Ending } from "./Answer";
 import { useChat } from "./context";
+import { Dropped } from "./Dropped";
 import { Figures } from "./Figures";
-import { Again } from "./icons";
+import { Again, Close } from "./icons";
 import { Markdown } from "./Markdown";
 import { PageStrip } from "./PageStrip";
+import { Thought } from "./Thought";
 import { Waiting } from "./Waiting";
 
 export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
@@ -65,6 +67,7 @@ function Card({ message, turn, index, current }: CardProps) {
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
   const blank = useComputed(() => message.text.value === "");
+  const dropped = turn.dropped.value.get(message);
   const pick = (event: MouseEvent) => {
     const inside = event.target as HTMLElement;
     if (inside.closest("a, button, pre") || getSelection()?.isCollapsed === false) return;
@@ -74,7 +77,7 @@ function Card({ message, turn, index, current }: CardProps) {
     <div class={`fan-slot fan-slot-${index}`}>
       <div class="stem" aria-hidden="true" />
       <article
-        class={`card ${current ? "card-current" : ""}`}
+        class={`card ${current ? "card-current" : ""} ${dropped ? "card-dropped" : ""}`}
         data-status={status}
         aria-label={`Answer ${index + 1}`}
         aria-busy={open}
@@ -82,12 +85,25 @@ function Card({ message, turn, index, current }: CardProps) {
       >
         <header class="card-head">
           <span class="card-place">{index + 1}</span>
-          <span class="card-state">{STATES[status]}</span>
+          <span class="card-state">{dropped ? "dropped" : STATES[status]}</span>
+          {turn.canDrop(message) && (
+            <button
+              type="button"
+              class="tool card-drop"
+              aria-label={`Drop answer ${index + 1}`}
+              aria-keyshortcuts={`Alt+Shift+${index + 1}`}
+              title={`Drop it: its pages return at once (Alt+Shift+${index + 1})`}
+              onClick={() => chat.drop(message)}
+            >
+              <Close />
+            </button>
+          )}
         </header>
         <div class="card-body">
+          <Thought message={message} turn={turn} />
           {blank.value && open && <Waiting turn={turn} />}
           <Markdown message={message} />
-          <Ending message={message} />
+          {dropped ? <Dropped receipt={dropped} /> : <Ending message={message} />}
         </div>
         <button type="button" class="button card-pick" aria-keyshortcuts={`Alt+${index + 1}`} onClick={() => chat.pick(message)}>
           <span>Pick<span class="sr-only"> answer {index + 1}</span></span>

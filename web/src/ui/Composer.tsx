@@ -1,5 +1,4 @@
 // Where the reader writes, and the three choices that matter most: who answers, how many answers, how it is drawn.
-import { useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../state/announcer";
 import { PRESETS } from "../state/presets";
@@ -7,6 +6,7 @@ import { MAX_N, sampling, setSampling, systemPrompt } from "../state/settings";
 import { ContextMeter } from "./ContextMeter";
 import { useChat } from "./context";
 import { panel, togglePanel } from "./panels";
+import { WarmSign } from "./WarmSign";
 import { Chevron, Minus, Plus, Send, Sliders, Stop } from "./icons";
 
 const TALLEST_PX = 220;
@@ -14,7 +14,7 @@ const TALLEST_PX = 220;
 export function Composer() {
   const chat = useChat();
   const area = useRef<HTMLTextAreaElement>(null);
-  const text = useSignal("");
+  const text = chat.drafts.text;
   const live = chat.live.value;
   const ready = chat.ready.value;
 
@@ -82,6 +82,7 @@ export function Composer() {
             <Sliders />
           </button>
           <span class="grow" />
+          <WarmSign />
           <ContextMeter />
           {live ? (
             <button type="button" class="send send-stop" aria-label="Stop" title="Stop (Esc)" onClick={() => chat.stop()}>

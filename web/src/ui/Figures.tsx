@@ -1,6 +1,8 @@
-// The line of figures below an answer: cache, speed, time to first token, and the receipt of a stop.
+// The line of figures below an answer: cache and why the first miss, speed, time to first token, the receipt of a stop.
 import { showStats } from "../state/settings";
+import type { Usage } from "../state/tree";
 import type { Turn } from "../state/turn";
+import type { Miss } from "../wire/frames";
 import { PageStrip } from "./PageStrip";
 
 export function Figures({ turn, strip = true }: { turn: Turn; strip?: boolean }) {
@@ -9,8 +11,10 @@ export function Figures({ turn, strip = true }: { turn: Turn; strip?: boolean })
   const speed = turn.tokensPerSecond.value;
   const first = turn.firstTokenMs.value;
   const receipt = turn.receipt.value;
+  const miss = turn.miss.value;
   return (
     <div class="figures">
+      <ForkChip turn={turn} usage={usage} />
       {strip && <PageStrip usage={usage} />}
       <span class="figure">
         <b class="ink-cached" data-figure="cached">{usage.cachedTokens}</b> cached
@@ -18,15 +22,52 @@ export function Figures({ turn, strip = true }: { turn: Turn; strip?: boolean })
       <span class="figure">
         <b class="ink-computed" data-figure="computed">{usage.inputTokens - usage.cachedTokens}</b> computed
       </span>
-      {first !== null && <span class="figure"><b>{formatMs(first)}</b> to first token</span>}
-      {speed !== null && <span class="figure"><b>{speed < 10 ? speed.toFixed(1) : Math.round(speed)}</b> tokens/s</span>}
+      {miss && <span class="figure figure-why" data-why={miss.reason} title={miss.detail}>{why(miss)}</span>}
+      {first !== null && <span class="figure"><b data-figure="first">{formatMs(first)}</b> to first token</span>}
+      {speed !== null && <span class="figure"><b data-figure="speed">{speed < 10 ? speed.toFixed(1) : Math.round(speed)}</b> tokens/s</span>}
       {receipt && (
-        <span class="figure">
-          stopped in <b>{formatMs(receipt.stop_latency_ms)}</b>, <b>{receipt.pages_freed}</b> pages freed
+        <span class="figure" data-figure="receipt">
+          stopped in <b>{formatMs(receipt.stop_latency_ms)}</b>: <b>{plural(receipt.tokens_after_stop, "token")}</b> after,{" "}
+          <b>{plural(receipt.pages_freed, "page")}</b> freed
         </span>
       )}
     </div>
   );
+}
+
+/** What branching inside an answer cost, as the server counted it. */
+function ForkChip({ turn, usage }: { turn: Turn; usage: Usage }) {
+  const pages = turn.copiedPages.value;
+  if (!turn.start || pages === null) return null;
+  const prefilled = prefilledTokens(usage, turn.start.token !== null);
+  const place = turn.start.token ? `after token ${turn.start.keep}, with “${turn.start.token.text.trim()}”` : `after token ${turn.start.keep}`;
+  const title = `Branched ${place}: of ${usage.inputTokens} tokens before the next one, ${usage.cachedTokens} were shared with the original.`;
+  return (
+    <span class="badge fork-chip" title={title} data-copied={pages} data-prefilled={prefilled}>
+      {plural(pages, "page")} copied, {plural(prefilled, "token")} prefilled
+    </span>
+  );
+}
+
+/** Tokens that were read again. The token chosen at a fork is new: computing it is a step of writing, not of reading. */
+export function prefilledTokens(usage: Usage, chosen: boolean): number {
+  return Math.max(0, usage.inputTokens - usage.cachedTokens - (chosen ? 1 : 0));
+}
+
+const REASONS: Readonly<Record<string, string>> = {
+  never_computed: "new text",
+  evicted: "evicted: its pages were needed elsewhere",
+  diverged: "differs from what is cached",
+  template_changed: "the chat template rewrites the history",
+};
+
+/** The first miss in words. */
+export function why(miss: Miss): string {
+  return `from token ${miss.at_token}: ${REASONS[miss.reason] ?? miss.reason}`;
+}
+
+export function plural(count: number, noun: string): string {
+  return `${count} ${noun}${count === 1 ? "" : "s"}`;
 }
 
 export function formatMs(ms: number): string {

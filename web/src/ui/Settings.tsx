@@ -1,7 +1,7 @@
 // How answers are drawn and how the assistant behaves.
 import { useEffect, useRef } from "preact/hooks";
 import { PRESETS } from "../state/presets";
-import { DEFAULT_SAMPLING, MAX_N, sampling, setSampling, showStats, systemPrompt } from "../state/settings";
+import { DEFAULT_SAMPLING, MAX_N, draftAhead, sampling, setSampling, showStats, systemPrompt, wordForks } from "../state/settings";
 import { Close } from "./icons";
 import { panel } from "./panels";
 
@@ -62,6 +62,14 @@ export function Settings() {
       <label class="check">
         <input type="checkbox" checked={showStats.value} onChange={(event) => (showStats.value = event.currentTarget.checked)} />
         Figures below each answer
+      </label>
+      <label class="check">
+        <input type="checkbox" checked={draftAhead.value} onChange={(event) => (draftAhead.value = event.currentTarget.checked)} />
+        Draft-ahead: the server reads while I type
+      </label>
+      <label class="check">
+        <input type="checkbox" checked={wordForks.value} onChange={(event) => (wordForks.value = event.currentTarget.checked)} />
+        A click on a word shows its alternatives
       </label>
       <button type="button" class="button" onClick={() => (sampling.value = DEFAULT_SAMPLING)}>Back to the defaults</button>
     </aside>

@@ -1,6 +1,6 @@
 // What the reader said, and saying it differently.
 import { useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Message } from "../state/tree";
 import { useChat } from "./context";
 import { CopyButton } from "./CopyButton";
@@ -36,7 +36,8 @@ export function UserMessage({ message }: { message: Message }) {
 function Editor({ message, onClose }: { message: Message; onClose: () => void }) {
   const chat = useChat();
   const area = useRef<HTMLTextAreaElement>(null);
-  useEffect(() => {
+  // at once: a paint later, somebody may have begun to type
+  useLayoutEffect(() => {
     area.current?.focus();
     area.current?.setSelectionRange(-1, -1);
   }, []);

@@ -1,5 +1,6 @@
 // Every shortcut of the page: what it is called, and what it does.
 import type { Chat } from "../state/chat";
+import type { Turn } from "../state/turn";
 import { panel, sidebarOpen, togglePanel } from "./panels";
 
 interface Shortcut {
@@ -32,14 +33,35 @@ export const SHORTCUTS: readonly Shortcut[] = [
   {
     keys: "Alt+1 … 8",
     what: "Pick a candidate",
-    matches: (event) => event.altKey && !control(event) && /^Digit[1-8]$/.test(event.code),
+    matches: (event) => event.altKey && !event.shiftKey && !control(event) && /^Digit[1-8]$/.test(event.code),
     run: (chat, event) => {
-      const leaf = chat.thread.value.tree.value.leaf.value;
-      const turn = leaf ? chat.thread.value.turnOf(leaf) : undefined;
+      const turn = lastTurn(chat);
       const picked = turn?.candidates[Number(event.code.slice(5)) - 1];
       if (!turn || turn.candidates.length < 2 || !picked) return false;
       chat.pick(picked);
       focusComposer();
+      return true;
+    },
+  },
+  {
+    keys: "Alt+Shift+1 … 8",
+    what: "Drop a candidate while it is written",
+    matches: (event) => event.altKey && event.shiftKey && !control(event) && /^Digit[1-8]$/.test(event.code),
+    run: (chat, event) => {
+      const dropped = lastTurn(chat)?.candidates[Number(event.code.slice(5)) - 1];
+      if (!dropped) return false;
+      chat.drop(dropped);
+      return true;
+    },
+  },
+  {
+    keys: "Alt+B",
+    what: "Branch inside the last answer",
+    matches: (event) => event.altKey && !event.shiftKey && !control(event) && event.code === "KeyB",
+    run: (chat) => {
+      const leaf = chat.thread.value.tree.value.leaf.value;
+      if (!leaf || leaf.role !== "assistant" || !chat.forks.canOpen(leaf)) return false;
+      void chat.forks.open(leaf);
       return true;
     },
   },
@@ -92,6 +114,11 @@ export const SHORTCUTS: readonly Shortcut[] = [
     run: () => togglePanel("shortcuts"),
   },
 ];
+
+function lastTurn(chat: Chat): Turn | undefined {
+  const leaf = chat.thread.value.tree.value.leaf.value;
+  return leaf ? chat.thread.value.turnOf(leaf) : undefined;
+}
 
 export function focusComposer(): void {
   document.getElementById("composer")?.focus();

@@ -5,6 +5,7 @@ export interface WireUsage {
   readonly input_tokens: number;
   readonly output_tokens: number;
   readonly input_tokens_details?: { readonly cached_tokens?: number };
+  readonly output_tokens_details?: { readonly reasoning_tokens?: number };
 }
 
 export interface WireItem {
@@ -20,7 +21,7 @@ export interface WireOutput {
   readonly output_index: number;
   readonly type: string;
   readonly candidate?: number;
-  readonly text?: string; // of a message
+  readonly text?: string; // of a message, or of what was thought
 }
 
 export interface WireError {
@@ -57,7 +58,7 @@ export interface StoredItem {
   readonly parent_id: string | null;
   readonly response_id: string | null;
   readonly index: number | null;
-  readonly num_tokens: number;
+  readonly num_tokens: number | null; // null: its tokens are not stored
   readonly finish_reason: string | null;
   readonly created_at: number;
   readonly usage?: WireUsage | null;
@@ -67,6 +68,13 @@ export interface Session {
   readonly model: string;
   readonly max_model_len: number | null; // null while the model loads
   readonly limits: { readonly max_frame_bytes: number; readonly max_n: number; readonly max_beam_width: number };
+}
+
+/** Where a prompt first left what is cached, and why. */
+export interface Miss {
+  readonly reason: string;
+  readonly at_token: number;
+  readonly detail: string;
 }
 
 export interface Receipt {
@@ -88,10 +96,22 @@ export type ServerFrame = Lane &
         readonly phase: "queued" | "decode";
         readonly input_tokens: number | null;
         readonly cached_tokens: number | null;
+        readonly copied_pages?: number | null;
+        readonly miss?: Miss | null;
       }
     | { readonly type: "response.output_item.added"; readonly output_index: number; readonly item: WireItem }
     | { readonly type: "response.output_text.delta"; readonly output_index: number; readonly delta: string }
     | { readonly type: "response.output_text.done"; readonly output_index: number; readonly text: string }
+    | { readonly type: "response.reasoning_text.delta"; readonly output_index: number; readonly delta: string }
+    | { readonly type: "response.reasoning_text.done"; readonly output_index: number; readonly text: string }
+    | { readonly type: "response.dropped"; readonly candidate: number; readonly receipt: Receipt }
+    | {
+        readonly type: "prompt.prewarmed";
+        readonly status: "done" | "busy";
+        readonly input_tokens: number;
+        readonly cached_tokens: number;
+        readonly warm_tokens: number;
+      }
     | { readonly type: "response.output_item.done"; readonly output_index: number; readonly item: WireItem }
     | { readonly type: "response.snapshot"; readonly outputs: readonly WireOutput[] } // in place of frames we were late for
     | { readonly type: "response.completed"; readonly response: WireResponse }
@@ -101,13 +121,20 @@ export type ServerFrame = Lane &
     | { readonly type: "error"; readonly error: WireError; readonly status?: number }
   );
 
-export interface CreateFrame {
-  readonly type: "response.create";
-  readonly stream_id: string;
+/** Where in a tree a request continues, and what it adds there. */
+export interface Place {
   readonly input: readonly { readonly role: "user"; readonly content: string }[];
-  readonly instructions?: string;
   readonly conversation?: string;
   readonly previous_item_id?: string;
+  readonly fork_at?: number; // tokens of that message to keep
+  readonly fork_with?: number; // the token that comes next
+}
+
+export interface CreateFrame extends Place {
+  readonly type: "response.create";
+  readonly stream_id: string;
+  readonly instructions?: string;
+  readonly explain?: boolean;
   readonly n?: number;
   readonly beam_width?: number;
   readonly temperature?: number;
@@ -119,6 +146,8 @@ export interface CreateFrame {
 export type ClientFrame =
   | CreateFrame
   | { readonly type: "response.cancel"; readonly response_id: string }
+  | { readonly type: "response.drop"; readonly response_id: string; readonly candidate: number }
+  | (Place & { readonly type: "prompt.prewarm"; readonly instructions?: string })
   | {
       readonly type: "response.resume";
       readonly response_id: string;

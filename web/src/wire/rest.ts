@@ -45,11 +45,11 @@ export function deleteConversation(id: string): Promise<unknown> {
   return call("DELETE", path(id));
 }
 
-function path(id: string): string {
+export function path(id: string): string {
   return `v1/conversations/${encodeURIComponent(id)}`;
 }
 
-async function call<T>(method: string, route: string, body?: unknown): Promise<T> {
+export async function call<T>(method: string, route: string, body?: unknown): Promise<T> {
   // keepalive: a deletion may be the last thing that a closing page does
   const init: RequestInit = { method, credentials: "same-origin", keepalive: method === "DELETE" };
   const headers: Record<string, string> = {};

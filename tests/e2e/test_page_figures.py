@@ -1,0 +1,136 @@
+"""What the page tells of a turn: cache and first miss, speed, receipts; what was thought; what is read ahead."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tests.e2e.watched import Watched
+
+
+def test_what_is_typed_is_read_ahead_and_a_switch_turns_it_off(chat: Watched) -> None:
+    asked: list[dict[str, Any]] = []
+    chat.page.on("websocket", lambda socket: socket.on("framesent", lambda text: asked.append(json.loads(text))))
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
+    said = "Please tell me a long story about a lighthouse keeper and the sea"
+    chat.page.locator("#composer").press_sequentially(said)
+    sign = chat.page.locator(".warm")
+    sign.wait_for()
+    warm = int(sign.get_attribute("data-warm") or 0)
+    assert warm > 0
+    chat.until(f"document.querySelector('#composer').value === {json.dumps(said)}")
+    _wait_for_prewarm_of(chat, asked, said)
+    chat.page.keyboard.press("Enter")
+    usage = chat.wait_end(0)["usage"]
+    ahead = [frame for frame in chat.received if frame["type"] == "prompt.prewarmed" and frame["status"] == "done"]
+    assert usage["input_tokens_details"]["cached_tokens"] >= ahead[-1]["warm_tokens"] - 16
+    assert sign.count() == 0
+
+    chat.page.click("[aria-label=Settings]")
+    chat.page.uncheck("text=Draft-ahead")
+    chat.page.keyboard.press("Escape")
+    before = len(asked)
+    chat.ask("And now something short")
+    assert "prompt.prewarm" not in [frame["type"] for frame in asked[before:]]
+    chat.page.reload()
+    chat.page.click("[aria-label=Settings]")
+    assert not chat.page.is_checked("text=Draft-ahead")
+
+
+def test_a_stop_gives_a_receipt_and_the_cut_answer_can_go_on(chat: Watched, endless: None) -> None:
+    chat.page.goto(chat.server)
+    chat.say("Tell me a story about a wizard")
+    chat.until("document.querySelector('.answer .prose')?.textContent.length > 40")
+    chat.page.keyboard.press("Escape")
+    stopped = chat.wait_end(0)
+    receipt = next(frame["receipt"] for frame in chat.received if "receipt" in frame)
+    told = chat.page.locator("[data-figure=receipt]").inner_text()
+    assert f"{receipt['tokens_after_stop']} token" in told
+    assert f"{receipt['pages_freed']} page" in told
+    text = stopped["output"][0]["content"][0]["text"]
+
+    chat.page.click("text=Continue")
+    chat.until(f"document.querySelector('.answer .prose')?.textContent.length > {len(text) + 20}")
+    chat.page.keyboard.press("Escape")
+    longer = chat.wait_end(1)
+    on = longer["output"][0]["content"][0]["text"]
+    assert on.startswith(text.rstrip("\ufffd")) and len(on) > len(text)
+    assert chat.page.locator(".answer .switcher-place").inner_text() == "2/2"
+    usage = longer["usage"]
+    assert usage["input_tokens"] > stopped["usage"]["input_tokens"]
+    assert usage["input_tokens_details"]["cached_tokens"] >= usage["input_tokens"] - 16
+    chat.page.click("[aria-label='Previous version']")
+    assert len(chat.answers()[0]) < len(on)
+
+
+def test_speed_and_time_to_the_first_token_are_told(chat: Watched) -> None:
+    chat.ask("Tell me a story about a fox")
+    assert re.fullmatch(r"\d+ ms|\d+\.\d s", chat.page.locator("[data-figure=first]").inner_text())
+    assert float(chat.page.locator("[data-figure=speed]").inner_text()) > 0
+
+
+def test_thoughts_are_folded_with_their_length(browser: Any, server: str) -> None:
+    """A model that thinks: the frames come from the test."""
+    chat = Watched(browser.new_context(), server)
+    chat.page.route_web_socket(re.compile("/v1/responses"), _think("Let me see. It is a fox.", "A fox.", tokens=9))
+    chat.page.goto(server)
+    chat.page.wait_for_selector(".dot-on")
+    chat.say("What is it?")
+    chat.page.wait_for_selector(".answer[data-status=done]")
+    thought = chat.page.locator(".thought")
+    assert thought.locator("summary").inner_text() == "Thought, 9 tokens"
+    assert not thought.locator(".thought-text").is_visible()
+    assert chat.answers() == ["A fox."]
+    thought.locator("summary").press("Enter")
+    assert thought.locator(".thought-text").inner_text() == "Let me see. It is a fox."
+    assert chat.complaints() == []
+    chat.context.close()
+
+
+def _wait_for_prewarm_of(chat: Watched, asked: list[dict[str, Any]], said: str) -> None:
+    """Until the server has answered of the whole draft."""
+    for _ in range(400):
+        sent = [frame["input"][0]["content"] for frame in asked if frame["type"] == "prompt.prewarm"]
+        answered = [frame for frame in chat.received if frame["type"] == "prompt.prewarmed"]
+        if said in sent and len(answered) == len(sent):
+            return
+        chat.page.wait_for_timeout(50)
+    raise AssertionError("the draft was not read ahead")
+
+
+def _think(thought: str, text: str, tokens: int) -> Any:
+    """Route handler: a socket that thinks before it answers."""
+
+    def serve(link: Any) -> None:
+        limits = {"max_frame_bytes": 1 << 20, "max_n": 8, "max_beam_width": 8}
+        session = {"model": "m", "max_model_len": 99, "limits": limits}
+        link.send(json.dumps({"type": "session.created", "session": session}))
+
+        def answer(message: str) -> None:
+            asked = json.loads(message)
+            if asked["type"] != "response.create":
+                return
+            response = {"id": "resp_1", "status": "in_progress", "conversation": None, "input_item_ids": ["msg_1"]}
+            thinking = {"output_index": 0, "item": {"id": "rs_2", "type": "reasoning", "candidate": 0}}
+            saying = {"output_index": 1, "item": {"id": "msg_2", "type": "message", "candidate": 0}}
+            usage = {"input_tokens": 5, "output_tokens": 14, "output_tokens_details": {"reasoning_tokens": tokens}}
+            frames: list[dict[str, Any]] = [{"type": "response.created", "response": response}]
+            frames += [{"type": "response.output_item.added", **thinking}]
+            frames += [
+                {"type": "response.reasoning_text.delta", "output_index": 0, "delta": word + " "}
+                for word in thought.split()
+            ]
+            frames += [{"type": "response.reasoning_text.done", "output_index": 0, "text": thought}]
+            frames += [{"type": "response.output_item.done", **thinking}]
+            frames += [{"type": "response.output_item.added", **saying}]
+            frames += [{"type": "response.output_text.done", "output_index": 1, "text": text}]
+            frames += [{"type": "response.output_item.done", **saying}]
+            frames += [{"type": "response.completed", "response": response | {"status": "completed", "usage": usage}}]
+            for frame in frames:
+                link.send(json.dumps(frame | {"stream_id": asked["stream_id"]}))
+
+        link.on_message(answer)
+
+    return serve

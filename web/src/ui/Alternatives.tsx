@@ -1,0 +1,153 @@
+// What else the model could have said at one place of an answer, likeliest first. Choosing one branches there.
+import { useLayoutEffect, useRef } from "preact/hooks";
+import type { Alternatives as Found } from "../wire/tokens";
+import { type Choice, type Inside, choicesOf } from "../state/inside";
+import { useChat } from "./context";
+import { Close, Left, Right } from "./icons";
+
+const GAP_PX = 8;
+const CONTEXT_CHARS = 28;
+
+/** The open place, if any; lies over the page so that nothing clips it. */
+export function AlternativesPopover() {
+  const inside = useChat().forks.inside.value;
+  return inside && inside.at.value !== null ? <Popover key={inside.message.key} inside={inside} at={inside.at.value} /> : null;
+}
+
+function Popover({ inside, at }: { inside: Inside; at: number }) {
+  const { forks } = useChat();
+  const box = useRef<HTMLDivElement>(null);
+  const found = inside.found.value;
+  const spans = inside.spans.value ?? [];
+  const away = () => (inside.spot ? forks.close() : leave(inside));
+
+  useLayoutEffect(() => {
+    const place = () => put(box.current, inside.spot ? inside.spot.box() : tokenBox(inside), away);
+    place();
+    addEventListener("scroll", place, true);
+    addEventListener("resize", place);
+    return () => {
+      removeEventListener("scroll", place, true);
+      removeEventListener("resize", place);
+    };
+  }, [at, found]);
+  useLayoutEffect(() => {
+    (box.current?.querySelector<HTMLElement>(".choice") ?? box.current)?.focus({ preventScroll: true });
+  }, [found]);
+  useLayoutEffect(() => {
+    const outside = (event: PointerEvent) => {
+      const target = event.target as HTMLElement;
+      if (!box.current?.contains(target) && !target.closest(".token")) away();
+    };
+    addEventListener("pointerdown", outside);
+    return () => removeEventListener("pointerdown", outside);
+  }, [inside]);
+
+  const step = (by: number) => void inside.look(Math.min(spans.length - 1, Math.max(0, at + by)));
+  const onKeyDown = (event: KeyboardEvent) => {
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.key === "Escape") away();
+    else if (event.key === "ArrowLeft") step(-1);
+    else if (event.key === "ArrowRight") step(1);
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") walk(box.current, event.key === "ArrowDown" ? 1 : -1);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  return (
+    <div class="alternatives" role="dialog" aria-label="Alternatives at this token" tabIndex={-1} ref={box} onKeyDown={onKeyDown}>
+      <header class="alternatives-head">
+        <button type="button" class="tool" aria-label="Previous token" disabled={at === 0} onClick={() => step(-1)}><Left /></button>
+        <p class="alternatives-place">
+          <span class="hint">{before(inside, at)}</span><mark>{visible(spans[at]?.text ?? "")}</mark>
+        </p>
+        <button type="button" class="tool" aria-label="Next token" disabled={at === spans.length - 1} onClick={() => step(1)}><Right /></button>
+        <button type="button" class="tool" aria-label="Close" onClick={away}><Close /></button>
+      </header>
+      {inside.problem.value && <p class="ending ending-error" role="alert">{inside.problem.value}</p>}
+      {!found && !inside.problem.value && <p class="waiting">Asking the model</p>}
+      {found && <Choices found={found} />}
+    </div>
+  );
+}
+
+function Choices({ found }: { found: Found }) {
+  const { forks } = useChat();
+  const { input_tokens, cached_tokens } = found.usage;
+  return (
+    <>
+      <ul class="choices">
+        {choicesOf(found).map((choice) => (
+          <li key={choice.id}>
+            <button type="button" class="choice" aria-current={choice.said} aria-label={described(choice)} onClick={() => forks.branch(choice)}>
+              <span class="choice-text">{visible(choice.text)}</span>
+              {choice.said && <span class="badge">{choice.rank > found.alternatives.length ? `said, rank ${choice.rank}` : "said"}</span>}
+              <Bar share={choice.probability} />
+              <span class="choice-share">{percent(choice.probability)}</span>
+            </button>
+          </li>
+        ))}
+      </ul>
+      <p class="hint">
+        Choose one to branch here. Looking read {input_tokens} tokens, <b class="ink-cached">{cached_tokens}</b> of them from the cache.
+      </p>
+    </>
+  );
+}
+
+function Bar({ share }: { share: number }) {
+  return (
+    <svg class="choice-bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">
+      <rect width={Math.max(0.5, share * 100)} height="1" />
+    </svg>
+  );
+}
+
+export function percent(share: number): string {
+  if (share >= 0.0995) return `${Math.round(share * 100)} %`;
+  return share >= 0.00095 ? `${(share * 100).toFixed(1)} %` : "< 0.1 %";
+}
+
+/** White space that can be seen. */
+export function visible(text: string): string {
+  if (text === "") return "(end)";
+  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
+}
+
+function described(choice: Choice): string {
+  return `${choice.text.trim() || visible(choice.text)}, ${percent(choice.probability)}${choice.said ? ", said" : ""}`;
+}
+
+function before(inside: Inside, at: number): string {
+  const text = inside.message.text.value.slice(0, inside.spans.value?.[at]?.start ?? 0).replace(/\s+/g, " ");
+  return text.length > CONTEXT_CHARS ? `…${text.slice(-CONTEXT_CHARS)}` : text;
+}
+
+// -- where it lies
+
+function tokenBox(inside: Inside): DOMRect | null {
+  const tokens = document.querySelectorAll<HTMLElement>(".tokens .token");
+  return tokens.item(inside.at.peek() ?? 0)?.getClientRects()[0] ?? null;
+}
+
+function put(box: HTMLElement | null, anchor: DOMRect | null, away: () => void): void {
+  if (!box) return;
+  if (!anchor || anchor.bottom < 0 || anchor.top > innerHeight) return away();
+  const { width, height } = box.getBoundingClientRect();
+  const below = anchor.bottom + GAP_PX;
+  const top = below + height <= innerHeight ? below : anchor.top - GAP_PX - height;
+  box.style.left = `${Math.max(GAP_PX, Math.min(anchor.left, innerWidth - width - GAP_PX))}px`;
+  box.style.top = `${Math.max(GAP_PX, top)}px`;
+}
+
+function walk(box: HTMLElement | null, by: number): void {
+  const all = [...(box?.querySelectorAll<HTMLElement>(".choice") ?? [])];
+  all[(all.indexOf(document.activeElement as HTMLElement) + by + all.length) % all.length]?.focus();
+}
+
+/** Back to the token that was looked at. */
+function leave(inside: Inside): void {
+  const at = inside.at.peek() ?? 0;
+  void inside.look(null);
+  document.querySelectorAll<HTMLElement>(".tokens .token").item(at)?.focus();
+}

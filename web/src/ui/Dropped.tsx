@@ -1,0 +1,11 @@
+// What giving up one candidate gave back.
+import type { Receipt } from "../wire/frames";
+import { plural } from "./Figures";
+
+export function Dropped({ receipt }: { receipt: Receipt }) {
+  return (
+    <p class="ending" data-dropped={receipt.pages_freed}>
+      Dropped: {plural(receipt.pages_freed, "page")} returned, {plural(receipt.tokens_after_stop, "token")} after.
+    </p>
+  );
+}

@@ -1,0 +1,53 @@
+// Which word of a rendered answer was clicked, and where it stands in the answer's own text. Markdown keeps the order of
+// words, so the third "fox" on screen is the third "fox" in the text, as long as both have as many. Where they have not
+// (a link's address, a formula drawn twice) there is no honest answer, and none is given.
+
+const WORD = /[\p{L}\p{N}\p{M}_]+/gu;
+
+export interface Word {
+  readonly text: string;
+  readonly range: Range;
+}
+
+/** The word at a point of the screen, if there is one inside `root`. */
+export function wordAt(root: HTMLElement, x: number, y: number): Word | null {
+  const caret = caretAt(x, y);
+  if (!caret || !root.contains(caret.node) || caret.node.nodeType !== Node.TEXT_NODE) return null;
+  for (const match of (caret.node.textContent ?? "").matchAll(WORD)) {
+    if (caret.offset < match.index || caret.offset > match.index + match[0].length) continue;
+    const range = document.createRange();
+    range.setStart(caret.node, match.index);
+    range.setEnd(caret.node, match.index + match[0].length);
+    const inside = [...range.getClientRects()].some((box) => x >= box.left - 2 && x <= box.right + 2 && y >= box.top && y <= box.bottom);
+    return inside ? { text: match[0], range } : null; // a click beside the last word of a line is none on it
+  }
+  return null;
+}
+
+/** Where `word` of the drawn `root` begins in `source`, in UTF-16 units; null where that cannot be told. */
+export function offsetIn(source: string, root: Node, word: Word): number | null {
+  const drawn = wordsOf(root);
+  const same = drawn.filter((each) => each.text === word.text);
+  const place = same.findIndex((each) => each.node === word.range.startContainer && each.start === word.range.startOffset);
+  const found = [...source.matchAll(WORD)].filter((match) => match[0] === word.text);
+  if (place === -1 || found.length !== same.length) return null;
+  return found[place]!.index;
+}
+
+function wordsOf(root: Node): readonly { text: string; node: Node; start: number }[] {
+  const words: { text: string; node: Node; start: number }[] = [];
+  const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    for (const match of (node.textContent ?? "").matchAll(WORD)) words.push({ text: match[0], node, start: match.index });
+  }
+  return words;
+}
+
+function caretAt(x: number, y: number): { node: Node; offset: number } | null {
+  if (typeof document.caretPositionFromPoint === "function") {
+    const position = document.caretPositionFromPoint(x, y);
+    return position ? { node: position.offsetNode, offset: position.offset } : null;
+  }
+  const range = document.caretRangeFromPoint(x, y); // Safari
+  return range ? { node: range.startContainer, offset: range.startOffset } : null;
+}

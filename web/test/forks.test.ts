@@ -1,0 +1,260 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { Chat } from "../src/state/chat";
+import { DEFAULT_SAMPLING, draftAhead, sampling, systemPrompt } from "../src/state/settings";
+import { toasts } from "../src/state/toast";
+import { FakeServer, FakeSocket, fakeWires } from "./fakes";
+
+let server: FakeServer;
+let chat: Chat;
+
+beforeEach(() => {
+  server = fakeWires();
+  sampling.value = DEFAULT_SAMPLING;
+  systemPrompt.value = "";
+  draftAhead.value = true;
+  toasts.value = [];
+  chat = new Chat("ws://test/v1/responses");
+  chat.socket.connect();
+  FakeSocket.last.open();
+});
+afterEach(() => {
+  vi.unstubAllGlobals();
+  vi.useRealTimers();
+});
+
+const ITEM = "/v1/conversations/conv_1/items/msg_a0";
+const sent = () => FakeSocket.last.sent.at(-1)!;
+const creates = () => FakeSocket.last.sent.filter((frame) => frame["type"] === "response.create");
+const push = (frame: object) => FakeSocket.last.push({ stream_id: creates().at(-1)!["stream_id"], ...frame });
+const leaf = () => chat.thread.value.tree.value.leaf.value!;
+const turn = () => chat.thread.value.turnOf(leaf())!;
+const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" } };
+const usage = { input_tokens: 40, output_tokens: 12, input_tokens_details: { cached_tokens: 32 } };
+
+function begin(count: number, name = "a"): void {
+  push({ type: "response.created", response: { ...response, input_item_ids: ["msg_u"] } });
+  for (let i = 0; i < count; i++) push({ type: "response.output_item.added", output_index: i, item: { id: `msg_${name}${i}` } });
+}
+
+function end(text: string, finish_reason = "stop", name = "a"): void {
+  push({ type: "response.output_text.done", output_index: 0, text });
+  push({ type: "response.output_item.done", output_index: 0, item: { id: `msg_${name}0`, finish_reason } });
+  push({ type: "response.completed", response: { ...response, status: "completed", usage } });
+}
+
+function answer(text: string, finish_reason = "stop"): void {
+  chat.send("Hello");
+  begin(1);
+  end(text, finish_reason);
+}
+
+describe("forks inside an answer", () => {
+  const alternative = (id: number, text: string, probability: number) => ({ id, text, logprob: 0, probability });
+  beforeEach(() => {
+    server.replies[`${ITEM}/tokens`] = { data: [{ index: 0, start: 0, end: 3 }, { index: 1, start: 3, end: 7 }, { index: 2, start: null, end: null }] };
+    server.replies[`${ITEM}/tokens/1`] = {
+      index: 1,
+      token: { ...alternative(9, " fox", 0.2), rank: 2 },
+      alternatives: [alternative(4, " owl", 0.7), alternative(9, " fox", 0.2)],
+      usage: { input_tokens: 5, cached_tokens: 5 },
+    };
+  });
+
+  it("puts another candidate beside the answer, from the chosen token on", async () => {
+    systemPrompt.value = "Be brief.";
+    sampling.value = { ...DEFAULT_SAMPLING, n: 4 };
+    chat.send("Hello", { n: 1 });
+    begin(1);
+    end("The fox");
+    const original = leaf();
+    await chat.forks.open(original);
+    const inside = chat.forks.inside.value!;
+    expect(inside.spans.value!.map((span) => span.text)).toEqual(["The", " fox"]);
+    await inside.look(1);
+    chat.forks.branch(inside.found.value!.alternatives[0]!);
+    expect(sent()).toMatchObject({ type: "response.create", input: [], previous_item_id: "msg_a0", fork_at: 1, fork_with: 4, explain: true });
+    expect(sent()).not.toHaveProperty("instructions"); // an answer goes on under its own
+    expect(sent()).not.toHaveProperty("n");
+    expect(chat.forks.inside.value).toBeNull();
+    begin(1, "b");
+    push({ type: "response.progress", phase: "decode", input_tokens: 41, cached_tokens: 40, copied_pages: 1, miss: null });
+    end("The owl", "stop", "b");
+    expect(leaf().text.value).toBe("The owl");
+    expect(turn().copiedPages.value).toBe(1);
+    expect(chat.thread.value.tree.value.siblings(leaf())).toEqual([original, leaf()]);
+  });
+
+  it("asks for the alternatives of one place once", async () => {
+    answer("The fox");
+    await chat.forks.open(leaf());
+    const inside = chat.forks.inside.value!;
+    await inside.look(1);
+    await inside.look(null);
+    await inside.look(1);
+    expect(inside.found.value?.token.id).toBe(9);
+    expect(server.calls.filter((call) => call.path.endsWith("/tokens/1")).length).toBe(1);
+  });
+
+  it("begins at the word that was clicked", async () => {
+    answer("The fox");
+    await chat.forks.open(leaf(), { offset: 4, box: () => null });
+    expect(chat.forks.inside.value!.at.value).toBe(1);
+  });
+
+  it("says why an answer cannot be looked into", async () => {
+    answer("The fox");
+    server.statuses[`${ITEM}/tokens`] = 400;
+    server.replies[`${ITEM}/tokens`] = { error: { message: "no tokens are stored" } };
+    await chat.forks.open(leaf());
+    expect(chat.forks.inside.value).toBeNull();
+    expect(toasts.value.at(-1)?.text).toBe("no tokens are stored");
+  });
+
+  it("does not open what is still being written", async () => {
+    chat.send("Hello");
+    begin(1);
+    await chat.forks.open(leaf());
+    expect(chat.forks.inside.value).toBeNull();
+  });
+
+  it("continues a cut answer from its last token", async () => {
+    answer("The fox", "length");
+    server.replies[ITEM] = { num_tokens: 12 };
+    await chat.forks.goOn(leaf());
+    expect(sent()).toMatchObject({ input: [], previous_item_id: "msg_a0", fork_at: 12 });
+    expect(sent()).not.toHaveProperty("fork_with");
+  });
+});
+
+describe("candidates", () => {
+  it("drops one and shows what came back; the chosen place goes to another", () => {
+    sampling.value = { ...DEFAULT_SAMPLING, n: 3 };
+    chat.send("Hello");
+    begin(3);
+    const [first, second] = turn().candidates;
+    chat.drop(first!);
+    expect(sent()).toEqual({ type: "response.drop", response_id: "resp_1", candidate: 0 });
+    expect(leaf()).toBe(second);
+    const receipt = { tokens_after_stop: 0, pages_freed: 3, stop_latency_ms: 4 };
+    push({ type: "response.dropped", response_id: "resp_1", candidate: 0, receipt });
+    push({ type: "response.output_item.done", output_index: 0, item: { id: "msg_a0", finish_reason: "cancelled" } });
+    expect(turn().dropped.value.get(first!)).toEqual(receipt);
+    expect(first!.status.value).toBe("stopped");
+    expect(second!.status.value).toBe("streaming");
+    chat.drop(first!); // again: nothing
+    expect(FakeSocket.last.sent.filter((frame) => frame["type"] === "response.drop").length).toBe(1);
+  });
+
+  it("does not drop beams", () => {
+    sampling.value = { ...DEFAULT_SAMPLING, search: "beam", n: 2 };
+    chat.send("Hello");
+    begin(2);
+    chat.drop(leaf());
+    expect(sent()["type"]).toBe("response.create");
+  });
+});
+
+describe("figures of a turn", () => {
+  it("keeps why the prompt missed", () => {
+    chat.send("Hello");
+    expect(sent()["explain"]).toBe(true);
+    begin(1);
+    const miss = { reason: "never_computed", at_token: 32, detail: "nobody has asked this" };
+    push({ type: "response.progress", phase: "decode", input_tokens: 40, cached_tokens: 32, copied_pages: 0, miss });
+    expect(turn().miss.value).toEqual(miss);
+  });
+
+  it("keeps what was thought apart from what is said", () => {
+    chat.send("Hello");
+    push({ type: "response.created", response });
+    push({ type: "response.output_item.added", output_index: 0, item: { id: "rs_a0", type: "reasoning", candidate: 0 } });
+    push({ type: "response.reasoning_text.delta", output_index: 0, delta: "Hm, " });
+    push({ type: "response.reasoning_text.delta", output_index: 0, delta: "well" });
+    vi.advanceTimersByTime(20);
+    expect(leaf().thought.value).toBe("Hm, well");
+    push({ type: "response.output_item.added", output_index: 1, item: { id: "msg_a0", type: "message", candidate: 0 } });
+    push({ type: "response.output_text.done", output_index: 1, text: "Hi" });
+    const thoughtful = { ...usage, output_tokens_details: { reasoning_tokens: 7 } };
+    push({ type: "response.completed", response: { ...response, status: "completed", usage: thoughtful } });
+    expect([leaf().thought.value, leaf().text.value]).toEqual(["Hm, well", "Hi"]);
+    expect(turn().usage.value?.reasoningTokens).toBe(7);
+  });
+});
+
+describe("draft-ahead", () => {
+  const prewarms = () => FakeSocket.last.sent.filter((frame) => frame["type"] === "prompt.prewarm");
+  const warmed = (warm_tokens: number, status = "done") =>
+    FakeSocket.last.push({ type: "prompt.prewarmed", status, input_tokens: 48, cached_tokens: 0, warm_tokens });
+  beforeEach(() => void vi.advanceTimersByTimeAsync(0));
+
+  it("sends the draft when the reader pauses, once", () => {
+    for (const text of ["T", "Te", "Tell me"]) {
+      chat.drafts.text.value = text;
+      vi.advanceTimersByTime(100);
+    }
+    expect(prewarms()).toEqual([]);
+    vi.advanceTimersByTime(1000);
+    expect(prewarms()).toEqual([{ type: "prompt.prewarm", input: [{ role: "user", content: "Tell me" }] }]);
+    expect(chat.drafts.warm.value).toBeNull();
+    warmed(40);
+    vi.advanceTimersByTime(5000);
+    expect(prewarms().length).toBe(1);
+    expect(chat.drafts.warm.value).toMatchObject({ warmTokens: 40 });
+    chat.drafts.text.value = "Tell me a story";
+    expect(chat.drafts.warm.value).toMatchObject({ warmTokens: 40 }); // what was read is still its beginning
+    chat.drafts.text.value = "Sing";
+    expect(chat.drafts.warm.value).toBeNull();
+  });
+
+  it("asks about one draft at a time", () => {
+    chat.drafts.text.value = "Tell";
+    vi.advanceTimersByTime(1000);
+    chat.drafts.text.value = "Tell me";
+    vi.advanceTimersByTime(1000);
+    expect(prewarms().length).toBe(1);
+    warmed(30);
+    vi.advanceTimersByTime(1000);
+    expect(prewarms().length).toBe(2);
+  });
+
+  it("waits longer where somebody is being answered", () => {
+    chat.drafts.text.value = "Tell";
+    vi.advanceTimersByTime(1000);
+    warmed(0, "busy");
+    vi.advanceTimersByTime(1000);
+    expect(prewarms().length).toBe(1);
+    vi.advanceTimersByTime(1500);
+    expect(prewarms().length).toBe(2);
+  });
+
+  it("says nothing of a draft that was refused", () => {
+    chat.drafts.text.value = "Tell";
+    vi.advanceTimersByTime(1000);
+    FakeSocket.last.push({ type: "error", status: 400, error: { message: "too long", param: "input" } });
+    expect(toasts.value).toEqual([]);
+    vi.advanceTimersByTime(5000);
+    expect(prewarms().length).toBe(1);
+    FakeSocket.last.push({ type: "error", status: 400, error: { message: "of something else" } });
+    expect(toasts.value.length).toBe(1);
+  });
+
+  it("asks for the place that the draft would have, and not while an answer runs", () => {
+    answer("The fox");
+    systemPrompt.value = "Be brief.";
+    chat.drafts.text.value = "Why?";
+    vi.advanceTimersByTime(1000);
+    expect(sent()).toMatchObject({ type: "prompt.prewarm", previous_item_id: "msg_a0", instructions: "Be brief." });
+    warmed(30);
+    chat.send("Other");
+    chat.drafts.text.value = "Why not?";
+    vi.advanceTimersByTime(5000);
+    expect(prewarms().length).toBe(1);
+  });
+
+  it("can be turned off", () => {
+    draftAhead.value = false;
+    chat.drafts.text.value = "Tell";
+    vi.advanceTimersByTime(5000);
+    expect(prewarms()).toEqual([]);
+  });
+});
