@@ -23,6 +23,7 @@ class Watched:
             f"localStorage['chatcache.sampling'] ??= JSON.stringify({{maxTokens: {ANSWER_TOKENS}}})"
         )
         self.received: list[dict[str, Any]] = []
+        self.asked: list[str] = []
         self.expected_errors = 0
         self._errors: list[str] = []
         self._strangers: list[str] = []
@@ -94,6 +95,7 @@ class Watched:
             self._errors.append(f"console {message.type}: {message.text}")
 
     def _on_request(self, request: Any) -> None:
+        self.asked.append(request.url)
         if not request.url.startswith((self.server + "/", "data:", "blob:")):
             self._strangers.append(request.url)
 

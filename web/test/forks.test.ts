@@ -49,7 +49,7 @@ function answer(text: string, finish_reason = "stop"): void {
 }
 
 describe("forks inside an answer", () => {
-  const alternative = (id: number, text: string, probability: number) => ({ id, text, logprob: 0, probability });
+  const alternative = (id: number, text: string, probability: number) => ({ id, text, logprob: 0, probability, ends: false });
   beforeEach(() => {
     server.replies[`${ITEM}/tokens`] = { data: [{ index: 0, start: 0, end: 3 }, { index: 1, start: 3, end: 7 }, { index: 2, start: null, end: null }] };
     server.replies[`${ITEM}/tokens/1`] = {

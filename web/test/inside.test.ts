@@ -21,8 +21,8 @@ describe("spansOf", () => {
 });
 
 describe("choicesOf", () => {
-  const alternative = (id: number, probability: number) => ({ id, text: `t${id}`, logprob: Math.log(probability), probability });
-  const found = (id: number, rank: number) => ({
+  const alternative = (id: number, probability: number) => ({ id, text: `t${id}`, logprob: Math.log(probability), probability, ends: false });
+  const found = (id: number, rank: number | null) => ({
     index: 3,
     token: { ...alternative(id, 0.01), rank },
     alternatives: [alternative(7, 0.6), alternative(9, 0.3)],
@@ -41,7 +41,7 @@ describe("figures in words", () => {
     expect([1, 0.414, 0.0961, 0.0012, 0.0000001].map(percent)).toEqual(["100 %", "41 %", "9.6 %", "0.1 %", "< 0.1 %"]);
   });
   it("shows white space", () => {
-    expect([" the", "\n\n", "", "a b"].map(visible)).toEqual(["·the", "↵↵", "(end)", "a b"]);
+    expect([" the", "\n\n", "", "a b"].map(visible)).toEqual(["·the", "↵↵", "(nothing)", "a b"]);
   });
   it("does not call the chosen token prefill", () => {
     const usage = { inputTokens: 37, cachedTokens: 36, outputTokens: 5 };

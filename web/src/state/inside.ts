@@ -14,7 +14,7 @@ export interface Span {
 
 export interface Choice extends Alternative {
   readonly said: boolean;
-  readonly rank: number;
+  readonly rank: number | null; // null: beyond what the server ranks
 }
 
 /** A word of the answer as it is drawn: where it begins in the text (null: nobody can tell), and where on screen it is. */

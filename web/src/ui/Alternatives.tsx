@@ -32,7 +32,7 @@ function Popover({ inside, at }: { inside: Inside; at: number }) {
     };
   }, [at, found]);
   useLayoutEffect(() => {
-    (box.current?.querySelector<HTMLElement>(".choice") ?? box.current)?.focus({ preventScroll: true });
+    (box.current?.querySelector<HTMLElement>(".choice:enabled") ?? box.current)?.focus({ preventScroll: true });
   }, [found]);
   useLayoutEffect(() => {
     const outside = (event: PointerEvent) => {
@@ -79,11 +79,17 @@ function Choices({ found }: { found: Found }) {
       <ul class="choices">
         {choicesOf(found).map((choice) => (
           <li key={choice.id}>
-            <button type="button" class="choice" aria-current={choice.said} aria-label={described(choice)} onClick={() => forks.branch(choice)}>
-              <span class="choice-text">{visible(choice.text)}</span>
-              {choice.said && <span class="badge">{choice.rank > found.alternatives.length ? `said, rank ${choice.rank}` : "said"}</span>}
+            <button
+              type="button"
+              class="choice"
+              aria-current={choice.said}
+              disabled={choice.ends}
+              onClick={() => forks.branch(choice)}
+            >
+              <span class="choice-text">{choice.ends ? "end of the answer" : visible(choice.text)}</span>
+              {choice.said && <span class="badge">{saidAs(choice, found.alternatives.length)}</span>}
               <Bar share={choice.probability} />
-              <span class="choice-share">{percent(choice.probability)}</span>
+              <span class="choice-share">{choice.rank === null ? "rare" : percent(choice.probability)}</span>
             </button>
           </li>
         ))}
@@ -110,12 +116,14 @@ export function percent(share: number): string {
 
 /** White space that can be seen. */
 export function visible(text: string): string {
-  if (text === "") return "(end)";
+  if (text === "") return "(nothing)";
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 }
 
-function described(choice: Choice): string {
-  return `${choice.text.trim() || visible(choice.text)}, ${percent(choice.probability)}${choice.said ? ", said" : ""}`;
+/** What was said stands in its place among the likeliest, or below them with its rank. */
+function saidAs(choice: Choice, shown: number): string {
+  if (choice.rank === null) return "said, rank over 20";
+  return choice.rank > shown ? `said, rank ${choice.rank}` : "said";
 }
 
 function before(inside: Inside, at: number): string {
@@ -141,7 +149,7 @@ function put(box: HTMLElement | null, anchor: DOMRect | null, away: () => void):
 }
 
 function walk(box: HTMLElement | null, by: number): void {
-  const all = [...(box?.querySelectorAll<HTMLElement>(".choice") ?? [])];
+  const all = [...(box?.querySelectorAll<HTMLElement>(".choice:enabled") ?? [])];
   all[(all.indexOf(document.activeElement as HTMLElement) + by + all.length) % all.length]?.focus();
 }
 

@@ -14,11 +14,12 @@ export interface Alternative {
   readonly text: string;
   readonly logprob: number;
   readonly probability: number;
+  readonly ends: boolean; // it would end the answer: nothing can go on behind it
 }
 
 export interface Alternatives {
   readonly index: number;
-  readonly token: Alternative & { readonly rank: number };
+  readonly token: Alternative & { readonly rank: number | null }; // null: beyond the 20 likeliest
   readonly alternatives: readonly Alternative[];
   readonly usage: { readonly input_tokens: number; readonly cached_tokens: number };
 }

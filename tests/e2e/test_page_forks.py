@@ -1,0 +1,209 @@
+"""Forks inside an answer: look at a token, see what else the model would say, branch there. The wire is the oracle."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_page_safety import AXE
+from tests.e2e.watched import Watched
+
+STORY = "Tell me a story about a fox"
+
+
+def test_a_click_on_a_word_shows_its_alternatives_and_one_of_them_is_a_branch(chat: Watched) -> None:
+    chat.ask(STORY)
+    item = _last_item(chat)
+    whole = item["content"][0]["text"]
+    word, at = _word_in_the_middle(whole)
+    _click_word(chat, word, whole)
+    popover = chat.page.get_by_role("dialog", name="Alternatives at this token")
+    popover.locator(".choice").first.wait_for()
+
+    token = next(each for each in _tokens(chat, item) if each["start"] is not None and at < each["end"])
+    assert popover.locator("mark").inner_text() == _visible(whole[token["start"] : token["end"]])
+    told = _get(chat, f"/items/{item['id']}/tokens/{token['index']}?top=8")
+    shares = popover.locator(".choice-share").all_inner_texts()
+    assert shares[: len(told["alternatives"])] == [_percent(each["probability"]) for each in told["alternatives"]]
+    assert popover.locator(".choice[aria-current=true]").count() == 1
+    assert [float(bar.get_attribute("width")) for bar in popover.locator("rect").all()][: len(shares)] == pytest.approx(
+        [max(0.5, each["probability"] * 100) for each in told["alternatives"]]
+        + [max(0.5, told["token"]["probability"] * 100)] * (len(shares) - len(told["alternatives"])),
+        abs=1e-6,
+    )
+
+    chosen = next(each for each in told["alternatives"] if each["id"] != told["token"]["id"] and not each["ends"])
+    popover.locator(".choice:not([aria-current=true]):enabled").first.click()
+    branch = chat.wait_end(1)
+    text = branch["output"][0]["content"][0]["text"]
+    assert text.startswith(whole[: token["start"]] + chosen["text"].replace("\ufffd", ""))
+    assert text != whole
+    assert popover.count() == 0
+    assert chat.page.locator(".answer .switcher-place").inner_text() == "2/2"
+    created = next(frame for frame in chat.received if frame["type"] == "response.created" and _is(frame, branch))
+    assert created["response"]["input_item_ids"] == []
+    stored = {each["id"]: each for each in _get(chat, "/items?branches=all")["data"]}
+    assert stored[branch["output"][0]["id"]]["parent_id"] == stored[item["id"]]["parent_id"]
+
+    chat.page.click("[aria-label='Previous version']")
+    assert _squeeze(chat.answers()[0]) == _squeeze(whole)
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer .switcher-place")
+    assert chat.page.locator(".answer .switcher-place").inner_text().endswith("/2")
+
+
+def test_forks_by_keyboard_alone(chat: Watched) -> None:
+    page = chat.page
+    chat.ask(STORY)
+    whole = _last_item(chat)["content"][0]["text"]
+    page.keyboard.press("Alt+b")
+    page.wait_for_selector(".token")
+    assert "".join(page.locator(".token").all_text_contents()).replace("↵", "") == whole
+    tokens = page.locator(".token")
+    assert page.evaluate("document.activeElement.className") == "token"
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    assert tokens.evaluate_all("all => all.indexOf(document.activeElement)") == 3
+    page.keyboard.press("End")
+    assert tokens.evaluate_all("all => all.indexOf(document.activeElement)") == tokens.count() - 1
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowDown")
+    below = tokens.evaluate_all(
+        "all => document.activeElement.getBoundingClientRect().top - all[0].getBoundingClientRect().top"
+    )
+    assert below > 0 or len(whole) < 60
+    page.keyboard.press("Home")
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    chat.until("document.activeElement.className === 'choice'")
+    page.keyboard.press("ArrowRight")  # the next token
+    chat.until("document.activeElement.className === 'choice'")
+    page.keyboard.press("Escape")
+    assert tokens.evaluate_all("all => all.indexOf(document.activeElement)") == 6
+    page.keyboard.press("Enter")
+    chat.until("document.activeElement.className === 'choice'")
+    if page.evaluate("document.activeElement.getAttribute('aria-current')") == "true":
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    chat.wait_end(1)
+    assert page.locator(".answer .switcher-place").inner_text() == "2/2"
+    page.keyboard.press("Alt+b")
+    page.wait_for_selector(".token")
+    page.keyboard.press("Escape")
+    assert page.locator(".token").count() == 0
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Branch inside"
+
+
+def test_words_under_markdown_are_found_in_the_text(chat: Watched) -> None:
+    chat.ask("Make a table of animals and their sounds")
+    item = _last_item(chat)
+    whole = item["content"][0]["text"]
+    cell = chat.page.locator(".prose td").last
+    word = re.findall(r"\w+", cell.inner_text())[0]
+    cell.scroll_into_view_if_needed()
+    _click_word(chat, word, whole, last=True)
+    mark = chat.page.locator(".alternatives mark")
+    mark.wait_for()
+    at = [match.start() for match in re.finditer(rf"\b{word}\b", whole)][-1]
+    token = next(each for each in _tokens(chat, item) if each["start"] is not None and at < each["end"])
+    assert mark.inner_text() == _visible(whole[token["start"] : token["end"]])
+    chat.page.keyboard.press("Escape")
+    assert chat.page.locator(".alternatives").count() == 0
+
+
+def test_a_click_beside_words_or_with_the_switch_off_does_nothing(chat: Watched) -> None:
+    chat.ask(STORY)
+    whole = _last_item(chat)["content"][0]["text"]
+    word, _ = _word_in_the_middle(whole)
+    chat.page.click("[aria-label=Settings]")
+    chat.page.uncheck("text=A click on a word")
+    chat.page.keyboard.press("Escape")
+    _click_word(chat, word, whole)
+    assert not [url for url in chat.asked if "/tokens" in url]
+    assert chat.page.locator(".alternatives").count() == 0
+
+
+def test_axe_finds_nothing_inside_an_answer(open_page: Any) -> None:
+    chat: Watched = open_page(bypass_csp=True, reduced_motion="reduce")
+    chat.page.add_script_tag(path=AXE)
+    chat.ask(STORY)
+    chat.page.click("[aria-label='Branch inside']")
+    chat.page.locator(".token").nth(4).click()
+    chat.page.wait_for_selector(".choice")
+    for scheme in ("dark", "light"):
+        chat.page.emulate_media(color_scheme=scheme)
+        chat.page.wait_for_timeout(200)  # colours settle
+        found = chat.page.evaluate("axe.run(document, {resultTypes: ['violations']}).then(found => found.violations)")
+        assert [(rule["id"], [node["html"][:160] for node in rule["nodes"]]) for rule in found] == []
+
+
+def _get(chat: Watched, path: str) -> Any:
+    """Ask the server about the conversation that is shown."""
+    return chat.page.evaluate(
+        "path => fetch(`v1/conversations/${location.hash.slice(1)}${path}`).then(reply => reply.json())", path
+    )
+
+
+def _last_item(chat: Watched) -> dict[str, Any]:
+    item: dict[str, Any] = _get(chat, f"/items/{chat.ends()[-1]['output'][0]['id']}")
+    return item
+
+
+def _tokens(chat: Watched, item: dict[str, Any]) -> list[dict[str, Any]]:
+    tokens: list[dict[str, Any]] = _get(chat, f"/items/{item['id']}/tokens")["data"]
+    return tokens
+
+
+def _word_in_the_middle(text: str) -> tuple[str, int]:
+    """A word that is there once, and where."""
+    words = [match for match in re.finditer(r"\w{3,}", text) if len(re.findall(rf"\b{match[0]}\b", text)) == 1]
+    match = words[len(words) // 2]
+    return match[0], match.start()
+
+
+def _click_word(chat: Watched, word: str, whole: str, last: bool = False) -> None:
+    """Click in the middle of a word, where it is drawn."""
+    box = chat.page.evaluate(
+        """([word, last]) => {
+            const root = [...document.querySelectorAll('.answer .prose')].at(-1);
+            const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+            let found = null;
+            for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+                for (const match of node.textContent.matchAll(new RegExp(`\\\\b${word}\\\\b`, 'g'))) {
+                    if (found && !last) continue;
+                    found = document.createRange();
+                    found.setStart(node, match.index);
+                    found.setEnd(node, match.index + word.length);
+                }
+            }
+            const {x, y, width, height} = found.getBoundingClientRect();
+            return {x: x + width / 2, y: y + height / 2};
+        }""",
+        [word, last],
+    )
+    assert word in whole
+    chat.page.mouse.click(box["x"], box["y"])
+
+
+def _percent(share: float) -> str:
+    if share >= 0.0995:
+        return f"{int(share * 100 + 0.5)} %"
+    return f"{share * 100:.1f} %" if share >= 0.00095 else "< 0.1 %"
+
+
+def _visible(text: str) -> str:
+    stripped = text.strip(" ")
+    before, after = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
+    return ("·" * before + stripped + "·" * after).replace("\n", "↵")
+
+
+def _is(frame: dict[str, Any], response: dict[str, Any]) -> bool:
+    return bool(frame["response"]["id"] == response["id"])
+
+
+def _squeeze(text: str) -> str:
+    return "".join(re.findall(r"\w", text))
