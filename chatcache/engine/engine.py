@@ -146,6 +146,10 @@ class Engine:
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
+    def take_events(self) -> list[EngineEvent]:
+        """Return the events since the last call: after an abort its end, without a step."""
+        return self._outbox.take()
+
     def step(self) -> list[EngineEvent]:
         """Run one step and return the events since the last call. Never raises on account of a request.
 

@@ -94,11 +94,15 @@ class ClockEngine:
     def has_work(self) -> bool:
         return bool(self._phase_of or self._ended)
 
+    def take_events(self) -> list[EngineEvent]:
+        events, self._ended = self._ended, []
+        return events
+
     def step(self) -> Sequence[EngineEvent]:
         """Wait for the next tick, then say what is due."""
         time.sleep(max(0.0, self._beat.delay_s()))
         tick = self._beat.advance()
-        events, self._ended = self._ended, []
+        events = self.take_events()
         streams = self._phases[tick % len(self._phases)]
         over: list[_Stream] = []
         token = (NUM_BYTE_TOKENS + tick % NUM_TICKS,)

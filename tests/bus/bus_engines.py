@@ -71,10 +71,14 @@ class CountingEngine:
     def has_work(self) -> bool:
         return bool(self._running or self._ended)
 
+    def take_events(self) -> list[EngineEvent]:
+        events, self._ended = self._ended, []
+        return events
+
     def step(self) -> list[EngineEvent]:
         time.sleep(self._step_s)
         self._num_steps += 1
-        events, self._ended = self._ended, []
+        events = self.take_events()
         for name, (request, produced, seq) in list(self._running.items()):
             if not produced:
                 events.append(Started(name, seq := seq + 1, len(request.prompt), 0))
