@@ -40,9 +40,9 @@ def running_id(server: Server) -> str:
     return server.call(first())
 
 
-def counted(server: Server, name: str) -> int:
+def counted(server: Server, name: str, key: dict[str, str] | None = None) -> int:
     """A counter's value; with labels as they are written, 0 where it was never touched."""
-    text = server.request("GET", "/metrics")[2]
+    text = server.request("GET", "/metrics", headers=key)[2]
     found = re.findall(rf"^{re.escape(name)} (.*)$", text, re.M)
     return int(float(found[0])) if found else 0
 

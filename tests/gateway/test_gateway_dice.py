@@ -1,0 +1,77 @@
+"""Two tenants' clients throw dice at one server: nobody is told what is wrong, nothing is left when they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chatcache.config import EngineConfig, ServerConfig
+from tests.gateway.dice import ENDS, Dicer, World
+from tests.gateway.responding import counted, num_running, num_tasks
+from tests.gateway.serving import Server, post_bytes, read_all, wait_until
+
+KEYS = ("sk-dice-of-one", "sk-dice-of-two")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Little room: requests wait, and are put aside for others."""
+    path: Path = tmp_path_factory.mktemp("dice")
+    config = ServerConfig(db=str(path / "chat.db"), api_keys=KEYS, detach_ttl_s=0.3)
+    with Server(config, num_pages=700, engine_config=EngineConfig(max_num_seqs=80, max_num_waiting=40)) as server:
+        server.wait_ready()
+        with server.connect() as first:  # what runs as long as the server is there
+            body = b'{"input":"Hi","max_output_tokens":1,"stream":true}'
+            first.sendall(post_bytes(server.port, "/v1/responses", body, f"authorization: Bearer {KEYS[0]}\r\n"))
+            assert b"response.incomplete" in read_all(first)
+        server.runner.delay_s = 0.001
+        yield server
+
+
+async def _play(server: Server, worlds: tuple[World, World], seed: int, num_clients: int, num_rounds: int) -> None:
+    one, two = worlds
+    async with asyncio.TaskGroup() as group:
+        for number in range(num_clients):
+            mine, other = (one, two) if number % 2 else (two, one)
+            group.create_task(Dicer(server.url, mine, other, seed * 1000 + number).play(num_rounds))
+
+
+def _check(server: Server, caplog: pytest.LogCaptureFixture, seed: int, num_clients: int, num_rounds: int) -> None:
+    worlds = World(KEYS[0]), World(KEYS[1])
+    idle = num_tasks(server)
+    asyncio.run(_play(server, worlds, seed, num_clients, num_rounds))
+    wait_until(lambda: num_running(server) == 0, "every response to end", timeout_s=60)
+    server.wait_idle()
+    wait_until(lambda: num_tasks(server) <= idle, "every task to end")
+    assert not [fault for world in worlds for fault in world.faults]
+    for world, other in (worlds, worlds[::-1]):
+        assert world.told > num_rounds
+        wait_until(lambda key=world.headers: _num_sockets(server, key) == 0, "every socket to be gone")  # type: ignore[misc]
+        for response_id in dict.fromkeys(world.responses[-60:]):
+            path = f"/v1/responses/{response_id}"
+            assert server.request("GET", path, headers=other.headers)[0] == 404
+            status, _, response = server.request("GET", path, headers=world.headers)
+            assert status == 404 or response["status"] not in ("in_progress", "queued"), response
+            status, _, events = server.request("GET", f"{path}?stream=true", headers=world.headers)
+            if status == 200:
+                kinds = [line[7:] for line in events.splitlines() if line.startswith("event: ")]
+                assert len([kind for kind in kinds if kind in ENDS]) == 1, kinds
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def _num_sockets(server: Server, key: dict[str, str]) -> int:
+    return counted(server, "chatcache_ws_connections", key)
+
+
+def test_clients_that_throw_dice(table: Server, caplog: pytest.LogCaptureFixture) -> None:
+    _check(table, caplog, seed=1, num_clients=16, num_rounds=6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 10))
+def test_clients_that_throw_dice_for_long(table: Server, caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    _check(table, caplog, seed=seed, num_clients=40, num_rounds=25)
