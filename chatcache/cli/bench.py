@@ -20,6 +20,7 @@ Which = Annotated[
     Literal["latency", "throughput", "beam", "prefix", "kv"],
     typer.Argument(help="What to measure.", show_default=False),
 ]
+NamedModel = Annotated[str, typer.Option("--model", help="MODEL, as other benchmarks name it.", show_default=False)]
 ShapeName = Annotated[
     Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b"] | None,
     typer.Option("--shape", help="Random weights of this shape instead of MODEL.", show_default=False),
@@ -41,6 +42,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON her
 def bench(
     which: Which,
     model: options.Model = "",
+    named_model: NamedModel = "",
     shape: ShapeName = None,
     prompt_tokens: PromptTokens = 512,
     output_tokens: OutputTokens = 64,
@@ -60,6 +62,8 @@ def bench(
     deterministic: options.Deterministic = False,
 ) -> None:
     """Measure the engine, each figure beside what this machine allows (kv: beside its goal; no model is loaded)."""
+    if model and named_model and model != named_model:
+        raise typer.BadParameter(f"{named_model!r} is not MODEL, {model!r}; give one of them.", param_hint="--model")
     if which == "kv":
         _bench_kv(page_size, repeats, as_json, out)
         return
@@ -67,7 +71,7 @@ def bench(
     from chatcache.bench.run import run_bench
 
     config = EngineConfig(
-        model=model,
+        model=named_model or model,
         device=device,
         dtype=dtype,
         attention=attention,

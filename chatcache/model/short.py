@@ -6,6 +6,10 @@ few. SmolLM2-135M shape, bf16, 2 cores with AMX: a step of one token took 22 ms 
 (8.5 at read bandwidth), attention 1.5, norms, rotation and activation 2.3, the sampler 0.7, and Python between them the
 rest. On one thread the CPU time of a step went from 37 to 23 ms with batch 1, from 43 to 27 with 8, from 62 to 44 with
 32; with 8-bit weights, in another run, from 24 to 16, from 26 to 19 and from 62 to 44.
+
+Later, weights on huge pages and the log-sum-exp in a kernel of its own: a step of 32 tokens of 96-token contexts takes
+37 ms on one thread, of which the layers' products take 19.4, the head's 5.0, attention 9.7 (a row's first 64 keys
+are not prefetched), rotation and page writes 1.6, norms 0.7, the activation 0.6. Two threads wait for memory.
 """
 
 from __future__ import annotations

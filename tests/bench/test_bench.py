@@ -145,6 +145,17 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
     assert torch.get_num_threads() == json.loads(result.stdout)["num_threads"]
 
 
+def test_a_folder_is_measured_by_either_name(tmp_path: Path) -> None:
+    write_model(SHAPES["tiny"], tmp_path / "mine", seed=3)
+    options = ["--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--json", "--attention", "reference"]
+    folder = str(tmp_path / "mine")
+    for named in ([folder], ["--model", folder]):
+        result = CliRunner().invoke(app, ["bench", "latency", *options, *named])
+        assert result.exit_code == 0 and json.loads(result.stdout)["model"] == "mine"
+    result = CliRunner().invoke(app, ["bench", "latency", folder, "--model", "another"])
+    assert result.exit_code == 2 and "another" in result.output
+
+
 def test_the_deterministic_model_can_be_measured() -> None:
     """The flag reaches the loader: the reference attention cannot be had so."""
     result = CliRunner().invoke(app, ["bench", "latency", "--deterministic", "--attention", "reference"])
