@@ -5,6 +5,7 @@ import { keepSettings } from "./state/settings";
 import "./styles/index.css";
 import { App } from "./ui/App";
 import { listenForKeys } from "./ui/keys";
+import { keepPanel } from "./ui/panels";
 
 const chat = new Chat();
 
@@ -17,6 +18,7 @@ function followAddress(): void {
 }
 
 keepSettings();
+keepPanel();
 followAddress();
 addEventListener("hashchange", followAddress);
 effect(() => {

@@ -92,6 +92,12 @@ export class Tree {
     return (this.children.get(message.parent) ?? []).map((key) => this.messages.get(key)!);
   }
 
+  /** The messages below one, oldest first; of null, the roots. */
+  childrenOf(parent: string | null): readonly Message[] {
+    void this.version.value;
+    return (this.children.get(parent) ?? []).map((key) => this.messages.get(key)!);
+  }
+
   /** The candidates that one request made together with `message`. */
   candidates(message: Message): readonly Message[] {
     if (message.turn === null) return [message];
@@ -111,7 +117,8 @@ export class Tree {
     this.version.value++;
   }
 
-  private chosenChild(parent: string | null): Message | undefined {
+  /** The child that the path goes on with. */
+  chosenChild(parent: string | null): Message | undefined {
     const key = this.chosen.get(parent);
     return key === undefined ? undefined : this.messages.get(key);
   }

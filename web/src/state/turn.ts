@@ -1,6 +1,7 @@
 // One request and what came of it: its candidates, its figures, and how frames change them.
 import { type Signal, batch, computed, signal } from "@preact/signals";
 import type { Miss, Receipt, ServerFrame, WireItem, WireOutput, WireResponse, WireUsage } from "../wire/frames";
+import { BeamTree } from "./beams";
 import type { FrameBatcher } from "./frame";
 import type { Message, Status, Usage } from "./tree";
 
@@ -28,6 +29,7 @@ export class Turn {
   readonly firstTokenMs = signal<number | null>(null); // after sending
   readonly decodeMs = signal<number | null>(null); // first token to the end
   readonly open = signal(true); // candidates stand side by side until one is picked
+  readonly beamTree = signal<BeamTree | null>(null); // once live beams were told
   stopWanted = false;
   private readonly places = new Map<number, number>(); // output_index of a message -> its candidate
   private readonly thoughts = new Map<number, number>(); // output_index of reasoning -> its candidate
@@ -70,6 +72,12 @@ export class Turn {
         if (frame.phase !== "decode") break;
         this.miss.value = frame.miss ?? null;
         this.copiedPages.value = frame.copied_pages ?? null;
+        break;
+      case "response.beam":
+        this.phase.value = "decode";
+        this.firstTokenMs.value ??= performance.now() - this.sentAt;
+        this.beamTree.value ??= new BeamTree();
+        this.beamTree.value.grow(frame.nodes, frame.live);
         break;
       case "response.output_item.added":
         if (frame.item.type === "reasoning") this.think(frame.output_index, frame.item.candidate);

@@ -6,17 +6,19 @@ import { Banner } from "./Banner";
 import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
 import { Menu, Plus } from "./icons";
-import { panel, sidebarOpen } from "./panels";
+import { panel, side, sidebarOpen } from "./panels";
 import { Settings } from "./Settings";
 import { Shortcuts } from "./Shortcuts";
 import { Sidebar } from "./Sidebar";
+import { SideButtons } from "./SideButtons";
+import { SideDoor } from "./SideDoor";
 import { ThreadView } from "./ThreadView";
 import { Toasts } from "./Toasts";
 
 export function App({ chat }: { chat: Chat }) {
   return (
     <ChatContext.Provider value={chat}>
-      <div class={`app ${sidebarOpen.value ? "app-side" : ""} ${panel.value === "settings" ? "app-panel" : ""}`}>
+      <div class={`app ${sidebarOpen.value ? "app-side" : ""} ${panel.value === "settings" ? "app-panel" : side.value ? "app-panel app-wide" : ""}`}>
         <Sidebar />
         <button type="button" class="scrim" aria-label="Close the list" tabIndex={-1} onClick={() => (sidebarOpen.value = false)} />
         <main class="main">
@@ -26,6 +28,7 @@ export function App({ chat }: { chat: Chat }) {
           <Composer />
         </main>
         {panel.value === "settings" && <Settings />}
+        <SideDoor />
       </div>
       {panel.value === "shortcuts" && <Shortcuts />}
       <AlternativesPopover />
@@ -56,6 +59,7 @@ function TopBar() {
       <button type="button" class="tool top-new" aria-label="New chat" onClick={() => chat.newConversation()}>
         <Plus />
       </button>
+      <SideButtons />
     </header>
   );
 }

@@ -3,6 +3,7 @@ import type { Message } from "../state/tree";
 import { Answer } from "./Answer";
 import { Candidates } from "./Candidates";
 import { useChat } from "./context";
+import { LiveBeams } from "./LiveBeams";
 import { UserMessage } from "./UserMessage";
 
 export function Row({ message }: { message: Message }) {
@@ -23,6 +24,7 @@ export function Row({ message }: { message: Message }) {
     );
   }
   const turn = thread.turnOf(message);
+  if (turn?.live && (turn.beams || turn.beamTree.value)) return <LiveBeams turn={turn} />;
   if (turn && turn.open.value && turn.candidates.length > 1) return <Candidates turn={turn} chosen={message} />;
   return <Answer message={message} turn={turn} />;
 }

@@ -119,7 +119,8 @@ export class ThreadScroll {
     this.settle();
     const row = this.rows.get(key);
     if (!row) return;
-    row.focus({ preventScroll: true });
+    // whoever walks along the branch map goes on walking there
+    if (!document.activeElement?.closest(".side-panel")) row.focus({ preventScroll: true });
     row.classList.add("row-found");
     setTimeout(() => row.classList.remove("row-found"), FOUND_MS);
   }

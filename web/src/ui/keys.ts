@@ -1,7 +1,7 @@
 // Every shortcut of the page: what it is called, and what it does.
 import type { Chat } from "../state/chat";
 import type { Turn } from "../state/turn";
-import { panel, sidebarOpen, togglePanel } from "./panels";
+import { SIDES, panel, side, sidebarOpen, togglePanel, toggleSide } from "./panels";
 
 interface Shortcut {
   readonly keys: string;
@@ -21,7 +21,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
     what: "Stop the answer, or close a panel",
     matches: (event) => event.key === "Escape" && !event.shiftKey,
     run: (chat) => {
-      if (panel.value === "settings") {
+      if (panel.value === "settings" || (side.value !== null && !chat.live.value)) {
         panel.value = null;
         focusComposer();
       } else if (chat.live.value) chat.stop();
@@ -30,6 +30,18 @@ export const SHORTCUTS: readonly Shortcut[] = [
     },
   },
   { keys: "↑", what: "Edit the last message, from an empty box" },
+  {
+    keys: "Alt+Shift+1 … 4",
+    what: "Candidates, beams, branches, pages",
+    matches: (event) => event.altKey && event.shiftKey && !control(event) && /^Digit[1-4]$/.test(event.code),
+    run: (_, event) => togglePanel(SIDES[Number(event.code.slice(5)) - 1]!),
+  },
+  {
+    keys: "Ctrl+.",
+    what: "Show or hide the panel",
+    matches: (event) => control(event) && event.key === ".",
+    run: toggleSide,
+  },
   {
     keys: "Alt+1 … 8",
     what: "Pick a candidate",

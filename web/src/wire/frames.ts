@@ -83,6 +83,13 @@ export interface Receipt {
   readonly stop_latency_ms: number;
 }
 
+export interface WireBeamNode {
+  readonly id: number;
+  readonly parent: number; // 0: the prompt
+  readonly text: string;
+  readonly score: number;
+}
+
 type Lane = { readonly stream_id?: string; readonly sequence_number?: number };
 
 export type ServerFrame = Lane &
@@ -99,6 +106,7 @@ export type ServerFrame = Lane &
         readonly copied_pages?: number | null;
         readonly miss?: Miss | null;
       }
+    | { readonly type: "response.beam"; readonly nodes: readonly WireBeamNode[]; readonly live: readonly number[] }
     | { readonly type: "response.output_item.added"; readonly output_index: number; readonly item: WireItem }
     | { readonly type: "response.output_text.delta"; readonly output_index: number; readonly delta: string }
     | { readonly type: "response.output_text.done"; readonly output_index: number; readonly text: string }
@@ -137,6 +145,7 @@ export interface CreateFrame extends Place {
   readonly explain?: boolean;
   readonly n?: number;
   readonly beam_width?: number;
+  readonly stream_beams?: boolean;
   readonly temperature?: number;
   readonly top_p?: number;
   readonly max_output_tokens?: number;

@@ -1,0 +1,191 @@
+// Where everything of a beam tree goes. Text runs to the right in cells of one width; every live beam has a lane of its
+// own, what all agree on keeps the top one, and dropped beams lie where room is left, or become a tick.
+//
+//   There was once a dragon ─┬ called Kai ── who lived      lane 0: the trunk, then its first-born child
+//                  ╰ king    ╰ in the ─┬ edge of the        lane 1: "king" was dropped; then a live beam
+//                                      ╰ city               lane 2
+import type { BeamNode, BeamTree } from "../state/beams";
+import { Lanes } from "./lanes";
+import { CELL, cells, clipped, visible } from "./text";
+
+export const LANE = 30; // px
+export const CURVE = 18; // px from where a beam forks off to where its text begins
+const DEAD_LANES = 4; // a dropped beam goes no further from its parent than this
+const DEAD_CHARS = 22; // shown of it
+
+export type Kind = "agreed" | "open" | "dead";
+
+interface Look {
+  readonly kind: Kind;
+  readonly lit: boolean; // the first of the beams that count runs through it
+}
+
+export interface Piece extends Look {
+  readonly key: string;
+  readonly lane: number;
+  readonly x: number;
+  readonly width: number;
+  readonly text: string;
+}
+
+export interface Join extends Look {
+  readonly key: string;
+  readonly x: number;
+  readonly from: number; // lanes
+  readonly to: number;
+}
+
+export interface Place {
+  readonly lane: number;
+  readonly x: number;
+}
+
+export interface BeamDrawing {
+  readonly pieces: readonly Piece[];
+  readonly joins: readonly Join[];
+  readonly ticks: readonly Place[]; // where a beam was dropped that found no room
+  readonly ends: ReadonlyMap<BeamNode, Place>; // of the live beams
+  readonly lanes: number;
+  readonly width: number; // px
+}
+
+interface Side extends Place {
+  readonly child: BeamNode; // forks off at x, from lane
+}
+
+/** `alive`: the ends of the beams that count, best first. */
+export function drawBeams(tree: BeamTree, alive: readonly BeamNode[] = tree.live): BeamDrawing {
+  const looks = new Looks(tree, alive);
+  const grown = placeAlive(tree, looks, alive);
+  return placeDead(grown, looks);
+}
+
+/** What every node is: agreed on, open or dropped. */
+class Looks {
+  readonly alive = new Set<BeamNode>();
+  private readonly lit = new Set<BeamNode>();
+  private readonly agreed = new Set<BeamNode>();
+
+  constructor(tree: BeamTree, ends: readonly BeamNode[]) {
+    for (const end of ends) {
+      for (let at: BeamNode | null = end; at && !this.alive.has(at); at = at.parent) this.alive.add(at);
+    }
+    for (let at: BeamNode | null = ends[0] ?? null; at; at = at.parent) this.lit.add(at);
+    for (let at = tree.root; !ends.includes(at); ) {
+      const [only, second] = at.children.filter((child) => this.alive.has(child));
+      if (!only || second) break;
+      this.agreed.add(only);
+      at = only;
+    }
+  }
+
+  of(node: BeamNode): Look {
+    const kind = this.agreed.has(node) ? "agreed" : this.alive.has(node) ? "open" : "dead";
+    return { kind, lit: this.lit.has(node) };
+  }
+
+  /** The child that goes on in its parent's lane: the first-born that lives. */
+  heir(node: BeamNode): BeamNode | null {
+    return node.children.find((child) => this.alive.has(child)) ?? null;
+  }
+}
+
+interface Grown {
+  readonly pieces: Piece[];
+  readonly joins: Join[];
+  readonly ends: Map<BeamNode, Place>;
+  readonly taken: { readonly lane: number; readonly from: number; readonly to: number }[];
+  readonly dead: Side[];
+  lanes: number;
+  width: number;
+}
+
+/** Lanes of the live beams. Of a lane's forks the rightmost takes the next lane, so that no line crosses another. */
+function placeAlive(tree: BeamTree, looks: Looks, alive: readonly BeamNode[]): Grown {
+  const grown: Grown = { pieces: [], joins: [], ends: new Map(), taken: [], dead: [], lanes: 0, width: 0 };
+  const waiting: Side[] = []; // taken from its end
+  const aside = (node: BeamNode, x: number, lane: number) => {
+    const heir = looks.heir(node);
+    for (const child of node.children.toReversed()) {
+      if (child !== heir) (looks.alive.has(child) ? waiting : grown.dead).push({ child, x, lane });
+    }
+    return heir;
+  };
+  const first = aside(tree.root, 0, 0);
+  if (first) waiting.push({ child: first, x: 0, lane: 0 });
+  for (let side = waiting.pop(); side; side = waiting.pop()) {
+    const lane = grown.lanes++;
+    if (lane > 0) join(grown, looks, side, lane);
+    const from = side.x + CURVE;
+    let x = from;
+    let run: BeamNode[] = [];
+    for (let node: BeamNode | null = side.child; node; ) {
+      run.push(node);
+      const end: number = x + cells(visible(node.text)) * CELL;
+      const next = aside(node, end, lane);
+      if (alive.includes(node)) grown.ends.set(node, { x: end, lane });
+      if (!next || !sameLook(looks.of(node), looks.of(next))) {
+        const text = visible(run.map((step) => step.text).join(""));
+        const start = end - cells(text) * CELL;
+        grown.pieces.push({ key: `p${run[0]!.id}`, ...looks.of(node), lane, x: start, width: end - start, text });
+        run = [];
+      }
+      [node, x] = [next, end];
+    }
+    grown.taken.push({ lane, from: side.x, to: x + CELL });
+    grown.width = Math.max(grown.width, x);
+  }
+  return grown;
+}
+
+/** Dropped beams, the longest first: one that was open for long is worth more room than one that fell at once. */
+function placeDead(grown: Grown, looks: Looks): BeamDrawing {
+  const lanes = new Lanes(grown.width + CURVE + 2 * DEAD_CHARS * CELL);
+  for (const { lane, from, to } of grown.taken) lanes.take(lane, from, to);
+  const ticks: Place[] = [];
+  const dead = grown.dead.map((side) => ({ side, text: deadText(side.child) }));
+  dead.sort((a, b) => b.text.length - a.text.length || a.side.x - b.side.x);
+  for (const { side, text } of dead) {
+    const width = cells(text) * CELL;
+    const end = side.x + CURVE + width;
+    const lane = roomFor(lanes, side, end + CELL);
+    if (lane === null) {
+      ticks.push({ lane: side.lane, x: side.x });
+      continue;
+    }
+    join(grown, looks, side, lane);
+    for (let between = side.lane + 1; between < lane; between++) lanes.take(between, side.x, side.x + CURVE);
+    lanes.take(lane, side.x, end + CELL);
+    grown.pieces.push({ key: `d${side.child.id}`, kind: "dead", lit: false, lane, x: side.x + CURVE, width, text });
+    grown.lanes = Math.max(grown.lanes, lane + 1);
+    grown.width = Math.max(grown.width, end);
+  }
+  const { pieces, joins, ends, width } = grown;
+  return { pieces, joins, ticks, ends, lanes: grown.lanes, width };
+}
+
+/** The nearest lane that is free up to `end` and whose line to it crosses nothing; null if there is none. */
+function roomFor(lanes: Lanes, side: Side, end: number): number | null {
+  for (let lane = side.lane + 1; lane <= side.lane + DEAD_LANES; lane++) {
+    if (lanes.isFree(lane, side.x, end)) return lane;
+    if (!lanes.isFree(lane, side.x, side.x + CURVE)) return null;
+  }
+  return null;
+}
+
+function join(grown: Grown, looks: Looks, side: Side, lane: number): void {
+  const { child, x } = side;
+  grown.joins.push({ key: `j${child.id}`, ...looks.of(child), x, from: side.lane, to: lane });
+  for (let between = side.lane + 1; between < lane; between++) grown.taken.push({ lane: between, from: x, to: x + CURVE });
+}
+
+function sameLook(a: Look, b: Look): boolean {
+  return a.kind === b.kind && a.lit === b.lit;
+}
+
+/** What a dropped beam said along its first children, cut short. */
+function deadText(start: BeamNode): string {
+  let text = "";
+  for (let node: BeamNode | undefined = start; node && text.length <= DEAD_CHARS; node = node.children[0]) text += node.text;
+  return clipped(visible(text), DEAD_CHARS);
+}

@@ -1,0 +1,60 @@
+// The page map as one path per state. Every state has a shape of its own beside its colour.
+export type PageState = "shared" | "held" | "pinned" | "idle" | "other" | "free";
+
+interface StateOfPages {
+  readonly code: string; // on the wire
+  readonly name: PageState;
+  readonly label: string;
+  readonly what: string;
+  readonly shape: string; // in a box of 10 by 10, from its corner
+}
+
+export const PAGE_STATES: readonly StateOfPages[] = [
+  { code: "s", name: "shared", label: "Shared", what: "held by several branches at once", shape: "m1 1h6v2h2v6h-6v-2h-2z" },
+  { code: "a", name: "held", label: "Held", what: "held by one branch", shape: "m1 1h8v8h-8z" },
+  { code: "p", name: "pinned", label: "Pinned", what: "kept for good: a public prompt", shape: "m5 0.5l4.5 4.5l-4.5 4.5l-4.5 -4.5z" },
+  { code: "i", name: "idle", label: "Idle", what: "cached, given up when room is needed", shape: "m1 1h8v8h-8zm2 2v4h4v-4z" },
+  { code: "o", name: "other", label: "Others", what: "of somebody else", shape: "m1 4h8v2h-8z" },
+  { code: "f", name: "free", label: "Free", what: "never used, or given back", shape: "m4 4h2v2h-2z" },
+];
+
+export const BOX = 10; // units per cell
+
+const MOST_COLUMNS = 64;
+
+export function columnsFor(count: number): number {
+  return Math.min(MOST_COLUMNS, Math.max(8, Math.ceil(Math.sqrt(count))));
+}
+
+/** The outlines of every state's cells. */
+export function pagePaths(cells: string, columns: number): ReadonlyMap<PageState, string> {
+  return new Map(
+    PAGE_STATES.map(({ code, name, shape }) => {
+      let path = "";
+      for (let at = cells.indexOf(code); at >= 0; at = cells.indexOf(code, at + 1)) path += corner(at, columns) + shape;
+      return [name, path];
+    }),
+  );
+}
+
+/** The cells that differ from what was there before, as one path of boxes. */
+export function changedPath(cells: string, before: string, columns: number): string {
+  if (before.length !== cells.length) return "";
+  let path = "";
+  for (let at = 0; at < cells.length; at++) if (cells[at] !== before[at]) path += `${corner(at, columns)}h10v10h-10z`;
+  return path;
+}
+
+export function countStates(cells: string): ReadonlyMap<PageState, number> {
+  const counts = new Map<PageState, number>(PAGE_STATES.map(({ name }) => [name, 0]));
+  const names = new Map(PAGE_STATES.map(({ code, name }) => [code, name]));
+  for (const code of cells) {
+    const name = names.get(code);
+    if (name) counts.set(name, counts.get(name)! + 1);
+  }
+  return counts;
+}
+
+function corner(at: number, columns: number): string {
+  return `M${(at % columns) * BOX} ${Math.floor(at / columns) * BOX}`;
+}

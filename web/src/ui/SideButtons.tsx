@@ -1,0 +1,38 @@
+// The four doors to the side panel, in the top bar. On a phone one opens what was shown last.
+import { useChat } from "./context";
+import { Beams, Cells, Columns, Fork, PanelRight } from "./icons";
+import { type Side, lastSide, panel, togglePanel } from "./panels";
+
+const DOORS: readonly { name: Side; label: string; icon: typeof Fork }[] = [
+  { name: "candidates", label: "Candidates", icon: Columns },
+  { name: "beams", label: "Beams", icon: Beams },
+  { name: "branches", label: "Branches", icon: Fork },
+  { name: "pages", label: "Pages", icon: Cells },
+];
+
+export function SideButtons() {
+  const searching = useChat().live.value?.beamTree.value ?? null;
+  return (
+    <>
+      <div class="doors" role="group" aria-label="Panels">
+        {DOORS.map(({ name, label, icon: Icon }, index) => (
+          <button
+            key={name}
+            type="button"
+            class="tool"
+            aria-label={label}
+            title={`${label} (Alt+Shift+${index + 1})`}
+            aria-pressed={panel.value === name}
+            data-busy={name === "beams" && searching !== null ? true : undefined}
+            onClick={() => togglePanel(name)}
+          >
+            <Icon />
+          </button>
+        ))}
+      </div>
+      <button type="button" class="tool door" aria-label="Panel" onClick={() => togglePanel(lastSide.value)}>
+        <PanelRight />
+      </button>
+    </>
+  );
+}

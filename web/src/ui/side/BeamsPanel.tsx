@@ -1,0 +1,127 @@
+// Beam search as it happens: the tree above, the open beams below in words. Afterwards the beams that were kept.
+import { useComputed, useSignal } from "@preact/signals";
+import { useMemo } from "preact/hooks";
+import { drawBeams } from "../../draw/beams";
+import { type BeamNode, type BeamTree, likelihood, percentPerToken } from "../../state/beams";
+import { setSampling } from "../../state/settings";
+import type { Thread } from "../../state/thread";
+import type { Turn } from "../../state/turn";
+import { useBeat } from "../beat";
+import { useChat } from "../context";
+import { focusComposer } from "../keys";
+import { BeamTreeView } from "./BeamTreeView";
+import { Teach } from "./Teach";
+
+const DRAW_MS = 90;
+const SHOWN_CHARS = 90;
+
+export function BeamsPanel() {
+  const chat = useChat();
+  const turn = searchedTurn(chat.thread.value);
+  const tree = turn?.beamTree.value;
+  if (turn && tree) return <Search key={turn.key} turn={turn} tree={tree} />;
+  if (turn?.live) return <p class="hint">The first beams are on their way.</p>;
+  const tryIt = () => {
+    setSampling({ search: "beam", n: 4 });
+    focusComposer();
+  };
+  return (
+    <Teach title="Watch a search think" action="Try 4 beams" onAction={tryIt}>
+      Beam search keeps the likeliest texts side by side and drops the others, token by token. All of them share the pages of what
+      they have in common. Ask something with beams, and the tree grows here.
+    </Teach>
+  );
+}
+
+/** The latest search on the shown path. */
+function searchedTurn(thread: Thread): Turn | undefined {
+  const turns = thread.tree.value.path.value.map((message) => thread.turnOf(message));
+  return turns.findLast((turn) => turn && (turn.beamTree.value || (turn.beams && turn.live)));
+}
+
+function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
+  const chat = useChat();
+  const held = useSignal<number | null>(null); // the beam that the reader looks at
+  const searching = turn.live;
+  const version = useBeat(tree.version, DRAW_MS);
+  const kept = useComputed(() => (turn.phase.value === "ended" ? keptBeams(turn, tree) : []));
+  const ends = kept.value.length > 0 ? kept.value.map(({ node }) => node) : tree.live;
+  const chosen = held.value === null ? undefined : ends[held.value];
+  const drawing = useMemo(
+    () => drawBeams(tree, chosen ? [chosen, ...ends.filter((end) => end !== chosen)] : ends),
+    [tree, version.value, chosen, kept.value],
+  );
+  const agreed = tree.agreed();
+  const dropped = drawing.pieces.filter((piece) => piece.kind === "dead").length + drawing.ticks.length;
+  const label = `Beam tree. ${ends.length} ${searching ? "open" : "kept"}, ${dropped} dropped. All agree on ${agreed.depth} tokens.`;
+  const look = (index: number | null) => (held.value = index);
+  return (
+    <>
+      <p class="side-lead" data-state={searching ? "searching" : "done"}>
+        <b>{searching ? "Searching" : "Found"}</b>
+        <span><b data-figure="open">{ends.length}</b> {searching ? "open" : "kept"}</span>
+        <span><b data-figure="agreed">{agreed.depth}</b> tokens agreed</span>
+        <span><b data-figure="dropped">{dropped}</b> dropped</span>
+      </p>
+      <BeamTreeView drawing={drawing} ends={ends} label={label} />
+      <Legend searching={searching} />
+      <h2 class="side-title-2">{searching ? "Open beams, likeliest first" : "Kept beams, best first"}</h2>
+      <ol class="beam-list" onMouseLeave={() => look(null)}>
+        {ends.map((end, index) => {
+          const message = kept.value[index]?.message;
+          return (
+            <li key={index}>
+              <button
+                type="button"
+                class="beam-row"
+                aria-label={`Beam ${index + 1} of ${ends.length}, ${scoreWords(ends, index, searching)}: ${lastOf(tree, end, agreed)}`}
+                aria-current={message && message === chat.thread.value.tree.value.leaf.value ? "true" : undefined}
+                onFocus={() => look(index)}
+                onBlur={() => look(null)}
+                onMouseEnter={() => look(index)}
+                onClick={() => message && chat.pick(message)}
+              >
+                <span class="beam-place">{index + 1}</span>
+                <span class="beam-text">{lastOf(tree, end, agreed)}</span>
+                <span class="beam-score">{scoreWords(ends, index, searching)}</span>
+              </button>
+            </li>
+          );
+        })}
+      </ol>
+    </>
+  );
+}
+
+/** Which of the tree's nodes the answers are, in their order. */
+function keptBeams(turn: Turn, tree: BeamTree) {
+  const found = turn.candidates.map((message) => ({ message, node: tree.find(message.text.value) }));
+  return found.filter((beam): beam is { message: (typeof beam)["message"]; node: BeamNode } => beam.node !== null);
+}
+
+function Legend({ searching }: { searching: boolean }) {
+  return (
+    <ul class="legend-line">
+      <li><svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-agreed" d="M0 3h22" /></svg>agreed</li>
+      <li>
+        <svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-open" d="M0 3h22" /></svg>
+        {searching ? "open" : "kept"}
+      </li>
+      <li><svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-dead" d="M0 3h22" /></svg>dropped</li>
+    </ul>
+  );
+}
+
+/** What a beam says beyond what all agree on; of much the end. */
+function lastOf(tree: BeamTree, end: BeamNode, agreed: BeamNode): string {
+  const text = tree.textOf(end).slice(tree.textOf(agreed).length).trim();
+  return text.length > SHOWN_CHARS ? `…${text.slice(-SHOWN_CHARS)}` : text || "(nothing more yet)";
+}
+
+/** Of open beams, which all have as many tokens, how likely they are; of kept ones, what a length counts out of. */
+function scoreWords(ends: readonly BeamNode[], index: number, searching: boolean): string {
+  const end = ends[index]!;
+  const perToken = `${percentPerToken(end)}% a token`;
+  if (!searching) return `${index === 0 ? "the best · " : ""}${perToken} over ${end.depth} tokens`;
+  return `${index === 0 ? "the best" : likelihood(end.score, ends[0]!.score)} · ${perToken}`;
+}

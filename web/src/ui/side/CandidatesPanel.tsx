@@ -1,0 +1,83 @@
+// The answers to one message beside the thread: what they share once, then where each goes its own way.
+import { useComputed } from "@preact/signals";
+import { clipped } from "../../draw/text";
+import { sharedStart } from "../../state/compare";
+import { setSampling } from "../../state/settings";
+import type { Message, Status } from "../../state/tree";
+import { useChat } from "../context";
+import { focusComposer } from "../keys";
+import { goTo } from "../goTo";
+import { Teach } from "./Teach";
+
+const STATES: Readonly<Record<Status, string>> = {
+  waiting: "waiting", streaming: "writing", done: "", stopped: "stopped", length: "cut off", error: "failed",
+};
+const SHARED_CHARS = 220;
+
+export function CandidatesPanel() {
+  const chat = useChat();
+  const tree = chat.thread.value.tree.value;
+  const answer = tree.path.value.findLast((message) => message.role === "assistant" && tree.siblings(message).length > 1);
+  if (!answer) return <Lonely />;
+  const versions = tree.siblings(answer);
+  const asked = answer.parent === null ? undefined : tree.get(answer.parent);
+  return <Versions key={answer.parent} asked={asked?.text.value ?? ""} versions={versions} shown={answer} />;
+}
+
+function Lonely() {
+  const tryIt = () => {
+    setSampling({ search: "sample", n: 4 });
+    focusComposer();
+  };
+  return (
+    <Teach title="One prompt, many answers" action="Try n = 4" onAction={tryIt}>
+      Ask for several answers at once: the prompt is computed once, then forks. Or regenerate an answer. All versions of the
+      latest one that has several are listed here, to compare and to pick from.
+    </Teach>
+  );
+}
+
+interface VersionsProps {
+  readonly asked: string;
+  readonly versions: readonly Message[];
+  readonly shown: Message;
+}
+
+function Versions({ asked, versions, shown }: VersionsProps) {
+  const chat = useChat();
+  const shared = useComputed(() => sharedStart(versions.map((message) => message.text.value)));
+  const common = shared.value;
+  return (
+    <>
+      <p class="side-lead"><b>{versions.length} answers</b> to <q>{clipped(asked, 80)}</q></p>
+      {common.trim() !== "" && (
+        <p class="shared-start">
+          <span class="hint">All begin alike</span>
+          {clipped(common.trim(), SHARED_CHARS)}
+        </p>
+      )}
+      <ol class="version-list">
+        {versions.map((message, index) => (
+          <li key={message.key}>
+            <button
+              type="button"
+              class="version"
+              aria-current={message === shown ? "true" : undefined}
+              onClick={() => {
+                chat.pick(message);
+                goTo(chat, message);
+              }}
+            >
+              <span class="card-place">{index + 1}</span>
+              <span class="version-text">
+                {message.text.value.slice(common.length).trimStart() || (message.text.value === "" ? "…" : "(as the others begin)")}
+              </span>
+              <span class="version-state">{message === shown ? "shown" : STATES[message.status.value]}</span>
+            </button>
+          </li>
+        ))}
+      </ol>
+      <p class="hint">Picking one shows its branch. The others stay.</p>
+    </>
+  );
+}

@@ -1,0 +1,66 @@
+// The page map: every KV page of the server as a cell, once a second.
+import { useEffect, useMemo } from "preact/hooks";
+import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, pagePaths } from "../../draw/pages";
+import { PageMapWatch } from "../../state/pagemap";
+import type { CacheMap } from "../../wire/rest";
+import { Teach } from "./Teach";
+
+export function PagesPanel() {
+  const watch = useMemo(() => new PageMapWatch(), []);
+  useEffect(() => watch.watch(), []);
+  const map = watch.now.value;
+  const failure = watch.failure.value;
+  if (!map && failure !== null) return <p class="ending ending-error" role="alert">The page map did not load. {failure}</p>;
+  if (!map) return <p class="hint">Asking the server for its pages.</p>;
+  return (
+    <>
+      {failure !== null && <p class="ending ending-error" role="alert">This map is not current. {failure}</p>}
+      <PageMap map={map} before={watch.before.value} />
+    </>
+  );
+}
+
+function PageMap({ map, before }: { map: CacheMap; before: string }) {
+  const { cells } = map;
+  const columns = columnsFor(cells.length);
+  const rows = Math.ceil(cells.length / columns);
+  const paths = useMemo(() => pagePaths(cells, columns), [cells]);
+  const changed = useMemo(() => changedPath(cells, before, columns), [cells, before]);
+  const counts = useMemo(() => countStates(cells), [cells]);
+  const used = cells.length - (counts.get("free") ?? 0) - (counts.get("idle") ?? 0);
+  const share = (count: number) => `${((100 * count) / Math.max(1, cells.length)).toFixed(count > 0 && count * 100 < cells.length ? 1 : 0)}%`;
+  const noun = map.pages_per_cell > 1 ? "cells" : "pages";
+  return (
+    <>
+      <p class="side-lead">
+        <span><b data-figure="pages">{map.num_pages.toLocaleString("en")}</b> pages of {map.page_size} tokens</span>
+        <span><b>{share(used)}</b> in use</span>
+      </p>
+      <svg class="page-map" viewBox={`0 0 ${columns * BOX} ${rows * BOX}`} aria-hidden="true">
+        {PAGE_STATES.map(({ name }) => <path key={name} class={`page page-${name}`} d={paths.get(name)} />)}
+        {changed && <path key={changed} class="page-changed" d={changed} />}
+      </svg>
+      <table class="page-table">
+        <caption class="sr-only">Pages by state</caption>
+        <thead class="sr-only"><tr><th>State</th><th>Number of {noun}</th><th>Share</th></tr></thead>
+        <tbody>
+          {PAGE_STATES.filter(({ name }) => counts.get(name) || !["pinned", "other"].includes(name)).map(({ name, label, what, shape }) => (
+            <tr key={name}>
+              <th scope="row">
+                <svg viewBox={`0 0 ${BOX} ${BOX}`} aria-hidden="true"><path class={`page page-${name}`} d={`M0 0${shape}`} /></svg>
+                {label}
+                <span class="hint">{what}</span>
+              </th>
+              <td data-count={name}>{(counts.get(name) ?? 0).toLocaleString("en")}</td>
+              <td>{share(counts.get(name) ?? 0)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      {map.pages_per_cell > 1 && <p class="hint">One cell stands for {map.pages_per_cell} pages, in the busiest one's state.</p>}
+      {counts.get("free") === cells.length && (
+        <Teach title="Nothing is held yet">Say something, and watch pages fill. When the answer ends they stay as a cache for the next turn.</Teach>
+      )}
+    </>
+  );
+}

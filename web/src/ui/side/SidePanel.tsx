@@ -1,0 +1,67 @@
+// The panel at the right: candidates, beams, branches or pages, one at a time.
+import { useRef } from "preact/hooks";
+import { Close } from "../icons";
+import { focusComposer } from "../keys";
+import { type Side, SIDES, panel, side } from "../panels";
+import "../../styles/side.css";
+import { BeamsPanel } from "./BeamsPanel";
+import { BranchesPanel } from "./BranchesPanel";
+import { CandidatesPanel } from "./CandidatesPanel";
+import { PagesPanel } from "./PagesPanel";
+
+const LABELS: Readonly<Record<Side, string>> = {
+  candidates: "Candidates", beams: "Beams", branches: "Branches", pages: "Pages",
+};
+const CONTENTS = { candidates: CandidatesPanel, beams: BeamsPanel, branches: BranchesPanel, pages: PagesPanel };
+
+export function SidePanel() {
+  const tabs = useRef<HTMLDivElement>(null);
+  const shown = side.value;
+  if (shown === null) return null;
+  const Content = CONTENTS[shown];
+  const onKeyDown = (event: KeyboardEvent) => {
+    const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+    if (step === 0 || event.altKey) return;
+    event.preventDefault();
+    const next = SIDES[(SIDES.indexOf(shown) + step + SIDES.length) % SIDES.length]!;
+    panel.value = next;
+    tabs.current?.querySelector<HTMLElement>(`#tab-${next}`)?.focus();
+  };
+  return (
+    <aside class="panel side-panel" aria-label="Panel">
+      <header class="side-panel-head">
+        <div class="tabs" role="tablist" aria-label="Panel" ref={tabs} onKeyDown={onKeyDown}>
+          {SIDES.map((name) => (
+            <button
+              key={name}
+              type="button"
+              role="tab"
+              id={`tab-${name}`}
+              aria-selected={name === shown}
+              aria-controls="side-content"
+              tabIndex={name === shown ? 0 : -1}
+              onClick={() => (panel.value = name)}
+            >
+              {LABELS[name]}
+            </button>
+          ))}
+        </div>
+        <button
+          type="button"
+          class="tool"
+          aria-label="Close the panel"
+          title="Close (Ctrl+.)"
+          onClick={() => {
+            panel.value = null;
+            focusComposer();
+          }}
+        >
+          <Close />
+        </button>
+      </header>
+      <div class="side-content" role="tabpanel" id="side-content" aria-labelledby={`tab-${shown}`} tabIndex={-1}>
+        <Content />
+      </div>
+    </aside>
+  );
+}

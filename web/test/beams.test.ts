@@ -1,0 +1,161 @@
+import { describe, expect, test } from "vitest";
+import { type BeamDrawing, CURVE, drawBeams } from "../src/draw/beams";
+import { CELL, cells, clipped, visible } from "../src/draw/text";
+import { type BeamNode, BeamTree, likelihood, pathTo, percentPerToken } from "../src/state/beams";
+
+/** A tree from lines of "id parent text". */
+function treeOf(lines: string, live: number[]): BeamTree {
+  const tree = new BeamTree();
+  const nodes = lines.trim().split("\n").map((line) => {
+    const [, id, parent, text] = /^\s*(\d+) (\d+) ?(.*)$/.exec(line)!;
+    return { id: Number(id), parent: Number(parent), text: text!.replaceAll("_", " "), score: -Number(id) / 10 };
+  });
+  tree.grow(nodes, live);
+  return tree;
+}
+
+/** The same numbers every time. */
+function numbers(seed: number): () => number {
+  let state = seed;
+  return () => {
+    state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
+    return state / 2 ** 32;
+  };
+}
+
+/** A search with random choices: every step each beam has two heirs at most, the best `width` stay. */
+function grown(seed: number, width: number, steps: number): BeamTree {
+  const next = numbers(seed);
+  const tree = new BeamTree();
+  let beams = [{ id: 0, score: 0 }];
+  let id = 0;
+  for (let step = 0; step < steps; step++) {
+    const children = beams.flatMap((beam) =>
+      [0, 1, 2].slice(0, 1 + Math.floor(next() * 3)).map(() => ({ id: ++id, parent: beam.id, text: ` ${"abcdefgh".slice(0, 1 + Math.floor(next() * 6))}`, score: beam.score - next() })),
+    );
+    children.sort((a, b) => b.score - a.score);
+    beams = children.slice(0, width);
+    tree.grow(children.slice(0, width), beams.map((beam) => beam.id));
+  }
+  return tree;
+}
+
+describe("the tree", () => {
+  const TREE = "1 0 Once\n2 1 _upon\n3 1 _there\n4 2 _a\n5 3 _was\n6 5 _a";
+
+  test("what all live beams share is agreed on", () => {
+    const tree = treeOf(TREE, [4, 6]);
+    expect(tree.textOf(tree.agreed())).toBe("Once");
+    tree.grow([], [6]);
+    expect(tree.textOf(tree.agreed())).toBe("Once there was a");
+    tree.grow([], []);
+    expect(tree.agreed()).toBe(tree.root);
+  });
+
+  test("a beam that is the beginning of another is what they agree on", () => {
+    const tree = treeOf(TREE, [3, 6]);
+    expect(tree.textOf(tree.agreed())).toBe("Once there");
+  });
+
+  test("the ghost is what the best beam says beyond the solid text", () => {
+    const tree = treeOf(TREE, [6, 4]);
+    expect(tree.ghost("Once")).toBe(" there was a");
+    expect(tree.ghost("Once upon")).toBe("");
+    expect(new BeamTree().ghost("Once")).toBe("");
+  });
+
+  test("a finished text is found again, though tokens cut it differently", () => {
+    const tree = treeOf("1 0 a\n2 0 ab\n3 1 b\n4 2 c\n5 3 c\n6 3 d", [4, 5, 6]);
+    expect(pathTo(tree.find("abd")!).map((node) => node.id)).toEqual([1, 3, 6]);
+    expect(tree.textOf(tree.find("abc")!)).toBe("abc");
+    expect(tree.find("abx")).toBeNull();
+    expect(tree.find("")).toBeNull();
+  });
+
+  test("a node is told once, and one whose parent we missed still shows", () => {
+    const tree = treeOf("1 0 a\n1 0 b\n9 7 c", [1, 9]);
+    expect(tree.size).toBe(2);
+    expect(tree.live.map((node) => tree.textOf(node))).toEqual(["a", "c"]);
+  });
+
+  test("scores in words", () => {
+    expect(likelihood(-1, -1)).toBe("as likely as the best");
+    expect(likelihood(-1.05, -1)).toBe("almost as likely as the best");
+    expect(likelihood(-1 - Math.log(2.5), -1)).toBe("2.5 times less likely than the best");
+    expect(likelihood(-1 - Math.log(40), -1)).toBe("40 times less likely than the best");
+    expect(likelihood(-20, -1)).toBe("over 1,000 times less likely than the best");
+    const tree = treeOf("5 0 a\n9 5 b", [9]);
+    expect(percentPerToken(tree.live[0]!)).toBe(Math.round(1000 * Math.exp(-0.45)) / 10);
+  });
+});
+
+describe("the drawing", () => {
+  test("the trunk keeps the top lane; a dropped beam lies below it, open ones fork off", () => {
+    const tree = treeOf("1 0 Once\n2 1 _upon\n3 1 _I\n4 2 _a\n5 4 _time\n6 4 _day\n7 5 _x\n8 6 _y", [8, 7]);
+    const { pieces, joins, ticks, lanes } = drawBeams(tree);
+    expect(pieces.map(({ kind, lane, text }) => [kind, lane, text])).toEqual([
+      ["agreed", 0, "Once upon a"],
+      ["open", 0, " time x"],
+      ["open", 1, " day y"],
+      ["dead", 1, " I"],
+    ]);
+    expect(pieces.filter(({ lit }) => lit).map(({ text }) => text)).toEqual(["Once upon a", " day y"]);
+    expect(joins.map(({ from, to, kind }) => [from, to, kind])).toEqual([[0, 1, "open"], [0, 1, "dead"]]);
+    expect([ticks.length, lanes]).toEqual([0, 2]);
+  });
+
+  test.each([[1, 4, 40], [2, 8, 60], [3, 6, 120], [4, 2, 30], [5, 8, 8]])("seed %i, width %i, %i tokens", (seed, width, steps) => {
+    const tree = grown(seed, width, steps);
+    const drawing = drawBeams(tree);
+    expectNothingOverlaps(drawing);
+    for (const end of tree.live) expect(drawnText(drawing, end)).toBe(visible(tree.textOf(end)));
+    const open = new Set(drawing.pieces.filter(({ kind }) => kind !== "dead").map(({ lane }) => lane));
+    expect(open.size).toBe(tree.live.length);
+    expect(drawing.pieces.filter(({ kind }) => kind === "agreed").every(({ lane }) => lane === 0)).toBe(true);
+    expect(drawing.pieces.find(({ kind }) => kind === "agreed")?.text ?? "").toBe(tree.textOf(tree.agreed()));
+  });
+
+  test("wide characters take two cells, breaks one", () => {
+    expect(cells("ab")).toBe(2);
+    expect(cells("日本")).toBe(4);
+    expect(cells("🦉")).toBe(2);
+    expect(visible("a\nb\tc")).toBe("a⏎b⇥c");
+    expect(clipped("abcdef", 4)).toBe("abc…");
+    expect(clipped("🦉🦉", 2)).toBe("🦉🦉");
+  });
+});
+
+/** Texts of one lane have room for themselves, and lines come down where nothing is written. */
+function expectNothingOverlaps({ pieces, joins }: BeamDrawing): void {
+  const boxes = pieces.map(({ lane, x, width }) => ({ lane, from: x, to: x + width }));
+  for (const one of boxes) {
+    for (const other of boxes) {
+      if (one === other || one.lane !== other.lane) continue;
+      expect(one.to <= other.from + 0.01 || other.to <= one.from + 0.01, `${JSON.stringify(one)} ${JSON.stringify(other)}`).toBe(true);
+    }
+  }
+  for (const { x, from, to } of joins) {
+    for (let lane = from + 1; lane < to; lane++) {
+      const hit = boxes.find((box) => box.lane === lane && box.from < x + 12 && box.to > x + 0.01);
+      expect(hit, `line at ${x} from ${from} to ${to}`).toBeUndefined();
+    }
+  }
+}
+
+/** What one reads who follows the lines back from a beam's end. */
+function drawnText({ pieces, joins, ends }: BeamDrawing, end: BeamNode): string {
+  let { x, lane } = ends.get(end)!;
+  let text = "";
+  for (;;) {
+    const piece = pieces.find((other) => other.kind !== "dead" && other.lane === lane && other.x < x - 0.01 && other.x + other.width > x - 0.01);
+    if (piece) {
+      const upTo = Math.round((x - piece.x) / CELL);
+      text = [...piece.text].slice(0, upTo).join("") + text;
+      x = piece.x;
+      continue;
+    }
+    const join = joins.find((other) => other.kind !== "dead" && other.to === lane && Math.abs(other.x + CURVE - x) < 0.01);
+    if (!join) return text;
+    [x, lane] = [join.x, join.from];
+  }
+}
