@@ -24,6 +24,7 @@ class Watched:
         )
         self.received: list[dict[str, Any]] = []
         self.asked: list[str] = []
+        self.sent: list[dict[str, Any]] = []
         self.expected_errors = 0
         self._errors: list[str] = []
         self._strangers: list[str] = []
@@ -102,6 +103,7 @@ class Watched:
     def _on_socket(self, socket: Any) -> None:
         if not socket.url.startswith(self.server.replace("http", "ws", 1) + "/"):
             self._strangers.append(socket.url)
+        socket.on("framesent", lambda text: self.sent.append(json.loads(text)))
         socket.on("framereceived", lambda text: self.received.append(json.loads(text)))
 
 

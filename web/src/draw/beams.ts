@@ -144,7 +144,7 @@ function placeDead(grown: Grown, looks: Looks): BeamDrawing {
   for (const { lane, from, to } of grown.taken) lanes.take(lane, from, to);
   const ticks: Place[] = [];
   const dead = grown.dead.map((side) => ({ side, text: deadText(side.child) }));
-  dead.sort((a, b) => b.text.length - a.text.length || a.side.x - b.side.x);
+  dead.sort((a, b) => b.text.length - a.text.length || b.side.x - a.side.x);
   for (const { side, text } of dead) {
     const width = cells(text) * CELL;
     const end = side.x + CURVE + width;

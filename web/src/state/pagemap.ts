@@ -1,7 +1,6 @@
 // The page map, asked for once a second while somebody looks, and not at all while the tab is hidden.
 import { signal } from "@preact/signals";
-import type { CacheMap } from "../wire/rest";
-import * as rest from "../wire/rest";
+import { type CacheMap, getCacheMap } from "../wire/cacheMap";
 
 const LOOK_MS = 1000;
 
@@ -33,7 +32,7 @@ export class PageMapWatch {
     if (this.asking) return;
     this.asking = true;
     try {
-      const map = await rest.getCacheMap();
+      const map = await getCacheMap();
       this.before.value = this.now.peek()?.cells ?? "";
       this.now.value = map;
       this.failure.value = null;

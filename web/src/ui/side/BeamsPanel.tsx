@@ -5,6 +5,7 @@ import { drawBeams } from "../../draw/beams";
 import { type BeamNode, type BeamTree, likelihood, percentPerToken } from "../../state/beams";
 import { setSampling } from "../../state/settings";
 import type { Thread } from "../../state/thread";
+import type { Message } from "../../state/tree";
 import type { Turn } from "../../state/turn";
 import { useBeat } from "../beat";
 import { useChat } from "../context";
@@ -39,6 +40,11 @@ function searchedTurn(thread: Thread): Turn | undefined {
   return turns.findLast((turn) => turn && (turn.beamTree.value || (turn.beams && turn.live)));
 }
 
+interface Kept {
+  readonly message: Message;
+  readonly node: BeamNode;
+}
+
 function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
   const chat = useChat();
   const held = useSignal<number | null>(null); // the beam that the reader looks at
@@ -53,19 +59,20 @@ function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
   );
   const agreed = tree.agreed();
   const dropped = drawing.pieces.filter((piece) => piece.kind === "dead").length + drawing.ticks.length;
-  const label = `Beam tree. ${ends.length} ${searching ? "open" : "kept"}, ${dropped} dropped. All agree on ${agreed.depth} tokens.`;
+  const found = kept.value.length > 0;
+  const label = `Beam tree. ${ends.length} ${found ? "kept" : "open"}, ${dropped} dropped. All agree on ${agreed.depth} tokens.`;
   const look = (index: number | null) => (held.value = index);
   return (
     <>
       <p class="side-lead" data-state={searching ? "searching" : "done"}>
-        <b>{searching ? "Searching" : "Found"}</b>
-        <span><b data-figure="open">{ends.length}</b> {searching ? "open" : "kept"}</span>
+        <b>{searching ? "Searching" : found ? "Found" : "Stopped"}</b>
+        <span><b data-figure="open">{ends.length}</b> {found ? "kept" : "open"}</span>
         <span><b data-figure="agreed">{agreed.depth}</b> tokens agreed</span>
         <span><b data-figure="dropped">{dropped}</b> dropped</span>
       </p>
       <BeamTreeView drawing={drawing} ends={ends} label={label} />
-      <Legend searching={searching} />
-      <h2 class="side-title-2">{searching ? "Open beams, likeliest first" : "Kept beams, best first"}</h2>
+      <Legend alive={found ? "kept" : "open"} />
+      <h2 class="side-title-2">{found ? "Kept beams, best first" : "Open beams, likeliest first"}</h2>
       <ol class="beam-list" onMouseLeave={() => look(null)}>
         {ends.map((end, index) => {
           const message = kept.value[index]?.message;
@@ -74,7 +81,7 @@ function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
               <button
                 type="button"
                 class="beam-row"
-                aria-label={`Beam ${index + 1} of ${ends.length}, ${scoreWords(ends, index, searching)}: ${lastOf(tree, end, agreed)}`}
+                aria-label={`Beam ${index + 1} of ${ends.length}, ${scoreWords(ends, index, found)}: ${lastOf(tree, end, agreed)}`}
                 aria-current={message && message === chat.thread.value.tree.value.leaf.value ? "true" : undefined}
                 onFocus={() => look(index)}
                 onBlur={() => look(null)}
@@ -83,7 +90,7 @@ function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
               >
                 <span class="beam-place">{index + 1}</span>
                 <span class="beam-text">{lastOf(tree, end, agreed)}</span>
-                <span class="beam-score">{scoreWords(ends, index, searching)}</span>
+                <span class="beam-score">{scoreWords(ends, index, found)}</span>
               </button>
             </li>
           );
@@ -93,19 +100,20 @@ function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
   );
 }
 
-/** Which of the tree's nodes the answers are, in their order. */
-function keptBeams(turn: Turn, tree: BeamTree) {
+/** Which of the tree's nodes the answers are, in their order; none of a search that was stopped, which kept what all say. */
+function keptBeams(turn: Turn, tree: BeamTree): readonly Kept[] {
   const found = turn.candidates.map((message) => ({ message, node: tree.find(message.text.value) }));
-  return found.filter((beam): beam is { message: (typeof beam)["message"]; node: BeamNode } => beam.node !== null);
+  const kept = found.filter((beam): beam is Kept => beam.node !== null);
+  return new Set(kept.map(({ node }) => node)).size === kept.length ? kept : [];
 }
 
-function Legend({ searching }: { searching: boolean }) {
+function Legend({ alive }: { alive: string }) {
   return (
     <ul class="legend-line">
       <li><svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-agreed" d="M0 3h22" /></svg>agreed</li>
       <li>
         <svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-open" d="M0 3h22" /></svg>
-        {searching ? "open" : "kept"}
+        {alive}
       </li>
       <li><svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-dead" d="M0 3h22" /></svg>dropped</li>
     </ul>
@@ -119,9 +127,9 @@ function lastOf(tree: BeamTree, end: BeamNode, agreed: BeamNode): string {
 }
 
 /** Of open beams, which all have as many tokens, how likely they are; of kept ones, what a length counts out of. */
-function scoreWords(ends: readonly BeamNode[], index: number, searching: boolean): string {
+function scoreWords(ends: readonly BeamNode[], index: number, found: boolean): string {
   const end = ends[index]!;
   const perToken = `${percentPerToken(end)}% a token`;
-  if (!searching) return `${index === 0 ? "the best · " : ""}${perToken} over ${end.depth} tokens`;
+  if (found) return `${index === 0 ? "the best · " : ""}${perToken} over ${end.depth} tokens`;
   return `${index === 0 ? "the best" : likelihood(end.score, ends[0]!.score)} · ${perToken}`;
 }

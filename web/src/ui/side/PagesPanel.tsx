@@ -2,7 +2,7 @@
 import { useEffect, useMemo } from "preact/hooks";
 import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, pagePaths } from "../../draw/pages";
 import { PageMapWatch } from "../../state/pagemap";
-import type { CacheMap } from "../../wire/rest";
+import type { CacheMap } from "../../wire/cacheMap";
 import { Teach } from "./Teach";
 
 export function PagesPanel() {

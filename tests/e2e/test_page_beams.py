@@ -1,0 +1,206 @@
+"""A beam search in the browser: the tree grows from the wire's frames, agreed text is solid, open text a ghost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.watched import ANSWER_TOKENS, Watched, pass_endless
+
+WIDTH = 4
+
+
+@pytest.fixture
+def searching(open_page: Callable[..., Watched]) -> Watched:
+    """A page that asks with four beams."""
+    chat = open_page()
+    chat.page.evaluate(
+        "settings => localStorage['chatcache.sampling'] = JSON.stringify(settings)",
+        {"search": "beam", "n": WIDTH, "maxTokens": ANSWER_TOKENS},
+    )
+    return chat
+
+
+def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched) -> None:
+    chat = searching
+    chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
+    chat.page.keyboard.press("Alt+Shift+2")
+    chat.page.wait_for_selector(".teach >> text=Watch a search think")
+    chat.say("Tell me a story about a dragon")
+    chat.page.wait_for_selector(f".beam-row >> nth={WIDTH - 1}")
+    chat.until("document.querySelector('.answer-beams .ghost')?.textContent.length > 0")
+    width = _tree_width(chat)
+    chat.until(f"document.querySelector('.beam-tree').clientWidth > {width} + 100")
+    asked = next(frame for frame in reversed(chat.sent) if frame["type"] == "response.create")
+    assert (asked["beam_width"], asked["stream_beams"]) == (WIDTH, True)
+    chat.page.click("button[aria-label=Stop]")
+    chat.wait_end(0)
+    chat.page.wait_for_selector(".side-lead >> text=Stopped")
+
+    frames = [frame for frame in chat.received if frame["type"] == "response.beam"]
+    texts, parents = _tree(frames)
+    live = frames[-1]["live"]
+    agreed = _shared([_path(node, parents) for node in live])
+    trunk = _drawn(chat, "agreed")
+    assert trunk == [texts[agreed[-1]].replace("\n", "⏎")]
+    for node in live:
+        rest = texts[node][len(texts[agreed[-1]]) :].replace("\n", "⏎")
+        assert any(piece and rest.endswith(piece) for piece in _drawn(chat, "open")), rest
+    assert _squeeze(trunk[0]) == _squeeze(chat.page.locator(".card .prose").first.inner_text())
+
+
+def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched) -> None:
+    """A server that says when: the frames come from the test, step by step."""
+    chat = searching
+    script = Script()
+    chat.page.route_web_socket(re.compile("/v1/responses"), script.serve)
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
+    chat.page.keyboard.press("Alt+Shift+2")
+    chat.say("Hello")
+    chat.until("document.querySelector('.answer-beams .waiting') !== null")
+    script.beams([(1, 0, "Once", -0.1), (2, 0, "There", -0.4)], [1, 2])
+    chat.page.wait_for_selector(".ghost >> text=Once")
+    chat.page.wait_for_selector("[data-figure=agreed] >> text=0")
+
+    script.beams([(3, 1, " upon", -0.2), (4, 1, " more", -0.9)], [3, 4])
+    script.says("Once")
+    chat.page.wait_for_selector(".ghost >> text=upon")
+    solid = "document.querySelector('.answer-beams .prose').cloneNode(true)"
+    assert _without_ghost(chat, solid) == "Once"
+    assert chat.page.locator(".answer-beams .ghost").text_content() == " upon"
+    chat.page.wait_for_selector("[data-figure=agreed] >> text=1")
+
+    script.beams([(5, 4, " we", -1.0), (6, 4, " they", -3.5)], [5, 6])
+    script.says(" more")
+    chat.page.wait_for_selector(".ghost >> text=we")
+    assert _without_ghost(chat, solid) == "Once more"
+    chat.page.wait_for_selector("[data-figure=agreed] >> text=2")
+    assert chat.page.evaluate(_KINDS) == {
+        "Once more": "agreed",
+        " we": "open",
+        " they": "open",
+        " upon": "dead",
+        "There": "dead",
+    }
+    rows = chat.page.locator(".beam-row")
+    assert rows.nth(0).locator(".beam-score").inner_text().startswith("the best")
+    assert rows.nth(1).locator(".beam-score").inner_text().startswith("12 times less likely than the best")
+    rows.nth(1).focus()  # its path lights up in the tree
+    chat.page.wait_for_selector(".beam-piece.beam-lit >> text=they")
+    assert "12 times less likely" in (rows.nth(1).get_attribute("aria-label") or "")
+
+    script.end(["Once more we", "Once more they"])
+    chat.page.wait_for_selector(".card >> nth=1")
+    chat.page.wait_for_selector(".side-lead >> text=Found")
+    assert chat.page.locator(".ghost").count() == 0
+    chat.page.click(".beam-row >> nth=1")
+    assert chat.answers() == ["Once more they"]
+    assert chat.page.locator(".beam-row").nth(1).get_attribute("aria-current") == "true"
+
+
+def test_a_page_without_the_panel_shows_the_search_and_offers_the_tree(searching: Watched) -> None:
+    chat = searching
+    chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
+    chat.say("Tell me a story about an owl")
+    chat.page.click("text=Watch the tree")
+    chat.page.wait_for_selector(".beam-tree")
+    chat.page.click("button[aria-label=Stop]")
+    chat.wait_end(0)
+    assert chat.page.locator(".card").count() == WIDTH
+
+
+class Script:
+    """A server of one response, told by the test what to send."""
+
+    def __init__(self) -> None:
+        self._link: Any = None
+        self._lane: dict[str, str] = {}
+
+    def serve(self, link: Any) -> None:
+        self._link = link
+        limits = {"max_frame_bytes": 1 << 20, "max_n": 8, "max_beam_width": 8}
+        self._send(type="session.created", session={"model": "m", "max_model_len": 99, "limits": limits})
+        link.on_message(self._answer)
+
+    def beams(self, nodes: list[tuple[int, int, str, float]], live: list[int]) -> None:
+        told = [dict(zip(("id", "parent", "text", "score"), node, strict=True)) for node in nodes]
+        self._send(type="response.beam", response_id="resp_1", nodes=told, live=live)
+
+    def says(self, delta: str) -> None:
+        for index in range(2):
+            self._send(type="response.output_text.delta", output_index=index, delta=delta)
+
+    def end(self, texts: list[str]) -> None:
+        for index, text in enumerate(texts):
+            item = {"id": f"msg_{index + 2}", "type": "message", "finish_reason": "stop"}
+            self._send(type="response.output_text.done", output_index=index, text=text)
+            self._send(type="response.output_item.done", output_index=index, item=item)
+        self._send(type="response.completed", response=_response("completed"))
+
+    def _answer(self, message: str) -> None:
+        frame = json.loads(message)
+        if frame["type"] != "response.create":
+            return
+        self._lane = {"stream_id": frame["stream_id"]}
+        self._send(type="response.created", response=_response("in_progress"))
+
+    def _send(self, **frame: Any) -> None:
+        self._link.send(json.dumps(frame | self._lane))
+
+
+_KINDS = """Object.fromEntries([...document.querySelectorAll('.beam-piece')].map(piece => [
+    piece.querySelector('text').textContent, /beam-(agreed|open|dead)/.exec(piece.getAttribute('class'))[1]]))"""
+
+
+def _response(status: str) -> dict[str, Any]:
+    return {"id": "resp_1", "status": status, "conversation": None, "input_item_ids": ["msg_1"], "usage": None}
+
+
+def _tree(frames: list[dict[str, Any]]) -> tuple[dict[int, str], dict[int, int]]:
+    """(what every node says from the beginning, its parent)."""
+    texts: dict[int, str] = {0: ""}
+    parents: dict[int, int] = {}
+    for node in (node for frame in frames for node in frame["nodes"]):
+        texts[node["id"]] = texts[node["parent"]] + node["text"]
+        parents[node["id"]] = node["parent"]
+    return texts, parents
+
+
+def _path(node: int, parents: dict[int, int]) -> list[int]:
+    path = []
+    while node:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def _shared(paths: list[list[int]]) -> list[int]:
+    return [steps[0] for steps in zip(*paths, strict=False) if len(set(steps)) == 1]
+
+
+def _drawn(chat: Watched, kind: str) -> list[str]:
+    """Texts of the tree's pieces of one kind."""
+    texts: list[str] = chat.page.locator(f".beam-{kind} > text").all_text_contents()
+    return texts
+
+
+def _tree_width(chat: Watched) -> int:
+    return int(chat.page.evaluate("document.querySelector('.beam-tree').clientWidth"))
+
+
+def _without_ghost(chat: Watched, element: str) -> str:
+    script = f"(prose => (prose.querySelector('.ghost').remove(), prose.textContent.trim()))({element})"
+    return str(chat.page.evaluate(script))
+
+
+def _squeeze(text: str) -> str:
+    return "".join(re.findall(r"\w", text))
