@@ -37,6 +37,7 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched) -> N
     chat.until("document.querySelector('.answer-beams .ghost')?.textContent.length > 0")
     width = _tree_width(chat)
     chat.until(f"document.querySelector('.beam-tree').clientWidth > {width} + 100")
+    chat.until("Number(document.querySelector('[data-figure=agreed]').textContent) > 3")
     asked = next(frame for frame in reversed(chat.sent) if frame["type"] == "response.create")
     assert (asked["beam_width"], asked["stream_beams"]) == (WIDTH, True)
     chat.page.click("button[aria-label=Stop]")
@@ -47,8 +48,8 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched) -> N
     texts, parents = _tree(frames)
     live = frames[-1]["live"]
     agreed = _shared([_path(node, parents) for node in live])
-    trunk = _drawn(chat, "agreed")
-    assert trunk == [texts[agreed[-1]].replace("\n", "⏎")]
+    trunk = [texts[agreed[-1]].replace("\n", "⏎")]
+    chat.until(f"JSON.stringify({_AGREED}) === JSON.stringify({json.dumps(trunk)})")  # drawn a moment later
     for node in live:
         rest = texts[node][len(texts[agreed[-1]]) :].replace("\n", "⏎")
         assert any(piece and rest.endswith(piece) for piece in _drawn(chat, "open")), rest
@@ -159,6 +160,9 @@ class Script:
 
 _KINDS = """Object.fromEntries([...document.querySelectorAll('.beam-piece')].map(piece => [
     piece.querySelector('text').textContent, /beam-(agreed|open|dead)/.exec(piece.getAttribute('class'))[1]]))"""
+
+
+_AGREED = "[...document.querySelectorAll('.beam-agreed > text')].map(text => text.textContent)"
 
 
 def _response(status: str) -> dict[str, Any]:
