@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chatcache.chat.conversations import Conversations
-from chatcache.chat.events import ReplyDelta, ReplyFinished
+from chatcache.chat.events import ReplyDelta, ReplyFinished, ReplyStarted
 from chatcache.chat.ids import new_id
 from chatcache.chat.service import ChatService, Reply
 from chatcache.chat.tree import ConversationTree, Item
@@ -23,6 +23,7 @@ class Look:
     """The token that is there, and the likeliest, best first.
 
     `logprob`: None for a token that the model rules out. `rank`: 1 for the likeliest, None beyond those reported.
+    `num_copied_pages`: a fork at the place takes them over.
     """
 
     token_id: int
@@ -31,6 +32,7 @@ class Look:
     likeliest: tuple[tuple[int, float], ...]
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_copied_pages: int
 
 
 class Alternatives:
@@ -56,6 +58,7 @@ class Alternatives:
             namespace=tree.conversation.owner,
             num_public_tokens=prompt.num_public_tokens,
             conversation_id=tree.conversation.id,
+            explain=True,
         )
         return await self._service.start(request)
 
@@ -64,9 +67,12 @@ async def heard(reply: Reply, token_id: int) -> Look:
     """Read the reply to its end. Raises: ReplyFailed."""
     scored = TokenLogprob(0.0)
     drawn: int | None = None
+    num_copied_pages = 0
     async with reply:
         async for event in reply.events():
-            if isinstance(event, ReplyDelta) and event.logprobs:
+            if isinstance(event, ReplyStarted) and event.report is not None:
+                num_copied_pages = event.report.num_copied_pages
+            elif isinstance(event, ReplyDelta) and event.logprobs:
                 drawn, scored = event.token_ids[0], event.logprobs[0]
             elif isinstance(event, ReplyFinished) and drawn is not None:
                 ids = [other for other, _ in scored.top]
@@ -77,5 +83,6 @@ async def heard(reply: Reply, token_id: int) -> Look:
                     likeliest=scored.top,
                     num_prompt_tokens=event.num_prompt_tokens,
                     num_cached_tokens=event.num_cached_tokens,
+                    num_copied_pages=num_copied_pages,
                 )
     raise EngineFault("the engine stopped without saying why")

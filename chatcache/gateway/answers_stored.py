@@ -228,6 +228,7 @@ class PlacedToken(Alternative):
 class TokenUsage(msgspec.Struct):
     input_tokens: int
     cached_tokens: int
+    copied_pages: int
 
 
 class MessageToken(msgspec.Struct):

@@ -77,5 +77,9 @@ def _look_json(tokenizer: Tokenizer, index: int, look: Look, top: int) -> dict[s
         "index": index,
         "token": {**told(look.token_id, look.logprob), "rank": look.rank},
         "alternatives": [told(token, logprob) for token, logprob in look.likeliest[:top]],
-        "usage": {"input_tokens": look.num_prompt_tokens, "cached_tokens": look.num_cached_tokens},
+        "usage": {
+            "input_tokens": look.num_prompt_tokens,
+            "cached_tokens": look.num_cached_tokens,
+            "copied_pages": look.num_copied_pages,
+        },
     }

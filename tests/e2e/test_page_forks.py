@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.test_page_safety import AXE
 from tests.e2e.watched import Watched
 
+PAGE_TOKENS = 16
 STORY = "Tell me a story about a fox"
 
 
@@ -52,6 +53,27 @@ def test_a_click_on_a_word_shows_its_alternatives_and_one_of_them_is_a_branch(ch
     chat.page.reload()
     chat.page.wait_for_selector(".answer .switcher-place")
     assert chat.page.locator(".answer .switcher-place").inner_text().endswith("/2")
+
+
+def test_the_chip_tells_what_the_server_counted(chat: Watched) -> None:
+    chat.ask(STORY)
+    item = _last_item(chat)
+    begun = chat.ends()[-1]["usage"]["input_tokens"]
+    shown = [each["index"] for each in _tokens(chat, item) if each["start"] is not None]
+    # inside a page that the original keeps: that one is copied
+    index = next(each for each in shown[4:] if (begun + each - 1) % PAGE_TOKENS == 5)
+    chat.page.click("[aria-label='Branch inside']")
+    with chat.page.expect_response(re.compile(f"/tokens/{index}\\?")) as looked:
+        chat.page.locator(".token").nth(shown.index(index)).click()
+    chat.page.locator(".choice:not([aria-current=true]):enabled").first.click()
+    chat.wait_end(1)
+    progress = [frame for frame in chat.received if frame["type"] == "response.progress"][-1]
+    assert looked.value.json()["usage"]["copied_pages"] + progress["copied_pages"] == 1
+    assert progress["cached_tokens"] == begun + index, "all that the original computed before the place"
+    assert progress["input_tokens"] - progress["cached_tokens"] == 1, "the chosen token, which nobody had computed"
+    chip = chat.page.locator(".fork-chip")
+    assert chip.inner_text() == "1 page copied, 0 tokens prefilled"
+    assert f"after token {index}" in (chip.get_attribute("title") or "")
 
 
 def test_forks_by_keyboard_alone(chat: Watched) -> None:

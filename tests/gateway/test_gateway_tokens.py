@@ -15,7 +15,7 @@ from chatcache.engine.fake_sampling import log_softmax
 from tests.gateway.described import Described
 from tests.gateway.frames import Frame, ask, items_of, receive, send, text_of
 from tests.gateway.scripted import scripted
-from tests.gateway.serving import Server, slowed, tiny_tokenizer
+from tests.gateway.serving import PAGE_SIZE, Server, slowed, tiny_tokenizer
 from tests.gateway.test_gateway_forks import GREEDY, SYSTEM, begin, cached
 from tests.gateway.test_gateway_tenants import DECLARED, ONE, TWO, shared
 
@@ -89,10 +89,19 @@ def test_what_else_could_have_been_said_is_what_the_model_says(server: Server, s
             assert each["text"] == tiny_tokenizer().token_bytes[each["id"]].decode("utf-8", "replace")
             assert each["ends"] == (each["id"] in tiny_tokenizer().eos_token_ids)
         num_input = len(prompt) + index
-        assert look["usage"] == {"input_tokens": num_input, "cached_tokens": num_input - 1}, "one token was computed"
+        assert (usage := look["usage"])["input_tokens"] == num_input
+        assert usage["cached_tokens"] == num_input - 1, "one token was computed"
         assert get(server, f"{tokens_path(response)}/{index}?top=3")["alternatives"] == look["alternatives"][:3]
     assert len(get(server, f"{tokens_path(response)}/0")["alternatives"]) == 8
     assert get(server, f"/v1/conversations/{response['conversation']['id']}/items?branches=all") == before
+
+
+def test_a_look_copies_the_page_that_it_ends_in(server: Server, socket: ClientConnection) -> None:
+    response = ask(socket, input="Where are the pages?", max_output_tokens=20)
+    num_input = response["usage"]["input_tokens"]
+    for index in (2, 6, 11, 17):  # none behind another in one page
+        copied = get(server, f"{tokens_path(response)}/{index}")["usage"]["copied_pages"]
+        assert copied == ((num_input + index - 1) % PAGE_SIZE > 0), index
 
 
 def test_one_look_is_one_step(server: Server, socket: ClientConnection) -> None:

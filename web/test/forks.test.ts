@@ -56,7 +56,7 @@ describe("forks inside an answer", () => {
       index: 1,
       token: { ...alternative(9, " fox", 0.2), rank: 2 },
       alternatives: [alternative(4, " owl", 0.7), alternative(9, " fox", 0.2)],
-      usage: { input_tokens: 5, cached_tokens: 5 },
+      usage: { input_tokens: 5, cached_tokens: 4, copied_pages: 1 },
     };
   });
 
@@ -77,10 +77,10 @@ describe("forks inside an answer", () => {
     expect(sent()).not.toHaveProperty("n");
     expect(chat.forks.inside.value).toBeNull();
     begin(1, "b");
-    push({ type: "response.progress", phase: "decode", input_tokens: 41, cached_tokens: 40, copied_pages: 1, miss: null });
+    push({ type: "response.progress", phase: "decode", input_tokens: 41, cached_tokens: 40, copied_pages: 0, miss: null });
     end("The owl", "stop", "b");
     expect(leaf().text.value).toBe("The owl");
-    expect(turn().copiedPages.value).toBe(1);
+    expect([turn().start?.lookedPages, turn().copiedPages.value]).toEqual([1, 0]);
     expect(chat.thread.value.tree.value.siblings(leaf())).toEqual([original, leaf()]);
   });
 

@@ -26,7 +26,7 @@ describe("choicesOf", () => {
     index: 3,
     token: { ...alternative(id, 0.01), rank },
     alternatives: [alternative(7, 0.6), alternative(9, 0.3)],
-    usage: { input_tokens: 4, cached_tokens: 3 },
+    usage: { input_tokens: 4, cached_tokens: 3, copied_pages: 0 },
   });
   it("marks what was said", () => {
     expect(choicesOf(found(9, 2)).map((choice) => [choice.id, choice.rank, choice.said])).toEqual([[7, 1, false], [9, 2, true]]);
@@ -43,11 +43,10 @@ describe("figures in words", () => {
   it("shows white space", () => {
     expect([" the", "\n\n", "", "a b"].map(visible)).toEqual(["·the", "↵↵", "(nothing)", "a b"]);
   });
-  it("does not call the chosen token prefill", () => {
+  it("does not call the step that writes the next token prefill", () => {
     const usage = { inputTokens: 37, cachedTokens: 36, outputTokens: 5 };
-    expect(prefilledTokens(usage, true)).toBe(0);
-    expect(prefilledTokens(usage, false)).toBe(1);
-    expect(prefilledTokens({ ...usage, cachedTokens: 20 }, true)).toBe(16);
+    expect(prefilledTokens(usage)).toBe(0);
+    expect(prefilledTokens({ ...usage, cachedTokens: 20 })).toBe(16);
   });
   it("says why the first miss", () => {
     expect(why({ reason: "evicted", at_token: 32, detail: "" })).toBe("from token 32: evicted: its pages were needed elsewhere");

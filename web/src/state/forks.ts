@@ -47,7 +47,9 @@ export class Forks {
     const item = inside?.message.id.value;
     if (!inside || !found || !item || this.chat.live.value) return;
     this.close();
-    this.chat.goOnInside(inside.message, { item, keep: found.index, token: { id: alternative.id, text: alternative.text } });
+    const token = { id: alternative.id, text: alternative.text };
+    const lookedPages = found.usage.copied_pages;
+    this.chat.goOnInside(inside.message, { item, keep: found.index, token, lookedPages });
   }
 
   /** Go on with an answer that was cut, from its last token. */
@@ -58,7 +60,7 @@ export class Forks {
     try {
       const keep = message.tokens.value ?? (await getItem(conversation, item)).num_tokens;
       if (keep === null) toast("This answer's tokens are not stored, so it cannot go on.");
-      else this.chat.goOnInside(message, { item, keep, token: null });
+      else this.chat.goOnInside(message, { item, keep, token: null, lookedPages: 0 });
     } catch (error) {
       toast((error as Error).message);
     }

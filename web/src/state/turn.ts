@@ -12,6 +12,7 @@ export interface Start {
   readonly item: string;
   readonly keep: number;
   readonly token: { readonly id: number; readonly text: string } | null; // null: whatever the model says next
+  readonly lookedPages: number; // copied when the place was looked at; the branch takes them over
 }
 
 const STATUS_OF_REASON: Readonly<Record<string, Status>> = { stop: "done", length: "length", cancelled: "stopped" };

@@ -37,9 +37,10 @@ export function Figures({ turn, strip = true }: { turn: Turn; strip?: boolean })
 
 /** What branching inside an answer cost, as the server counted it. */
 function ForkChip({ turn, usage }: { turn: Turn; usage: Usage }) {
-  const pages = turn.copiedPages.value;
-  if (!turn.start || pages === null) return null;
-  const prefilled = prefilledTokens(usage, turn.start.token !== null);
+  const copied = turn.copiedPages.value;
+  if (!turn.start || copied === null) return null;
+  const pages = turn.start.lookedPages + copied;
+  const prefilled = prefilledTokens(usage);
   const place = turn.start.token ? `after token ${turn.start.keep}, with “${turn.start.token.text.trim()}”` : `after token ${turn.start.keep}`;
   const title = `Branched ${place}: of ${usage.inputTokens} tokens before the next one, ${usage.cachedTokens} were shared with the original.`;
   return (
@@ -49,9 +50,9 @@ function ForkChip({ turn, usage }: { turn: Turn; usage: Usage }) {
   );
 }
 
-/** Tokens that were read again. The token chosen at a fork is new: computing it is a step of writing, not of reading. */
-export function prefilledTokens(usage: Usage, chosen: boolean): number {
-  return Math.max(0, usage.inputTokens - usage.cachedTokens - (chosen ? 1 : 0));
+/** Tokens that were read again. The last one before the next is computed in the step that writes the next, always. */
+export function prefilledTokens(usage: Usage): number {
+  return Math.max(0, usage.inputTokens - usage.cachedTokens - 1);
 }
 
 const REASONS: Readonly<Record<string, string>> = {

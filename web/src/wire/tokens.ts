@@ -21,7 +21,7 @@ export interface Alternatives {
   readonly index: number;
   readonly token: Alternative & { readonly rank: number | null }; // null: beyond the 20 likeliest
   readonly alternatives: readonly Alternative[];
-  readonly usage: { readonly input_tokens: number; readonly cached_tokens: number };
+  readonly usage: { readonly input_tokens: number; readonly cached_tokens: number; readonly copied_pages: number };
 }
 
 export async function listTokens(conversation: string, item: string): Promise<readonly WireToken[]> {
