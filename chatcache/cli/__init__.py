@@ -6,6 +6,7 @@ server.py    the listening socket, the engine process, uvicorn, signals, exit co
 banner.py    what a terminal sees while the model loads and when it is ready
 chat.py      `chatcache chat`; backends.py: an engine in this process, or a server by URL
 bench.py     `chatcache bench`
+doctor/      `chatcache doctor`: what this machine has and lacks
 exits.py     exit codes
 """
 
@@ -19,6 +20,7 @@ import typer
 
 from chatcache import __version__
 from chatcache.cli import bench, chat, exits, serve
+from chatcache.cli.doctor.command import doctor
 from chatcache.cli.options import env
 from chatcache.errors import ChatcacheError, InvalidRequest, ModelFolderError
 from chatcache.settings import FILE_NAME, per_command, read_file
@@ -33,6 +35,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(bench.bench)
+app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:

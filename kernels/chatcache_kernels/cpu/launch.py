@@ -47,7 +47,7 @@ def helper(function: Function) -> Function:
 
 def compile_kernel(function: Callable[[Any], None]) -> Launch:
     """Compile function(job_address), or load it from the cache, and return its launcher."""
-    folder = _cache_folder()
+    folder = cache_folder()
     decorate = numba.cfunc("void(voidptr)", cache=folder is not None, error_model="numpy", fastmath=_FASTMATH)
     with _COMPILING:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder or "")
@@ -99,7 +99,7 @@ def omp_function(name: str) -> int:
 
 
 @cache
-def _cache_folder() -> pathlib.Path | None:
+def cache_folder() -> pathlib.Path | None:
     """Return a writable folder for compiled code, or None."""
     here = pathlib.Path(__file__).parent
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))).hexdigest()[:16]

@@ -1,0 +1,112 @@
+"""What `chatcache serve` would meet with these settings: model, conversations, address, page."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from chatcache.chat.sqlite_schema import MIGRATIONS
+from chatcache.cli.doctor.findings import Finding, bad, good, warning
+from chatcache.cli.doctor.machine import room_on_disk
+from chatcache.cli.server import listen
+from chatcache.compose import check_model_folder, has_tokenizer, served_name
+from chatcache.config import EngineConfig, ServerConfig
+from chatcache.errors import ModelFolderError
+from chatcache.gateway.static import STATIC
+
+ASK_TIMEOUT_S = 2.0
+
+
+def settings(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
+    yield _model(engine)
+    yield from _conversations(Path(server.db))
+    yield _address(server)
+    if (STATIC / "index.html").is_file():
+        yield good("Chat page", "built")
+    else:
+        yield warning("Chat page", "not built; the API works without it", "make web")
+
+
+def _model(config: EngineConfig) -> Finding:
+    name = served_name(config)
+    if _is_id(config.model):
+        return _fetched(config.model)
+    try:
+        check_model_folder(config)
+        if not has_tokenizer(config):
+            return bad("Model", f"{name}: no tokenizer", "add tokenizer.json from where the weights came from")
+    except ModelFolderError as error:
+        return bad("Model", error.message, "MODEL is a folder with config.json and *.safetensors, or an id")
+    return good("Model", name)
+
+
+def _is_id(model: str) -> bool:
+    return model.count("/") == 1 and model[0] not in "./~" and not Path(model).exists()
+
+
+def _fetched(model: str) -> Finding:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return good("Model", f"{model}: fetched already, {snapshot_download(model, local_files_only=True)}")
+    except LocalEntryNotFoundError:
+        if constants.HF_HUB_OFFLINE:
+            return bad("Model", f"{model} is not on this machine, and HF_HUB_OFFLINE is set", "fetch it while online")
+        return warning("Model", f"{model} is not on this machine yet", "the first start fetches it from the hub")
+    except HFValidationError as error:
+        return bad("Model", f"{model}: {error}", "an id is NAMESPACE/NAME")
+
+
+def _conversations(path: Path) -> Iterator[Finding]:
+    """Look at the database without changing it."""
+    what = "Conversations"
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        yield bad(what, f"there is no folder {folder}", "make it, or name another file with --db")
+        return
+    if not path.exists():
+        yield good(what, f"{path} will be made")
+    else:
+        yield _database(what, path)
+    yield room_on_disk("Disk", folder)
+
+
+def _database(what: str, path: Path) -> Finding:
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=2)) as db:
+            version: int = db.execute("PRAGMA user_version").fetchone()[0]
+            if version > len(MIGRATIONS):
+                return bad(
+                    what, f"{path} is of a newer chatcache (schema {version})", "use that version, or another --db"
+                )
+            complaint: str = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if complaint != "ok":
+                return bad(what, f"{path} is damaged: {complaint}", "restore a backup, or start with another --db")
+            (num,) = db.execute("SELECT count(*) FROM conversations").fetchone() if version else (0,)
+    except sqlite3.Error as error:
+        return bad(what, f"{path}: {error}", "name a file of chatcache's own with --db")
+    return good(what, f"{num} in {path}")
+
+
+def _address(config: ServerConfig) -> Finding:
+    where = f"{config.host}:{config.port}"
+    try:
+        listen(config.host, config.port).close()
+    except OSError as error:
+        return _taken(config, where, error)
+    return good("Address", f"{where} is free")
+
+
+def _taken(config: ServerConfig, where: str, error: OSError) -> Finding:
+    with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        answer = httpx.get(f"http://{host}:{config.port}/version", timeout=ASK_TIMEOUT_S)
+        return warning(
+            "Address", f"{where}: a chatcache {answer.json()['version']} serves there", "--port N for another"
+        )
+    return bad("Address", f"{where}: {error.strerror}", "--port N for another, or end the program that has it")
