@@ -1,0 +1,226 @@
+"""The panel at the right: tabs and shortcuts, candidates beside the thread, the branch map, the page map."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tests.e2e.watched import Watched
+
+SIDE = ".side-panel"
+TABS = ["Candidates", "Beams", "Branches", "Pages"]
+
+
+def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(chat: Watched) -> None:
+    page = chat.page
+    page.route(re.compile("/v1/cache/map"), lambda route: route.fulfill(body=_map_of("f" * 64)))
+    assert page.locator(SIDE).count() == 0
+    for number, name in enumerate(TABS, start=1):
+        page.click(f".doors [aria-label={name}]")
+        assert _shown_tab(chat) == name
+        page.click("[aria-label='Close the panel']")
+        assert page.locator(SIDE).count() == 0
+        page.keyboard.press(f"Alt+Shift+{number}")
+        assert _shown_tab(chat) == name
+        page.keyboard.press(f"Alt+Shift+{number}")
+        assert page.locator(SIDE).count() == 0
+    page.keyboard.press("Control+.")
+    assert _shown_tab(chat) == "Pages"
+    page.focus("#tab-pages")
+    page.keyboard.press("ArrowRight")
+    assert _shown_tab(chat) == "Candidates"
+    assert page.evaluate("document.activeElement.id") == "tab-candidates"
+    page.click("#tab-branches")
+    page.reload()
+    page.wait_for_selector(SIDE)
+    assert _shown_tab(chat) == "Branches"
+    page.keyboard.press("Control+,")
+    assert page.locator(SIDE).count() == 0, "settings lie beside another panel"
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+.")
+    page.keyboard.press("Escape")
+    page.reload()
+    page.wait_for_selector("#composer")
+    assert page.locator(SIDE).count() == 0
+
+
+def test_an_empty_panel_teaches_and_its_button_does_it(chat: Watched) -> None:
+    page = chat.page
+    page.click(".doors [aria-label=Candidates]")
+    page.click("text=Try n = 4")
+    assert page.locator(".count").inner_text() == "4 answers"
+    assert page.evaluate("document.activeElement.id") == "composer"
+    page.click("#tab-beams")
+    page.click("text=Try 4 beams")
+    assert page.locator(".count").inner_text() == "4 beams"
+    page.click("#tab-branches")
+    page.wait_for_selector(".teach >> text=Every turn can fork")
+
+
+def test_candidates_beside_the_thread_are_compared_and_picked(chat: Watched) -> None:
+    page = chat.page
+    for _ in range(2):
+        page.click("[aria-label='More answers']")
+    page.click(".doors [aria-label=Candidates]")
+    chat.ask("Tell me a story about a dragon")
+    texts = page.locator(".card .prose").all_inner_texts()
+    assert page.locator(".version").count() == 3
+    page.click(".version >> nth=2")
+    assert chat.answers() == [texts[2]]
+    assert page.locator(".version[aria-current=true] .card-place").inner_text() == "3"
+    for _ in range(2):
+        page.click("[aria-label='Fewer answers']")
+    chat.ask("Thank you")
+    page.click(".version >> nth=1")  # an earlier turn's: the latest that has several
+    assert chat.answers() == [texts[1]]
+
+
+def test_the_branch_map_has_every_message_and_goes_to_it(chat: Watched) -> None:
+    page = chat.page
+    page.keyboard.press("Alt+Shift+3")
+    chat.ask("What is 2 + 3?")
+    chat.ask("Thank you")
+    page.click(".tool-again >> nth=0")
+    chat.wait_end(2)
+    page.focus("#composer")
+    page.keyboard.press("ArrowUp")
+    page.fill("[aria-label='Edit message']", "What is 4 + 4?")
+    page.keyboard.press("Enter")
+    chat.wait_end(3)
+    spots = page.locator(".spot")
+    assert spots.count() == 7
+    assert page.locator("[data-figure=branches]").inner_text() == "3"
+    assert page.locator(".spot-on").count() == 2
+    items = page.evaluate(
+        "fetch(`v1/conversations/${location.hash.slice(1)}/items?branches=all`).then(reply => reply.json())"
+    )["data"]
+    assert spots.count() == len(items)
+
+    thanks = page.locator(".spot-user[aria-label*='Thank you']")
+    with page.expect_response(_kept) as kept:
+        thanks.click()
+    assert chat.said() == ["What is 2 + 3?", "Thank you"]
+    assert page.locator(".spot-on").count() == 4
+    assert page.locator(".branch-told").inner_text().startswith("You\n")
+    shown = next(item["id"] for item in items if item["parent_id"] == _id_of(items, "Thank you"))
+    assert kept.value.json()["active_leaf"] == shown
+
+    page.focus(".branch-graph")
+    page.keyboard.press("ArrowUp")  # the first answer
+    page.keyboard.press("ArrowRight")  # its other version
+    assert len(chat.said()) == 1
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert chat.said() == ["What is 4 + 4?"]
+    with page.expect_response(_kept):
+        page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.getAttribute('class')") == "branch-graph"
+    at = page.locator(".branch-graph").get_attribute("aria-activedescendant")
+    assert "2 + 3" in (page.locator(f"[id='{at}']").get_attribute("aria-label") or "")
+
+
+def test_the_branch_map_of_a_thousand_messages(chat: Watched) -> None:
+    """Each tenth of 500 questions is answered twice: only what is in sight is drawn, and any place is reached."""
+    _open_long(chat, num_turns=500)
+    chat.page.keyboard.press("Alt+Shift+3")
+    chat.page.wait_for_selector(".spot-at")
+    assert chat.page.locator("[data-figure=messages]").inner_text() == "1050"
+    assert chat.page.locator("[data-figure=branches]").inner_text() == "51"
+    assert chat.page.locator(".spot").count() < 120
+    chat.page.focus(".branch-graph")
+    chat.page.keyboard.press("Home")
+    chat.page.wait_for_selector(".spot-at[aria-label^='You: question 0']")
+    chat.until("document.querySelector('.said-text')?.textContent === 'question 0'")
+    chat.until("document.querySelector('.said-text').getBoundingClientRect().top < 400")
+    chat.page.keyboard.press("End")
+    chat.page.wait_for_selector(".spot-at[aria-label*='answer 499']")
+
+
+def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
+    """Maps that the test gives: the drawing, the counts and the table say the same, and a hidden tab does not ask."""
+    maps = ["ssaapio" + "f" * 93]
+    looks: list[str] = []
+
+    def answer(route: Any) -> None:
+        looks.append(maps[-1])
+        route.fulfill(body=_map_of(maps[-1]))
+
+    page = chat.page
+    page.route(re.compile("/v1/cache/map"), answer)
+    page.keyboard.press("Alt+Shift+4")
+    page.wait_for_selector("[data-count=shared] >> text=2")
+    counts = {"shared": 2, "held": 2, "pinned": 1, "idle": 1, "other": 1, "free": 93}
+    assert {name: _count(chat, name) for name in counts} == counts
+    drawn = {name: page.locator(f".page-map .page-{name}").get_attribute("d") or "" for name in counts}
+    assert {name: path.count("M") for name, path in drawn.items()} == counts
+    maps.append("sssspio" + "f" * 93)
+    page.wait_for_selector("[data-count=shared] >> text=4")
+    assert (page.locator(".page-changed").get_attribute("d") or "").count("M") == 2
+
+    page.click("#tab-branches")
+    page.wait_for_timeout(1200)  # a look that was under way has come
+    seen = len(looks)
+    page.wait_for_timeout(1500)
+    assert len(looks) == seen, "asked while nobody looks"
+
+
+def test_four_thousand_cells_are_six_paths(chat: Watched) -> None:
+    cells = "sapiof" * 683
+    chat.page.route(re.compile("/v1/cache/map"), lambda route: route.fulfill(body=_map_of(cells, 8)))
+    chat.page.keyboard.press("Alt+Shift+4")
+    chat.page.wait_for_selector("text=One cell stands for 8 pages")
+    assert chat.page.locator(".page-map *").count() == 6
+    box = chat.page.locator(".page-map").bounding_box()
+    assert box and box["height"] < 1.2 * box["width"]
+
+
+def _shown_tab(chat: Watched) -> str:
+    chat.page.wait_for_selector(f"{SIDE} [role=tab]")
+    tabs: list[str] = chat.page.locator("[role=tab][aria-selected=true]").all_inner_texts()
+    assert len(tabs) == 1
+    return tabs[0]
+
+
+def _kept(reply: Any) -> bool:
+    return bool(re.search("/v1/conversations/conv_[^/]+$", reply.url) and reply.request.method == "POST")
+
+
+def _id_of(items: list[dict[str, Any]], text: str) -> str:
+    return str(next(item["id"] for item in items if item["content"][0]["text"] == text))
+
+
+def _map_of(cells: str, per_cell: int = 1) -> str:
+    num_pages = per_cell * len(cells)
+    return json.dumps({"page_size": 16, "num_pages": num_pages, "pages_per_cell": per_cell, "cells": cells})
+
+
+def _count(chat: Watched, name: str) -> int:
+    return int(chat.page.locator(f"[data-count={name}]").inner_text().replace(",", ""))
+
+
+def _open_long(chat: Watched, num_turns: int) -> None:
+    """Store a conversation whose every tenth question has two answers, and open it."""
+    items = []
+    for turn in range(num_turns):
+        items += [{"role": "user", "content": f"question {turn}"}, {"role": "assistant", "content": f"answer {turn}"}]
+    conversation = _post(chat, "v1/conversations", {"items": items, "title": "Long"})["id"]
+    listed = chat.page.evaluate(_GET, f"v1/conversations/{conversation}/items?branches=all")["data"]
+    for item in [item for item in listed if item["role"] == "user"][::10]:
+        other = {"items": [{"role": "assistant", "content": "another"}], "parent_id": item["id"]}
+        _post(chat, f"v1/conversations/{conversation}/items", other)
+    _post(chat, f"v1/conversations/{conversation}", {"active_leaf": listed[-1]["id"]})
+    chat.page.goto(f"{chat.server}/#{conversation}")
+    chat.page.reload()
+    chat.page.wait_for_selector(".row")
+
+
+_GET = "path => fetch(path).then(reply => reply.json())"
+_POST = """([path, body]) => fetch(path, {method: "POST", body: JSON.stringify(body),
+    headers: {"content-type": "application/json"}}).then(reply => reply.json())"""
+
+
+def _post(chat: Watched, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = chat.page.evaluate(_POST, [path, body])
+    assert "error" not in answer, answer
+    return answer
