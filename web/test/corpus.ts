@@ -1,27 +1,4 @@
-// Texts that try to act. Whoever renders them must end with text and nothing else.
-export const XSS: readonly string[] = [
-  "<script>window.__xss = 1</script>",
-  "<img src=x onerror=\"window.__xss = 1\">",
-  "<svg onload=\"window.__xss = 1\"><script>window.__xss = 1</script></svg>",
-  "<iframe srcdoc=\"<script>parent.__xss = 1</script>\"></iframe>",
-  "[click](javascript:window.__xss=1)",
-  "[click](  JaVaScRiPt:window.__xss=1)",
-  "[click](java&#x0A;script:window.__xss=1)",
-  "[click](data:text/html;base64,PHNjcmlwdD5hbGVydCgxKTwvc2NyaXB0Pg==)",
-  "[click](vbscript:msgbox(1))",
-  "![x](javascript:window.__xss=1)",
-  "![x](https://evil.example/?leak=1 \"onload=window.__xss=1\")",
-  "![x\" onerror=\"window.__xss=1](https://evil.example/a.png)",
-  "<https://evil.example/\"onmouseover=\"window.__xss=1>",
-  "```html\"><script>window.__xss=1</script>\n<script>window.__xss = 1</script>\n```",
-  "```<img/src=x/onerror=window.__xss=1>\ncode\n```",
-  "`<img src=x onerror=window.__xss=1>`",
-  "| a | <img src=x onerror=window.__xss=1> |\n|---|---|\n| <script>window.__xss=1</script> | b |",
-  "<a href=\"javascript:window.__xss=1\">x</a>",
-  "<math><mtext><table><mglyph><style><!--</style><img title=\"--&gt;&lt;img src=1 onerror=window.__xss=1&gt;\">",
-  "<form action=\"https://evil.example\"><button formaction=\"javascript:window.__xss=1\">x</button></form>",
-  "<style>@import 'https://evil.example/x.css';</style>",
-  "<base href=\"https://evil.example/\"><meta http-equiv=refresh content=\"0;url=https://evil.example\">",
-  "[x]: javascript:window.__xss=1\n\n[x]",
-  "# <img src=x onerror=window.__xss=1>\n\n> <script>window.__xss=1</script>",
-];
+// Texts that try to act. Whoever renders them must end with text and nothing else. tests/e2e reads the same file.
+import corpus from "./corpus.json";
+
+export const XSS: readonly string[] = corpus;

@@ -51,9 +51,11 @@ function closingDollar(src: string, pos: number): number {
   return -1;
 }
 
-/** `$x, y$` is a formula, `$5 (or 4$)` and `\[citation needed\]` are words. */
+/** `$x, y$` is a formula; `$5 (or 4$)` and `$7), 5$` are money, `\[citation needed\]` is words. */
 export function looksLikeMath(content: string): boolean {
-  return NOTATION.test(content) || !PROSE.test(content);
+  if (NOTATION.test(content)) return true;
+  const amount = /^\d/.test(content) && content.split("(").length !== content.split(")").length;
+  return !amount && !PROSE.test(content);
 }
 
 function blockMath(state: StateBlock, startLine: number, endLine: number, silent: boolean): boolean {
