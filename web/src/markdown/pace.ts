@@ -1,6 +1,6 @@
 // How often growing texts are drawn. A drawing that took long is followed by a pause in proportion, so that whatever
 // arrives, and however many texts grow side by side, drawing takes a small share of the main thread.
-const SHARE = 0.03;
+const SHARE = 0.025;
 
 type Draw = () => void;
 

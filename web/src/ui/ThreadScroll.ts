@@ -69,7 +69,8 @@ export class ThreadScroll {
     const { box } = this;
     if (!box) return;
     if (this.pinned.peek()) {
-      box.scrollTop = this.path.length === 0 ? 0 : box.scrollHeight; // the start page is read from its top
+      const end = this.path.length === 0 ? 0 : box.scrollHeight - box.clientHeight; // the start page is read from its top
+      if (Math.abs(box.scrollTop - end) >= 1) box.scrollTop = end;
       return;
     }
     const row = this.anchor && this.rows.get(this.anchor.key);
@@ -87,7 +88,8 @@ export class ThreadScroll {
     if (this.path.length === 0 || below < 2) this.pinned.value = true;
     else if (upwards) this.pinned.value = false;
     else if (below < NEAR_PX) this.pinned.value = true;
-    this.remember();
+    if (this.pinned.peek()) this.anchor = null;
+    else this.remember();
     this.refresh();
   }
 

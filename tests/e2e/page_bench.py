@@ -1,0 +1,121 @@
+"""What the page costs: `python -m tests.e2e.page_bench`. Bytes and time of a first load, scripting of a long answer."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+from tests.e2e.scripted import Script, scripted
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+GOAL_MS_PER_S = 50
+COUNTED = {"ScriptDuration": "scripting", "LayoutDuration": "layout", "RecalcStyleDuration": "style", "TaskDuration": "all"}
+# Runs from navigation on: when the message box can be written to and the socket is open.
+WATCH_READY = """
+addEventListener("DOMContentLoaded", () => {
+  const look = () => {
+    if (document.querySelector("#composer") && document.querySelector(".dot-on")) window.readyMs = performance.now();
+    else requestAnimationFrame(look);
+  };
+  look();
+});
+"""
+WORDS = "pages that several branches share are written once and read by all of them until the last one lets go ".split()
+
+
+def _prose(words: int, start: int = 0) -> str:
+    return " ".join(itertools.islice(itertools.cycle(WORDS), start, start + words))
+
+
+def _mixed() -> Iterator[str]:
+    for part in itertools.count(1):
+        yield f"## Part {part}\n\n{_prose(60, part)} with **bold** and `code`, see [this](https://example.com).\n\n"
+        yield f"- {_prose(9)}\n- {_prose(12)}\n  - {_prose(6)}\n\n"
+        yield "```python\ndef share(page):\n    for branch in page.branches:\n        yield branch\n```\n\n"
+        yield f"| state | pages |\n|---|---:|\n| shared | {part} |\n| idle | {part * 7} |\n\n"
+        yield f"So $n_{part} = \\frac{{{part}}}{{2}}$, or\n\n$$\n\\sum_i p_i = {part}\n$$\n\n"
+
+
+TEXTS: dict[str, Any] = {
+    "mixed": _mixed,
+    "one list": lambda: (f"- {_prose(10, item)}\n" for item in itertools.count()),
+    "one table": lambda: itertools.chain(["| a | b |\n|---|---|\n"], (f"| {_prose(4, row)} | {row} |\n" for row in itertools.count())),
+    "one program": lambda: itertools.chain(["```python\n"], (f"value_{line} = share({line})\n" for line in itertools.count())),
+    "one paragraph": lambda: (f"{_prose(10, start)}, " for start in itertools.count()),
+}
+
+
+def deltas(kind: str, count: int) -> list[str]:
+    """The first `count` pieces, each about a token, of an endless text."""
+    pieces = itertools.chain.from_iterable(re.findall(r"\s?\w{1,6}|\s|\S", part) for part in TEXTS[kind]())
+    return list(itertools.islice(pieces, count))
+
+
+def measure_load(browser: Any, url: str) -> str:
+    """Bytes on the wire and time to interactive of a visitor who was never here."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.add_init_script(WATCH_READY)
+    wire = context.new_cdp_session(page)
+    wire.send("Network.enable")
+    loaded: list[float] = []
+    wire.on("Network.loadingFinished", lambda event: loaded.append(event["encodedDataLength"]))
+    page.goto(url)
+    page.wait_for_selector(".dot-on")
+    page.wait_for_timeout(500)
+    ready_ms = page.evaluate("window.readyMs")
+    context.close()
+    return f"first load: {sum(loaded) / 1000:.1f} KB on the wire in {len(loaded)} requests, interactive after {ready_ms:.0f} ms"
+
+
+def measure_answer(browser: Any, url: str, script: Script, kind: str, count: int, per_s: float) -> str:
+    """Main-thread time per second while an answer of `count` deltas arrives."""
+    script.deltas, script.deltas_per_s = deltas(kind, count), per_s
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.goto(url)
+    page.wait_for_selector(".dot-on")
+    wire = context.new_cdp_session(page)
+    wire.send("Performance.enable", {"timeDomain": "threadTicks"})  # what else the machine does is not our cost
+    page.fill("#composer", "Go")
+
+    def metrics() -> dict[str, float]:
+        return {entry["name"]: entry["value"] for entry in wire.send("Performance.getMetrics")["metrics"]}
+
+    started, before = time.perf_counter(), metrics()
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(1000 * count / per_s)  # asking the page whether it is done would cost it scripting
+    seconds, after = time.perf_counter() - started, metrics()
+    page.wait_for_selector(".answer[data-status=done]")
+    spent = {word: 1000 * (after[name] - before[name]) / seconds for name, word in COUNTED.items()}
+    context.close()
+    told = ", ".join(f"{word} {ms:5.1f}" for word, ms in spent.items())
+    verdict = "" if spent["scripting"] < GOAL_MS_PER_S else f"  (over {GOAL_MS_PER_S})"
+    return f"{kind:14} {count} deltas in {seconds:5.1f} s; ms per second: {told}{verdict}"
+
+
+def main() -> None:
+    """Print everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deltas", type=int, default=4277)
+    parser.add_argument("--per-second", type=float, default=250.0)
+    parser.add_argument("--text", choices=[*TEXTS, "all"], default="all")
+    options = parser.parse_args()
+    script = Script()
+    with scripted(script) as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        print(measure_load(browser, url))
+        for kind in TEXTS if options.text == "all" else [options.text]:
+            print(measure_answer(browser, url, script, kind, options.deltas, options.per_second))
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
