@@ -91,8 +91,7 @@ function Card({ message, turn, index, current }: CardProps) {
               type="button"
               class="tool card-drop"
               aria-label={`Drop answer ${index + 1}`}
-              aria-keyshortcuts={`Alt+Shift+${index + 1}`}
-              title={`Drop it: its pages return at once (Alt+Shift+${index + 1})`}
+              title="Drop it: its pages return at once (Alt+Del)"
               onClick={() => chat.drop(message)}
             >
               <Close />

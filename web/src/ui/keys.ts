@@ -56,14 +56,13 @@ export const SHORTCUTS: readonly Shortcut[] = [
     },
   },
   {
-    keys: "Alt+Shift+1 … 8",
-    what: "Drop a candidate while it is written",
-    matches: (event) => event.altKey && event.shiftKey && !control(event) && /^Digit[1-8]$/.test(event.code),
-    run: (chat, event) => {
-      const dropped = lastTurn(chat)?.candidates[Number(event.code.slice(5)) - 1];
-      if (!dropped) return false;
-      chat.drop(dropped);
-      return true;
+    keys: "Alt+Del",
+    what: "Drop the candidate that has the focus, while it is written",
+    matches: (event) => event.altKey && event.key === "Delete",
+    run: () => {
+      const drop = document.activeElement?.closest(".card")?.querySelector<HTMLElement>(".card-drop");
+      drop?.click();
+      return drop !== undefined && drop !== null;
     },
   },
   {
