@@ -29,11 +29,18 @@ def _config(compose: str, *args: str) -> dict[str, Any]:
     return parsed
 
 
-@pytest.mark.parametrize("profile", ["gpu", "cpu", "redis"])
-def test_every_profile_parses(compose: str, profile: str) -> None:
-    services = _config(compose, "--profile", profile)["services"]
-    enabled = [name for name, service in services.items() if profile in service["profiles"]]
-    assert len(enabled) == 1
+@pytest.mark.parametrize(
+    ("profile", "services"),
+    [
+        ("gpu", {"chatcache"}),
+        ("cpu", {"chatcache-cpu"}),
+        ("redis", {"redis"}),
+        ("monitoring", {"prometheus", "grafana"}),
+    ],
+)
+def test_every_profile_parses(compose: str, profile: str, services: set[str]) -> None:
+    every = _config(compose, "--profile", profile)["services"]
+    assert {name for name, service in every.items() if profile in service["profiles"]} == services
 
 
 def test_a_broken_file_is_refused(compose: str, tmp_path: Path) -> None:
