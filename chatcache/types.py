@@ -329,6 +329,15 @@ class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
     namespaces: dict[str, float]
 
 
+class PageMap(msgspec.Struct, frozen=True, kw_only=True):
+    """Every page in one letter (see `kv.page_map`), `num_pages_per_cell` to a letter: the busiest page's of a cell."""
+
+    page_size: int
+    num_pages: int
+    num_pages_per_cell: int
+    cells: str
+
+
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     """What `/readyz`, `/metrics`, `chatcache bench` and the page show of the engine. Counters since start."""
 

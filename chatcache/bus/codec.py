@@ -32,6 +32,7 @@ from chatcache.types import (
     GenerateRequest,
     ModelFacts,
     PageAccounts,
+    PageMap,
     Started,
     TokenLogprob,
 )
@@ -90,6 +91,14 @@ class Explain(msgspec.Struct, frozen=True, tag="explain"):
     operator: bool = False
 
 
+class MapPages(msgspec.Struct, frozen=True, tag="map_pages"):
+    """Arguments as of `EngineClient.page_map`."""
+
+    call: int
+    namespace: str = ""
+    operator: bool = False
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop; what still runs is dropped."""
 
@@ -145,6 +154,13 @@ class Accounted(msgspec.Struct, frozen=True, tag="accounted"):
     value: PageAccounts
 
 
+class Mapped(msgspec.Struct, frozen=True, tag="mapped"):
+    """Reply to a `MapPages`."""
+
+    call: int
+    value: PageMap
+
+
 class Scored(msgspec.Struct, frozen=True, tag="scored"):
     """Prompt log-probabilities of a request whose `Started` comes behind without them.
 
@@ -162,8 +178,8 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
     health: EngineHealth | None = None
 
 
-Command = Boot | Submit | Abort | Ask | Explain | Stop
-Reply = Answer | Explained | Accounted
+Command = Boot | Submit | Abort | Ask | Explain | MapPages | Stop
+Reply = Answer | Explained | Accounted | Mapped
 Notice = Loading | Loaded | LoadFailed | Ending | Reply | Scored | Events
 
 _encoder = msgspec.msgpack.Encoder()

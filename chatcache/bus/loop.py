@@ -16,6 +16,8 @@ from chatcache.bus.codec import (
     Events,
     Explain,
     Explained,
+    MapPages,
+    Mapped,
     Notice,
     Reply,
     Stop,
@@ -24,13 +26,14 @@ from chatcache.bus.codec import (
 )
 from chatcache.bus.verdicts import Verdicts
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts, PageMap
 
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 0.05
 
 Send = Callable[[Notice], None]
+Call = Submit | Ask | Explain | MapPages
 Progress = Callable[[float, str], None]
 
 
@@ -49,6 +52,7 @@ class SteppedEngine(Protocol):
     def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation: ...
+    def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap: ...
     def accounts(self) -> PageAccounts: ...
     def stats(self) -> Any: ...
     def reset_prefix_cache(self) -> bool: ...
@@ -93,7 +97,7 @@ def _obey(engine: SteppedEngine, command: Command, send: Send, verdicts: Verdict
     """Apply one command. A refusal is an answer; anything unforeseen ends this call, not the loop."""
     if isinstance(command, Abort):
         engine.abort(command.request_id)
-    elif isinstance(command, Submit | Ask | Explain):
+    elif isinstance(command, Call):
         try:
             reply = _answer(engine, command)
         except ChatcacheError as error:
@@ -111,13 +115,15 @@ def _is_yes(reply: Reply) -> bool:
     return isinstance(reply, Answer) and reply.fault is None
 
 
-def _answer(engine: SteppedEngine, command: Submit | Ask | Explain) -> Reply:
+def _answer(engine: SteppedEngine, command: Call) -> Reply:
     match command:
         case Submit(call, request):
             engine.add(request)
             return Answer(call)
         case Explain(call, prompt, namespace, num_public_tokens, operator):
             return Explained(call, engine.explain(prompt, namespace, num_public_tokens, operator=operator))
+        case MapPages(call, namespace, operator):
+            return Mapped(call, engine.page_map(namespace, operator=operator))
         case Ask(call, "accounts"):
             return Accounted(call, engine.accounts())
         case Ask(call, "stats"):

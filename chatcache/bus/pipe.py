@@ -30,7 +30,7 @@ from chatcache.bus.codec import (
 from chatcache.bus.switchboard import Switchboard
 from chatcache.config import EngineConfig
 from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts, PageMap
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,10 @@ class EngineProcess:
     ) -> Explanation:
         self._check(prompt)
         return await self._board.explain(prompt, namespace, num_public_tokens, operator)
+
+    async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
+        self._check()
+        return await self._board.page_map(namespace, operator)
 
     async def accounts(self) -> PageAccounts:
         self._check()

@@ -7,10 +7,22 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, cast
 
-from chatcache.bus.codec import Abort, Answer, Ask, Command, Events, Explain, Reply, Scored, Submit, from_fault
+from chatcache.bus.codec import (
+    Abort,
+    Answer,
+    Ask,
+    Command,
+    Events,
+    Explain,
+    MapPages,
+    Reply,
+    Scored,
+    Submit,
+    from_fault,
+)
 from chatcache.bus.log import RETENTION_S, EventLogs
 from chatcache.errors import ChatcacheError
-from chatcache.types import EngineEvent, EngineHealth, Explanation, Finished, GenerateRequest, PageAccounts
+from chatcache.types import EngineEvent, EngineHealth, Explanation, Finished, GenerateRequest, PageAccounts, PageMap
 
 
 class Switchboard:
@@ -54,6 +66,9 @@ class Switchboard:
     ) -> Explanation:
         value = await self._call(lambda call: Explain(call, tuple(prompt), namespace, num_public_tokens, operator))
         return cast(Explanation, value)
+
+    async def page_map(self, namespace: str, operator: bool) -> PageMap:
+        return cast(PageMap, await self._call(lambda call: MapPages(call, namespace, operator)))
 
     async def accounts(self) -> PageAccounts:
         return cast(PageAccounts, await self._call(lambda call: Ask(call, "accounts")))

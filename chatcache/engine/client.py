@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, PageAccounts
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, PageAccounts, PageMap
 
 
 class Launched(Protocol):
@@ -68,6 +68,10 @@ class EngineClient(Protocol):
 
         Raises: ContextTooLong, InvalidRequest for a prompt that no request could have.
         """
+        ...
+
+    async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
+        """Show every page in one letter: a tenant sees what others have as theirs and no more, an `operator` all."""
         ...
 
     async def accounts(self) -> PageAccounts:

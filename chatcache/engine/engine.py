@@ -22,6 +22,7 @@ from chatcache.engine.health import Totals, lasting, with_pages, with_traffic
 from chatcache.engine.intake import Intake, StrategyFactory
 from chatcache.engine.namespaces import Namespaces
 from chatcache.engine.outbox import Outbox
+from chatcache.engine.page_gauge import PageGauge
 from chatcache.engine.preparing import Preparing
 from chatcache.engine.results import candidates_of
 from chatcache.engine.selfcheck import SelfCheck
@@ -33,7 +34,7 @@ from chatcache.sched.batch import Step
 from chatcache.sched.plan import StepResult
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts, PageMap
 
 PREPARING_WAIT_S = 0.005
 
@@ -82,6 +83,7 @@ class Engine:
         )
         self._self_check = SelfCheck(self._kv, self._scheduler, strict=config.strict)
         self._usage = UsageGauge(self._scheduler)
+        self._pages = PageGauge(self._scheduler)
         self._namespaces = Namespaces()
         self._requests: dict[str, LiveRequest] = {}
         self._preparing = Preparing()
@@ -289,6 +291,10 @@ class Engine:
         """Charge the pages in use to requests, conversations and namespaces. O(pages held)."""
         page_bytes = self._capacity.kv_bytes // self._capacity.num_pages
         return page_accounts(self._kv, self._scheduler.running, page_bytes)
+
+    def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
+        """Show every page as the namespace may see it, or an `operator` all as they are. A moment old at most."""
+        return self._pages.read(None if operator else namespace)
 
     def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False

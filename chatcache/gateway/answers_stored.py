@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from chatcache.gateway.answers import ErrorDetail, OutputTokensDetails, PromptTokensDetails
 
@@ -308,6 +308,20 @@ class Pool(msgspec.Struct):
     waste: float
     host_pages: int
     host_pages_in_use: int
+
+
+class CacheMap(msgspec.Struct):
+    """`cells`: one letter for every `pages_per_cell` pages, the busiest page's.
+
+    f: free; i: idle (cached, goes when room is needed); o: another tenant's; p: pinned; a: in the table of one branch;
+    s: shared by several.
+    """
+
+    object: Literal["cache.map"]
+    page_size: int
+    num_pages: int
+    pages_per_cell: int
+    cells: Annotated[str, Meta(max_length=4096, pattern="^[fiopas]*$")]
 
 
 class CacheAccounts(msgspec.Struct):

@@ -362,6 +362,13 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers_stored.CacheAccounts,
         errors=_STARTING,
     ),
+    Operation(
+        method="GET",
+        path="/v1/cache/map",
+        summary="Every page in one letter: free, idle, in the table of one branch or of several, another tenant's",
+        answer=answers_stored.CacheMap,
+        errors=_STARTING,
+    ),
     Operation(method="GET", path="/livez", summary="The process answers", answer=answers.Alive, needs_key=False),
     Operation(
         method="GET",

@@ -21,6 +21,7 @@ from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.gateway import (
     cache,
+    cache_pages,
     conversation_files,
     conversation_items,
     conversation_titles,
@@ -117,6 +118,7 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/responses/{id}/input_items", responses_stored.input_items),
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
         Route("/v1/cache/accounts", cache.accounts),
+        Route("/v1/cache/map", cache_pages.page_map),
         Route("/v1/conversations", conversation_items.Conversations),
         Route("/v1/conversations/export", conversation_files.AllConversations),
         Route(IMPORT_PATH, conversation_files.Imports),

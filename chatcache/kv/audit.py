@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ class PageUsage:
 def page_usage(kv: KVCache, tables: Collection[PageTable]) -> PageUsage:
     """Count pages over the tables of all live branches. O(pages held), about 30 ns each."""
     pool, size = kv.pool, kv.page_size
-    num_tables = _num_tables_by_page(pool.num_pages, tables)
+    num_tables = num_tables_by_page(pool.num_pages, tables)
     num_filled: dict[int, int] = {}  # of pages at the end of a table
     num_ends: Counter[int] = Counter()
     for table in tables:
@@ -54,7 +55,7 @@ def page_usage(kv: KVCache, tables: Collection[PageTable]) -> PageUsage:
     )
 
 
-def _num_tables_by_page(num_pages: int, tables: Collection[PageTable]) -> NDArray[np.int64]:
+def num_tables_by_page(num_pages: int, tables: Collection[PageTable]) -> NDArray[np.int64]:
     """Count in how many tables each page stands. Shape [num_pages]."""
     runs = [(table.own, 1) for table in tables]
     standing: dict[Segment, int] = {}
@@ -62,8 +63,9 @@ def _num_tables_by_page(num_pages: int, tables: Collection[PageTable]) -> NDArra
         for segment in table.segments():
             standing[segment] = standing.get(segment, 0) + 1
     runs += [(segment.pages, count) for segment, count in standing.items()]
-    pages = np.array([page for run, _ in runs for page in run], np.int64)
-    counts = np.repeat([count for _, count in runs], [len(run) for run, _ in runs])
+    lengths = [len(run) for run, _ in runs]
+    pages = np.fromiter(chain.from_iterable(run for run, _ in runs), np.int64, sum(lengths))
+    counts = np.repeat([count for _, count in runs], lengths)
     return np.bincount(pages, counts, num_pages).astype(np.int64)
 
 

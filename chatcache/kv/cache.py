@@ -19,6 +19,7 @@ from chatcache.kv.explain import explain
 from chatcache.kv.host import HostTier
 from chatcache.kv.keys import TOKEN_BYTES, PageContent, page_content, page_contents, private_key, root_key, token_bytes
 from chatcache.kv.matching import PrefixMatch, longest_match, longest_match_in_both, no_match
+from chatcache.kv.owners import note_owner
 from chatcache.kv.pool import BrokenInvariant, PagePool
 from chatcache.kv.restoring import lengthen
 from chatcache.kv.table import PageTable, fold, let_go, rewind, unfold
@@ -143,6 +144,7 @@ class KVCache:
                 self._tails.withdraw(table)
             table.own += [pages.pop() for _ in range(num_fresh)]
             table.num_reserved = table.num_pages * self.page_size
+            note_owner(self.pool.owners, table, table.num_tokens // self.page_size)
         return tuple(copies)
 
     def settle(self) -> None:
@@ -226,7 +228,9 @@ class KVCache:
             self.pool.publish_all(filled, contents)
         else:
             self.pool.describe_all(filled, contents)
-        for table, page, content in zip(tables, pages, contents, strict=True):
+        owners = self.pool.owners
+        for table, page, content, full in zip(tables, pages, contents, filled, strict=True):
+            owners[page] = owners[full]
             table.num_tokens, table.key, table.tail = table.num_reserved, content.key, b""
             table.num_reserved += self.page_size
             table.own.append(page)

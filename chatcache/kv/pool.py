@@ -13,9 +13,13 @@ tail before its head, and whoever holds a page also holds everything before it, 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chatcache.kv.chain import Chain
 from chatcache.kv.children import Children
@@ -38,6 +42,7 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 2 (page 0 is never used), got {num_pages}")
         self.num_pages = num_pages
         self.refs = [0] * num_pages  # holders: page tables, and segments that several tables share
+        self.owners = array("q", bytes(8 * num_pages))  # see `owners`; what the tables' operations note
         self._blank = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._content: list[PageContent | None] = [None] * num_pages
@@ -62,6 +67,10 @@ class PagePool:
     @property
     def num_in_use(self) -> int:
         return self.num_usable - self.num_free
+
+    def idle_pages(self) -> NDArray[np.int64]:
+        """List the idle pages, least recently released first."""
+        return np.fromiter(self._idle, np.int64, len(self._idle))
 
     @property
     def is_blank(self) -> bool:

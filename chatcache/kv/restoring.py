@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from chatcache.kv.host import HostTier, Load
 from chatcache.kv.matching import PrefixMatch
+from chatcache.kv.owners import PUBLIC_OWNER, owner_of
 from chatcache.kv.pool import NULL_PAGE, BrokenInvariant, PagePool
 from chatcache.kv.table import PageTable
 
@@ -20,8 +21,10 @@ def lengthen(pool: PagePool, host: HostTier | None, page_size: int, table: PageT
         pool.release(present)
         return False
     num_full = match.num_tokens // page_size - first
+    num_public = match.scope.num_public_tokens // page_size - first
     for page, (index, host_page) in zip(fresh, loads, strict=True):
         pages[index] = page
+        pool.owners[page] = PUBLIC_OWNER if index < num_public else owner_of(table.namespace)
         load(pool, host, page, host_page, is_full=index < num_full)
     table.own += pages
     table.num_tokens = table.num_reserved = match.num_tokens

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from chatcache.kv.host import HostTier
 from chatcache.kv.keys import page_content
+from chatcache.kv.owners import note_owner
 from chatcache.kv.pool import PagePool
 from chatcache.kv.table import PageTable
 
@@ -79,6 +80,7 @@ class Tails:
         if self._host is not None and self._host.is_coming(page):
             return  # it will be here after the step only
         if self._num_holders(page) == 1 and not self._pool.is_published(page):
+            note_owner(self._pool.owners, table, table.num_tokens // self._page_size)  # it may have been cut since
             self._pool.publish(page, page_content(table.key, table.tail))
 
     def settle(self) -> None:

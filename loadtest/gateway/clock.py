@@ -22,6 +22,7 @@ from chatcache.types import (
     GenerateRequest,
     ModelFacts,
     PageAccounts,
+    PageMap,
     Started,
     Tokens,
 )
@@ -132,6 +133,9 @@ class ClockEngine:
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation:
         return Explanation(num_tokens=len(prompt), num_cached_tokens=0, page_size=16, pages=())
+
+    def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
+        return PageMap(page_size=16, num_pages=0, num_pages_per_cell=1, cells="")
 
     def accounts(self) -> PageAccounts:
         return PageAccounts(num_pages_in_use=0, page_bytes=0, requests={}, conversations={}, namespaces={})

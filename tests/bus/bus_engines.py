@@ -24,6 +24,7 @@ from chatcache.types import (
     ModelFacts,
     PageAccounts,
     PageHit,
+    PageMap,
     SamplingParams,
     Started,
     Tokens,
@@ -110,6 +111,10 @@ class CountingEngine:
         detail = "x" * MAX_FRAME_BYTES if namespace == "big" else f"{namespace} {num_public_tokens} {operator}"
         pages = (PageHit(0, 16, "idle", public=True), PageHit(1, 3, "missing"))
         return Explanation(num_tokens=len(prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
+
+    def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
+        cells = "s" if operator else namespace
+        return PageMap(page_size=16, num_pages=1, num_pages_per_cell=1, cells=cells)
 
     def accounts(self) -> PageAccounts:
         held = dict.fromkeys(self._running, 0.5)

@@ -107,6 +107,9 @@ async def test_calls_reach_the_engine(client: Client) -> None:
 async def test_explain_and_accounts_cross_as_what_they_are(client: Client) -> None:
     explanation = await client.explain([1, 2, 3], "tenant", 2, operator=True)
     assert explanation == CountingEngine().explain((1, 2, 3), "tenant", 2, operator=True)
+    for arguments in (("tenant", False), ("", True)):
+        pages = await client.page_map(arguments[0], operator=arguments[1])
+        assert pages == CountingEngine().page_map(arguments[0], operator=arguments[1])
     await client.submit(request("r", 1_000_000))
     accounts = await client.accounts()
     assert isinstance(accounts, PageAccounts) and accounts.requests == {"r": 0.5}

@@ -193,7 +193,16 @@ def test_stored_things_are_as_described(server: Server, described: Described) ->
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/models", f"/v1/models/{MODEL}", "/livez", "/readyz", "/health", "/version", "/v1/cache/accounts"],
+    [
+        "/v1/models",
+        f"/v1/models/{MODEL}",
+        "/livez",
+        "/readyz",
+        "/health",
+        "/version",
+        "/v1/cache/accounts",
+        "/v1/cache/map",
+    ],
 )
 def test_the_rest_is_as_described(server: Server, described: Described, path: str) -> None:
     status, _, answer = server.request("GET", path)

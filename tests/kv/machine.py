@@ -19,10 +19,12 @@ from chatcache.kv.matching import PrefixMatch
 from chatcache.kv.pool import PagePool
 from chatcache.kv.table import PageTable
 from chatcache.kv.tails import PageCopy
+from tests.kv.mapped import NameBook, check_map
 
 POISON = -1
 PUBLIC = "public"
 NAMESPACES = ("", "b")
+MAP_EVERY = 8  # steps
 Cell = tuple[int, str]
 
 
@@ -71,6 +73,7 @@ class Machine:
         self.kv = KVCache(num_pages, P, "digest", self.matching, num_host_pages)
         self.memory: list[list[Cell]] = [[(POISON, "")] * P for _ in range(num_pages)]
         self.host_memory: list[list[Cell]] = [[(POISON, "")] * P for _ in range(num_host_pages)]
+        self.book = NameBook(self.kv, NAMESPACES)
         self.lines: list[Line] = []
         self.away: list[Away] = []
         self.planned: list[tuple[Line, list[int]]] = []  # rows of the plan in the making
@@ -332,8 +335,11 @@ class Machine:
         for line in self.lines:
             assert line.table.num_tokens == len(line.tokens)
             assert self.read(line.table.pages(), len(line.tokens)) == line.cells, "a page lost what it held"
+        self.book.read()
         if self.audit:
             check(kv, [line.table for line in self.lines], [away.host_pages for away in self.away])
+        if self.num_steps % MAP_EVERY == 0:
+            check_map(kv, self.book, [line.table for line in self.lines], NAMESPACES)
         held = {page for line in self.lines for page in line.table.pages()}
         assert pool.num_in_use == len(held) and len(pool._blank) + pool.num_idle + len(held) == pool.num_usable
         poison(pool, self.memory, 0)
