@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chatcache.errors import InvalidRequest
+from chatcache.gateway.beam_tree import BEAM, BeamTree
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.log_frames import FrameStore, LogFrame
 from chatcache.gateway.snapshots import OutputTexts
@@ -43,6 +44,7 @@ class ResponseLog:
         self.on_readers: Callable[[int], None] | None = None
         self._frames = FrameStore()
         self._texts = OutputTexts()
+        self._beams = BeamTree()
         self._terminal: _Terminal | None = None
         self._milestones: list[int] = []
         self._notes: dict[str, tuple[int, LogFrame]] = {}
@@ -62,7 +64,7 @@ class ResponseLog:
     @property
     def num_bytes(self) -> int:
         """Memory held, about."""
-        return self._frames.num_bytes + self._texts.num_bytes
+        return self._frames.num_bytes + self._texts.num_bytes + self._beams.num_bytes
 
     def append(self, kind: str, **fields: object) -> None:
         """Add a numbered frame."""
@@ -76,8 +78,10 @@ class ResponseLog:
             self._milestones.append(self._frames.num_frames)
         self._add(LogFrame(kind, number, encode({"type": kind, "sequence_number": number, **fields})))
 
-    def note(self, kind: str, **fields: object) -> None:
+    def note(self, kind: str, **fields: Any) -> None:
         """Add a frame outside the numbering."""
+        if kind == BEAM:
+            self._beams.take(fields["nodes"], fields["live"])
         frame = LogFrame(kind, None, encode({"type": kind, **fields}))
         if kind in _KEPT_NOTES:
             self._notes[kind] = self._frames.num_frames, frame
@@ -134,9 +138,15 @@ class ResponseLog:
                 return position, number, []
         first = list(self._frames.from_position(0)[:1]) if position == 0 else []  # tells what the response is
         fields = {"response_id": self.response_id, "sequence_number": number, "outputs": self._texts.outputs()}
+        beams = self.beams()[1]
         merged = LogFrame("response.snapshot", None, encode({"type": "response.snapshot", **fields}))
         notes = sorted(found for found in self._notes.values() if position <= found[0] < end)
-        return end, number, [*first, *(frame for _, frame in notes), merged]
+        return end, number, [*first, *(frame for _, frame in notes), *beams, merged]
+
+    def beams(self) -> tuple[int, list[LogFrame]]:
+        """The live beams as they stand now, in place of all that was told of them before the position."""
+        data = self._beams.frame(self.response_id)
+        return self._frames.num_frames, [LogFrame(BEAM, None, data)] if data is not None else []
 
     def count_reader(self, more: int) -> None:
         self.num_readers += more
@@ -160,7 +170,7 @@ class LogReader:
 
     A plain reader gets every numbered frame. An extended one also gets the notes, and where it has fallen behind, one
     `response.snapshot` in place of what it missed; once it has said what its client has seen (`ack`), it goes no
-    further than the window beyond that.
+    further than the window beyond that. Where it missed something, or may have, live beams are told as a whole.
     """
 
     def __init__(self, log: ResponseLog, frames: FrameStore, after: int, extended: bool) -> None:
@@ -171,6 +181,8 @@ class LogReader:
         self._bytes_read = frames.num_bytes_before(self._position)
         self.sent_number = after
         self.num_snapshots = 0
+        self._needs_beams = extended and after >= 0
+        self._beams_told = 0  # what was noted of beams before this position is told
         self._acked: int | None = None
         self._opened = asyncio.Event()
 
@@ -192,7 +204,7 @@ class LogReader:
         """Wait for frames and take those that are there, a segment at most; none when the log has ended."""
         while True:
             await self.wait_open()
-            if not await self._log.wait_beyond(self._position):
+            if not self._needs_beams and not await self._log.wait_beyond(self._position):
                 return ()
             frames = self._take()
             if frames:
@@ -222,15 +234,25 @@ class LogReader:
             end, number, frames = self._log.snapshot(self._position)
             if frames:
                 self.num_snapshots += 1
+                self._needs_beams = False
                 self._position, self._bytes_read, self.sent_number = end, self._frames.num_bytes_before(end), number
                 return frames
-        taken = self._frames.from_position(self._position)
+        if self._needs_beams:
+            self._needs_beams = False
+            self._beams_told, whole = self._log.beams()
+            return whole
+        start = self._position
+        taken = self._frames.from_position(start)
         self._position += len(taken)
         for frame in taken:
             self._bytes_read += len(frame.data)
             if frame.number is not None:
                 self.sent_number = frame.number
-        return taken if self._extended else [frame for frame in taken if frame.number is not None]
+        if not self._extended:
+            return [frame for frame in taken if frame.number is not None]
+        if start >= self._beams_told:
+            return taken
+        return [frame for at, frame in enumerate(taken, start) if frame.kind != BEAM or at >= self._beams_told]
 
     def _is_behind(self) -> bool:
         num_frames = self._frames.num_frames - self._position

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _ADDED = "response.output_item.added"
+_DONE = "response.output_item.done"
 _DELTA = ".delta"
 _TEXT_NAMES = {"function_call": "arguments"}  # of item types whose text goes by another name
 
 
 @dataclass(slots=True)
 class _Output:
-    head: Mapping[str, Any]
+    head: dict[str, Any]
     text_name: str
     parts: list[str] = field(default_factory=list)
 
@@ -30,8 +31,11 @@ class OutputTexts:
         if kind == _ADDED:
             item = fields["item"]
             head = {"item_id": item["id"], "output_index": fields["output_index"], "type": item["type"]}
-            head |= {name: item[name] for name in ("name", "call_id", "candidate") if name in item}
+            head |= {name: item[name] for name in ("name", "call_id", "candidate", "status") if name in item}
             self._outputs[item["id"]] = _Output(head, _TEXT_NAMES.get(item["type"], "text"))
+        elif kind == _DONE and (output := self._outputs.get(fields["item"]["id"])) is not None:
+            item = fields["item"]
+            output.head |= {name: item[name] for name in ("status", "finish_reason", "score") if name in item}
         elif kind.endswith(_DELTA) and (output := self._outputs.get(fields["item_id"])) is not None:
             output.parts.append(fields["delta"])
             self.num_bytes += len(fields["delta"])
