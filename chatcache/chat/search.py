@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -152,6 +152,40 @@ def snippet(text: str, marks: tuple[tuple[int, int], ...]) -> Snippet:
     shift = len(lead) - start
     inside = tuple((first + shift, min(last, end) + shift) for first, last in marks if first < end)
     return Snippet(lead + text[start:end] + (_ELLIPSIS if end < len(text) else ""), inside)
+
+
+class BestItem(NamedTuple):
+    """The message of a conversation that a query found."""
+
+    item_id: str
+    role: str
+    text: str
+    found: Found
+
+
+def best_of(items: Iterable[tuple[str, str, str]], query: SearchQuery) -> BestItem | None:
+    """Of messages (id, role, text), newest first, the one that matches best of the newest that match."""
+    best: BestItem | None = None
+    num_matching = 0
+    for item_id, role, text in items:
+        found = query.find(text)
+        if found is None:
+            continue
+        num_matching += 1
+        if best is None or found.score > best.found.score:
+            best = BestItem(item_id, role, text, found)
+        if num_matching == NUM_COMPARED:
+            break
+    return best
+
+
+def hit_of(head: Conversation, query: SearchQuery, best: BestItem | None) -> Hit:
+    """A conversation that was found, by its title alone if `best` is None."""
+    title = query.find(head.title)
+    title_marks = title.marks if title is not None else ()
+    if best is None:
+        return Hit(head, None, None, None, title_marks)
+    return Hit(head, best.item_id, best.role, snippet(best.text, best.found.marks), title_marks)
 
 
 def _cut(found: list[str]) -> list[str]:

@@ -9,6 +9,8 @@ from chatcache.chat import sqlite_search
 from chatcache.chat.store import StoreUnusable
 from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE
 
+MAX_CHECKED_BYTES = 2**30
+
 MIGRATIONS = (
     """
     CREATE TABLE conversations (
@@ -46,19 +48,27 @@ MIGRATIONS = (
         INSERT INTO titles (conversation_id) VALUES (new.id);
     END;
     """,
+    """
+    CREATE TABLE claims (
+        owner TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, target TEXT NOT NULL, expires_at REAL NOT NULL,
+        PRIMARY KEY (owner, key)
+    ) WITHOUT ROWID;
+    CREATE INDEX claims_by_age ON claims (expires_at);
+    """,
 )
 
 
 def prepare(db: sqlite3.Connection, path: Path) -> None:
     """Set the pragmas and bring the schema up to date, after a backup of what was there.
 
-    Raises: StoreUnusable for a file of a newer version.
+    Raises: StoreUnusable for a file of a newer version, or a damaged one.
     """
     db.execute("PRAGMA busy_timeout = 5000")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA foreign_keys = ON")
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    _check_whole(db, path)
     if version > len(MIGRATIONS):
         raise StoreUnusable(
             f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
@@ -71,6 +81,19 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
         db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[step]}; PRAGMA user_version = {step + 1}; COMMIT;")
     sqlite_search.ensure_index(db, path)
     db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
+
+
+def _check_whole(db: sqlite3.Connection, path: Path) -> None:
+    """Look for damage, which goes at about a GiB in seconds; files beyond `MAX_CHECKED_BYTES` are not read through.
+
+    Raises: StoreUnusable.
+    """
+    if not path.is_file() or path.stat().st_size > MAX_CHECKED_BYTES:
+        return
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        detail = " ".join(str(found).split())
+        raise StoreUnusable(f"{path} is damaged ({detail}); bring back a backup, or start with another file")
 
 
 def prepare_reader(db: sqlite3.Connection) -> None:

@@ -10,15 +10,13 @@ SQLite that was built without FTS5 searches by reading everything.
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from chatcache.chat.search import NUM_COMPARED, Found, Hit, SearchQuery, folded, snippet
+from chatcache.chat.search import NUM_COMPARED, BestItem, Hit, SearchQuery, best_of, folded, hit_of
 from chatcache.chat.sqlite_rows import CONVERSATION, Row, conversation_of, listing
 from chatcache.chat.store import StoreUnusable
-from chatcache.chat.tree import Conversation
 
 _INDEX = """
     CREATE VIRTUAL TABLE item_words USING fts5 (words, tokenize = 'ascii', prefix = '1 2');
@@ -107,7 +105,7 @@ def find(
     names = ", ".join(f":id{number}" for number in range(len(heads)))
     items = db.execute(_NEWEST.format(names=names), values | {f"id{number}": each for number, each in enumerate(heads)})
     best = _best_items(items, query)
-    return tuple(_hit(head, query, best.get(head.id)) for head in heads.values())
+    return tuple(hit_of(head, query, best.get(head.id)) for head in heads.values())
 
 
 def _scan(
@@ -126,40 +124,18 @@ def _scan(
         )
         best = _best_items(items, query).get(head.id)
         if best is not None or query.find(head.title) is not None:
-            hits.append(_hit(head, query, best))
+            hits.append(hit_of(head, query, best))
         if len(hits) == limit:
             break
     return tuple(hits)
 
 
-class _BestItem(NamedTuple):
-    item_id: str
-    role: str
-    text: str
-    found: Found
-
-
-def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, _BestItem]:
+def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, BestItem | None]:
     """By conversation the message that matches best of the newest that match; rows come newest first."""
-    best: dict[str, _BestItem] = {}
-    num_matching: Counter[str] = Counter()
-    for conversation_id, item_id, role, text in rows:
-        found = query.find(text) if num_matching[conversation_id] < NUM_COMPARED else None
-        if found is None:
-            continue
-        num_matching[conversation_id] += 1
-        present = best.get(conversation_id)
-        if present is None or found.score > present.found.score:
-            best[conversation_id] = _BestItem(item_id, role, text, found)
-    return best
-
-
-def _hit(head: Conversation, query: SearchQuery, best: _BestItem | None) -> Hit:
-    title = query.find(head.title)
-    title_marks = title.marks if title is not None else ()
-    if best is None:
-        return Hit(head, None, None, None, title_marks)
-    return Hit(head, best.item_id, best.role, snippet(best.text, best.found.marks), title_marks)
+    by_conversation: dict[str, list[tuple[str, str, str]]] = {}
+    for conversation_id, *item in rows:
+        by_conversation.setdefault(conversation_id, []).append((item[0], item[1], item[2]))
+    return {name: best_of(items, query) for name, items in by_conversation.items()}
 
 
 def _expression(query: SearchQuery) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import sqlite3
 import threading
@@ -11,10 +12,19 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from chatcache.chat.store import StoreUnavailable
+
 Result = TypeVar("Result")
 Job = Callable[[sqlite3.Connection], Any]
 
 _MAX_GROUP = 64
+_FILE_ERRORS = frozenset(
+    {
+        *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB),
+        *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM),
+    }
+)
 
 
 class SqliteWriter:
@@ -32,6 +42,7 @@ class SqliteWriter:
         `begin` starts a group of jobs; plain "BEGIN" is for a second thread whose jobs only read.
         """
         self._begin = begin
+        self.is_failing = False  # whether the last jobs that wrote anything could not be committed
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
         self._opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(path, prepare), name="chatcache-sqlite", daemon=True)
@@ -68,7 +79,10 @@ class SqliteWriter:
         while open_for_jobs:
             group, open_for_jobs = self._next_group()
             if group:
-                _commit(connection, group, self._begin)
+                num_changes = connection.total_changes
+                took_it = _commit(connection, group, self._begin)
+                if not took_it or connection.total_changes > num_changes:  # reading alone says nothing
+                    self.is_failing = not took_it
         connection.close()
 
     def _next_group(self) -> tuple[list[tuple[Job, Future[Any]]], bool]:
@@ -93,8 +107,10 @@ def _hear(done: asyncio.Future[Any]) -> None:
         done.exception()
 
 
-def _commit(connection: sqlite3.Connection, group: list[tuple[Job, Future[Any]]], begin: str) -> None:
+def _commit(connection: sqlite3.Connection, group: list[tuple[Job, Future[Any]]], begin: str) -> bool:
+    """Run a group and tell its callers. Whether the file took it."""
     outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+    failing: sqlite3.Error | None = None
     try:
         connection.execute(begin)
         for job, future in group:
@@ -102,17 +118,29 @@ def _commit(connection: sqlite3.Connection, group: list[tuple[Job, Future[Any]]]
             try:
                 outcomes.append((future, job(connection), None))
             except Exception as error:
+                if _is_of_the_file(error):
+                    raise
                 connection.execute("ROLLBACK TO job")
                 outcomes.append((future, None, error))
             connection.execute("RELEASE job")
         connection.execute("COMMIT")
     except sqlite3.Error as error:
-        # The commit itself failed (disk full, I/O): nobody may believe that anything was stored.
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        outcomes = [(future, None, error) for _, future in group]
+        # The disk is full, or failing: nobody may believe that anything was stored.
+        failing = error
+        with contextlib.suppress(sqlite3.Error):
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+        told = StoreUnavailable(f"nothing can be stored now: {error}")
+        told.__cause__ = error
+        outcomes = [(future, None, told) for _, future in group]
     for future, result, failure in outcomes:
         if failure is not None:
             future.set_exception(failure)
         else:
             future.set_result(result)
+    return failing is None
+
+
+def _is_of_the_file(error: Exception) -> bool:
+    """Whether the file or its disk is at fault, and not what was to be stored."""
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _FILE_ERRORS

@@ -31,6 +31,34 @@ class StoreUnusable(ChatcacheError):
     code = "store_unusable"
 
 
+class StoreUnavailable(ChatcacheError):
+    """The storage does not answer, or takes nothing, for now. Whether it took what it was just given is not known."""
+
+    status = 503
+    code = "store_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An idempotency key: what came with it (`digest`), and the id of what that made. Kept for `KEEP_CLAIMS_S`."""
+
+    key: str
+    digest: str
+    target: str
+
+
+class KeyTaken(ChatcacheError):
+    """The key was used before: `claim` says for what. Nothing was stored."""
+
+    status = 409
+    type = "conflict_error"
+    code = "idempotency_key_reuse"
+
+    def __init__(self, claim: Claim) -> None:
+        super().__init__("this Idempotency-Key came with another request before: use a new one", param="idempotency_key")
+        self.claim = claim
+
+
 @dataclass(frozen=True, slots=True)
 class Merged:
     """What a merge did: nothing, if no conversation was created and no message or response added."""
@@ -39,6 +67,9 @@ class Merged:
     is_new: bool
     num_items: int
     num_turns: int
+
+
+KEEP_CLAIMS_S = 24 * 3600
 
 
 def cursor_of(conversation: Conversation) -> str:
@@ -59,12 +90,28 @@ def read_cursor(text: str) -> tuple[float, str] | None:
 class ConversationStore(Protocol):
     """Trees by id, each visible to its owner only. A call that returns has stored what it says, durably.
 
-    `expect` is the `rev` the caller read; None means "whatever it is". Raises: StaleRevision when it differs;
-    NotFound for ids that do not exist or belong to somebody else.
+    `expect` is the `rev` the caller read; None means "whatever it is". A `claim` is stored with what it is for, both or
+    none. Raises: StaleRevision when `rev` differs; KeyTaken for a claim whose key is; NotFound for ids that do not exist
+    or belong to somebody else; StoreUnavailable.
     """
 
-    async def create(self, conversation: Conversation, items: Sequence[Item] = (), turn: Turn | None = None) -> None:
+    async def check(self) -> None:
+        """Whether it would store something now. Raises: StoreUnavailable."""
+        ...
+
+    async def create(
+        self,
+        conversation: Conversation,
+        items: Sequence[Item] = (),
+        turn: Turn | None = None,
+        *,
+        claim: Claim | None = None,
+    ) -> None:
         """Store a new conversation together with its first turn."""
+        ...
+
+    async def claimed(self, owner: str, key: str) -> Claim | None:
+        """What the owner used an idempotency key for, if it is still known."""
         ...
 
     async def get(self, owner: str, conversation_id: str) -> Conversation: ...
@@ -101,6 +148,7 @@ class ConversationStore(Protocol):
         active_leaf: str | None = None,
         title: str | None = None,
         expect: int | None = None,
+        claim: Claim | None = None,
     ) -> Conversation:
         """Add `items` (parents first), insert or replace `turn`, move the active leaf, name it if it has no title."""
         ...

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
+from chatcache.chat.sqlite_claims import find_claim, put_claim, try_writing
 from chatcache.chat.sqlite_rows import (
     CONVERSATION,
     ITEM,
@@ -28,7 +29,7 @@ from chatcache.chat.sqlite_rows import (
 from chatcache.chat.sqlite_schema import prepare, prepare_reader
 from chatcache.chat.sqlite_search import find, index_item, index_title
 from chatcache.chat.sqlite_writer import SqliteWriter
-from chatcache.chat.store import Merged, StaleRevision, StoreUnusable, read_cursor
+from chatcache.chat.store import Claim, Merged, StaleRevision, StoreUnusable, read_cursor
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import NotFound
 
@@ -47,12 +48,27 @@ class SqliteStore:
         except sqlite3.Error as error:
             raise StoreUnusable(f"{path}: {error}") from error
 
-    async def create(self, conversation: Conversation, items: Sequence[Item] = (), turn: Turn | None = None) -> None:
+    async def check(self) -> None:
+        if self._writer.is_failing:
+            await self._writer.run(try_writing)
+
+    async def create(
+        self,
+        conversation: Conversation,
+        items: Sequence[Item] = (),
+        turn: Turn | None = None,
+        *,
+        claim: Claim | None = None,
+    ) -> None:
         def job(db: sqlite3.Connection) -> None:
+            put_claim(db, conversation.owner, claim)
             _create(db, conversation)
             _add(db, conversation.id, items, () if turn is None else (turn,))
 
         await self._writer.run(job)
+
+    async def claimed(self, owner: str, key: str) -> Claim | None:
+        return await self._writer.run(lambda db: find_claim(db, owner, key))
 
     async def get(self, owner: str, conversation_id: str) -> Conversation:
         return await self._writer.run(lambda db: _head(db, owner, conversation_id))
@@ -82,9 +98,11 @@ class SqliteStore:
         active_leaf: str | None = None,
         title: str | None = None,
         expect: int | None = None,
+        claim: Claim | None = None,
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
             head = _head(db, owner, conversation_id, expect)
+            put_claim(db, owner, claim)
             _add(db, conversation_id, items, () if turn is None else (turn,))
             leaf = active_leaf if active_leaf is not None else head.active_leaf
             return _store_change(db, head, replace(head, title=head.title or title or "", active_leaf=leaf))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.chat import sqlite_search
+from chatcache.chat import sqlite_schema, sqlite_search
 from chatcache.chat.removal import without_item
 from chatcache.chat.search import NUM_COMPARED, Hit, SearchQuery, folded, snippet, words
 from chatcache.chat.store import ConversationStore, StoreUnusable, cursor_of
@@ -251,7 +251,7 @@ async def test_an_older_file_is_indexed_after_a_backup(tmp_path: Path, monkeypat
     db = sqlite3.connect(path)
     for name in ("item_words_go", "title_words_go", "titles_of_new"):
         db.execute(f"DROP TRIGGER {name}")
-    for name in ("item_words", "title_words", "titles"):
+    for name in ("item_words", "title_words", "titles", "claims"):
         db.execute(f"DROP TABLE {name}")
     db.execute("DROP INDEX conversations_by_id")
     db.execute("PRAGMA user_version = 2")
@@ -264,7 +264,7 @@ async def test_an_older_file_is_indexed_after_a_backup(tmp_path: Path, monkeypat
     assert len(await store.search("me", SearchQuery.parse("new"), 5)) == 1
     assert await store.search("me", SearchQuery.parse("title"), 5) == ()
     await store.close()
-    backup = sqlite3.connect(f"{path}.before-schema-3")
+    backup = sqlite3.connect(f"{path}.before-schema-{len(sqlite_schema.MIGRATIONS)}")
     tables = {name for (name,) in backup.execute("SELECT name FROM sqlite_master")}
     assert backup.execute("SELECT text FROM items").fetchall() == [("old words",)] and "item_words" not in tables
     backup.close()

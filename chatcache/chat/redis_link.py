@@ -1,0 +1,215 @@
+"""One Redis server: connections to it, transactions on it, and whether it answers.
+
+Every piece of work runs on a task of its own, so a caller that goes away leaves no half-read reply behind for the next
+one. Who finds that the server does not answer tells everybody: from then on all are refused at once, until a ping comes
+back. So nobody waits longer than one timeout, however many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import redis
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.retry import Retry as SyncRetry
+
+from chatcache.chat.store import StoreUnavailable, StoreUnusable
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Client = Any  # redis-py comes without types
+Pipe = Any
+
+TIMEOUT_S = 0.7
+PATIENCE_S = 30.0
+_NUM_CONNECTIONS = 32
+_PROBE_S = 0.2
+_MAX_TRIES = 64
+
+
+class RedisLink:
+    """Bounded connections to one server. Belongs to one event loop from its first use on.
+
+    `greet` runs whenever the server is found again, on a server that may hold anything by then.
+    """
+
+    def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]]) -> None:
+        """Raises: StoreUnusable for a URL that is none, or a server that does not let us in."""
+        try:
+            self._client = _client(url, TIMEOUT_S)
+            # For work that takes the server itself long; whether it is there at all, the others find out.
+            self._patient = _client(url, PATIENCE_S)
+        except (ValueError, redis.RedisError) as error:
+            raise StoreUnusable(f"not a URL of a Redis server: {error}") from None
+        kwargs = self._client.connection_pool.connection_kwargs
+        self.where = kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
+        self._greet = greet
+        self._slots = asyncio.Semaphore(_NUM_CONNECTIONS)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._down: str | None = "nobody has asked it yet"
+        self._first: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(
+        self, work: Callable[[Client], Awaitable[Result]], *, order: str = "", is_patient: bool = False
+    ) -> Result:
+        """Do `work`, to its end even if the caller leaves, behind what came before it with the same `order`.
+
+        Raises: StoreUnavailable; then it is not known whether what was written is there.
+        """
+        task = asyncio.create_task(self._ordered(work, order, is_patient))
+        self._tasks.add(task)
+        task.add_done_callback(self._hear)
+        return await asyncio.shield(task)
+
+    async def transact(
+        self,
+        watched: Sequence[str],
+        work: Callable[[Pipe], Awaitable[Result]],
+        *,
+        order: str,
+        is_patient: bool = False,
+    ) -> Result:
+        """Do `work` if none of the keys changes meanwhile, and again if one does.
+
+        `work` reads at once through the pipe it is given, then calls its `multi()` and queues what is to be done: all
+        of that or nothing. What it raises undoes all.
+        """
+
+        async def attempt(client: Client) -> Result:
+            for _ in range(_MAX_TRIES):
+                async with client.pipeline(transaction=True) as pipe:
+                    try:
+                        await pipe.watch(*watched)
+                        result = await work(pipe)
+                        await pipe.execute()
+                        return result
+                    except redis.WatchError:
+                        continue
+            raise StoreUnavailable("others change the same all the time")
+
+        return await self.run(attempt, order=order, is_patient=is_patient)
+
+    async def close(self) -> None:
+        """Finish what was begun, then close all connections."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        asking = [task for task in (self._first, self._probing) if task is not None]
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        for client in (self._client, self._patient):
+            await client.aclose(close_connection_pool=True)
+
+    def _hear(self, task: asyncio.Task[Any]) -> None:
+        """Take note of a failure, so that none is logged as unheard when the caller has gone away."""
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _ordered(self, work: Callable[[Client], Awaitable[Result]], order: str, is_patient: bool) -> Result:
+        if not order:
+            return await self._guarded(work, is_patient)
+        lock = self._locks.get(order)
+        if lock is None:
+            lock = self._locks[order] = asyncio.Lock()
+        async with lock:
+            return await self._guarded(work, is_patient)
+
+    async def _guarded(self, work: Callable[[Client], Awaitable[Result]], is_patient: bool) -> Result:
+        if self._first is None:
+            self._first = asyncio.create_task(self._find())
+        if not self._first.done():
+            await asyncio.wait([self._first])
+        async with self._slots:
+            if self._down is not None:
+                raise self._refusal()
+            try:
+                return await work(self._patient if is_patient else self._client)
+            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+                self._lose(error)
+                raise self._refusal() from error
+            except redis.RedisError as error:  # read only, out of memory, cannot write its own file, not allowed
+                raise StoreUnavailable(f"the store at {self.where} takes nothing now: {_said(error)}") from error
+
+    def _refusal(self) -> StoreUnavailable:
+        return StoreUnavailable(f"the store at {self.where} does not answer now: {self._down}")
+
+    def _lose(self, error: Exception) -> None:
+        """The server does not answer: refuse everybody until it does."""
+        if self._down is None:
+            self._down = _said(error)
+            log.warning("the store at %s does not answer: %s", self.where, self._down)
+            self._probing = asyncio.create_task(self._find_again())
+
+    async def _find(self) -> None:
+        """Ask the server for the first time."""
+        await self._try()
+        if self._down is not None:
+            log.warning("the store at %s does not answer: %s", self.where, self._down)
+            self._probing = asyncio.create_task(self._find_again())
+
+    async def _find_again(self) -> None:
+        while self._down is not None:
+            await asyncio.sleep(_PROBE_S)
+            await self._try()
+        log.warning("the store at %s answers again", self.where)
+
+    async def _try(self) -> None:
+        try:
+            for client in (self._client, self._patient):  # connections of before may lead nowhere
+                await client.connection_pool.disconnect(inuse_connections=False)
+            await self._client.ping()
+            await self._greet(self._client)
+        except (redis.RedisError, OSError) as error:
+            self._down = _said(error)
+        except StoreUnusable as error:
+            self._down = error.message
+        else:
+            self._down = None
+
+
+def _client(url: str, timeout_s: float) -> Client:
+    pool = ConnectionPool.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=TIMEOUT_S,
+        socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
+        protocol=2,
+        decode_responses=False,
+        max_connections=2 * _NUM_CONNECTIONS,
+    )
+    return Redis(connection_pool=pool)
+
+
+def first_look(url: str, key: str) -> bytes | None:
+    """The value of a key, before there is an event loop; None where there is none, or no server yet.
+
+    Raises: StoreUnusable for a server that does not let us in.
+    """
+    client = redis.Redis.from_url(
+        url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=SyncRetry(NoBackoff(), 0), protocol=2
+    )
+    try:
+        value: bytes | None = client.get(key)
+    except redis.AuthenticationError as error:  # a connection error, to redis-py
+        raise StoreUnusable(f"the Redis server does not let us in: {_said(error)}") from None
+    except (redis.ConnectionError, redis.TimeoutError, OSError):
+        return None
+    except redis.RedisError as error:
+        raise StoreUnusable(f"the Redis server cannot be used: {_said(error)}") from None
+    finally:
+        client.close()
+    return value
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

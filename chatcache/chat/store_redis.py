@@ -1,0 +1,329 @@
+"""Conversations in one Redis server, by MULTI under WATCH: no scripts, and nothing that an administrator must allow.
+
+A change watches the head of its conversation, which every change rewrites, so two of them never mix. Several gateways
+may share a server. `redis_rows.py` has the layout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from chatcache.chat import redis_reads as reads
+from chatcache.chat import redis_rows as rows
+from chatcache.chat.redis_leases import LEASE_S, Leases
+from chatcache.chat.redis_link import Client, Pipe, RedisLink, Result, first_look
+from chatcache.chat.redis_rows import Head, Placed
+from chatcache.chat.redis_search import find
+from chatcache.chat.removal import TreeEdit
+from chatcache.chat.search import Hit, SearchQuery
+from chatcache.chat.store import KEEP_CLAIMS_S, Claim, KeyTaken, Merged, StoreUnusable
+from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
+from chatcache.errors import ChatcacheError, NotFound
+
+Members = Sequence[str | bytes]
+
+
+class RedisStore:
+    """`ConversationStore` on a server. Responses whose gateway has died become incomplete within `lease_s` and a third.
+
+    A server that is not there yet is waited for. Raises: StoreUnusable for one that does not let us in, or holds what
+    a newer version wrote.
+    """
+
+    def __init__(self, url: str, *, lease_s: float = LEASE_S) -> None:
+        self._link = RedisLink(url, _greet)
+        self._leases = Leases(self._link, lease_s)
+        found = first_look(url, rows.SCHEMA)
+        if found is not None:
+            _check_version(found)
+
+    async def check(self) -> None:
+        await self._leases.check()
+
+    async def create(
+        self,
+        conversation: Conversation,
+        items: Sequence[Item] = (),
+        turn: Turn | None = None,
+        *,
+        claim: Claim | None = None,
+    ) -> None:
+        async def work(pipe: Pipe) -> None:
+            if await pipe.exists(rows.head_key(conversation.id)):
+                raise RuntimeError(f"there is a conversation {conversation.id!r} already")
+            await _require_free(pipe, conversation.owner, claim)
+            await _require_parents(pipe, conversation.id, items)
+            pipe.multi()
+            _put_claim(pipe, conversation.owner, claim)
+            self._add(pipe, Head(conversation, 0), items, () if turn is None else (turn,))
+            _put_new(pipe, conversation)
+
+        await self._change(conversation.id, work, turn, _watched(conversation.owner, claim))
+
+    async def claimed(self, owner: str, key: str) -> Claim | None:
+        data = await self._read(lambda client: client.get(rows.claim_key(owner, key)))
+        return rows.claim_of(data) if data is not None else None
+
+    async def get(self, owner: str, conversation_id: str) -> Conversation:
+        key = rows.head_key(conversation_id)
+        return (await self._read(lambda client: reads.head(client, owner, conversation_id), key)).conversation
+
+    async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
+        return await self._read(lambda client: reads.listed(client, owner, limit, after))
+
+    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
+        return await self._read(lambda client: find(client, owner, query, limit, after))
+
+    async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+        return await self._read(lambda client: reads.ids(client, owner, limit, after))
+
+    async def load(self, owner: str, conversation_id: str) -> ConversationTree:
+        key = rows.head_key(conversation_id)
+        return await self._read(lambda client: reads.tree(client, owner, conversation_id), key)
+
+    async def locate(self, owner: str, member_id: str) -> str:
+        return await self._read(lambda client: reads.holder(client, owner, member_id))
+
+    async def append(
+        self,
+        owner: str,
+        conversation_id: str,
+        items: Sequence[Item],
+        turn: Turn | None = None,
+        *,
+        active_leaf: str | None = None,
+        title: str | None = None,
+        expect: int | None = None,
+        claim: Claim | None = None,
+    ) -> Conversation:
+        async def work(pipe: Pipe) -> Conversation:
+            present = await reads.head(pipe, owner, conversation_id, expect)
+            await _require_free(pipe, owner, claim)
+            await _require_parents(pipe, conversation_id, items)
+            head = present.conversation
+            leaf = active_leaf if active_leaf is not None else head.active_leaf
+            changed = _changed(head, replace(head, title=head.title or title or "", active_leaf=leaf))
+            pipe.multi()
+            _put_claim(pipe, owner, claim)
+            self._add(pipe, Head(changed, present.num_positions), items, () if turn is None else (turn,))
+            _put_title(pipe, head, changed)
+            return changed
+
+        return await self._change(conversation_id, work, turn, _watched(owner, claim))
+
+    async def update(
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        title: str | None = None,
+        active_leaf: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        expect: int | None = None,
+    ) -> Conversation:
+        async def work(pipe: Pipe) -> Conversation:
+            present = await reads.head(pipe, owner, conversation_id, expect)
+            if active_leaf is not None:
+                await _require_items(pipe, conversation_id, [active_leaf])
+            head = present.conversation
+            wanted = replace(
+                head,
+                title=title if title is not None else head.title,
+                active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
+                metadata=metadata if metadata is not None else head.metadata,
+            )
+            changed = _changed(head, wanted)
+            pipe.multi()
+            self._add(pipe, Head(changed, present.num_positions), (), ())
+            _put_title(pipe, head, changed)
+            return changed
+
+        return await self._change(conversation_id, work)
+
+    async def edit(
+        self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
+    ) -> Conversation:
+        async def work(pipe: Pipe) -> Conversation:
+            present = await reads.head(pipe, owner, conversation_id, expect)
+            placed = await reads.placed(pipe, conversation_id)
+            changed = _changed(present.conversation, replace(present.conversation, active_leaf=edit.active_leaf))
+            moved = {item.id: item for item in edit.items}
+            removed = set(edit.removed_items)
+            kept = {each.item.id: each for each in placed if each.item.id not in removed}
+            gone = [each.item.id for each in placed if each.item.id in removed]
+            pipe.multi()
+            _take_out(pipe, rows.items_key(conversation_id), gone)
+            _take_out(pipe, rows.turns_key(conversation_id), edit.removed_turns)
+            for position, item in (kept[name] for name in moved if name in kept):
+                now = replace(item, parent_id=moved[item.id].parent_id, token_ids=moved[item.id].token_ids)
+                pipe.hset(rows.items_key(conversation_id), item.id, rows.pack_item(Placed(position, now)))
+            self._add(pipe, Head(changed, present.num_positions), (), edit.turns)
+            texts = (changed.title, *(each.item.text for each in kept.values()))
+            pipe.set(rows.words_key(conversation_id), rows.words_of(texts))
+            return changed
+
+        return await self._change(conversation_id, work, is_patient=True)
+
+    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+        async def work(pipe: Pipe) -> Merged:
+            stored = await pipe.get(rows.head_key(conversation.id))
+            present = None if stored is None else await reads.head(pipe, conversation.owner, conversation.id)
+            new_items = await _missing(pipe, conversation.id, items)
+            new_turns = await _missing(pipe, conversation.id, turns)
+            await _require_parents(pipe, conversation.id, new_items)
+            head = conversation if present is None else present.conversation
+            if present is not None and (new_items or new_turns):
+                head = _changed(head, replace(head, active_leaf=conversation.active_leaf or head.active_leaf))
+            pipe.multi()
+            if present is None or head is not present.conversation:
+                self._add(pipe, Head(head, present.num_positions if present else 0), new_items, new_turns)
+            if present is None:
+                _put_new(pipe, head)
+            return Merged(head, present is None, len(new_items), len(new_turns))
+
+        watched = [rows.at_key(member.id) for member in (*items, *turns)]
+        return await self._change(conversation.id, work, watched=watched, is_patient=True)
+
+    async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None:
+        async def work(pipe: Pipe) -> None:
+            await reads.head(pipe, owner, conversation_id, expect)
+            items: list[bytes] = await pipe.hkeys(rows.items_key(conversation_id))
+            turns: list[bytes] = await pipe.hkeys(rows.turns_key(conversation_id))
+            pipe.multi()
+            _take_out(pipe, rows.items_key(conversation_id), items)
+            _take_out(pipe, rows.turns_key(conversation_id), turns)
+            pipe.delete(rows.head_key(conversation_id), rows.words_key(conversation_id))
+            pipe.zrem(rows.list_key(owner), conversation_id)
+            pipe.zrem(rows.ids_key(owner), conversation_id)
+            if turns:
+                pipe.hdel(rows.RUNNING, *turns)
+
+        await self._change(conversation_id, work, is_patient=True)
+
+    async def close(self) -> None:
+        await self._leases.close()
+        await self._link.close()
+
+    async def _read(self, work: Callable[[Client], Awaitable[Result]], order: str = "") -> Result:
+        self._leases.begin()
+        return await self._link.run(work, order=order)
+
+    async def _change(
+        self,
+        conversation_id: str,
+        work: Callable[[Pipe], Awaitable[Result]],
+        turn: Turn | None = None,
+        watched: Sequence[str] = (),
+        *,
+        is_patient: bool = False,
+    ) -> Result:
+        """Change one conversation, all or nothing. `turn`: a response that this stores."""
+        self._leases.begin()
+        self._leases.expect(turn)
+        key = rows.head_key(conversation_id)
+        try:
+            result = await self._link.transact((key, *watched), work, order=key, is_patient=is_patient)
+        except (ChatcacheError, RuntimeError):
+            self._leases.settled(turn, stored=False)
+            raise
+        self._leases.settled(turn, stored=True)
+        return result
+
+    def _add(self, pipe: Pipe, head: Head, items: Sequence[Item], turns: Sequence[Turn]) -> None:
+        """Store the head, behind what it had these messages, and these responses."""
+        name, first = head.conversation.id, head.num_positions
+        pipe.set(rows.head_key(name), rows.pack_head(Head(head.conversation, first + len(items))))
+        pipe.zadd(rows.list_key(head.conversation.owner), {name: head.conversation.updated_at})
+        if items:
+            placed = {item.id: rows.pack_item(Placed(first + at, item)) for at, item in enumerate(items)}
+            pipe.hset(rows.items_key(name), mapping=placed)
+            pipe.append(rows.words_key(name), rows.words_of(item.text for item in items))
+        for turn in turns:
+            pipe.hset(rows.turns_key(name), turn.id, rows.pack_turn(turn))
+            self._leases.put(pipe, name, turn)
+        if items or turns:
+            pipe.mset({rows.at_key(member.id): name for member in (*items, *turns)})
+
+
+async def _greet(client: Client) -> None:
+    """Leave the version of the layout, or find one. Raises: StoreUnusable."""
+    await client.set(rows.SCHEMA, rows.VERSION, nx=True)
+    _check_version(await client.get(rows.SCHEMA))
+
+
+def _check_version(found: bytes) -> None:
+    if not found.isdigit() or int(found) > rows.VERSION:
+        said = found[:20].decode("ascii", "replace")
+        raise StoreUnusable(
+            f"the Redis server was written by a newer chatcache (layout {said}, this one knows {rows.VERSION})"
+        )
+
+
+def _changed(head: Conversation, wanted: Conversation) -> Conversation:
+    """What became of `head`, one revision later."""
+    return replace(wanted, rev=head.rev + 1, updated_at=max(time.time(), head.updated_at))
+
+
+def _watched(owner: str, claim: Claim | None) -> Sequence[str]:
+    return () if claim is None else (rows.claim_key(owner, claim.key),)
+
+
+async def _require_free(pipe: Pipe, owner: str, claim: Claim | None) -> None:
+    """Raises: KeyTaken."""
+    present = await pipe.get(rows.claim_key(owner, claim.key)) if claim is not None else None
+    if present is not None:
+        raise KeyTaken(rows.claim_of(present))
+
+
+def _put_claim(pipe: Pipe, owner: str, claim: Claim | None) -> None:
+    if claim is not None:
+        pipe.set(rows.claim_key(owner, claim.key), rows.pack_claim(claim), ex=KEEP_CLAIMS_S)
+
+
+async def _require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item]) -> None:
+    """Raises: NotFound unless each message comes behind its parent, or that is stored already."""
+    before: set[str] = set()
+    outside: list[str] = []
+    for item in items:
+        if item.parent_id is not None and item.parent_id not in before:
+            outside.append(item.parent_id)
+        before.add(item.id)
+    await _require_items(pipe, conversation_id, outside)
+
+
+async def _require_items(pipe: Pipe, conversation_id: str, item_ids: Sequence[str]) -> None:
+    found = await pipe.hmget(rows.items_key(conversation_id), list(dict.fromkeys(item_ids))) if item_ids else ()
+    for item_id, data in zip(dict.fromkeys(item_ids), found, strict=True):
+        if data is None:
+            raise NotFound(f"conversation {conversation_id!r} has no message {item_id!r}")
+
+
+async def _missing(pipe: Pipe, conversation_id: str, members: Sequence[Result]) -> list[Result]:
+    """Those that the conversation lacks. Raises: NotFound for ids of another one."""
+    if not members:
+        return []
+    names = [member.id for member in members]  # type: ignore[attr-defined]
+    holders = await pipe.mget([rows.at_key(name) for name in names])
+    for name, holder in zip(names, holders, strict=True):
+        if holder is not None and holder.decode() != conversation_id:
+            raise NotFound(f"conversation {conversation_id!r} has no {name!r}")
+    return [member for member, holder in zip(members, holders, strict=True) if holder is None]
+
+
+def _put_new(pipe: Pipe, conversation: Conversation) -> None:
+    pipe.zadd(rows.ids_key(conversation.owner), {conversation.id: 0})
+    pipe.append(rows.words_key(conversation.id), rows.words_of([conversation.title]))
+
+
+def _put_title(pipe: Pipe, head: Conversation, changed: Conversation) -> None:
+    if changed.title != head.title:
+        pipe.append(rows.words_key(head.id), rows.words_of([changed.title]))
+
+
+def _take_out(pipe: Pipe, key: str, members: Members) -> None:
+    if members:
+        names = [each.decode() if isinstance(each, bytes) else each for each in members]
+        pipe.hdel(key, *names)
+        pipe.delete(*(rows.at_key(name) for name in names))
