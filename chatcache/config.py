@@ -46,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway. `api_keys` empty means open (and then only loopback is bound by default).
 
+    `db`: the SQLite file of the conversations, unless `redis` is the URL of a server that keeps them.
     `public_prompts`: texts of system prompts whose pages all tenants share. `tool_call_parser`: auto (what the model's
     chat template tells) | hermes | llama3_json | mistral | none. `reasoning_parser`: auto | qwen3 | deepseek_r1 | none.
     `max_import_bytes`: how large a file of conversations may be. `body_timeout_s`: how long a request body may pause,
@@ -57,6 +58,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     db: str = "chatcache.db"
+    redis: str = ""
     sse_keep_alive_interval_s: float = 15.0
     detach_ttl_s: float = 30.0
     allowed_hosts: tuple[str, ...] = ()

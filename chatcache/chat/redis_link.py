@@ -32,6 +32,7 @@ PATIENCE_S = 30.0
 _NUM_CONNECTIONS = 32
 _PROBE_S = 0.2
 _MAX_TRIES = 64
+_NO_ANSWER = "the store does not answer now"  # the log says which and why
 
 
 class RedisLink:
@@ -130,17 +131,15 @@ class RedisLink:
             await asyncio.wait([self._first])
         async with self._slots:
             if self._down is not None:
-                raise self._refusal()
+                raise StoreUnavailable(_NO_ANSWER)
             try:
                 return await work(self._patient if is_patient else self._client)
             except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
                 self._lose(error)
-                raise self._refusal() from error
+                raise StoreUnavailable(_NO_ANSWER) from error
             except redis.RedisError as error:  # read only, out of memory, cannot write its own file, not allowed
-                raise StoreUnavailable(f"the store at {self.where} takes nothing now: {_said(error)}") from error
-
-    def _refusal(self) -> StoreUnavailable:
-        return StoreUnavailable(f"the store at {self.where} does not answer now: {self._down}")
+                log.warning("the store at %s refuses: %s", self.where, _said(error))
+                raise StoreUnavailable("the store takes nothing now") from error
 
     def _lose(self, error: Exception) -> None:
         """The server does not answer: refuse everybody until it does."""
@@ -182,7 +181,7 @@ def _client(url: str, timeout_s: float) -> Client:
         socket_timeout=timeout_s,
         socket_connect_timeout=TIMEOUT_S,
         socket_keepalive=True,
-        retry=Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
+        retry=Retry(NoBackoff(), 0),
         protocol=2,
         decode_responses=False,
         max_connections=2 * _NUM_CONNECTIONS,

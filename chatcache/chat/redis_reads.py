@@ -101,9 +101,7 @@ async def _place(client: Reader, owner: str, after: str | None) -> tuple[float, 
     return place
 
 
-async def _entries(
-    client: Reader, owner: str, place: tuple[float, str] | None, limit: int
-) -> list[tuple[float, str]]:
+async def _entries(client: Reader, owner: str, place: tuple[float, str] | None, limit: int) -> list[tuple[float, str]]:
     """The next of the list: when it changed, and its id. Those of one moment are there by id, the last first."""
     found: list[tuple[float, str]] = []
     highest, skip = ("+inf" if place is None else repr(place[0])), 0

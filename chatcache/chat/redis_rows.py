@@ -1,16 +1,16 @@
 """Keys in Redis and what they hold. What belongs to one conversation lies in one slot (`{...}` in its keys).
 
-    chatcache:schema                     the version of this layout
-    chatcache:{conv}:head                the conversation, and the position of its next message
-    chatcache:{conv}:items               hash: message id -> its position and itself
-    chatcache:{conv}:turns               hash: response id -> itself
-    chatcache:{conv}:words               folded words of titles and messages, a superset: which to read in a search
-    chatcache:at:<message or response>   the conversation that holds it
-    chatcache:list:{owner}               sorted set: an owner's conversations by last change
-    chatcache:ids:{owner}                sorted set: the same by id
-    chatcache:running                    hash: response under way -> who runs it, and its conversation
-    chatcache:alive:<process>            there while that process is; expires
-    chatcache:claim:{owner}:<key>        an idempotency key; expires
+chatcache:schema                     the version of this layout
+chatcache:{conv}:head                the conversation, and the position of its next message
+chatcache:{conv}:items               hash: message id -> its position and itself
+chatcache:{conv}:turns               hash: response id -> itself
+chatcache:{conv}:words               folded words of titles and messages, a superset: which to read in a search
+chatcache:at:<message or response>   the conversation that holds it
+chatcache:list:{owner}               sorted set: an owner's conversations by last change
+chatcache:ids:{owner}                sorted set: the same by id
+chatcache:running                    hash: response under way -> who runs it, and its conversation
+chatcache:alive:<process>            there while that process is; expires
+chatcache:claim:{owner}:<key>        an idempotency key; expires
 """
 
 from __future__ import annotations

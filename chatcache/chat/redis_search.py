@@ -35,9 +35,7 @@ async def find(client: Any, owner: str, query: SearchQuery, limit: int, after: s
     return tuple(hits)
 
 
-def _candidates(
-    heads: Sequence[Conversation], words: Sequence[bytes | None], query: SearchQuery
-) -> list[Conversation]:
+def _candidates(heads: Sequence[Conversation], words: Sequence[bytes | None], query: SearchQuery) -> list[Conversation]:
     found = zip(heads, words, strict=True)
     return [head for head, data in found if data is not None and rows.may_match(query, data.decode())]
 

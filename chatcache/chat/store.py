@@ -55,7 +55,9 @@ class KeyTaken(ChatcacheError):
     code = "idempotency_key_reuse"
 
     def __init__(self, claim: Claim) -> None:
-        super().__init__("this Idempotency-Key came with another request before: use a new one", param="idempotency_key")
+        super().__init__(
+            "this Idempotency-Key came with another request before: use a new one", param="idempotency_key"
+        )
         self.claim = claim
 
 
@@ -91,8 +93,8 @@ class ConversationStore(Protocol):
     """Trees by id, each visible to its owner only. A call that returns has stored what it says, durably.
 
     `expect` is the `rev` the caller read; None means "whatever it is". A `claim` is stored with what it is for, both or
-    none. Raises: StaleRevision when `rev` differs; KeyTaken for a claim whose key is; NotFound for ids that do not exist
-    or belong to somebody else; StoreUnavailable.
+    none. Raises: StaleRevision when `rev` differs; KeyTaken for a claim whose key is; NotFound for ids that do not
+    exist or belong to somebody else; StoreUnavailable.
     """
 
     async def check(self) -> None:

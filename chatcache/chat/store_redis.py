@@ -12,17 +12,16 @@ from dataclasses import replace
 
 from chatcache.chat import redis_reads as reads
 from chatcache.chat import redis_rows as rows
+from chatcache.chat import redis_writes as writes
 from chatcache.chat.redis_leases import LEASE_S, Leases
 from chatcache.chat.redis_link import Client, Pipe, RedisLink, Result, first_look
 from chatcache.chat.redis_rows import Head, Placed
 from chatcache.chat.redis_search import find
 from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
-from chatcache.chat.store import KEEP_CLAIMS_S, Claim, KeyTaken, Merged, StoreUnusable
+from chatcache.chat.store import Claim, Merged, StoreUnusable
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
-from chatcache.errors import ChatcacheError, NotFound
-
-Members = Sequence[str | bytes]
+from chatcache.errors import ChatcacheError
 
 
 class RedisStore:
@@ -53,14 +52,14 @@ class RedisStore:
         async def work(pipe: Pipe) -> None:
             if await pipe.exists(rows.head_key(conversation.id)):
                 raise RuntimeError(f"there is a conversation {conversation.id!r} already")
-            await _require_free(pipe, conversation.owner, claim)
-            await _require_parents(pipe, conversation.id, items)
+            await writes.require_free(pipe, conversation.owner, claim)
+            await writes.require_parents(pipe, conversation.id, items)
             pipe.multi()
-            _put_claim(pipe, conversation.owner, claim)
+            writes.put_claim(pipe, conversation.owner, claim)
             self._add(pipe, Head(conversation, 0), items, () if turn is None else (turn,))
-            _put_new(pipe, conversation)
+            writes.put_new(pipe, conversation)
 
-        await self._change(conversation.id, work, turn, _watched(conversation.owner, claim))
+        await self._change(conversation.id, work, turn, writes.watched(conversation.owner, claim))
 
     async def claimed(self, owner: str, key: str) -> Claim | None:
         data = await self._read(lambda client: client.get(rows.claim_key(owner, key)))
@@ -100,18 +99,18 @@ class RedisStore:
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
             present = await reads.head(pipe, owner, conversation_id, expect)
-            await _require_free(pipe, owner, claim)
-            await _require_parents(pipe, conversation_id, items)
+            await writes.require_free(pipe, owner, claim)
+            await writes.require_parents(pipe, conversation_id, items)
             head = present.conversation
             leaf = active_leaf if active_leaf is not None else head.active_leaf
             changed = _changed(head, replace(head, title=head.title or title or "", active_leaf=leaf))
             pipe.multi()
-            _put_claim(pipe, owner, claim)
+            writes.put_claim(pipe, owner, claim)
             self._add(pipe, Head(changed, present.num_positions), items, () if turn is None else (turn,))
-            _put_title(pipe, head, changed)
+            writes.put_title(pipe, head, changed)
             return changed
 
-        return await self._change(conversation_id, work, turn, _watched(owner, claim))
+        return await self._change(conversation_id, work, turn, writes.watched(owner, claim))
 
     async def update(
         self,
@@ -126,7 +125,7 @@ class RedisStore:
         async def work(pipe: Pipe) -> Conversation:
             present = await reads.head(pipe, owner, conversation_id, expect)
             if active_leaf is not None:
-                await _require_items(pipe, conversation_id, [active_leaf])
+                await writes.require_items(pipe, conversation_id, [active_leaf])
             head = present.conversation
             wanted = replace(
                 head,
@@ -137,7 +136,7 @@ class RedisStore:
             changed = _changed(head, wanted)
             pipe.multi()
             self._add(pipe, Head(changed, present.num_positions), (), ())
-            _put_title(pipe, head, changed)
+            writes.put_title(pipe, head, changed)
             return changed
 
         return await self._change(conversation_id, work)
@@ -154,8 +153,8 @@ class RedisStore:
             kept = {each.item.id: each for each in placed if each.item.id not in removed}
             gone = [each.item.id for each in placed if each.item.id in removed]
             pipe.multi()
-            _take_out(pipe, rows.items_key(conversation_id), gone)
-            _take_out(pipe, rows.turns_key(conversation_id), edit.removed_turns)
+            writes.take_out(pipe, rows.items_key(conversation_id), gone)
+            writes.take_out(pipe, rows.turns_key(conversation_id), edit.removed_turns)
             for position, item in (kept[name] for name in moved if name in kept):
                 now = replace(item, parent_id=moved[item.id].parent_id, token_ids=moved[item.id].token_ids)
                 pipe.hset(rows.items_key(conversation_id), item.id, rows.pack_item(Placed(position, now)))
@@ -170,9 +169,9 @@ class RedisStore:
         async def work(pipe: Pipe) -> Merged:
             stored = await pipe.get(rows.head_key(conversation.id))
             present = None if stored is None else await reads.head(pipe, conversation.owner, conversation.id)
-            new_items = await _missing(pipe, conversation.id, items)
-            new_turns = await _missing(pipe, conversation.id, turns)
-            await _require_parents(pipe, conversation.id, new_items)
+            new_items = await writes.missing(pipe, conversation.id, items)
+            new_turns = await writes.missing(pipe, conversation.id, turns)
+            await writes.require_parents(pipe, conversation.id, new_items)
             head = conversation if present is None else present.conversation
             if present is not None and (new_items or new_turns):
                 head = _changed(head, replace(head, active_leaf=conversation.active_leaf or head.active_leaf))
@@ -180,10 +179,10 @@ class RedisStore:
             if present is None or head is not present.conversation:
                 self._add(pipe, Head(head, present.num_positions if present else 0), new_items, new_turns)
             if present is None:
-                _put_new(pipe, head)
+                writes.put_new(pipe, head)
             return Merged(head, present is None, len(new_items), len(new_turns))
 
-        watched = [rows.at_key(member.id) for member in (*items, *turns)]
+        watched = [rows.at_key(each) for each in writes.ids_of(items, turns)]
         return await self._change(conversation.id, work, watched=watched, is_patient=True)
 
     async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None:
@@ -192,8 +191,8 @@ class RedisStore:
             items: list[bytes] = await pipe.hkeys(rows.items_key(conversation_id))
             turns: list[bytes] = await pipe.hkeys(rows.turns_key(conversation_id))
             pipe.multi()
-            _take_out(pipe, rows.items_key(conversation_id), items)
-            _take_out(pipe, rows.turns_key(conversation_id), turns)
+            writes.take_out(pipe, rows.items_key(conversation_id), items)
+            writes.take_out(pipe, rows.turns_key(conversation_id), turns)
             pipe.delete(rows.head_key(conversation_id), rows.words_key(conversation_id))
             pipe.zrem(rows.list_key(owner), conversation_id)
             pipe.zrem(rows.ids_key(owner), conversation_id)
@@ -244,7 +243,7 @@ class RedisStore:
             pipe.hset(rows.turns_key(name), turn.id, rows.pack_turn(turn))
             self._leases.put(pipe, name, turn)
         if items or turns:
-            pipe.mset({rows.at_key(member.id): name for member in (*items, *turns)})
+            pipe.mset({rows.at_key(each): name for each in writes.ids_of(items, turns)})
 
 
 async def _greet(client: Client) -> None:
@@ -264,66 +263,3 @@ def _check_version(found: bytes) -> None:
 def _changed(head: Conversation, wanted: Conversation) -> Conversation:
     """What became of `head`, one revision later."""
     return replace(wanted, rev=head.rev + 1, updated_at=max(time.time(), head.updated_at))
-
-
-def _watched(owner: str, claim: Claim | None) -> Sequence[str]:
-    return () if claim is None else (rows.claim_key(owner, claim.key),)
-
-
-async def _require_free(pipe: Pipe, owner: str, claim: Claim | None) -> None:
-    """Raises: KeyTaken."""
-    present = await pipe.get(rows.claim_key(owner, claim.key)) if claim is not None else None
-    if present is not None:
-        raise KeyTaken(rows.claim_of(present))
-
-
-def _put_claim(pipe: Pipe, owner: str, claim: Claim | None) -> None:
-    if claim is not None:
-        pipe.set(rows.claim_key(owner, claim.key), rows.pack_claim(claim), ex=KEEP_CLAIMS_S)
-
-
-async def _require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item]) -> None:
-    """Raises: NotFound unless each message comes behind its parent, or that is stored already."""
-    before: set[str] = set()
-    outside: list[str] = []
-    for item in items:
-        if item.parent_id is not None and item.parent_id not in before:
-            outside.append(item.parent_id)
-        before.add(item.id)
-    await _require_items(pipe, conversation_id, outside)
-
-
-async def _require_items(pipe: Pipe, conversation_id: str, item_ids: Sequence[str]) -> None:
-    found = await pipe.hmget(rows.items_key(conversation_id), list(dict.fromkeys(item_ids))) if item_ids else ()
-    for item_id, data in zip(dict.fromkeys(item_ids), found, strict=True):
-        if data is None:
-            raise NotFound(f"conversation {conversation_id!r} has no message {item_id!r}")
-
-
-async def _missing(pipe: Pipe, conversation_id: str, members: Sequence[Result]) -> list[Result]:
-    """Those that the conversation lacks. Raises: NotFound for ids of another one."""
-    if not members:
-        return []
-    names = [member.id for member in members]  # type: ignore[attr-defined]
-    holders = await pipe.mget([rows.at_key(name) for name in names])
-    for name, holder in zip(names, holders, strict=True):
-        if holder is not None and holder.decode() != conversation_id:
-            raise NotFound(f"conversation {conversation_id!r} has no {name!r}")
-    return [member for member, holder in zip(members, holders, strict=True) if holder is None]
-
-
-def _put_new(pipe: Pipe, conversation: Conversation) -> None:
-    pipe.zadd(rows.ids_key(conversation.owner), {conversation.id: 0})
-    pipe.append(rows.words_key(conversation.id), rows.words_of([conversation.title]))
-
-
-def _put_title(pipe: Pipe, head: Conversation, changed: Conversation) -> None:
-    if changed.title != head.title:
-        pipe.append(rows.words_key(head.id), rows.words_of([changed.title]))
-
-
-def _take_out(pipe: Pipe, key: str, members: Members) -> None:
-    if members:
-        names = [each.decode() if isinstance(each, bytes) else each for each in members]
-        pipe.hdel(key, *names)
-        pipe.delete(*(rows.at_key(name) for name in names))

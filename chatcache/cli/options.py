@@ -123,6 +123,15 @@ ApiKey = Annotated[
     list[str], _flag("api-key", "Key that clients must send; may be given several times.", show_default=False)
 ]
 Db = Annotated[str, _flag("db", "SQLite file of the conversations.")]
+RedisUrl = Annotated[
+    str,
+    _flag(
+        "redis",
+        "Redis server that keeps the conversations instead of --db, like redis://user:password@host:6379/0.",
+        metavar="URL",
+        show_default=False,
+    ),
+]
 SseKeepAliveInterval = Annotated[
     float,
     _flag("sse-keep-alive-interval", "Seconds of silence before a keep-alive; 0 turns it off.", min=0, max=3600),

@@ -42,6 +42,7 @@ def serve(
     served_model_name: options.ServedModelName = None,
     api_key: options.ApiKey = [],  # noqa: B006 (typer copies it)
     db: options.Db = SERVER.db,
+    redis: options.RedisUrl = SERVER.redis,
     sse_keep_alive_interval: options.SseKeepAliveInterval = SERVER.sse_keep_alive_interval_s,
     detach_ttl: options.DetachTtl = SERVER.detach_ttl_s,
     allowed_host: options.AllowedHost = [],  # noqa: B006
@@ -78,6 +79,7 @@ def serve(
         port=port,
         api_keys=_api_keys(api_key),
         db=db,
+        redis=redis,
         sse_keep_alive_interval_s=sse_keep_alive_interval,
         detach_ttl_s=detach_ttl,
         allowed_hosts=tuple(allowed_host),

@@ -2,7 +2,7 @@
 
 The socket listens first, the model loads behind it (503 `model_loading` until then). The first SIGINT or SIGTERM
 drains, the second kills. Exit codes: 0 drained, 1 the engine is beyond hope or the port taken,
-78 a bad model folder or an unusable database.
+78 a bad model folder or an unusable store.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from chatcache.bus.pipe import EngineProcess
+from chatcache.chat.open_store import open_store
 from chatcache.chat.store import StoreUnusable
-from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
 from chatcache.cli.http import BoundedHttp, BoundedSocket
@@ -64,10 +64,10 @@ def run_server(
         print(f"chatcache: cannot listen on {where}: {error.strerror}", file=sys.stderr)
         return exits.ERROR
     try:
-        store = SqliteStore(server_config.db)
+        store = open_store(server_config)
     except StoreUnusable as error:
         sock.close()
-        print(f"chatcache: --db {error.message}", file=sys.stderr)
+        print(f"chatcache: {'--redis' if server_config.redis else '--db'} {error.message}", file=sys.stderr)
         return exits.CONFIG
     engine = EngineProcess(engine_config, build_engine, log_level=server_config.log_level)
     app = create_app(

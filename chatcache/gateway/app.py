@@ -14,8 +14,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
+from chatcache.chat.open_store import open_store
 from chatcache.chat.store import ConversationStore
-from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
@@ -58,7 +58,7 @@ def create_app(
     """Build the gateway over an engine that somebody else starts and stops.
 
     `model_name` is the served name ("": the engine's own, known once it is ready). `load_tokenizer` runs once, in a
-    thread, when the app starts. Without `store`, `config.db` is opened then.
+    thread, when the app starts. Without `store`, the one that `config` names is opened then.
     """
     metrics = Metrics()
     gateway = Gateway(
@@ -72,7 +72,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        opened = store if store is not None else await asyncio.to_thread(SqliteStore, config.db)
+        opened = store if store is not None else await asyncio.to_thread(open_store, config)
         gateway.store = opened
         loading = asyncio.create_task(gateway.load(load_tokenizer, opened))
         try:

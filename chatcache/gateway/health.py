@@ -5,7 +5,10 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.chat.store import StoreUnavailable
+from chatcache.errors import ChatcacheError
+from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import ModelLoading, error_body, error_headers, json_response
 from chatcache.gateway.metrics import CONTENT_TYPE
 
@@ -20,6 +23,10 @@ async def readyz(request: Request) -> Response:
     gateway = gateway_of(request)
     health = await gateway.health()
     if health.ready and gateway.model is not None:
+        try:
+            await store_of(request).check()
+        except StoreUnavailable as unsaved:
+            return _not_ready(gateway, "unavailable", 1.0, unsaved)
         load = {
             "num_running": health.num_running,
             "num_waiting": health.num_waiting,
@@ -33,11 +40,15 @@ async def readyz(request: Request) -> Response:
     detail = gateway.load_error or (health.detail if not health.ready else "loading the tokenizer")
     error = ModelLoading(detail or "the model is still loading")
     failed = gateway.load_error is not None or gateway.engine_seen_ready
+    return _not_ready(gateway, "unavailable" if failed else "loading", round(health.load_fraction, 3), error)
+
+
+def _not_ready(gateway: Gateway, status: str, progress: float, error: ChatcacheError) -> Response:
     body = {
-        "status": "unavailable" if failed else "loading",
+        "status": status,
         "model": gateway.model_name,
         "detail": error.message,
-        "progress": round(health.load_fraction, 3),
+        "progress": progress,
         "error": error_body(error),
     }
     return json_response(body, error.status, error_headers(error))

@@ -196,7 +196,7 @@ def test_a_conversation_deleted_under_its_response(
 class FullDisk(SqliteStore):
     """Refuses every write."""
 
-    async def create(self, *_: object) -> None:
+    async def create(self, *_: object, **__: object) -> None:
         raise OSError("disk full: /secret/path")
 
 
