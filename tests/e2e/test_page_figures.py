@@ -67,6 +67,23 @@ def test_a_stop_gives_a_receipt_and_the_cut_answer_can_go_on(chat: Watched, endl
     assert len(chat.answers()[0]) < len(on)
 
 
+def test_the_cache_bar_says_in_words_why_the_first_miss(chat: Watched) -> None:
+    reasons = {"never_computed": "new text", "diverged": "differs from what is cached"}
+    for text in ("My name is Ada.", "What is my name?", "What is the weather?"):
+        usage = chat.ask(text)["usage"]
+        frame = [
+            frame for frame in chat.received if frame["type"] == "response.progress" and frame["phase"] == "decode"
+        ][-1]
+        miss = frame["miss"]
+        assert (chat.figure("cached"), chat.figure("computed")) == (
+            usage["input_tokens_details"]["cached_tokens"],
+            usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"],
+        )
+        words = chat.page.locator(".figure-why").last.inner_text()
+        assert words == f"from token {miss['at_token']}: {reasons[miss['reason']]}"
+    assert len(chat.page.locator(".figure-why").all()) == 3
+
+
 def test_speed_and_time_to_the_first_token_are_told(chat: Watched) -> None:
     chat.page.route_web_socket(re.compile("/v1/responses"), _long)  # a speed over an instant is none
     chat.page.reload()

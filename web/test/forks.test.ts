@@ -181,6 +181,19 @@ describe("figures of a turn", () => {
   });
 });
 
+describe("thoughts of a stored answer", () => {
+  it("are fetched when they are opened, once", async () => {
+    answer("Hi");
+    server.replies["/v1/conversations/conv_1/items"] = {
+      data: [{ type: "message" }, { type: "reasoning", content: [{ text: "Hm, " }, { text: "well" }] }],
+    };
+    await chat.forks.recallThought(leaf());
+    await chat.forks.recallThought(leaf());
+    expect(leaf().thought.value).toBe("Hm, well");
+    expect(server.calls.filter((call) => call.path.endsWith("/items")).length).toBe(1);
+  });
+});
+
 describe("draft-ahead", () => {
   const prewarms = () => FakeSocket.last.sent.filter((frame) => frame["type"] === "prompt.prewarm");
   const warmed = (warm_tokens: number, status = "done") =>

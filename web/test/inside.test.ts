@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { choicesOf, spansOf } from "../src/state/inside";
-import { percent, visible } from "../src/ui/Alternatives";
+import { percent, visible } from "../src/ui/choiceText";
 import { prefilledTokens, why } from "../src/ui/Figures";
 import { offsetIn, type Word } from "../src/ui/wordAt";
 

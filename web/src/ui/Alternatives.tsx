@@ -2,8 +2,10 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Alternatives as Found } from "../wire/tokens";
 import { type Choice, type Inside, choicesOf } from "../state/inside";
+import { percent, visible } from "./choiceText";
 import { useChat } from "./context";
 import { Close, Left, Right } from "./icons";
+import { focusComposer } from "./keys";
 
 const GAP_PX = 8;
 const CONTEXT_CHARS = 28;
@@ -72,7 +74,7 @@ function Popover({ inside, at }: { inside: Inside; at: number }) {
 }
 
 function Choices({ found }: { found: Found }) {
-  const { forks } = useChat();
+  const chat = useChat();
   const { input_tokens, cached_tokens } = found.usage;
   return (
     <>
@@ -83,8 +85,11 @@ function Choices({ found }: { found: Found }) {
               type="button"
               class="choice"
               aria-current={choice.said}
-              disabled={choice.ends}
-              onClick={() => forks.branch(choice)}
+              disabled={choice.ends || chat.live.value !== null}
+              onClick={() => {
+                chat.forks.branch(choice);
+                if (matchMedia("(hover: hover)").matches) focusComposer(); // on a phone it would call the keyboard
+              }}
             >
               <span class="choice-text">{choice.ends ? "end of the answer" : visible(choice.text)}</span>
               {choice.said && <span class="badge">{saidAs(choice, found.alternatives.length)}</span>}
@@ -107,17 +112,6 @@ function Bar({ share }: { share: number }) {
       <rect width={Math.max(0.5, share * 100)} height="1" />
     </svg>
   );
-}
-
-export function percent(share: number): string {
-  if (share >= 0.0995) return `${Math.round(share * 100)} %`;
-  return share >= 0.00095 ? `${(share * 100).toFixed(1)} %` : "< 0.1 %";
-}
-
-/** White space that can be seen. */
-export function visible(text: string): string {
-  if (text === "") return "(nothing)";
-  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 }
 
 /** What was said stands in its place among the likeliest, or below them with its rank. */

@@ -1,0 +1,27 @@
+import { h, render } from "preact";
+import { afterEach, expect, it, vi } from "vitest";
+import { Chat } from "../src/state/chat";
+import { ChatContext } from "../src/ui/context";
+import { UserMessage } from "../src/ui/UserMessage";
+import { fakeWires } from "./fakes";
+
+afterEach(() => {
+  render(null, document.body);
+  vi.unstubAllGlobals();
+  vi.useRealTimers();
+});
+
+it("puts the caret into the editor before anybody can type, and never again", async () => {
+  fakeWires();
+  const chat = new Chat("ws://test/v1/responses");
+  const message = chat.thread.value.tree.value.add({ key: "u", parent: null, role: "user", text: "What is 2 + 3?" });
+  render(h(ChatContext.Provider, { value: chat }, h(UserMessage, { message })), document.body);
+  document.querySelector<HTMLButtonElement>(".tool-edit")!.click();
+  await Promise.resolve();
+  const area = document.querySelector("textarea")!;
+  expect(document.activeElement).toBe(area);
+  expect(area.selectionStart).toBe(message.text.value.length);
+  area.select(); // as somebody does who types over the old text
+  await vi.advanceTimersByTimeAsync(500);
+  expect([area.selectionStart, area.selectionEnd]).toEqual([0, message.text.value.length]);
+});
