@@ -3,6 +3,8 @@ the environment."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 PAGE_SIZES = (8, 16, 32, 64)
@@ -68,6 +70,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
     max_body_bytes: int = 4 * 1024 * 1024
     max_import_bytes: int = 64 * 1024 * 1024
     body_timeout_s: float = 30.0

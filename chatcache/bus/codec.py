@@ -25,6 +25,7 @@ from chatcache.errors import (
     Overloaded,
     UnsupportedParameter,
 )
+from chatcache.logs import LogFormat
 from chatcache.types import (
     EngineEvent,
     EngineHealth,
@@ -65,6 +66,7 @@ class Boot(msgspec.Struct, frozen=True, tag="boot"):
     factory: str
     config: EngineConfig
     log_level: str = "info"
+    log_format: LogFormat = "text"
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

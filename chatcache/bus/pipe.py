@@ -30,6 +30,7 @@ from chatcache.bus.codec import (
 from chatcache.bus.switchboard import Switchboard
 from chatcache.config import EngineConfig
 from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
+from chatcache.logs import LogFormat
 from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts, PageMap
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,10 @@ class EngineProcess:
         factory: str,
         *,
         log_level: str = "info",
+        log_format: LogFormat = "text",
         policy: RestartPolicy | None = None,
     ) -> None:
-        self._boot = Boot(factory, config, log_level)
+        self._boot = Boot(factory, config, log_level, log_format)
         self._policy = policy or RestartPolicy()
         self._board = Switchboard(self._send)
         self._child: Child | None = None

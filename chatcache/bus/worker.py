@@ -18,6 +18,7 @@ from typing import cast
 
 import msgspec
 
+from chatcache import logs
 from chatcache.bus.codec import (
     Answer,
     Boot,
@@ -97,9 +98,7 @@ def serve(sock: socket.socket) -> int:
     boot, *early = inbox.read(block=True)
     if not isinstance(boot, Boot) or early:
         raise ValueError("the first frame must be the boot command, alone")
-    logging.basicConfig(
-        level=boot.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
-    )
+    logs.configure(boot.log_level, boot.log_format, "engine")
     try:
         engine = find_factory(boot.factory)(boot.config, lambda fraction, detail: send(Loading(fraction, detail)))
     except ConnectionError:

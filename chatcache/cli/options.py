@@ -162,4 +162,7 @@ ReasoningParser = Annotated[
     Literal["auto", "qwen3", "deepseek_r1", "none"],
     _flag("reasoning-parser", "How the model writes what it thinks; deepseek_r1 always begins with it."),
 ]
+LogFormat = Annotated[
+    Literal["text", "json"], _flag("log-format", "Lines for people, or JSON objects for a collector.")
+]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _flag("log-level", "How much to log, to stderr.")]

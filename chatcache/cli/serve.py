@@ -52,6 +52,7 @@ def serve(
     tool_call_parser: options.ToolCallParser = "auto",
     reasoning_parser: options.ReasoningParser = "auto",
     log_level: options.LogLevel = "info",
+    log_format: options.LogFormat = "text",
 ) -> None:
     """Serve the chat page and the OpenAI-compatible API."""
     engine = EngineConfig(
@@ -89,6 +90,7 @@ def serve(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         log_level=log_level,
+        log_format=log_format,
     )
     if preemption == "swap" and swap_memory == 0:
         raise typer.BadParameter("swap needs host memory; --swap-memory is 0.", param_hint="--preemption")

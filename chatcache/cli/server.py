@@ -18,8 +18,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 import uvicorn
+from rich.console import Console
 from starlette.applications import Starlette
 
+from chatcache import logs
 from chatcache.bus.pipe import EngineProcess
 from chatcache.chat.open_store import open_store
 from chatcache.chat.store import StoreUnusable
@@ -50,32 +52,37 @@ def run_server(
 
     `build_engine` and `load` are the load test's way to serve without a model.
     """
-    logging.basicConfig(
-        level=server_config.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+    logs.configure(server_config.log_level, server_config.log_format, "gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner tells what it would
     try:
         sock = listen(server_config.host, server_config.port)
     except OSError as error:
         where = f"{server_config.host}:{server_config.port}"
-        print(f"chatcache: cannot listen on {where}: {error.strerror}", file=sys.stderr)
+        _refuse(server_config, f"cannot listen on {where}: {error.strerror}")
         return exits.ERROR
     try:
         store = open_store(server_config)
     except StoreUnusable as error:
         sock.close()
-        print(f"chatcache: {'--redis' if server_config.redis else '--db'} {error.message}", file=sys.stderr)
+        _refuse(server_config, f"{'--redis' if server_config.redis else '--db'} {error.message}")
         return exits.CONFIG
-    engine = EngineProcess(engine_config, build_engine, log_level=server_config.log_level)
+    engine = EngineProcess(
+        engine_config, build_engine, log_level=server_config.log_level, log_format=server_config.log_format
+    )
     app = create_app(
         server_config, engine, lambda: load(engine_config), engine_config.served_model_name or "", store=store
     )
-    banner = Banner(engine_config, server_config, sock.getsockname())
+    console = Console(file=logs.LoggedLines(log), width=1000) if server_config.log_format == "json" else None
+    banner = Banner(engine_config, server_config, sock.getsockname(), console)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(app, engine, server_config, sock, banner))
+
+
+def _refuse(config: ServerConfig, sentence: str) -> None:
+    if config.log_format == "json":
+        log.critical("%s", sentence)
+    else:
+        print(f"chatcache: {sentence}", file=sys.stderr)
 
 
 def listen(host: str, port: int) -> socket.socket:

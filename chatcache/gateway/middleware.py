@@ -18,6 +18,7 @@ from chatcache.chat.ids import new_id
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.errors import INTERNAL, BodyTooLarge, BodyTooSlow, error_response
 from chatcache.gateway.metrics import Metrics
+from chatcache.logs import REQUEST_ID as LOGGED_ID
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class RequestContext:
         offered = headers.get("x-request-id") or headers.get("x-client-request-id") or ""
         request_id = offered if _ACCEPTED_ID.fullmatch(offered) else new_id("req")
         scope[REQUEST_ID] = request_id
+        LOGGED_ID.set(request_id)
         started_s, status = time.perf_counter(), 0
 
         async def send_named(message: Message) -> None:
@@ -71,7 +73,9 @@ class RequestContext:
         method = scope.get("method", "WS")
         quiet = method in ("GET", "HEAD") and not route.startswith("/v1/")  # probes and the page's files
         level = logging.DEBUG if quiet else logging.INFO
-        log.log(level, "%s %s %s %d %.1f ms", scope[REQUEST_ID], method, route, status, duration_s * 1000)
+        fields = {"method": method, "route": route, "status": status, "duration_ms": round(duration_s * 1000, 1)}
+        line = (scope[REQUEST_ID], *fields.values())
+        log.log(level, "%s %s %s %d %.1f ms", *line, extra={"fields": fields})
 
 
 class BodyLimit:
