@@ -10,12 +10,13 @@ all candidates are numbered as they come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from msgspec import Raw
 
 from chatcache.chat.events import CallDelta, ReplyDelta
 from chatcache.chat.tree import COMPLETED, IN_PROGRESS, Item, ToolCall
+from chatcache.gateway.logprobs import list_of
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_object import (
     call_item,
@@ -57,19 +58,20 @@ class CandidateFrames:
         self._add(item)
         self._log.append("response.content_part.added", **self._place(self._item_id), part=output_text("", []))
 
-    def delta(self, event: ReplyDelta, logprobs: Sequence[object]) -> None:
+    def delta(self, event: ReplyDelta, logprobs: bytes) -> None:
+        """`logprobs`: of its text, as `encoded_logprobs` returns them."""
         if event.reasoning:
             self._think(event.reasoning)
         if event.text or logprobs:
             self._end_thought()
             self.begin_message()
             at = self._place(self._item_id)
-            self._log.append("response.output_text.delta", **at, delta=event.text, logprobs=logprobs)
+            self._log.append("response.output_text.delta", **at, delta=event.text, logprobs=list_of(logprobs))
         for call in event.calls:
             self._end_thought()
             self._call(call)
 
-    def done(self, item: Item, logprobs: Sequence[object] | Raw, score: float | None) -> dict[int, dict[str, object]]:
+    def done(self, item: Item, logprobs: Raw, score: float | None) -> dict[int, dict[str, object]]:
         """End all items; return them as they are in the response, by `output_index`."""
         self._end_thought()
         self._end_call(item.status)

@@ -23,8 +23,7 @@ from chatcache.chat.service import Reply, is_ranked, num_candidates
 from chatcache.chat.tree import CANCELLED, COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Item, Turn, Usage
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.candidate_frames import CandidateFrames
-from chatcache.gateway.jsonio import encoded
-from chatcache.gateway.logprobs import chat_logprobs
+from chatcache.gateway.logprobs import EncodedLogprobs, encoded_logprobs
 from chatcache.gateway.misses import miss_json
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_object import response_object, why_incomplete
@@ -43,8 +42,8 @@ class ResponseFrames:
         self._divergence = planned.prompt.divergence
         self._tokenizer = tokenizer
         self.item_ids = tuple(new_id("msg") for _ in range(num_candidates(params)))
-        self._logprobs: list[list[object]] = [[] for _ in self.item_ids]
-        self._early: list[list[object]] = [[] for _ in self.item_ids]  # log-probabilities of text that is held back
+        self._logprobs = [EncodedLogprobs() for _ in self.item_ids]
+        self._early = [EncodedLogprobs() for _ in self.item_ids]  # log-probabilities of text that is held back
         numbers = count()
         self._candidates = [CandidateFrames(log, numbers, *each) for each in enumerate(self.item_ids)]
         self._outputs: dict[int, Item] = {}
@@ -75,7 +74,7 @@ class ResponseFrames:
     def delta(self, event: ReplyDelta) -> None:
         if not self._begun:
             self._begin()
-        logprobs = self._logprobs_of_text(event) if event.logprobs else []
+        logprobs = self._logprobs_of_text(event) if event.logprobs else b""
         self._candidates[event.index].delta(event, logprobs)
 
     def beams(self, event: ReplyBeams) -> None:
@@ -85,7 +84,7 @@ class ResponseFrames:
     def done(self, event: ReplyDone) -> None:
         self._begin()
         item = self._outputs[event.index] = output_item(self._turn, self.item_ids[event.index], event, time.time())
-        logprobs = encoded(self._logprobs[event.index])
+        logprobs = self._logprobs[event.index].as_list()
         score = event.score if self._is_ranked else None
         self._wire_outputs |= self._candidates[event.index].done(item, logprobs, score)
 
@@ -139,15 +138,16 @@ class ResponseFrames:
         why = miss_json(miss.reason, miss.at_token, miss.detail, self._divergence, miss.page_size)
         return {"copied_pages": report.num_copied_pages, "miss": why}
 
-    def _logprobs_of_text(self, event: ReplyDelta) -> list[object]:
+    def _logprobs_of_text(self, event: ReplyDelta) -> bytes:
         """The log-probabilities to show with an event: those of text, and of tokens that may yet become some."""
-        logprobs = [*self._early[event.index], *chat_logprobs(self._tokenizer, event.token_ids, event.logprobs)]
-        self._early[event.index] = []
+        early = self._early[event.index]
+        early.extend(encoded_logprobs(self._tokenizer, event.token_ids, event.logprobs))
         if self._is_read and not event.text:
-            if not (event.reasoning or event.calls):
-                self._early[event.index] = logprobs
-            return []
-        self._logprobs[event.index] += logprobs
+            if event.reasoning or event.calls:
+                early.take()
+            return b""
+        logprobs = early.take()
+        self._logprobs[event.index].extend(logprobs)
         return logprobs
 
     def _output(self) -> list[dict[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,9 +12,11 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from chatcache.chat.events import CallDelta, ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.gateway.jsonio import encode
+from chatcache.gateway.logprobs import EncodedLogprobs, chat_logprobs, encoded_logprobs, list_of
 from chatcache.gateway.metrics import Tally
 from chatcache.gateway.openai_chat import ChatShape
 from chatcache.gateway.plain_chunks import PlainChunks
+from chatcache.types import TokenLogprob
 from tests.gateway.serving import tiny_tokenizer
 
 TEXTS = ["a", ' "quoted" \\ \n', "\ue000", "né 中文 👩‍👩‍👧", "\u2028", '"content":"', "\x00\x1f\x7f"]
@@ -84,3 +87,28 @@ def test_a_tally_reads_like_the_librarys_histogram() -> None:
         for registry in registries
     ]
     assert said[0] == said[1]
+
+
+def test_encoded_logprobs_are_the_list_of_all() -> None:
+    """Whatever is taken and given back on the way, and held in little more than their JSON."""
+    tokenizer, draws = tiny_tokenizer(), random.Random(3)
+    ids = [draws.randrange(tokenizer.vocab_size) for _ in range(200)]
+    top = tuple((draws.randrange(tokenizer.vocab_size), -draws.random()) for _ in range(10))
+    scores = [TokenLogprob(-draws.random(), top[: draws.randrange(11)]) for _ in ids]
+    expected = chat_logprobs(tokenizer, ids, scores)
+    kept, early = EncodedLogprobs(), EncodedLogprobs()
+    at = 0
+    tracemalloc.start()
+    while at < len(ids):
+        until = at + draws.randrange(4)
+        early.extend(encoded_logprobs(tokenizer, ids[at:until], scores[at:until]))
+        if draws.random() < 0.5:
+            kept.extend(early.take())
+        at = until
+    kept.extend(early.take())
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    whole = encode(kept.as_list())
+    assert json.loads(whole) == json.loads(encode(expected)) and early.take() == b""
+    assert num_bytes < 1.5 * len(whole) + 10_000
+    assert json.loads(encode({"logprobs": list_of(b"")})) == {"logprobs": []}
