@@ -43,7 +43,9 @@ class Assets:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: ASGIApp = GZipMiddleware(StaticFiles(directory=folder, check_dir=False), minimum_size=MIN_GZIP_BYTES)
+        self._files: ASGIApp = GZipMiddleware(
+            StaticFiles(directory=folder, check_dir=False), minimum_size=MIN_GZIP_BYTES
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:

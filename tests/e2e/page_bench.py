@@ -16,7 +16,12 @@ from tests.e2e.scripted import Script, scripted
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 GOAL_MS_PER_S = 50
-COUNTED = {"ScriptDuration": "scripting", "LayoutDuration": "layout", "RecalcStyleDuration": "style", "TaskDuration": "all"}
+COUNTED = {
+    "ScriptDuration": "scripting",
+    "LayoutDuration": "layout",
+    "RecalcStyleDuration": "style",
+    "TaskDuration": "all",
+}
 # Runs from navigation on: when the message box can be written to and the socket is open.
 WATCH_READY = """
 addEventListener("DOMContentLoaded", () => {
@@ -27,7 +32,9 @@ addEventListener("DOMContentLoaded", () => {
   look();
 });
 """
-WORDS = "pages that several branches share are written once and read by all of them until the last one lets go ".split()
+WORDS = re.findall(
+    r"\w+", "pages that several branches share are written once and read by all until the last one lets go"
+)
 
 
 def _prose(words: int, start: int = 0) -> str:
@@ -46,8 +53,12 @@ def _mixed() -> Iterator[str]:
 TEXTS: dict[str, Any] = {
     "mixed": _mixed,
     "one list": lambda: (f"- {_prose(10, item)}\n" for item in itertools.count()),
-    "one table": lambda: itertools.chain(["| a | b |\n|---|---|\n"], (f"| {_prose(4, row)} | {row} |\n" for row in itertools.count())),
-    "one program": lambda: itertools.chain(["```python\n"], (f"value_{line} = share({line})\n" for line in itertools.count())),
+    "one table": lambda: itertools.chain(
+        ["| a | b |\n|---|---|\n"], (f"| {_prose(4, row)} | {row} |\n" for row in itertools.count())
+    ),
+    "one program": lambda: itertools.chain(
+        ["```python\n"], (f"value_{line} = share({line})\n" for line in itertools.count())
+    ),
     "one paragraph": lambda: (f"{_prose(10, start)}, " for start in itertools.count()),
 }
 
@@ -72,7 +83,7 @@ def measure_load(browser: Any, url: str) -> str:
     page.wait_for_timeout(500)
     ready_ms = page.evaluate("window.readyMs")
     context.close()
-    return f"first load: {sum(loaded) / 1000:.1f} KB on the wire in {len(loaded)} requests, interactive after {ready_ms:.0f} ms"
+    return f"first load: {sum(loaded) / 1000:.1f} KB in {len(loaded)} requests, interactive after {ready_ms:.0f} ms"
 
 
 def measure_answer(browser: Any, url: str, script: Script, kind: str, count: int, per_s: float) -> str:

@@ -60,7 +60,7 @@ class Script:
         with contextlib.suppress(WebSocketDisconnect):
             while True:
                 frame = await socket.receive_json()
-                if frame["type"] == "response.create" and not frame.get("generate") is False:
+                if frame["type"] == "response.create" and frame.get("generate") is not False:
                     async for told in self._paced():
                         await socket.send_json(told | {"stream_id": frame["stream_id"]})
 

@@ -1,4 +1,5 @@
 // The frame around a code block: its language, a copy button, and colours once the block is complete.
+import { copyText } from "./clipboard";
 import { highlight } from "./highlight";
 
 const COPIED_MS = 1600;
@@ -35,21 +36,4 @@ function copyButton(pre: HTMLPreElement): HTMLButtonElement {
     });
   });
   return button;
-}
-
-/** Copy to the clipboard; false where the browser refuses (plain http on another machine, for one). */
-export async function copyText(text: string): Promise<boolean> {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    const area = document.createElement("textarea");
-    area.value = text;
-    area.className = "sr-only";
-    document.body.append(area);
-    area.select();
-    const done = document.execCommand("copy");
-    area.remove();
-    return done;
-  }
 }

@@ -1,6 +1,6 @@
 // Copies a text and says so for a moment.
 import { useSignal } from "@preact/signals";
-import { copyText } from "../markdown/code";
+import { copyText } from "../markdown/clipboard";
 import { Check, Copy } from "./icons";
 
 export function CopyButton({ text, label = "Copy" }: { text: () => string; label?: string }) {

@@ -1,15 +1,13 @@
 // A search while it runs: what all beams agree on stands in ink, what only the best one says so far is a ghost behind it.
 import { effect } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { makeParser } from "../markdown/parser";
-import { MarkdownStream } from "../markdown/stream";
+import { openStream } from "../markdown/lazy";
 import type { Message } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { Beams } from "./icons";
 import { panel, togglePanel } from "./panels";
 import { Waiting } from "./Waiting";
 
-const parser = makeParser();
 const INNER = "UL, OL, LI, BLOCKQUOTE"; // the ghost goes on inside of them
 
 export function LiveBeams({ turn }: { turn: Turn }) {
@@ -38,7 +36,7 @@ function Ghosted({ turn }: { turn: Turn }) {
   useLayoutEffect(() => {
     if (!root.current) return;
     const prose = root.current;
-    const stream = new MarkdownStream(prose, parser);
+    const stream = openStream(prose);
     const ghost = document.createElement("span");
     ghost.className = "ghost";
     ghost.setAttribute("aria-hidden", "true");

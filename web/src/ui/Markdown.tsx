@@ -1,12 +1,10 @@
 // A message's text as markdown, kept current outside Preact's diff: only the open block is drawn again.
 import { effect } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
+import { openStream } from "../markdown/lazy";
 import { Pace } from "../markdown/pace";
-import { makeParser } from "../markdown/parser";
-import { MarkdownStream } from "../markdown/stream";
 import type { Message } from "../state/tree";
 
-const parser = makeParser();
 const pace = new Pace();
 
 export function Markdown({ message }: { message: Message }) {
@@ -15,7 +13,7 @@ export function Markdown({ message }: { message: Message }) {
   useLayoutEffect(() => {
     if (!root.current) return;
     root.current.replaceChildren();
-    const stream = new MarkdownStream(root.current, parser);
+    const stream = openStream(root.current);
     let shown = false;
     const stop = effect(() => {
       const growing = message.status.value === "streaming" || message.status.value === "waiting";
