@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
 from chatcache.gateway.body import parse_json
@@ -42,7 +42,7 @@ async def responses_socket(socket: WebSocket) -> None:
     connection = Connection(socket, gateway, extended)
     try:
         await connection.serve()
-    except (WebSocketDisconnect, ConnectionError):
+    except GONE:
         pass
     finally:
         gateway.metrics.sockets.dec()
@@ -76,7 +76,7 @@ class Connection:
             }
 
     async def serve(self) -> None:
-        """Read frames until the client leaves. Raises: WebSocketDisconnect."""
+        """Read frames until the client leaves. Raises: one of `GONE`."""
         if self._extended:
             await self._gateway.health()  # so that the limits are known as soon as they can be
             await self._outbox.send(session(self._gateway))
@@ -86,7 +86,7 @@ class Connection:
             if message["type"] == "websocket.disconnect":
                 return
             if not pace.take(time.monotonic()):
-                await self._socket.close(TOO_MANY, "too many messages")
+                await self._outbox.close(TOO_MANY, "too many messages")
                 return
             try:
                 text = message.get("text")
@@ -95,7 +95,7 @@ class Connection:
                 body = await parse_json(text)
             except InvalidRequest as error:
                 await self._outbox.refuse(error)
-                await self._socket.close(BAD_MESSAGE, "bad message")
+                await self._outbox.close(BAD_MESSAGE, "bad message")
                 return
             await self._handle(body)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ Frame = Mapping[str, Any]
 
 TRY_LATER = 1013
 MAX_LANE_NAME = 128
-# What the server says when the client has closed under a send.
-GONE = (WebSocketDisconnect, ConnectionError, RuntimeError)
+# What a send raises when the client is gone.
+GONE = (WebSocketDisconnect, ConnectionError)
 
 
 class Outbox:
@@ -44,14 +45,22 @@ class Outbox:
         named = lane if isinstance(lane, str) and len(lane) <= MAX_LANE_NAME else None
         await self.send({"type": "error", "status": error.status, "error": error_body(error)}, named)
 
+    async def close(self, code: int, reason: str) -> None:
+        """Close, unless the client was faster."""
+        with contextlib.suppress(RuntimeError):
+            await self._socket.close(code, reason)
+
     async def give_up(self) -> None:
         """Close on a client that does not keep up."""
-        await self._socket.close(TRY_LATER, "reading too slowly")
+        await self.close(TRY_LATER, "reading too slowly")
 
     async def _send_all(self, frames: Sequence[bytes]) -> None:
         async with self._turn:
-            for data in frames:
-                await self._socket.send_text(data.decode("ascii"))
+            try:
+                for data in frames:
+                    await self._socket.send_text(data.decode("ascii"))
+            except RuntimeError:  # Starlette: somebody else's send has found the client gone
+                raise ConnectionError("the client has left") from None
 
 
 def lane_suffix(lane: str | None) -> bytes:

@@ -47,6 +47,8 @@ def _check(server: Server, caplog: pytest.LogCaptureFixture, seed: int, num_clie
     wait_until(lambda: num_running(server) == 0, "every response to end", timeout_s=60)
     server.wait_idle()
     wait_until(lambda: num_tasks(server) <= idle, "every task to end")
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not [logging.Formatter().format(record) for record in errors]
     assert not [fault for world in worlds for fault in world.faults]
     for world, other in (worlds, worlds[::-1]):
         assert world.told > num_rounds
@@ -60,7 +62,6 @@ def _check(server: Server, caplog: pytest.LogCaptureFixture, seed: int, num_clie
             if status == 200:
                 kinds = [line[7:] for line in events.splitlines() if line.startswith("event: ")]
                 assert len([kind for kind in kinds if kind in ENDS]) == 1, kinds
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def _num_sockets(server: Server, key: dict[str, str]) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.types import Message
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -14,6 +17,7 @@ from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
 from chatcache.gateway import lanes
 from tests.gateway.frames import LONG, Frame, ask, receive, send, until_end
+from tests.gateway.responding import PATH
 from tests.gateway.serving import MAX_MODEL_LEN, Server, slowed, wait_until
 
 
@@ -210,3 +214,33 @@ def test_a_store_that_fails_ends_the_generation_too(tmp_path: Path) -> None:
             assert "secret" not in json.dumps(frame)
             assert ask(socket, input="x", store=False)["output"]
         server.wait_idle()
+
+
+def test_a_client_that_is_gone_is_no_error_of_ours(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """One send finds it gone; frames that it sent before are still read, and their answers go nowhere."""
+    arrived = [{"type": "conversation.subscribe"}, {"type": "no.such.thing"}, {"type": "response.cancel"}, "{"]
+    sent: list[Any] = []
+
+    async def talk() -> None:
+        frames = iter(arrived)
+
+        async def receive() -> Message:
+            await asyncio.sleep(0.02)  # answers are sent meanwhile
+            frame = next(frames, None) if sent else {"type": "websocket.connect"}
+            if frame is None or "websocket.connect" in str(frame):
+                return {"type": "websocket.connect"} if frame else {"type": "websocket.disconnect", "code": 1006}
+            return {"type": "websocket.receive", "text": frame if isinstance(frame, str) else json.dumps(frame)}
+
+        async def send(message: Message) -> None:
+            sent.append(message["type"])
+            if len(sent) > 2:  # accepted, session.created
+                raise ConnectionResetError
+
+        headers = [(b"host", b"127.0.0.1")]
+        scope = {"type": "websocket", "path": PATH, "headers": headers, "subprotocols": ["chatcache.v1"]}
+        app = server._uvicorn.config.loaded_app
+        await app({**scope, "query_string": b"", "scheme": "ws", "server": None, "state": {}}, receive, send)
+
+    server.call(talk())
+    assert sent == ["websocket.accept", "websocket.send", "websocket.send"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
