@@ -316,6 +316,13 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     diverged_tokens: tuple[int, ...] = ()
 
 
+class PackedPrompt(msgspec.Struct, frozen=True):
+    """Token ids as little-endian int32, to be looked up many at a time. `num_public_tokens` as of a request."""
+
+    tokens: bytes
+    num_public_tokens: int = 0
+
+
 class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
     """Pages held now, a page that k requests share charged 1/k to each; all sums equal `num_pages_in_use`.
 

@@ -32,6 +32,7 @@ from chatcache.types import (
     Explanation,
     GenerateRequest,
     ModelFacts,
+    PackedPrompt,
     PageAccounts,
     PageMap,
     Started,
@@ -91,6 +92,14 @@ class Explain(msgspec.Struct, frozen=True, tag="explain"):
     namespace: str = ""
     num_public_tokens: int = 0
     operator: bool = False
+
+
+class CountCached(msgspec.Struct, frozen=True, tag="count_cached"):
+    """Arguments as of `EngineClient.num_cached`."""
+
+    call: int
+    prompts: tuple[PackedPrompt, ...]
+    namespace: str = ""
 
 
 class MapPages(msgspec.Struct, frozen=True, tag="map_pages"):
@@ -180,7 +189,7 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
     health: EngineHealth | None = None
 
 
-Command = Boot | Submit | Abort | Ask | Explain | MapPages | Stop
+Command = Boot | Submit | Abort | Ask | Explain | CountCached | MapPages | Stop
 Reply = Answer | Explained | Accounted | Mapped
 Notice = Loading | Loaded | LoadFailed | Ending | Reply | Scored | Events
 

@@ -13,7 +13,16 @@ from chatcache.bus.codec import Command, Events, Loaded, LoadFailed, Notice, Rep
 from chatcache.bus.loop import SteppedEngine, run_engine
 from chatcache.bus.switchboard import Switchboard
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, ModelFolderError
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts, PageMap
+from chatcache.types import (
+    EngineEvent,
+    EngineHealth,
+    Explanation,
+    GenerateRequest,
+    ModelFacts,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +102,10 @@ class ThreadedEngine:
     ) -> Explanation:
         await self.wait_loaded()
         return await self._board.explain(prompt, namespace, num_public_tokens, operator)
+
+    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        await self.wait_loaded()
+        return await self._board.num_cached(prompts, namespace)
 
     async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         await self.wait_loaded()

@@ -13,6 +13,7 @@ from chatcache.bus.codec import (
     Answer,
     Ask,
     Command,
+    CountCached,
     Events,
     Explain,
     Explained,
@@ -26,14 +27,23 @@ from chatcache.bus.codec import (
 )
 from chatcache.bus.verdicts import Verdicts
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts, PageMap
+from chatcache.types import (
+    EngineEvent,
+    EngineHealth,
+    Explanation,
+    GenerateRequest,
+    ModelFacts,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 0.05
 
 Send = Callable[[Notice], None]
-Call = Submit | Ask | Explain | MapPages
+Call = Submit | Ask | Explain | CountCached | MapPages
 Progress = Callable[[float, str], None]
 
 
@@ -52,6 +62,7 @@ class SteppedEngine(Protocol):
     def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation: ...
+    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]: ...
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap: ...
     def accounts(self) -> PageAccounts: ...
     def stats(self) -> Any: ...
@@ -122,6 +133,8 @@ def _answer(engine: SteppedEngine, command: Call) -> Reply:
             return Answer(call)
         case Explain(call, prompt, namespace, num_public_tokens, operator):
             return Explained(call, engine.explain(prompt, namespace, num_public_tokens, operator=operator))
+        case CountCached(call, prompts, namespace):
+            return Answer(call, value=engine.num_cached(prompts, namespace))
         case MapPages(call, namespace, operator):
             return Mapped(call, engine.page_map(namespace, operator=operator))
         case Ask(call, "accounts"):

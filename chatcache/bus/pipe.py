@@ -31,7 +31,16 @@ from chatcache.bus.switchboard import Switchboard
 from chatcache.config import EngineConfig
 from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
 from chatcache.logs import LogFormat
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts, PageMap
+from chatcache.types import (
+    EngineEvent,
+    EngineHealth,
+    Explanation,
+    GenerateRequest,
+    ModelFacts,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +156,10 @@ class EngineProcess:
     ) -> Explanation:
         self._check(prompt)
         return await self._board.explain(prompt, namespace, num_public_tokens, operator)
+
+    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        self._check()
+        return await self._board.num_cached(prompts, namespace)
 
     async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         self._check()

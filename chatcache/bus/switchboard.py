@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 from chatcache.bus.codec import (
@@ -12,6 +13,7 @@ from chatcache.bus.codec import (
     Answer,
     Ask,
     Command,
+    CountCached,
     Events,
     Explain,
     MapPages,
@@ -22,7 +24,18 @@ from chatcache.bus.codec import (
 )
 from chatcache.bus.log import RETENTION_S, EventLogs
 from chatcache.errors import ChatcacheError
-from chatcache.types import EngineEvent, EngineHealth, Explanation, Finished, GenerateRequest, PageAccounts, PageMap
+from chatcache.types import (
+    EngineEvent,
+    EngineHealth,
+    Explanation,
+    Finished,
+    GenerateRequest,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
+
+COUNTED_BYTES = 4 * 8_192
 
 
 class Switchboard:
@@ -67,6 +80,12 @@ class Switchboard:
         value = await self._call(lambda call: Explain(call, tuple(prompt), namespace, num_public_tokens, operator))
         return cast(Explanation, value)
 
+    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str) -> list[int]:
+        counts: list[int] = []
+        for some in _shares(prompts):
+            counts += await self._call(partial(CountCached, prompts=some, namespace=namespace))
+        return counts
+
     async def page_map(self, namespace: str, operator: bool) -> PageMap:
         return cast(PageMap, await self._call(lambda call: MapPages(call, namespace, operator)))
 
@@ -110,3 +129,15 @@ class Switchboard:
             if not future.done():
                 future.set_exception(error)
         self._logs.fail_open(error.message)
+
+
+def _shares(prompts: Sequence[PackedPrompt]) -> Iterator[tuple[PackedPrompt, ...]]:
+    """Split prompts so that the engine, which answers between two steps, is held up for a millisecond at a time."""
+    some: list[PackedPrompt] = []
+    for prompt in prompts:
+        some.append(prompt)
+        if sum(len(each.tokens) for each in some) >= COUNTED_BYTES:
+            yield tuple(some)
+            some = []
+    if some:
+        yield tuple(some)

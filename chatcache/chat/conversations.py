@@ -148,6 +148,10 @@ class Conversations:
         ids = (*prompt, *item.token_ids[:num_tokens])
         return (await self._behind(request, Place(tree, tree.path(item.parent_id)), ids))[1]
 
+    async def prompt(self, request: TurnRequest, place: Place) -> Prompt:
+        """The prompt of a place as it would be rendered now. Raises: InvalidRequest."""
+        return await asyncio.to_thread(self._assemble, request, place, _messages(request, place))
+
     async def spans(self, tree: ConversationTree, item: Item) -> list[Span]:
         """What each token of a stored reply shows. Raises: InvalidRequest for a message that has none."""
         _, prompt = generated(tree, item, "item_id")

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, PageAccounts, PageMap
+from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, PackedPrompt, PageAccounts, PageMap
 
 
 class Launched(Protocol):
@@ -68,6 +68,10 @@ class EngineClient(Protocol):
 
         Raises: ContextTooLong, InvalidRequest for a prompt that no request could have.
         """
+        ...
+
+    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        """Count what of each prompt is computed already, of many between several steps. Changes nothing."""
         ...
 
     async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:

@@ -34,7 +34,16 @@ from chatcache.sched.batch import Step
 from chatcache.sched.plan import StepResult
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, ModelFacts, PageAccounts, PageMap
+from chatcache.types import (
+    EngineEvent,
+    EngineHealth,
+    Explanation,
+    GenerateRequest,
+    ModelFacts,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 PREPARING_WAIT_S = 0.005
 
@@ -291,6 +300,10 @@ class Engine:
         """Charge the pages in use to requests, conversations and namespaces. O(pages held)."""
         page_bytes = self._capacity.kv_bytes // self._capacity.num_pages
         return page_accounts(self._kv, self._scheduler.running, page_bytes)
+
+    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        """Count what of each prompt is already computed, as `explain` would. It changes nothing."""
+        return [self._kv.num_cached(each.tokens, Scope(namespace, each.num_public_tokens)) for each in prompts]
 
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         """Show every page as the namespace may see it, or an `operator` all as they are. A moment old at most."""

@@ -324,6 +324,21 @@ class CacheMap(msgspec.Struct):
     cells: Annotated[str, Meta(max_length=4096, pattern="^[fiopas]*$")]
 
 
+class Warmth(msgspec.Struct):
+    """`cached_tokens` of a conversation's `tokens` need not be computed for its next turn."""
+
+    conversation_id: str
+    tokens: int
+    cached_tokens: int
+
+
+class CacheWarmth(msgspec.Struct):
+    """Of the conversations that were asked about and are there, in the same order."""
+
+    object: Literal["list"]
+    data: list[Warmth]
+
+
 class CacheAccounts(msgspec.Struct):
     """`pool`: on a server without keys, where everybody sees everything."""
 

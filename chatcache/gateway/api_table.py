@@ -369,6 +369,14 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers_stored.CacheMap,
         errors=_STARTING,
     ),
+    Operation(
+        method="POST",
+        path="/v1/cache/warmth",
+        summary="How much of these conversations, along their active paths, is in the cache; computes nothing",
+        body=Body("WarmthRequest", (wire.WarmthFields,)),
+        answer=answers_stored.CacheWarmth,
+        errors=_STARTING,
+    ),
     Operation(method="GET", path="/livez", summary="The process answers", answer=answers.Alive, needs_key=False),
     Operation(
         method="GET",

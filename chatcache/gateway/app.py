@@ -119,6 +119,7 @@ def _routes() -> list[BaseRoute]:
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
         Route("/v1/cache/accounts", cache.accounts),
         Route("/v1/cache/map", cache_pages.page_map),
+        Route("/v1/cache/warmth", cache_pages.warmth, methods=["POST"]),
         Route("/v1/conversations", conversation_items.Conversations),
         Route("/v1/conversations/export", conversation_files.AllConversations),
         Route(IMPORT_PATH, conversation_files.Imports),

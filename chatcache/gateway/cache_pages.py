@@ -1,12 +1,22 @@
-"""Every page of the KV cache in one letter."""
+"""Every page of the KV cache in one letter; and which conversations would find theirs."""
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chatcache.errors import NotFound
+from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import json_response
+from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.wire import WarmthFields
+from chatcache.types import PackedPrompt
+
+TOKEN_BYTES = 4  # of a packed prompt
 
 
 async def page_map(request: Request) -> Response:
@@ -23,3 +33,25 @@ async def page_map(request: Request) -> Response:
             "cells": pages.cells,
         }
     )
+
+
+async def warmth(request: Request) -> Response:
+    """POST /v1/cache/warmth: how much of each conversation's active path is computed. Changes nothing."""
+    gateway, owner = gateway_of(request), owner_of(request)
+    body = await read_json(request)
+    fields = read(body, WarmthFields)
+    ignored = unknown_fields(body, WarmthFields)
+    model, store = await gateway.ready(None), store_of(request)
+    prompts: dict[str, PackedPrompt] = {}
+    for conversation_id in fields.conversations:
+        with suppress(NotFound):
+            prompts[conversation_id] = await model.histories.of(store, owner, conversation_id)
+    most = gateway.max_model_len * TOKEN_BYTES  # what lies behind can never have been computed
+    cut = [PackedPrompt(prompt.tokens[:most], prompt.num_public_tokens) for prompt in prompts.values()]
+    counts = await gateway.engine.num_cached(cut, owner)
+    told = zip(prompts.items(), counts, strict=True)
+    entries = [
+        {"conversation_id": name, "tokens": len(prompt.tokens) // TOKEN_BYTES, "cached_tokens": count}
+        for (name, prompt), count in told
+    ]
+    return json_response({"object": "list", "data": entries}, headers=ignored_header(ignored))

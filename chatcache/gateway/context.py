@@ -11,6 +11,7 @@ from typing import cast
 from starlette.requests import HTTPConnection
 
 from chatcache.chat.conversations import Conversations
+from chatcache.chat.histories import Histories
 from chatcache.chat.public import PublicPrompts
 from chatcache.chat.service import ChatService
 from chatcache.chat.store import ConversationStore
@@ -37,6 +38,7 @@ class Model:
     tokenizer: Tokenizer
     service: ChatService
     conversations: Conversations
+    histories: Histories
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ class Gateway:
             form = format_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
             service = ChatService(self.engine, tokenizer, public=public, form=form)
             conversations = Conversations(store, tokenizer, public, form, service.transcripts)
-            self.model = Model(tokenizer, service, conversations)
+            self.model = Model(tokenizer, service, conversations, Histories(conversations))
 
     async def health(self) -> EngineHealth:
         """The engine's health; remembers what does not change once it is ready."""

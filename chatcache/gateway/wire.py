@@ -16,6 +16,7 @@ from chatcache.types import MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS, MAX_TOP_LOGPR
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64
+MAX_WARMTH = 100  # conversations of one question
 _INT32_MAX = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
@@ -181,6 +182,12 @@ class ExplainFields(msgspec.Struct, frozen=True):
     conversation: Id | ConversationRef | None = None
     previous_response_id: Id | None = None
     previous_item_id: Id | None = None
+
+
+class WarmthFields(msgspec.Struct, frozen=True):
+    """Conversations whose active paths are looked up in the cache."""
+
+    conversations: Annotated[list[Id], Meta(max_length=MAX_WARMTH)]
 
 
 class ConversationFields(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from chatcache.types import Explanation
 
 Tokens = Sequence[int] | NDArray[np.int32]
 PRIVATE = Scope()
+FEW_PAGES = 64
 
 
 class KVCache:
@@ -88,6 +89,14 @@ class KVCache:
         if self.host is None or self.host.pool.is_blank:
             return longest_match(self.pool, chain, most)
         return longest_match_in_both(self.pool, self.host.pool, chain, most)
+
+    def num_cached(self, tokens: bytes, scope: Scope = PRIVATE) -> int:
+        """Count the tokens that `match` would find. What misses early is not named to its end. A query."""
+        few = FEW_PAGES * self._page_bytes
+        found = self.match(self.chain(tokens[: few + TOKEN_BYTES], scope)).num_tokens
+        if found * TOKEN_BYTES < few or len(tokens) <= few + TOKEN_BYTES:
+            return found
+        return self.match(self.chain(tokens, scope)).num_tokens
 
     def nothing(self, scope: Scope = PRIVATE) -> PrefixMatch:
         """Return the match of something new."""

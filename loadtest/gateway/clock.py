@@ -21,6 +21,7 @@ from chatcache.types import (
     Finished,
     GenerateRequest,
     ModelFacts,
+    PackedPrompt,
     PageAccounts,
     PageMap,
     Started,
@@ -133,6 +134,9 @@ class ClockEngine:
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation:
         return Explanation(num_tokens=len(prompt), num_cached_tokens=0, page_size=16, pages=())
+
+    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        return [0] * len(prompts)
 
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         return PageMap(page_size=16, num_pages=0, num_pages_per_cell=1, cells="")

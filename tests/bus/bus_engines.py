@@ -22,6 +22,7 @@ from chatcache.types import (
     Finished,
     GenerateRequest,
     ModelFacts,
+    PackedPrompt,
     PageAccounts,
     PageHit,
     PageMap,
@@ -111,6 +112,9 @@ class CountingEngine:
         detail = "x" * MAX_FRAME_BYTES if namespace == "big" else f"{namespace} {num_public_tokens} {operator}"
         pages = (PageHit(0, 16, "idle", public=True), PageHit(1, 3, "missing"))
         return Explanation(num_tokens=len(prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
+
+    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        return [len(each.tokens) + each.num_public_tokens + len(namespace) for each in prompts]
 
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         cells = "s" if operator else namespace

@@ -9,7 +9,7 @@ import pytest
 from chatcache.bus.inproc import ThreadedEngine
 from chatcache.bus.pipe import EngineProcess
 from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, NotFound
-from chatcache.types import EngineEvent, Failed, Finished, PageAccounts, Tokens
+from chatcache.types import EngineEvent, Failed, Finished, PackedPrompt, PageAccounts, Tokens
 from tests.bus.bus_engines import CountingEngine, expected_tokens, request
 
 Client = ThreadedEngine | EngineProcess
@@ -110,6 +110,9 @@ async def test_explain_and_accounts_cross_as_what_they_are(client: Client) -> No
     for arguments in (("tenant", False), ("", True)):
         pages = await client.page_map(arguments[0], operator=arguments[1])
         assert pages == CountingEngine().page_map(arguments[0], operator=arguments[1])
+    prompts = [PackedPrompt(bytes(4 * number), number) for number in (3, 20_000, 0, 1, 17_000, 9_000, 9_000)]
+    assert await client.num_cached(prompts, "tenant") == CountingEngine().num_cached(prompts, "tenant")
+    assert await client.num_cached([]) == []
     await client.submit(request("r", 1_000_000))
     accounts = await client.accounts()
     assert isinstance(accounts, PageAccounts) and accounts.requests == {"r": 0.5}
