@@ -61,7 +61,7 @@ export function Composer() {
           id="composer"
           rows={1}
           aria-label="Message"
-          placeholder={sampling.value.n > 1 ? `Ask for ${sampling.value.n} answers at once` : "Say something"}
+          placeholder={placeholder()}
           onInput={(event) => {
             text.value = event.currentTarget.value;
             fit();
@@ -150,4 +150,10 @@ function HowMany() {
       <button type="button" aria-label="More answers" disabled={n >= MAX_N} onClick={() => set(n + 1)}><Plus /></button>
     </span>
   );
+}
+
+function placeholder(): string {
+  const { n, search } = sampling.value;
+  if (search === "beam") return `Ask, and search with ${Math.max(2, n)} beams`;
+  return n > 1 ? `Ask for ${n} answers at once` : "Say something";
 }

@@ -30,6 +30,8 @@ export const Fork = () => <Icon><circle cx="5.5" cy="4.5" r="1.8" /><circle cx="
 export const Beams = () => <Icon><path d="M2.5 10h3c3 0 3-5 6-5h2M5.5 10h8M5.5 10c3 0 3 5 6 5h2" /><circle cx="16" cy="5" r="1.4" /><circle cx="16" cy="10" r="1.4" /><circle cx="16" cy="15" r="1.4" /></Icon>;
 export const Cells = () => <Icon><path d="M4 4h3v3H4zM8.5 4h3v3h-3zM13 4h3v3h-3zM4 8.5h3v3H4zM8.5 8.5h3v3h-3zM13 8.5h3v3h-3zM4 13h3v3H4zM8.5 13h3v3h-3zM13 13h3v3h-3z" /></Icon>;
 export const PanelRight = () => <Icon><rect x="3" y="4" width="14" height="12" rx="2" /><path d="M11.5 4v12" /></Icon>;
+export const Person = () => <Icon><circle cx="10" cy="6.5" r="3" /><path d="M4 16.5c.6-3.200 3-4.800 6-4.800s5.400 1.600 6 4.800" /></Icon>;
+export const Book = () => <Icon><path d="M10 5.200C8.300 4 6.200 3.700 3.500 3.800v11c2.700-.1 4.800.2 6.500 1.400 1.700-1.200 3.800-1.500 6.500-1.400v-11c-2.700-.1-4.800.2-6.500 1.400ZM10 5.200v11" /></Icon>;
 export const Sun = () => <Icon><circle cx="10" cy="10" r="3.4" /><path d="M10 2.5v1.6M10 15.9v1.6M2.5 10h1.6M15.9 10h1.6M4.7 4.7l1.1 1.1M14.2 14.2l1.1 1.1M15.3 4.7l-1.1 1.1M5.8 14.2l-1.1 1.1" /></Icon>;
 export const Moon = () => <Icon><path d="M16 11.8A6.5 6.5 0 0 1 8.2 4a6.5 6.5 0 1 0 7.8 7.8Z" /></Icon>;
 export const Screen = () => <Icon><rect x="3" y="4" width="14" height="9.5" rx="1.5" /><path d="M7 16.5h6" /></Icon>;

@@ -80,11 +80,12 @@ function Map({ tree }: { tree: Tree }) {
   const lines = branchLines(shown, onPath.value, wide);
   const graphWidth = drawing.lanes * wide + 12;
   const told = pointed.value ?? at;
+  const branches = countLeaves(drawing.spots);
   return (
     <>
       <p class="side-lead">
         <span><b data-figure="messages">{drawing.spots.size}</b> messages</span>
-        <span><b data-figure="branches">{countLeaves(drawing.spots)}</b> branches</span>
+        <span><b data-figure="branches">{branches}</b> {branches === 1 ? "branch" : "branches"}</span>
       </p>
       <div class="branch-scroll" ref={box} onScroll={look}>
         <div class="branch-map">

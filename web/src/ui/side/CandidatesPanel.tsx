@@ -1,10 +1,12 @@
 // The answers to one message beside the thread: what they share once, then where each goes its own way.
 import { useComputed } from "@preact/signals";
 import { clipped } from "../../draw/text";
+import type { Chat } from "../../state/chat";
 import { sharedStart } from "../../state/compare";
 import { setSampling } from "../../state/settings";
 import type { Message, Status } from "../../state/tree";
 import { useChat } from "../context";
+import { Close } from "../icons";
 import { focusComposer } from "../keys";
 import { goTo } from "../goTo";
 import { Teach } from "./Teach";
@@ -49,7 +51,7 @@ function Versions({ asked, versions, shown }: VersionsProps) {
   const common = shared.value;
   return (
     <>
-      <p class="side-lead"><b>{versions.length} answers</b> to <q>{clipped(asked, 80)}</q></p>
+      <p class="side-lead"><span><b>{versions.length} answers</b> to <q>{clipped(asked, 80)}</q></span></p>
       {common.trim() !== "" && (
         <p class="shared-start">
           <span class="hint">All begin alike</span>
@@ -58,7 +60,7 @@ function Versions({ asked, versions, shown }: VersionsProps) {
       )}
       <ol class="version-list">
         {versions.map((message, index) => (
-          <li key={message.key}>
+          <li key={message.key} class="version-row">
             <button
               type="button"
               class="version"
@@ -72,12 +74,28 @@ function Versions({ asked, versions, shown }: VersionsProps) {
               <span class="version-text">
                 {message.text.value.slice(common.length).trimStart() || (message.text.value === "" ? "…" : "(as the others begin)")}
               </span>
-              <span class="version-state">{message === shown ? "shown" : STATES[message.status.value]}</span>
+              <span class="version-state">{stateOf(chat, message, shown)}</span>
             </button>
+            {chat.thread.value.turnOf(message)?.canDrop(message) && (
+              <button
+                type="button"
+                class="tool version-drop"
+                aria-label={`Drop answer ${index + 1}`}
+                title="Drop it: its pages return at once"
+                onClick={() => chat.drop(message)}
+              >
+                <Close />
+              </button>
+            )}
           </li>
         ))}
       </ol>
       <p class="hint">Picking one shows its branch. The others stay.</p>
     </>
   );
+}
+
+function stateOf(chat: Chat, message: Message, shown: Message): string {
+  if (chat.thread.value.turnOf(message)?.dropped.value.has(message)) return "dropped";
+  return message === shown ? "shown" : STATES[message.status.value];
 }
