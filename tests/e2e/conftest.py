@@ -69,6 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CHATCACHE_")}
     environment["OMP_NUM_THREADS"] = "1"  # the browser needs a core too; spinning threads would take both
     command = [sys.executable, "-m", "chatcache", "serve", "--port", str(port), "--db", str(folder / "chat.db")]
+    command += ["--kv-memory", "64MiB"]  # some 1,600 pages: the page map has a cell for each
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:

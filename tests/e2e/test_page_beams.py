@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.watched import ANSWER_TOKENS, Watched, pass_endless
+from tests.e2e.watched import ANSWER_TOKENS, PICTURES, Watched, pass_endless
 
 WIDTH = 4
 
@@ -25,7 +25,7 @@ def searching(open_page: Callable[..., Watched]) -> Watched:
     return chat
 
 
-def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched) -> None:
+def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, picture: Any) -> None:
     chat = searching
     chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     chat.page.reload()
@@ -38,6 +38,9 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched) -> N
     width = _tree_width(chat)
     chat.until(f"document.querySelector('.beam-tree').clientWidth > {width} + 100")
     chat.until("Number(document.querySelector('[data-figure=agreed]').textContent) > 3")
+    if PICTURES:
+        chat.until("Number(document.querySelector('[data-figure=agreed]').textContent) > 40")
+    picture(chat.page, "beams")
     asked = next(frame for frame in reversed(chat.sent) if frame["type"] == "response.create")
     assert (asked["beam_width"], asked["stream_beams"]) == (WIDTH, True)
     chat.page.click("button[aria-label=Stop]")
@@ -95,7 +98,7 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched) -> N
     assert rows.nth(1).locator(".beam-score").inner_text().startswith("12 times less likely than the best")
     rows.nth(1).focus()  # its path lights up in the tree
     chat.page.wait_for_selector(".beam-piece.beam-lit >> text=they")
-    assert "12 times less likely" in (rows.nth(1).get_attribute("aria-label") or "")
+    assert rows.nth(1).text_content() == "Beam 2they12 times less likely than the best · 31.1% a token"
 
     script.end(["Once more we", "Once more they"])
     chat.page.wait_for_selector(".card >> nth=1")

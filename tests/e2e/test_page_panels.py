@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from tests.e2e.needs import need
 from tests.e2e.watched import Watched
+
+AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
 
 SIDE = ".side-panel"
 TABS = ["Candidates", "Beams", "Branches", "Pages"]
@@ -14,7 +19,6 @@ TABS = ["Candidates", "Beams", "Branches", "Pages"]
 
 def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(chat: Watched) -> None:
     page = chat.page
-    page.route(re.compile("/v1/cache/map"), lambda route: route.fulfill(body=_map_of("f" * 64)))
     assert page.locator(SIDE).count() == 0
     for number, name in enumerate(TABS, start=1):
         page.click(f".doors [aria-label={name}]")
@@ -165,6 +169,64 @@ def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
     assert len(looks) == seen, "asked while nobody looks"
 
 
+def test_the_page_map_shows_what_four_answers_share(chat: Watched, endless: None, picture: Any) -> None:
+    """The real map: while four answers run they share the prompt's pages and each holds its own; then all is idle."""
+    page = chat.page
+    page.goto(chat.server)
+    page.wait_for_selector(".dot-on")
+    for _ in range(3):
+        page.click("[aria-label='More answers']")
+    page.keyboard.press("Alt+Shift+4")
+    chat.say("Tell me a long story about a dragon, a robot and an owl who wanted to know how the sea was made")
+    counted = "Number(document.querySelector('[data-count={}]').textContent)"
+    chat.until(f"document.querySelector('[data-count=held]') && {counted.format('held')} >= 4")
+    assert _count(chat, "shared") > 0
+    picture(page, "pages")
+    page.click("button[aria-label=Stop]")
+    chat.wait_end(0)
+    chat.until(f"{counted.format('held')} + {counted.format('shared')} === 0")
+    assert _count(chat, "idle") > 0
+    told = page.evaluate(_GET, "v1/cache/map")
+    assert _count(chat, "idle") == told["cells"].count("i")
+    assert _count(chat, "idle") + _count(chat, "free") == len(told["cells"]) == told["num_pages"]
+
+
+def test_axe_finds_nothing_in_any_panel(open_page: Callable[..., Watched]) -> None:
+    need(AXE.is_file(), "axe-core", "cd web && npm ci")
+    chat = open_page(bypass_csp=True, reduced_motion="reduce")
+    page = chat.page
+    page.add_script_tag(path=AXE)
+    for number in range(1, 5):
+        page.keyboard.press(f"Alt+Shift+{number}")
+        _no_violations(chat, f"empty panel {number}")
+    page.click("#tab-beams")
+    page.click("text=Try 4 beams")
+    chat.ask("Tell me a story about a cat")
+    for number in (1, 2, 3, 4):
+        page.click(f"#tab-{('candidates', 'beams', 'branches', 'pages')[number - 1]}")
+        _no_violations(chat, f"panel {number}")
+
+
+def test_a_phone_shows_the_panel_over_the_thread(open_page: Callable[..., Watched]) -> None:
+    phone = {"width": 390, "height": 844}
+    chat = open_page(viewport=phone, device_scale_factor=2, is_mobile=True, has_touch=True)
+    page = chat.page
+    chat.ask("What is 2 + 3?")
+    page.tap("[aria-label=Panel]")
+    box = page.locator(SIDE).bounding_box()
+    assert box == {"x": 0, "y": 0, **phone}
+    for name in TABS:
+        page.tap(f"#tab-{name.lower()}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
+    page.tap("#tab-branches")
+    page.tap(".spot >> nth=0")  # goes to the message, which is what one wants to see
+    page.wait_for_selector(SIDE, state="detached")
+    page.wait_for_selector(".row-found .said-text")
+    page.reload()
+    page.wait_for_selector(".said")
+    assert page.locator(SIDE).count() == 0, "a panel over the thread is no way to begin"
+
+
 def test_four_thousand_cells_are_six_paths(chat: Watched) -> None:
     cells = "sapiof" * 683
     chat.page.route(re.compile("/v1/cache/map"), lambda route: route.fulfill(body=_map_of(cells, 8)))
@@ -173,6 +235,15 @@ def test_four_thousand_cells_are_six_paths(chat: Watched) -> None:
     assert chat.page.locator(".page-map *").count() == 6
     box = chat.page.locator(".page-map").bounding_box()
     assert box and box["height"] < 1.2 * box["width"]
+
+
+def _no_violations(chat: Watched, where: str) -> None:
+    for scheme in ("dark", "light"):
+        chat.page.emulate_media(color_scheme=scheme)
+        chat.page.wait_for_selector(f"{SIDE} [role=tab]")
+        found = chat.page.evaluate("axe.run(document, {resultTypes: ['violations']}).then(found => found.violations)")
+        told = [(rule["id"], [node["html"][:160] for node in rule["nodes"]]) for rule in found]
+        assert told == [], f"{where}, {scheme}"
 
 
 def _shown_tab(chat: Watched) -> str:

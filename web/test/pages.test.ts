@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
-import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, pagePaths } from "../src/draw/pages";
+import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, numDrawn, pagePaths } from "../src/draw/pages";
 import { sharedStart } from "../src/state/compare";
 import { PageMapWatch } from "../src/state/pagemap";
 
@@ -34,6 +34,14 @@ describe("the page map", () => {
     expect(changedPath("faaf", "ffaf", 2)).toBe("M10 0h10v10h-10z");
     expect(changedPath("faaf", "faaf", 2)).toBe("");
     expect(changedPath("faaf", "", 2)).toBe("");
+  });
+
+  test("free cells at the end are left out by halves", () => {
+    expect(numDrawn("f".repeat(4096))).toBe(256);
+    expect(numDrawn("s" + "f".repeat(99))).toBe(100);
+    expect(numDrawn("f".repeat(256) + "i" + "f".repeat(3839))).toBe(512);
+    expect(numDrawn("f".repeat(4095) + "i")).toBe(4096);
+    expect(numDrawn("")).toBe(0);
   });
 
   test("a map is about as wide as high, up to 64 cells", () => {

@@ -21,9 +21,19 @@ export const PAGE_STATES: readonly StateOfPages[] = [
 export const BOX = 10; // units per cell
 
 const MOST_COLUMNS = 64;
+const FEWEST_DRAWN = 256;
 
 export function columnsFor(count: number): number {
   return Math.min(MOST_COLUMNS, Math.max(8, Math.ceil(Math.sqrt(count))));
+}
+
+/** How many cells to draw: those beyond the last used one are free, and said in a line. It grows by doubling, to stay calm. */
+export function numDrawn(cells: string): number {
+  let used = cells.length;
+  while (used > 0 && cells[used - 1] === "f") used--;
+  let drawn = FEWEST_DRAWN;
+  while (drawn < used) drawn *= 2;
+  return Math.min(drawn, cells.length);
 }
 
 /** The outlines of every state's cells. */

@@ -2,6 +2,7 @@
 import type { Chat } from "../state/chat";
 import type { Message } from "../state/tree";
 import { scrollToMessage } from "./anchors";
+import { isNarrow, panel } from "./panels";
 
 const SETTLE_MS = 400; // whoever walks with the arrow keys passes many branches; the last one is kept
 
@@ -12,6 +13,7 @@ export function goTo(chat: Chat, message: Message): void {
   const leaf = tree.leaf.value;
   tree.reveal(message);
   scrollToMessage(message.key);
+  if (isNarrow()) panel.value = null; // it lies over the thread
   clearTimeout(settling);
   if (tree.leaf.value !== leaf) settling = setTimeout(() => chat.choose(message), SETTLE_MS);
 }

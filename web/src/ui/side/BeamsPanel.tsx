@@ -81,14 +81,13 @@ function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
               <button
                 type="button"
                 class="beam-row"
-                aria-label={`Beam ${index + 1} of ${ends.length}, ${scoreWords(ends, index, found)}: ${lastOf(tree, end, agreed)}`}
                 aria-current={message && message === chat.thread.value.tree.value.leaf.value ? "true" : undefined}
                 onFocus={() => look(index)}
                 onBlur={() => look(null)}
                 onMouseEnter={() => look(index)}
                 onClick={() => message && chat.pick(message)}
               >
-                <span class="beam-place">{index + 1}</span>
+                <span class="beam-place"><span class="sr-only">Beam </span>{index + 1}</span>
                 <span class="beam-text">{lastOf(tree, end, agreed)}</span>
                 <span class="beam-score">{scoreWords(ends, index, found)}</span>
               </button>

@@ -1,17 +1,19 @@
 // The page map: every KV page of the server as a cell, once a second.
 import { useEffect, useMemo } from "preact/hooks";
-import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, pagePaths } from "../../draw/pages";
+import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, numDrawn, pagePaths } from "../../draw/pages";
 import { PageMapWatch } from "../../state/pagemap";
 import type { CacheMap } from "../../wire/cacheMap";
+import { useChat } from "../context";
 import { Teach } from "./Teach";
 
 export function PagesPanel() {
   const watch = useMemo(() => new PageMapWatch(), []);
-  useEffect(() => watch.watch(), []);
+  const loading = ["loading", "unavailable"].includes(useChat().readiness.now.value.phase);
+  useEffect(() => (loading ? undefined : watch.watch()), [loading]);
   const map = watch.now.value;
   const failure = watch.failure.value;
   if (!map && failure !== null) return <p class="ending ending-error" role="alert">The page map did not load. {failure}</p>;
-  if (!map) return <p class="hint">Asking the server for its pages.</p>;
+  if (!map) return <p class="hint">{loading ? "There are pages once the model is loaded." : "Asking the server for its pages."}</p>;
   return (
     <>
       {failure !== null && <p class="ending ending-error" role="alert">This map is not current. {failure}</p>}
@@ -22,13 +24,14 @@ export function PagesPanel() {
 
 function PageMap({ map, before }: { map: CacheMap; before: string }) {
   const { cells } = map;
-  const columns = columnsFor(cells.length);
-  const rows = Math.ceil(cells.length / columns);
-  const paths = useMemo(() => pagePaths(cells, columns), [cells]);
+  const drawn = numDrawn(cells);
+  const columns = columnsFor(drawn);
+  const rows = Math.ceil(drawn / columns);
+  const paths = useMemo(() => pagePaths(cells.slice(0, drawn), columns), [cells]);
   const changed = useMemo(() => changedPath(cells, before, columns), [cells, before]);
   const counts = useMemo(() => countStates(cells), [cells]);
   const used = cells.length - (counts.get("free") ?? 0) - (counts.get("idle") ?? 0);
-  const share = (count: number) => `${((100 * count) / Math.max(1, cells.length)).toFixed(count > 0 && count * 100 < cells.length ? 1 : 0)}%`;
+  const share = (count: number) => `${Math.round((1000 * count) / Math.max(1, cells.length)) / 10}%`;
   const noun = map.pages_per_cell > 1 ? "cells" : "pages";
   return (
     <>
@@ -57,6 +60,7 @@ function PageMap({ map, before }: { map: CacheMap; before: string }) {
           ))}
         </tbody>
       </table>
+      {drawn < cells.length && <p class="hint">The other {(cells.length - drawn).toLocaleString("en")} {noun} are free and not drawn.</p>}
       {map.pages_per_cell > 1 && <p class="hint">One cell stands for {map.pages_per_cell} pages, in the busiest one's state.</p>}
       {counts.get("free") === cells.length && (
         <Teach title="Nothing is held yet">Say something, and watch pages fill. When the answer ends they stay as a cache for the next turn.</Teach>
