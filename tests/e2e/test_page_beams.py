@@ -75,15 +75,14 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched) -> N
 
     script.beams([(3, 1, " upon", -0.2), (4, 1, " more", -0.9)], [3, 4])
     script.says("Once")
-    chat.page.wait_for_selector(".ghost >> text=upon")
+    chat.until(f"{_GHOST} === ' upon'")
     solid = "document.querySelector('.answer-beams .prose').cloneNode(true)"
     assert _without_ghost(chat, solid) == "Once"
-    assert chat.page.locator(".answer-beams .ghost").text_content() == " upon"
     chat.page.wait_for_selector("[data-figure=agreed] >> text=1")
 
     script.beams([(5, 4, " we", -1.0), (6, 4, " they", -3.5)], [5, 6])
     script.says(" more")
-    chat.page.wait_for_selector(".ghost >> text=we")
+    chat.until(f"{_GHOST} === ' we'")
     assert _without_ghost(chat, solid) == "Once more"
     chat.page.wait_for_selector("[data-figure=agreed] >> text=2")
     assert chat.page.evaluate(_KINDS) == {
@@ -165,6 +164,7 @@ _KINDS = """Object.fromEntries([...document.querySelectorAll('.beam-piece')].map
     piece.querySelector('text').textContent, /beam-(agreed|open|dead)/.exec(piece.getAttribute('class'))[1]]))"""
 
 
+_GHOST = "document.querySelector('.answer-beams .ghost')?.textContent"
 _AGREED = "[...document.querySelectorAll('.beam-agreed > text')].map(text => text.textContent)"
 
 

@@ -213,6 +213,7 @@ def test_a_phone_shows_the_panel_over_the_thread(open_page: Callable[..., Watche
     page = chat.page
     chat.ask("What is 2 + 3?")
     page.tap("[aria-label=Panel]")
+    page.wait_for_selector(f"{SIDE} [role=tab]")
     box = page.locator(SIDE).bounding_box()
     assert box == {"x": 0, "y": 0, **phone}
     for name in TABS:
