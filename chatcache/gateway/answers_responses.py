@@ -73,6 +73,7 @@ class Response(msgspec.Struct):
     conversation: ResponseRef | None
     input_item_ids: list[str]
     forked_item_id: str | None
+    parent_item_id: str | None
     tools: list[dict[str, Any]]
     tool_choice: Any
     parallel_tool_calls: bool

@@ -28,6 +28,7 @@ def response_object(
         "incomplete_details": {"reason": incomplete} if incomplete is not None else None,
         "instructions": turn.instructions,
         "previous_response_id": turn.previous_response_id,
+        "parent_item_id": turn.parent_id if turn.echo.get("store", True) else None,
         "tools": [],
         "tool_choice": "none",
         "parallel_tool_calls": False,

@@ -196,7 +196,10 @@ def _say(text: str) -> Any:
         link.send(json.dumps({"type": "session.created", "session": session}))
 
         def answer(message: str) -> None:
-            lane = {"stream_id": json.loads(message)["stream_id"]}
+            asked = json.loads(message)
+            if asked["type"] != "response.create":
+                return
+            lane = {"stream_id": asked["stream_id"]}
             response = {"id": "resp_1", "status": "in_progress", "conversation": None, "input_item_ids": ["msg_1"]}
             item = {"output_index": 0, "item": {"id": "msg_2", "finish_reason": "stop"}}
             frames: list[dict[str, Any]] = [{"type": "response.created", "response": response}]

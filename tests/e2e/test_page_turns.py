@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import secrets
-from typing import Any
 
-from tests.e2e.watched import Watched, endless_create
+from tests.e2e.watched import Watched
 
 PAGE_TOKENS = 16
 
@@ -86,59 +84,6 @@ def test_an_edit_is_a_branch_and_both_branches_stay(chat: Watched) -> None:
     assert chat.page.locator(".said .switcher-place").inner_text() == "2/2"
     chat.page.click(".said [aria-label='Previous version']")
     assert (chat.said(), chat.answers()) == (["What is 2 + 3?"], before)
-
-
-def test_conversations_are_listed_renamed_found_and_deleted_with_undo(chat: Watched) -> None:
-    chat.ask("Hello")
-    row = chat.page.locator(".side-row-current")
-    row.hover()
-    row.locator("[aria-label^=Rename]").click()
-    name = f"Greetings {secrets.token_hex(4)}"
-    chat.page.fill("[aria-label='New title']", name)
-    with chat.page.expect_response(re.compile("/v1/conversations/conv_")):
-        chat.page.keyboard.press("Enter")
-    chat.page.reload()
-    title = chat.page.locator(f".side-row >> text={name}")
-    title.wait_for()
-    chat.page.fill("#find", "nothing of that name")
-    assert title.count() == 0
-    chat.page.fill("#find", name.upper())
-    row = chat.page.locator(".side-row", has=chat.page.get_by_text(name))
-    row.hover()
-    row.locator("[aria-label^=Delete]").click()
-    assert title.count() == 0
-    chat.page.click("text=Undo")
-    title.wait_for()
-
-
-def test_a_lost_connection_is_told_mended_and_the_answer_goes_on(browser: Any, server: str) -> None:
-    """The socket runs through the test, which cuts it in the middle of an answer."""
-    chat = Watched(browser.new_context(), server)
-    links: list[Any] = []
-
-    def through(link: Any) -> None:
-        upstream = link.connect_to_server()
-        link.on_message(lambda text: upstream.send(endless_create(text)))
-        links.append((link, upstream))
-
-    chat.page.route_web_socket(re.compile("/v1/responses"), through)
-    chat.page.goto(server)
-    chat.page.wait_for_selector(".dot-on")
-    chat.say("Tell me a story about a dragon")
-    chat.until("document.querySelector('.answer .prose')?.textContent.length > 20")
-    link, upstream = links[0]
-    upstream.close()
-    link.close(code=1012)
-    chat.page.wait_for_selector(".banner")
-    before = len(chat.answers()[0])
-    chat.page.wait_for_selector(".banner", state="detached")
-    chat.until(f"document.querySelector('.answer .prose')?.textContent.length > {before + 20}")
-    chat.page.click("button[aria-label=Stop]")
-    chat.page.wait_for_selector(".answer[data-status=stopped]")
-    chat.page.wait_for_selector("button[aria-label=Send]")
-    assert len(links) == 2
-    assert chat.complaints() == []
-    chat.context.close()
 
 
 def _squeeze(text: str) -> str:

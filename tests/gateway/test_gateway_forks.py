@@ -90,6 +90,7 @@ def test_a_growing_reply_goes_on_beside_itself(server: Server, url: str, fork_at
     stored = items_of(server, fork)
     assert stored[fork["output"][0]["id"]]["parent_id"] == stored[whole["output"][0]["id"]]["parent_id"]
     assert fork["forked_item_id"] is None and fork["input_item_ids"] == []
+    assert fork["parent_item_id"] == whole["parent_item_id"] == whole["input_item_ids"][-1]
 
 
 def test_a_finished_reply_is_forked_at_any_token(server: Server, socket: ClientConnection) -> None:

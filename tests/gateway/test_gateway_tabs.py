@@ -9,7 +9,8 @@ import threading
 from typing import Any
 
 import pytest
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Subprotocol
 
 from tests.gateway.described import Described
 from tests.gateway.serving import Server, slowed, wait_until
@@ -129,6 +130,27 @@ def test_deleting_a_conversation_ends_what_is_said_in_it(server: Server) -> None
     assert server.request("GET", f"/v1/conversations/{conversation}")[0] == 404
     assert server.request("DELETE", f"/v1/conversations/{conversation}")[0] == 404
     assert server.request("GET", f"/v1/responses/{terminal[-1]['response']['id']}")[0] in (200, 404)
+
+
+def test_a_subscriber_hears_when_nothing_runs_any_more(server: Server) -> None:
+    """The last word on a conversation is told while its response winds up; it does not count as running then."""
+    with connect(f"ws://127.0.0.1:{server.port}/v1/responses", subprotocols=[Subprotocol("chatcache.v1")]) as socket:
+        socket.send(json.dumps({"type": "conversation.subscribe"}))
+        for _ in range(5):
+            response = converse(server, "Hello")
+            heads = [frame for frame in _heard(socket) if frame["type"] == "conversation.updated"]
+            assert heads[-1]["running"] == []
+            assert heads[-1]["conversation"]["active_leaf"] == response["output"][0]["id"]
+
+
+def _heard(socket: ClientConnection) -> list[dict[str, Any]]:
+    """Frames until none has come for a moment."""
+    frames: list[dict[str, Any]] = []
+    try:
+        while True:
+            frames.append(json.loads(socket.recv(timeout=0.3)))
+    except TimeoutError:
+        return frames
 
 
 def test_every_change_is_heard_by_the_other_tabs(server: Server) -> None:

@@ -1,8 +1,10 @@
 import { effect } from "@preact/signals";
 import { render } from "preact";
 import { loadRenderer } from "./markdown/lazy";
+import { keepAddress } from "./state/address";
 import { Chat } from "./state/chat";
 import { keepSettings } from "./state/settings";
+import { watchSleep } from "./state/sleep";
 import "./styles/index.css";
 import { scrollToMessage } from "./ui/anchors";
 import { App } from "./ui/App";
@@ -11,27 +13,9 @@ import { keepPanel } from "./ui/panels";
 
 const chat = new Chat();
 
-/** The conversation in the address, and the message in it: `#conv_x/msg_y`. A reload and a bookmark find them again. */
-function followAddress(): void {
-  const [id = "", message] = decodeURIComponent(location.hash.slice(1)).split("/");
-  if (message) scrollToMessage(message);
-  if (id === (chat.thread.value.id.value ?? "")) return;
-  if (id === "") chat.newConversation();
-  else {
-    void loadRenderer(); // while the messages come
-    void chat.open(id);
-  }
-}
-
 keepSettings();
 keepPanel();
-followAddress();
-addEventListener("hashchange", followAddress);
-effect(() => {
-  const id = chat.thread.value.id.value;
-  const hash = id === null ? "" : `#${id}`;
-  if (location.hash.split("/")[0] !== hash) history[hash && location.hash ? "pushState" : "replaceState"](null, "", hash || location.pathname);
-});
+keepAddress(chat, { opening: () => void loadRenderer(), message: scrollToMessage });
 effect(() => {
   const id = chat.thread.value.id.value;
   const title = id === null ? null : chat.conversations.find(id)?.title;
@@ -39,4 +23,6 @@ effect(() => {
 });
 listenForKeys(chat);
 render(<App chat={chat} />, document.getElementById("app")!);
+watchSleep(() => chat.socket.renew());
+chat.readiness.keepWatch();
 void chat.start();

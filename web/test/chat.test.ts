@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { Chat } from "../src/state/chat";
 import { setApiKey } from "../src/wire/key";
-import { DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
+import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
 import { type Call, FakeSocket, fakeWires } from "./fakes";
 
 let calls: Call[];
@@ -13,6 +13,7 @@ beforeEach(() => {
   ({ calls, replies, statuses } = fakeWires());
   sampling.value = DEFAULT_SAMPLING;
   systemPrompt.value = "";
+  autoTitle.value = false;
   setApiKey("");
   chat = new Chat("ws://test/v1/responses");
   chat.socket.connect();
@@ -33,6 +34,7 @@ function reply(texts: readonly string[], name = "1", finish: "completed" | "canc
   const input = sent()["input"] as unknown[];
   const response = { id: `resp_${name}`, status: "in_progress", conversation: { id: "conv_1" } };
   push({ type: "response.created", response: { ...response, input_item_ids: input.length ? [`msg_u${name}`] : [] } });
+  push({ type: "conversation.updated", conversation: { id: "conv_1", title: "One", updated_at: 1, rev: 1, metadata: {} } });
   push({ type: "response.progress", response_id: response.id, phase: "decode", input_tokens: 40, cached_tokens: 32 });
   texts.forEach((_, i) => push({ type: "response.output_item.added", output_index: i, item: { id: `msg_a${name}${i}` } }));
   for (let at = 0; at < Math.max(...texts.map((text) => text.length)); at++) {
@@ -187,17 +189,17 @@ describe("Chat", () => {
     chat.send("One");
     expect(sent()["instructions"]).toBe("Be brief.");
     reply(["first"]);
-    await vi.advanceTimersByTimeAsync(0);
+    await vi.advanceTimersByTimeAsync(500);
     expect(calls.find((call) => call.method === "POST")?.body).toEqual({ metadata: { system: "Be brief." } });
   });
 
   it("starts a new conversation without a system prompt and finds the old one's again", async () => {
-    replies["/v1/conversations/conv_1"] = { id: "conv_1", updated_at: 1, metadata: { system: "Be brief." } };
+    replies["/v1/conversations/conv_1"] = { id: "conv_1", updated_at: 1, rev: 2, metadata: { system: "Be brief." } };
     systemPrompt.value = "Be brief.";
     chat.send("One");
     reply(["first"]);
+    chat.newConversation(); // what waited to be kept is kept
     await vi.advanceTimersByTimeAsync(0);
-    chat.newConversation();
     expect(systemPrompt.value).toBe("");
     chat.send("Two");
     expect(sent()).not.toHaveProperty("instructions");
@@ -257,7 +259,7 @@ describe("Chat", () => {
     await chat.open("conv_7");
     expect(chat.thread.value.state.value).toBe("failed");
     chat.send("Hello");
-    expect(FakeSocket.last.sent).toEqual([]);
+    expect(FakeSocket.last.sent.map((frame) => frame["type"])).toEqual(["conversation.subscribe"]);
     delete statuses["/v1/conversations/conv_7"];
     replies["/v1/conversations/conv_7"] = { id: "conv_7", active_leaf: null, updated_at: 1 };
     replies["/v1/conversations/conv_7/items"] = { data: [] };

@@ -1,25 +1,33 @@
 // The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
-import { computed, signal } from "@preact/signals";
-import type { CreateFrame, ServerFrame, Session } from "../wire/frames";
+import { computed, effect, signal, untracked } from "@preact/signals";
+import type { CreateFrame, ServerFrame, Session, WireConversation } from "../wire/frames";
 import { setApiKey } from "../wire/key";
+import * as rest from "../wire/rest";
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
 import { Drafts } from "./drafts";
+import { Follower } from "./follower";
 import { Forks } from "./forks";
 import { Keeper } from "./keeper";
-import { type Lane, Lanes } from "./lanes";
+import { type Lane, Lanes, ending } from "./lanes";
 import { placeAfter, placeInside, placeOf } from "./place";
+import { ProfileKeeper } from "./profile";
 import { ReadinessWatch } from "./readiness";
 import { requestFields } from "./request";
-import { type Sampling, sampling, systemPrompt } from "./settings";
+import { Search } from "./search";
+import { type Sampling, autoTitle, sampling, systemPrompt } from "./settings";
 import { Thread } from "./thread";
+import { Titler } from "./titles";
 import { toast } from "./toast";
 import type { Message } from "./tree";
 import { type Start, Turn } from "./turn";
+import { Warmth } from "./warmth";
 
 export class Chat {
-  readonly conversations = new Conversations();
+  readonly conversations = new Conversations((head) => this.threads.get(head.id)?.know(head));
+  readonly search = new Search();
+  readonly warmth = new Warmth(() => this.conversations.shown.peek().map(({ id }) => id));
   readonly readiness = new ReadinessWatch();
   readonly session = signal<Session | null>(null);
   readonly thread = signal(new Thread());
@@ -32,8 +40,12 @@ export class Chat {
   readonly drafts: Drafts;
   readonly forks = new Forks(this);
   private readonly threads = new Map<string, Thread>();
+  private readonly born = new Set<string>(); // conversations that began here, their heads not heard of yet
   private readonly keeper = new Keeper(this.conversations);
+  private readonly profile = new ProfileKeeper(this.conversations);
+  private readonly titler = new Titler(this.conversations);
   private readonly lanes: Lanes;
+  private readonly follower: Follower;
   private count = 0;
 
   constructor(url = socketUrl()) {
@@ -45,12 +57,23 @@ export class Chat {
     const next = () => placeAfter(this.thread.value, this.thread.value.tree.value.leaf.value?.key ?? null);
     const place = () => (this.ready.value && !this.live.value ? next() : null);
     this.drafts = new Drafts(place, (frame) => this.socket.send(frame));
+    this.follower = new Follower(this.socket, this.conversations, this.keeper, this.lanes, {
+      shown: () => this.thread.peek(),
+      changed: (before, now) => this.changedElsewhere(before, now),
+      deleted: (id) => this.deletedElsewhere(id),
+    });
     this.socket.opened.subscribe((times) => {
-      if (times > 0) void this.readiness.watch();
       this.drafts.forget();
+      if (times === 0) return;
+      void this.readiness.watch();
+      this.follower.connected();
       if (times > 1) this.recover();
     });
-    systemPrompt.subscribe((text) => void this.keeper.keepSystemPrompt(this.thread.peek(), text));
+    effect(() => {
+      void [systemPrompt.value, sampling.value];
+      const thread = this.thread.peek();
+      if (thread.state.peek() === "ready") untracked(() => this.profile.changed(thread.id.value));
+    });
   }
 
   /** Connect and fill the list; or stop at a locked door until a key is given. */
@@ -58,6 +81,7 @@ export class Chat {
     this.socket.connect();
     await this.conversations.refresh();
     if (this.conversations.state.value === "locked") this.socket.refuse();
+    else this.warmth.soon();
   }
 
   async unlock(key: string): Promise<void> {
@@ -69,7 +93,7 @@ export class Chat {
     }
     this.socket.admit();
     const id = this.thread.value.id.value;
-    if (id !== null) await this.keeper.load(this.thread.value, id);
+    if (id !== null) await this.open(id);
   }
 
   // -- verbs ------------------------------------------------------------------------------------------------------
@@ -143,37 +167,49 @@ export class Chat {
   choose(message: Message): void {
     const thread = this.thread.value;
     thread.tree.value.choose(message);
-    this.keeper.keepLeaf(thread);
+    void this.keeper.keepLeaf(thread);
   }
 
-  /** A system prompt belongs to its conversation; a new one starts without. */
   newConversation(): void {
     this.thread.value = new Thread();
-    systemPrompt.value = "";
+    this.profile.showDefaults();
   }
 
   async open(id: string): Promise<void> {
-    const known = this.threads.get(id);
-    const thread = known ?? new Thread();
+    void this.profile.flush();
+    const thread = this.threads.get(id) ?? new Thread();
     thread.id.value = id;
     this.threads.set(id, thread);
     this.thread.value = thread;
-    if (known && (known.live.value || known.state.value === "ready")) {
-      systemPrompt.value = this.conversations.find(id)?.metadata?.["system"] ?? "";
-      return;
+    this.conversations.seen(id);
+    this.profile.show(this.conversations.find(id));
+    if (thread.state.value !== "ready" || !thread.isLoaded) {
+      const head = await this.keeper.load(thread, id);
+      if (head && this.thread.value === thread) this.profile.show(head);
     }
-    const system = await this.keeper.load(thread, id);
-    if (system !== null && this.thread.value === thread) systemPrompt.value = system;
+    await this.follower.check(thread);
   }
 
   remove(id: string): void {
-    this.conversations.remove(id);
-    this.threads.delete(id);
-    if (this.thread.value.id.value === id) this.newConversation();
+    const isShown = this.thread.value.id.value === id;
+    this.conversations.remove(id, () => isShown && void this.open(id));
+    if (isShown) this.newConversation();
+  }
+
+  /** Let the model name it, now that somebody asks for that. */
+  async suggestTitle(id: string): Promise<void> {
+    const before = this.conversations.find(id)?.title;
+    try {
+      const head = await this.conversations.mine(rest.nameConversation(id));
+      announce(`The title is now ${head.title}.`);
+      if (head.title === before) toast("The model has no better title.");
+    } catch (error) {
+      toast(`No title. ${(error as Error).message}`);
+    }
   }
 
   isLive(id: string): boolean {
-    return (this.threads.get(id)?.live.value ?? null) !== null;
+    return this.conversations.runningIn(id).length > 0 || (this.threads.get(id)?.live.value ?? null) !== null;
   }
 
   // -- the server ---------------------------------------------------------------------------------------------------
@@ -207,9 +243,10 @@ export class Chat {
 
   private receive(frame: ServerFrame): void {
     if (frame.type === "session.created") this.session.value = frame.session;
-    if (frame.type === "conversation.updated") this.conversations.upsert(frame.conversation);
     if (frame.type === "prompt.prewarmed") this.drafts.take(frame);
     if (frame.type === "error" && frame.status === 503) void this.readiness.watch();
+    if (frame.type === "conversation.updated" && !frame.running) this.updatedHere(frame.conversation);
+    this.follower.receive(frame);
     if (this.lanes.receive(frame)) return;
     // a stop that came a moment after the end names a response that no longer runs: nothing to tell
     if (frame.type !== "error" || frame.error.param === "response_id" || this.drafts.refused()) return;
@@ -217,19 +254,58 @@ export class Chat {
   }
 
   private created({ thread }: Lane, conversation: string | null): void {
-    if (thread.id.value !== null || conversation === null) return;
-    thread.id.value = conversation;
-    this.threads.set(conversation, thread);
-    if (thread === this.thread.value) void this.keeper.keepSystemPrompt(thread, systemPrompt.value);
+    if (thread.id.value === null && conversation !== null) {
+      thread.id.value = conversation;
+      thread.isLoaded = true;
+      this.threads.set(conversation, thread);
+      this.born.add(conversation);
+    }
+    if (thread === this.thread.value) void this.follower.look(thread);
+  }
+
+  /** A response that is sent to this page changed its conversation. */
+  private updatedHere(head: WireConversation): void {
+    this.conversations.changed(head);
+    if (!this.born.delete(head.id)) return;
+    this.titler.began(head);
+    if (this.thread.value.id.value === head.id) this.profile.begin(head.id);
   }
 
   private settled({ thread, turn }: Lane): void {
-    if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) this.keeper.keepLeaf(thread);
+    const id = thread.id.value;
+    const isShown = thread === this.thread.value;
+    void this.keep(thread, turn);
+    if (turn.failed) void this.readiness.watch(); // perhaps the model is gone
+    if (id === null) return announce(ending(turn));
+    const title = this.conversations.find(id)?.title ?? "another conversation";
+    announce(isShown ? ending(turn) : `${ending(turn)} It is in ${title}.`);
+    if (!isShown) this.conversations.markUnseen(id);
+    this.conversations.setRunning(id, this.conversations.runningIn(id).filter((other) => other !== turn.responseId.value));
+    this.warmth.soon();
+  }
+
+  /** What is told to the server after a turn: one thing after the other, as each is a change of the conversation. */
+  private async keep(thread: Thread, turn: Turn): Promise<void> {
+    if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) await this.keeper.keepLeaf(thread);
+    await this.profile.flush();
+    if (autoTitle.value && !turn.failed && thread.id.value !== null) await this.titler.answered(thread.id.value);
+  }
+
+  private changedElsewhere(before: WireConversation | undefined, now: WireConversation): void {
+    if (this.thread.value.id.value === now.id) this.profile.take(before, now);
+    this.warmth.soon();
+  }
+
+  private deletedElsewhere(id: string): void {
+    this.threads.delete(id);
+    if (this.thread.value.id.value !== id) return;
+    this.newConversation();
+    toast("This conversation was deleted elsewhere.");
   }
 
   /** The connection is back. */
   private recover(): void {
-    void this.conversations.refresh();
+    void this.conversations.refresh().then(() => this.warmth.soon());
     this.lanes.recover();
   }
 

@@ -1,76 +1,208 @@
-// The list at the left: newest first, renamed and deleted in place. A deletion waits a moment for an "undo".
+// The list at the left: what there is, what is being written, and what is about to be deleted (with time for an "undo").
 import { computed, signal } from "@preact/signals";
-import type { WireConversation } from "../wire/frames";
+import type { RunningResponse, WireConversation } from "../wire/frames";
 import * as rest from "../wire/rest";
+import { groupByDay } from "./groups";
+import { type Metadata, isPinned, sameMetadata, withPin } from "./metadata";
+import { load, save } from "./storage";
 import { toast } from "./toast";
 
 const UNDO_MS = 6000;
+const TRIES = 4;
 
 export class Conversations {
-  readonly filter = signal("");
   readonly state = signal<"loading" | "ready" | "failed" | "locked">("loading");
   readonly more = signal(false);
-  private readonly all = signal<readonly WireConversation[]>([]);
+  private readonly all = signal<ReadonlyMap<string, WireConversation>>(new Map());
   private readonly leaving = signal<ReadonlySet<string>>(new Set());
-  private lastId: string | null = null;
+  private readonly running = signal<ReadonlyMap<string, readonly string[]>>(new Map()); // responses by conversation
+  private readonly unseen = signal<ReadonlySet<string>>(new Set()); // answered while another one was shown
+  private readonly now = signal(Date.now());
+  private readonly changing = new Set<Promise<WireConversation>>();
+  private next: string | null = null;
 
   readonly shown = computed(() => {
-    const words = this.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-    return this.all.value.filter((conversation) => {
-      if (this.leaving.value.has(conversation.id)) return false;
-      const title = (conversation.title ?? "").toLowerCase();
-      return words.every((word) => title.includes(word));
-    });
+    const all = [...this.all.value.values()].filter(({ id }) => !this.leaving.value.has(id));
+    return all.sort((a, b) => b.updated_at - a.updated_at);
   });
+  readonly groups = computed(() => groupByDay(this.shown.value, this.now.value));
 
-  constructor() {
+  /** `own` is told how a conversation stands after a change of ours. */
+  constructor(private readonly own: (head: WireConversation) => void = () => {}) {
     addEventListener("pagehide", () => this.leaving.value.forEach((id) => void rest.deleteConversation(id)));
+    document.addEventListener("visibilitychange", () => (this.now.value = Date.now()));
   }
 
   find(id: string): WireConversation | undefined {
-    return this.all.value.find((conversation) => conversation.id === id);
+    return this.all.value.get(id);
   }
+
+  isLeaving(id: string): boolean {
+    return this.leaving.value.has(id);
+  }
+
+  // -- reading ------------------------------------------------------------------------------------------------------
 
   async refresh(): Promise<void> {
     try {
       const page = await rest.listConversations();
-      this.all.value = page.data;
-      this.lastId = page.last_id;
+      this.forget(page);
+      this.put(page.data);
+      this.next = page.next;
       this.more.value = page.has_more;
       this.state.value = "ready";
+      await this.fetchPinned();
     } catch (error) {
       this.state.value = error instanceof rest.RequestFailed && error.status === 401 ? "locked" : "failed";
     }
   }
 
   async loadMore(): Promise<void> {
-    if (this.lastId === null) return;
-    const page = await rest.listConversations(this.lastId);
-    const known = new Set(this.all.value.map((conversation) => conversation.id));
-    this.all.value = [...this.all.value, ...page.data.filter((conversation) => !known.has(conversation.id))];
-    this.lastId = page.last_id;
+    if (this.next === null) return;
+    const page = await rest.listConversations(this.next).catch(() => null);
+    if (!page) return;
+    this.put(page.data);
+    this.next = page.next;
     this.more.value = page.has_more;
   }
 
-  upsert(conversation: WireConversation): void {
-    const others = this.all.value.filter((other) => other.id !== conversation.id);
-    this.all.value = [conversation, ...others].sort((a, b) => b.updated_at - a.updated_at);
+  /** Pinned ones stand at the top however old they are, so they are asked for by name. */
+  private async fetchPinned(): Promise<void> {
+    const missing = load<readonly string[]>("pinned", []).filter((id) => !this.find(id));
+    const found = await Promise.all(missing.map((id) => rest.getConversation(id).catch(() => null)));
+    this.put(found.filter((head) => head !== null));
   }
+
+  /** What should be on the first page and is not has been deleted while nobody told us. */
+  private forget(first: rest.Page<WireConversation>): void {
+    const there = new Set(first.data.map(({ id }) => id));
+    const oldest = first.has_more ? (first.data.at(-1)?.updated_at ?? 0) : -Infinity;
+    const kept = [...this.all.value].filter(([id, head]) => there.has(id) || head.updated_at < oldest);
+    this.all.value = new Map(kept);
+  }
+
+  private put(heads: readonly WireConversation[]): void {
+    const all = new Map(this.all.value);
+    for (const head of heads) {
+      const known = all.get(head.id);
+      if (!known || known.rev <= head.rev) all.set(head.id, head); // an old answer may come late
+    }
+    this.all.value = all;
+    this.now.value = Date.now();
+    const pinned = [...all.values()].filter(({ metadata }) => isPinned(metadata)).map(({ id }) => id);
+    if (pinned.join() !== load<readonly string[]>("pinned", []).join()) save("pinned", pinned);
+  }
+
+  upsert(head: WireConversation): void {
+    this.put([head]);
+  }
+
+  /** Make a change of ours: it is known as such before anybody takes it for news. */
+  async mine(change: Promise<WireConversation>): Promise<WireConversation> {
+    this.changing.add(change);
+    try {
+      const head = await change;
+      this.changed(head);
+      return head;
+    } finally {
+      this.changing.delete(change);
+    }
+  }
+
+  /** Wait until no change of ours is on its way. */
+  async quiet(): Promise<void> {
+    while (this.changing.size > 0) await Promise.allSettled(this.changing);
+  }
+
+  /** A change of ours was made. */
+  changed(head: WireConversation): void {
+    this.own(head);
+    this.put([head]);
+  }
+
+  /** It was deleted, by whomever. */
+  drop(id: string): void {
+    const all = new Map(this.all.value);
+    all.delete(id);
+    this.all.value = all;
+    this.setRunning(id, []);
+    this.seen(id);
+  }
+
+  // -- what goes on in them -------------------------------------------------------------------------------------------
+
+  setAllRunning(running: readonly RunningResponse[]): void {
+    const all = new Map<string, string[]>();
+    for (const { conversation_id, response_id } of running) {
+      all.set(conversation_id, [...(all.get(conversation_id) ?? []), response_id]);
+    }
+    this.running.value = all;
+  }
+
+  setRunning(id: string, responses: readonly string[]): void {
+    const all = new Map(this.running.value);
+    if (responses.length > 0) all.set(id, responses);
+    else all.delete(id);
+    this.running.value = all;
+  }
+
+  runningIn(id: string): readonly string[] {
+    return this.running.value.get(id) ?? [];
+  }
+
+  markUnseen(id: string): void {
+    this.unseen.value = new Set([...this.unseen.value, id]);
+  }
+
+  seen(id: string): void {
+    if (this.unseen.value.has(id)) this.unseen.value = new Set([...this.unseen.value].filter((other) => other !== id));
+  }
+
+  isUnseen(id: string): boolean {
+    return this.unseen.value.has(id);
+  }
+
+  // -- changing -----------------------------------------------------------------------------------------------------
 
   async rename(id: string, title: string): Promise<void> {
     const before = this.find(id);
     if (!before || title === "" || title === before.title) return;
-    this.replace({ ...before, title });
+    this.put([{ ...before, title }]);
     try {
-      this.replace(await rest.updateConversation(id, { title }));
+      await this.mine(rest.updateConversation(id, { title }));
     } catch (error) {
-      this.replace(before);
+      this.put([{ ...before, rev: this.find(id)?.rev ?? before.rev }]);
       toast(`Not renamed. ${(error as Error).message}`);
     }
   }
 
+  async pin(id: string, pinned: boolean): Promise<void> {
+    await this.changeMetadata(id, (metadata) => withPin(metadata, pinned));
+  }
+
+  /** Change the metadata, whatever others change in it at the same time. */
+  async changeMetadata(id: string, change: (metadata: Metadata | null | undefined) => Metadata): Promise<void> {
+    let head = this.find(id);
+    for (let tries = 0; head && tries < TRIES; tries++) {
+      const metadata = change(head.metadata);
+      if (sameMetadata(metadata, head.metadata)) return;
+      try {
+        // a new one's first answer changes it at any moment; nobody else has written metadata into it
+        const rev = head.rev > 1 ? { rev: head.rev } : {};
+        await this.mine(rest.updateConversation(id, { metadata, ...rev }));
+        return;
+      } catch (error) {
+        if (!(error instanceof rest.RequestFailed) || !error.present) {
+          toast(`Not kept. ${(error as Error).message}`);
+          return;
+        }
+        head = error.present;
+      }
+    }
+  }
+
   /** Hide the conversation now, delete it on the server when the time for an undo is over. */
-  remove(id: string): void {
+  remove(id: string, undone: () => void): void {
     const title = this.find(id)?.title ?? "Conversation";
     this.leaving.value = new Set([...this.leaving.value, id]);
     const timer = setTimeout(() => void this.reallyRemove(id), UNDO_MS);
@@ -79,6 +211,7 @@ export class Conversations {
       run: () => {
         clearTimeout(timer);
         this.stay(id);
+        undone();
       },
     });
   }
@@ -86,18 +219,15 @@ export class Conversations {
   private async reallyRemove(id: string): Promise<void> {
     try {
       await rest.deleteConversation(id);
-      this.all.value = this.all.value.filter((conversation) => conversation.id !== id);
+      this.drop(id);
     } catch (error) {
-      toast(`Not deleted. ${(error as Error).message}`);
+      if (error instanceof rest.RequestFailed && error.status === 404) this.drop(id);
+      else toast(`Not deleted. ${(error as Error).message}`);
     }
     this.stay(id);
   }
 
   private stay(id: string): void {
     this.leaving.value = new Set([...this.leaving.value].filter((other) => other !== id));
-  }
-
-  private replace(conversation: WireConversation): void {
-    this.all.value = this.all.value.map((other) => (other.id === conversation.id ? conversation : other));
   }
 }

@@ -7,31 +7,53 @@ import { toast } from "./toast";
 
 const CATCH_UP_MS = 1000;
 const CATCH_UPS = 20;
-const LOOK_AGAIN_MS = [300, 700, 1500, 3000];
-const SYSTEM_CHARS = 512; // the longest value that conversation metadata takes
 
 interface Stored {
-  readonly conversation: WireConversation;
+  readonly head: WireConversation;
   readonly items: readonly StoredItem[];
 }
 
 export class Keeper {
+  private readonly reading = new Map<Thread, Promise<boolean>>();
+
   constructor(private readonly conversations: Conversations) {}
 
-  /** Load a conversation; returns its system prompt, or null if it did not load. */
-  async load(thread: Thread, id: string): Promise<string | null> {
+  /** Load a conversation; returns its head, or null if it did not load. */
+  async load(thread: Thread, id: string): Promise<WireConversation | null> {
     thread.state.value = "loading";
+    thread.settling.value = true; // until it is known whether something is being written
     try {
-      const { conversation, items } = await fetchStored(id);
-      thread.load(items, conversation.active_leaf);
+      const { head, items } = await fetchStored(id);
+      thread.load(items, head);
       thread.state.value = "ready";
-      this.conversations.upsert(conversation);
-      if (thread.tree.value.leaf.value?.role === "user") void this.lookAgain(thread, id);
-      return conversation.metadata?.["system"] ?? "";
+      this.conversations.upsert(head);
+      return head;
     } catch (error) {
       thread.state.value = error instanceof rest.RequestFailed && error.status === 404 ? "missing" : "failed";
       return null;
     }
+  }
+
+  /** Learn how a conversation stands. */
+  async head(id: string): Promise<void> {
+    const head = await rest.getConversation(id).catch(() => null);
+    if (head) this.conversations.upsert(head);
+  }
+
+  /** Read again what others have changed, under what is shown. False if that did not work. */
+  refresh(thread: Thread, id: string): Promise<boolean> {
+    const reading =
+      this.reading.get(thread) ??
+      fetchStored(id)
+        .then(({ head, items }) => {
+          thread.load(items, head);
+          this.conversations.upsert(head);
+          return true;
+        })
+        .catch(() => false)
+        .finally(() => this.reading.delete(thread));
+    this.reading.set(thread, reading);
+    return reading;
   }
 
   /** Wait until the answers of `response` are stored, and show them. False if none turned up. */
@@ -40,53 +62,29 @@ export class Keeper {
       const stored = await fetchStored(id).catch(() => null);
       const answers = stored?.items.filter((item) => item.response_id === response && item.role === "assistant") ?? [];
       if (stored && answers.length > 0 && answers.every((item) => item.status !== "in_progress")) {
-        thread.load(stored.items, stored.conversation.active_leaf);
+        thread.load(stored.items, stored.head);
         return true;
       }
-      await pause(CATCH_UP_MS);
+      await new Promise((resolve) => setTimeout(resolve, CATCH_UP_MS));
     }
     return false;
   }
 
   /** Tell the server which branch is shown, so that a reload shows it again. */
-  keepLeaf(thread: Thread): void {
+  async keepLeaf(thread: Thread): Promise<void> {
     const leaf = thread.tree.value.leaf.value?.id.value;
     const id = thread.id.value;
     if (!leaf || id === null || thread.live.value) return;
-    rest.updateConversation(id, { active_leaf: leaf }).catch((error: Error) => toast(error.message));
-  }
-
-  /** A conversation remembers its system prompt. */
-  async keepSystemPrompt(thread: Thread, text: string): Promise<void> {
-    const id = thread.id.peek();
-    if (id === null || text.length > SYSTEM_CHARS || thread.state.peek() !== "ready") return;
-    if ((this.conversations.find(id)?.metadata?.["system"] ?? "") === text) return;
     try {
-      this.conversations.upsert(await rest.updateConversation(id, { metadata: text ? { system: text } : {} }));
-    } catch {
-      // the next turn sends it anyway; only the memory of it is lost
+      await this.conversations.mine(rest.updateConversation(id, { active_leaf: leaf }));
+    } catch (error) {
+      toast((error as Error).message);
     }
-  }
-
-  /** A question without an answer: right after a reload, the server may still be storing what it had. */
-  private async lookAgain(thread: Thread, id: string): Promise<void> {
-    thread.settling.value = true;
-    for (const wait of LOOK_AGAIN_MS) {
-      await pause(wait);
-      if (thread.live.value || thread.tree.value.leaf.value?.role !== "user") break;
-      const stored = await fetchStored(id).catch(() => null);
-      const news = stored !== null && stored.items.length > thread.tree.value.size;
-      if (news) thread.load(stored.items, stored.conversation.active_leaf);
-    }
-    thread.settling.value = false;
   }
 }
 
+/** The head first: what changes between the two is then news, never overlooked. */
 async function fetchStored(id: string): Promise<Stored> {
-  const [conversation, items] = await Promise.all([rest.getConversation(id), rest.listItems(id)]);
-  return { conversation, items };
-}
-
-function pause(ms: number): Promise<void> {
-  return new Promise((resolve) => setTimeout(resolve, ms));
+  const head = await rest.getConversation(id);
+  return { head, items: await rest.listItems(id) };
 }

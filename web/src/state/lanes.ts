@@ -1,19 +1,25 @@
-// Responses under way on this connection: which frames belong to which turn, how a turn ends, and how it goes on after
-// the connection was lost.
-import type { CreateFrame, ServerFrame } from "../wire/frames";
+// Responses under way on this connection, whoever asked for them: which frames belong to which turn, how a turn ends, and
+// how it goes on after the connection was lost.
+import type { CreateFrame, ServerFrame, WireResponse } from "../wire/frames";
 import type { Socket } from "../wire/socket";
 import { announce } from "./announcer";
 import { FrameBatcher } from "./frame";
 import type { Keeper } from "./keeper";
 import type { Thread } from "./thread";
 import type { Message } from "./tree";
-import type { Turn } from "./turn";
+import { Turn } from "./turn";
 
 export interface Lane {
   readonly thread: Thread;
   readonly turn: Turn;
-  readonly user: Message; // what the turn answers
+  readonly user: Message | null; // what the turn answers, where this page said it
   resuming: boolean; // asked to go on after a lost connection, not answered yet
+}
+
+/** A response that somebody else began, asked for and not heard of yet. */
+interface Following {
+  readonly thread: Thread;
+  readonly response: string;
 }
 
 export interface LaneEvents {
@@ -25,7 +31,9 @@ export interface LaneEvents {
 
 export class Lanes {
   private readonly lanes = new Map<string, Lane>(); // by stream_id, which is the turn's key
+  private readonly following = new Map<string, Following>(); // by stream_id
   private readonly batcher = new FrameBatcher();
+  private count = 0;
 
   constructor(
     private readonly socket: Socket,
@@ -40,6 +48,25 @@ export class Lanes {
     const count = turn.candidates.length;
     if (this.socket.send(frame)) announce(count > 1 ? `Generating ${count} answers.` : "Generating.");
     else this.settle(turn.key, "There is no connection to the server.");
+  }
+
+  /** Show a response that runs in this thread, begun by another tab or before a reload. */
+  follow(thread: Thread, response: string): void {
+    if (thread.turnOfResponse(response)) return; // ours, or stored by now
+    for (const lane of this.lanes.values()) {
+      if (lane.thread === thread && lane.turn.responseId.value === null) return; // may be this very one
+    }
+    for (const other of this.following.values()) if (other.response === response) return;
+    const key = `follow-${++this.count}`;
+    this.following.set(key, { thread, response });
+    thread.settling.value = true;
+    this.socket.send({ type: "response.resume", response_id: response, starting_after: -1, stream_id: key });
+  }
+
+  /** Whether a followed response of this thread has not shown itself yet. */
+  awaits(thread: Thread): boolean {
+    for (const other of this.following.values()) if (other.thread === thread) return true;
+    return false;
   }
 
   /** End a turn that was never sent. */
@@ -62,8 +89,11 @@ export class Lanes {
 
   /** Take a frame of one of the lanes; false if it is of none. */
   receive(frame: ServerFrame): boolean {
-    const lane = frame.stream_id === undefined ? undefined : this.lanes.get(frame.stream_id);
-    if (!lane) return false;
+    if (frame.stream_id === undefined) return false;
+    const followed = this.following.get(frame.stream_id);
+    if (followed) this.meet(frame.stream_id, followed, frame);
+    const lane = this.lanes.get(frame.stream_id);
+    if (!lane) return followed !== undefined;
     const lost = lane.resuming && frame.type === "error";
     lane.resuming = false;
     if (lost) {
@@ -72,7 +102,7 @@ export class Lanes {
     }
     lane.turn.apply(frame, this.batcher);
     if (frame.type === "response.created") {
-      lane.user.id.value ??= frame.response.input_item_ids?.at(-1) ?? null;
+      if (lane.user) lane.user.id.value ??= frame.response.input_item_ids?.at(-1) ?? null;
       this.events.created(lane, frame.response.conversation?.id ?? null);
       if (lane.turn.stopWanted) this.stop(lane.turn);
     }
@@ -82,6 +112,9 @@ export class Lanes {
 
   /** The connection is back. What was running went on without us: read on where we were. */
   recover(): void {
+    for (const [key, { response }] of this.following) {
+      this.socket.send({ type: "response.resume", response_id: response, starting_after: -1, stream_id: key });
+    }
     for (const [key, lane] of [...this.lanes]) {
       const response_id = lane.turn.responseId.value;
       if (response_id === null) {
@@ -100,9 +133,27 @@ export class Lanes {
     if (!lane) return;
     if (failure !== null) lane.turn.fail(failure, this.batcher);
     this.lanes.delete(key);
-    lane.thread.live.value = null;
-    announce(ending(lane.turn));
+    if (lane.thread.live.value === lane.turn) lane.thread.live.value = this.otherTurn(lane.thread);
     this.events.settled(lane);
+  }
+
+  private otherTurn(thread: Thread): Turn | null {
+    for (const lane of this.lanes.values()) if (lane.thread === thread) return lane.turn;
+    return null;
+  }
+
+  /** The first frames of a followed response: it gets its place in the tree. */
+  private meet(key: string, { thread, response }: Following, frame: ServerFrame): void {
+    if (frame.type === "response.created") {
+      const turn = thread.turnOfResponse(response) ? null : followedTurn(thread, key, frame.response);
+      if (turn) {
+        thread.addTurn(turn);
+        this.lanes.set(key, { thread, turn, user: null, resuming: false });
+        announce("An answer is being written.");
+      }
+    } else if (frame.type !== "error") return;
+    this.following.delete(key);
+    thread.settling.value = this.awaits(thread);
   }
 
   /** The server knows the stream no more: show what it kept of the answer. */
@@ -114,8 +165,25 @@ export class Lanes {
   }
 }
 
+/** The candidates of a response that others began, below the message that it answers; null if that is not here. */
+function followedTurn(thread: Thread, key: string, response: WireResponse): Turn | null {
+  const tree = thread.tree.value;
+  const above = response.parent_item_id ?? response.input_item_ids?.at(-1);
+  const parent = above === undefined ? undefined : tree.byId(above);
+  if (!parent) return null;
+  const path = tree.path.value;
+  const watching = path.at(-1) === parent || (thread.follows && path.includes(parent)); // others are not moved
+  const candidates = Array.from({ length: Math.max(1, response.n ?? 1) }, (_, index) =>
+    tree.add(
+      { key: `${key}-${index}`, parent: parent.key, role: "assistant", turn: key, status: "waiting" },
+      watching && index === 0,
+    ),
+  );
+  return new Turn(key, candidates, response.beam_width !== undefined, null, true);
+}
+
 /** What a screen reader is told at the end of a turn. */
-function ending(turn: Turn): string {
+export function ending(turn: Turn): string {
   const [first] = turn.candidates;
   const words = first?.text.value.split(/\s+/).filter(Boolean).length ?? 0;
   if (first?.status.value === "error") return `The answer failed. ${first.error.value}`;

@@ -2,6 +2,7 @@
 import { signal } from "@preact/signals";
 
 const LOOK_MS = 700;
+const GLANCE_MS = 4000;
 
 export type Readiness =
   | { readonly phase: "unknown" | "ready" }
@@ -25,6 +26,13 @@ export class ReadinessWatch {
     this.looking = true;
     while (!(await this.look())) await new Promise((resolve) => setTimeout(resolve, LOOK_MS));
     this.looking = false;
+  }
+
+  /** Look now and then, so that a model that died is noticed before somebody asks it. Call once. */
+  keepWatch(): void {
+    setInterval(() => {
+      if (!document.hidden) void this.watch();
+    }, GLANCE_MS);
   }
 
   /** Look once; true when there is nothing to wait for. */

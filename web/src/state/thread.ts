@@ -1,7 +1,9 @@
 // One conversation as the page holds it: the tree, the turns that made it, and whether one is still running.
 import { computed, signal } from "@preact/signals";
-import type { StoredItem } from "../wire/frames";
-import { type Message, type Status, Tree } from "./tree";
+import type { StoredItem, WireConversation } from "../wire/frames";
+import { type StoredResponse, merge } from "./merge";
+import { Revisions } from "./revisions";
+import { type Message, Tree } from "./tree";
 import { Turn, usageOf } from "./turn";
 
 export type ThreadState = "ready" | "loading" | "failed" | "missing";
@@ -13,7 +15,12 @@ export class Thread {
   readonly tree = signal(new Tree());
   readonly live = signal<Turn | null>(null);
   readonly next = signal<readonly string[]>([]); // what a starter suggests to ask after this answer
-  private turns = new Map<string, Turn>();
+  readonly revisions = new Revisions();
+  isLoaded = false; // what the server had was read, or there was nothing yet
+  follows = true; // at the last load, whether the active branch was the one shown
+  private readonly turns = new Map<string, Turn>();
+  private listed: ReadonlySet<string> = new Set();
+  private activeLeaf: string | null = null; // as the server last told
 
   /** Tokens that the next turn starts from, as far as the last one told. */
   readonly contextTokens = computed<number>(() => {
@@ -36,52 +43,42 @@ export class Thread {
     this.live.value = turn;
   }
 
-  /** Replace the tree by what the server stored. */
-  load(items: readonly StoredItem[], activeLeaf: string | null): void {
-    const tree = new Tree();
-    const turns = new Map<string, Turn>();
-    const groups = new Map<string, { items: StoredItem[]; messages: Message[] }>();
-    for (const item of items) {
-      if (item.role !== "user" && item.role !== "assistant") continue;
-      const turn = item.role === "assistant" ? item.response_id : null;
-      const message = tree.add(
-        {
-          key: item.id,
-          id: item.id,
-          parent: item.parent_id,
-          role: item.role,
-          turn,
-          text: item.content.map((part) => part.text).join(""),
-          status: statusOf(item),
-        },
-        (item.index ?? 0) === 0, // of the candidates, the first; of the turns, the newest
-      );
-      message.tokens.value = item.num_tokens;
-      if (turn === null) continue;
-      const group = groups.get(turn) ?? { items: [], messages: [] };
-      group.items.push(item);
-      group.messages.push(message);
-      groups.set(turn, group);
-    }
-    for (const [key, group] of groups) {
-      const turn = new Turn(key, group.messages);
-      const usage = group.items[0]?.usage;
-      if (usage) turn.usage.value = usageOf(usage);
-      turn.responseId.value = key;
-      turn.phase.value = "ended";
-      turn.open.value = false;
-      turns.set(key, turn);
-    }
-    const leaf = activeLeaf === null ? undefined : tree.byId(activeLeaf);
-    if (leaf) tree.reveal(leaf);
-    this.turns = turns;
-    this.tree.value = tree;
+  /** The turn that made a response, if the page has it. */
+  turnOfResponse(response: string): Turn | undefined {
+    for (const turn of this.turns.values()) if (turn.responseId.value === response) return turn;
+    return undefined;
+  }
+
+  /** A change that the page made, or watched happen. */
+  know(head: WireConversation): void {
+    this.revisions.know(head.rev);
+    if (!this.revisions.isNews(head.rev)) this.activeLeaf = head.active_leaf;
+  }
+
+  /** Take what the server stored. Who was looking at the active branch follows it; nobody else is moved. */
+  load(items: readonly StoredItem[], head: WireConversation): void {
+    const shown = this.tree.value.leaf.value;
+    this.isLoaded = true;
+    this.follows = shown === null || shown.id.value === this.activeLeaf;
+    const { tree, responses } = merge(this.tree.value, this.turns.values(), items, this.listed);
+    for (const [key, response] of responses) this.turns.set(key, storedTurn(key, response));
+    const leaf = head.active_leaf === null ? undefined : tree.byId(head.active_leaf);
+    if (leaf && this.follows) tree.reveal(leaf);
+    const moved = leaf && shown !== null && tree.leaf.value !== shown ? this.turnOf(leaf) : undefined;
+    if (moved && moved.candidates.includes(shown!)) moved.open.value = false; // picked elsewhere
+    this.listed = new Set(items.map((item) => item.id));
+    this.activeLeaf = head.active_leaf;
+    this.revisions.read(head.rev);
+    this.tree.value.become(tree);
   }
 }
 
-function statusOf(item: StoredItem): Status {
-  if (item.status === "in_progress") return "streaming";
-  if (item.finish_reason === "length") return "length";
-  if (item.finish_reason === "cancelled") return "stopped";
-  return "done";
+function storedTurn(key: string, { items, messages }: StoredResponse): Turn {
+  const turn = new Turn(key, messages);
+  const usage = items[0]?.usage;
+  if (usage) turn.usage.value = usageOf(usage);
+  turn.responseId.value = key;
+  turn.phase.value = "ended";
+  turn.open.value = false;
+  return turn;
 }

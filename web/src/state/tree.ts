@@ -77,13 +77,22 @@ export class Tree {
       error: signal(""),
       tokens: signal(null),
     };
+    this.put(message, choose);
+    return message;
+  }
+
+  /** Take a message as it is, of another tree perhaps: what shows it need not notice. */
+  put(message: Message, choose = true): void {
     this.messages.set(message.key, message);
     const siblings = this.children.get(message.parent) ?? [];
     siblings.push(message.key);
     this.children.set(message.parent, siblings);
     if (choose || siblings.length === 1) this.chosen.set(message.parent, message.key);
     this.version.value++;
-    return message;
+  }
+
+  all(): Iterable<Message> {
+    return this.messages.values();
   }
 
   /** All messages with the same parent and role, oldest first. */
@@ -114,6 +123,21 @@ export class Tree {
     for (let at: Message | undefined = message; at; at = at.parent === null ? undefined : this.get(at.parent)) {
       this.chosen.set(at.parent, at.key);
     }
+    this.version.value++;
+  }
+
+  /** Hold what another tree holds. Who holds this one goes on with it. */
+  become(other: Tree): void {
+    for (const [mine, theirs] of [[this.messages, other.messages], [this.children, other.children], [this.chosen, other.chosen]] as const) {
+      (mine as Map<unknown, unknown>).clear();
+      for (const [key, value] of theirs) (mine as Map<unknown, unknown>).set(key, value);
+    }
+    this.version.value++;
+  }
+
+  /** Choose what another tree with the same keys had chosen, where it is still there. */
+  chooseAs(other: Tree): void {
+    for (const [parent, key] of other.chosen) if (this.messages.has(key)) this.chosen.set(parent, key);
     this.version.value++;
   }
 

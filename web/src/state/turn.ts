@@ -48,6 +48,7 @@ export class Turn {
     readonly candidates: readonly Message[],
     readonly beams = false,
     readonly start: Start | null = null,
+    private readonly followed = false, // begun elsewhere: how long it took is not ours to tell
   ) {}
 
   get live(): boolean {
@@ -58,6 +59,10 @@ export class Turn {
   canDrop(message: Message): boolean {
     const open = message.status.value === "waiting" || message.status.value === "streaming";
     return this.live && this.responseId.value !== null && open && !this.beams && this.candidates.length > 1 && !this.dropped.value.has(message);
+  }
+
+  get failed(): boolean {
+    return this.candidates.some((message) => message.status.value === "error");
   }
 
   /** Take one frame of this turn's lane. */
@@ -89,7 +94,7 @@ export class Turn {
       case "response.output_text.delta": {
         const message = this.messageAt(frame.output_index);
         if (!message) break;
-        this.firstTokenMs.value ??= performance.now() - this.sentAt;
+        this.timeFirst();
         batcher.append(message, frame.delta);
         break;
       }
@@ -139,7 +144,7 @@ export class Turn {
 
   private catchUp(outputs: readonly WireOutput[], batcher: FrameBatcher): void {
     batcher.flush();
-    this.firstTokenMs.value ??= performance.now() - this.sentAt;
+    this.timeFirst();
     for (const output of outputs) {
       if (output.type === "reasoning") {
         this.think(output.output_index, output.candidate);
@@ -170,6 +175,10 @@ export class Turn {
     this.phase.value = phase === "decode" ? "decode" : "prefill";
     if (input === null || cached === null) return;
     this.usage.value = { inputTokens: input, cachedTokens: cached, outputTokens: this.usage.value?.outputTokens ?? 0 };
+  }
+
+  private timeFirst(): void {
+    if (!this.followed) this.firstTokenMs.value ??= performance.now() - this.sentAt;
   }
 
   private messageAt(index: number): Message | undefined {

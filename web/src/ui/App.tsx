@@ -5,15 +5,18 @@ import { AlternativesPopover } from "./Alternatives";
 import { Banner } from "./Banner";
 import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
+import { DropZone } from "./DropZone";
 import { Menu, Plus } from "./icons";
+import { late } from "./late";
 import { panel, side, sidebarOpen } from "./panels";
-import { Settings } from "./Settings";
-import { Shortcuts } from "./Shortcuts";
 import { Sidebar } from "./Sidebar";
 import { SideButtons } from "./SideButtons";
 import { SideDoor } from "./SideDoor";
 import { ThreadView } from "./ThreadView";
 import { Toasts } from "./Toasts";
+
+const Settings = late(async () => (await import("./Settings")).Settings);
+const Shortcuts = late(async () => (await import("./Shortcuts")).Shortcuts);
 
 export function App({ chat }: { chat: Chat }) {
   return (
@@ -32,6 +35,7 @@ export function App({ chat }: { chat: Chat }) {
       </div>
       {panel.value === "shortcuts" && <Shortcuts />}
       <AlternativesPopover />
+      <DropZone />
       <Toasts />
       <p class="sr-only" role="status" id="status">{announcement.value}</p>
     </ChatContext.Provider>

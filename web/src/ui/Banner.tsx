@@ -1,5 +1,10 @@
 // What stands between the reader and an answer, when something does: a key, the network, a model still loading.
+import { signal } from "@preact/signals";
 import { useChat } from "./context";
+
+const online = signal(navigator.onLine);
+addEventListener("online", () => (online.value = true));
+addEventListener("offline", () => (online.value = false));
 
 export function Banner() {
   const chat = useChat();
@@ -16,7 +21,7 @@ export function Banner() {
   if (link === "lost") {
     return (
       <div class="banner" role="alert">
-        The connection is lost. Your conversation is stored; the page reconnects by itself.
+        {online.value ? "The connection is lost." : "You are offline."} Your conversation is stored; the page reconnects by itself.
         <button type="button" class="button" onClick={() => chat.socket.retryNow()}>Try now</button>
       </div>
     );
@@ -37,7 +42,12 @@ function Loading() {
     );
   }
   if (state.phase === "unavailable") {
-    return <div class="banner" role="alert">The model is not running. {state.detail}</div>;
+    return (
+      <div class="banner" role="alert">
+        <span>The model is not running. What was said is stored; the page goes on when it is back.</span>
+        <span class="hint">{state.detail}</span>
+      </div>
+    );
   }
   return null;
 }

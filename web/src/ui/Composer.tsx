@@ -1,7 +1,7 @@
 // Where the reader writes, and the three choices that matter most: who answers, how many answers, how it is drawn.
 import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../state/announcer";
-import { PRESETS } from "../state/presets";
+import { allPrompts, promptOf } from "../state/prompts";
 import { MAX_N, sampling, setSampling, systemPrompt } from "../state/settings";
 import { ContextMeter } from "./ContextMeter";
 import { useChat } from "./context";
@@ -115,7 +115,7 @@ function Suggestions() {
 }
 
 function Persona() {
-  const known = PRESETS.some((preset) => preset.text === systemPrompt.value);
+  const known = promptOf(systemPrompt.value) !== undefined;
   return (
     <label class="chip chip-select" title="System prompt">
       <span class="sr-only">System prompt</span>
@@ -126,7 +126,7 @@ function Persona() {
           else systemPrompt.value = event.currentTarget.value;
         }}
       >
-        {PRESETS.map((preset) => (
+        {allPrompts.value.map((preset) => (
           <option key={preset.name} value={preset.text}>{preset.name}</option>
         ))}
         <option value="custom">Custom…</option>

@@ -1,9 +1,13 @@
 // How answers are drawn and how the assistant behaves.
 import { useEffect, useRef } from "preact/hooks";
-import { PRESETS } from "../state/presets";
-import { DEFAULT_SAMPLING, MAX_N, draftAhead, sampling, setSampling, showStats, systemPrompt, wordForks } from "../state/settings";
+import { announce } from "../state/announcer";
+import {
+  autoTitle, DEFAULT_SAMPLING, defaultSampling, defaultSystem, draftAhead, makeDefaults, MAX_N, sameSampling, sampling,
+  setSampling, showStats, systemPrompt, wordForks,
+} from "../state/settings";
 import { Close } from "./icons";
 import { panel } from "./panels";
+import { Prompts } from "./Prompts";
 
 export function Settings() {
   const root = useRef<HTMLElement>(null);
@@ -16,30 +20,7 @@ export function Settings() {
         <h2>Settings</h2>
         <button type="button" class="tool" aria-label="Close settings" onClick={() => (panel.value = null)}><Close /></button>
       </header>
-      <fieldset class="field">
-        <legend>System prompt</legend>
-        <div class="segments">
-          {PRESETS.map((preset) => (
-            <button
-              key={preset.name}
-              type="button"
-              aria-pressed={systemPrompt.value === preset.text}
-              onClick={() => (systemPrompt.value = preset.text)}
-            >
-              {preset.name}
-            </button>
-          ))}
-        </div>
-        <textarea
-          id="system"
-          rows={4}
-          aria-label="System prompt"
-          placeholder="How should the assistant behave?"
-          value={systemPrompt.value}
-          onChange={(event) => (systemPrompt.value = event.currentTarget.value)}
-        />
-        <p class="hint">Chats that start with the same text share its pages.</p>
-      </fieldset>
+      <Prompts />
       <fieldset class="field">
         <legend>Search</legend>
         <div class="segments">
@@ -59,6 +40,12 @@ export function Settings() {
       )}
       <NumberField label="Longest answer, tokens" placeholder="as many as fit" value={settings.maxTokens || null} onValue={(value) => setSampling({ maxTokens: value ?? 0 })} />
       {!beams && <NumberField label="Seed" placeholder="a new one each time" value={settings.seed} onValue={(seed) => setSampling({ seed })} />}
+      <Starts />
+      <h3 class="panel-part">This browser</h3>
+      <label class="check">
+        <input type="checkbox" checked={autoTitle.value} onChange={(event) => (autoTitle.value = event.currentTarget.checked)} />
+        The model names new chats
+      </label>
       <label class="check">
         <input type="checkbox" checked={showStats.value} onChange={(event) => (showStats.value = event.currentTarget.checked)} />
         Figures below each answer
@@ -71,8 +58,24 @@ export function Settings() {
         <input type="checkbox" checked={wordForks.value} onChange={(event) => (wordForks.value = event.currentTarget.checked)} />
         A click on a word shows its alternatives
       </label>
-      <button type="button" class="button" onClick={() => (sampling.value = DEFAULT_SAMPLING)}>Back to the defaults</button>
     </aside>
+  );
+}
+
+/** These settings belong to the conversation; new ones start with what is kept here. */
+function Starts() {
+  const plain = sameSampling(sampling.value, DEFAULT_SAMPLING);
+  const same = sameSampling(sampling.value, defaultSampling.value) && systemPrompt.value === defaultSystem.value;
+  const keep = () => {
+    makeDefaults();
+    announce("New chats start like this one.");
+  };
+  return (
+    <div class="panel-starts">
+      <p class="hint">{same ? "New chats start with these settings." : "These settings are this conversation's own."}</p>
+      <button type="button" class="button" disabled={same} onClick={keep}>Start new chats like this</button>
+      <button type="button" class="button" disabled={plain} onClick={() => (sampling.value = DEFAULT_SAMPLING)}>Back to the usual sampling</button>
+    </div>
   );
 }
 

@@ -1,106 +1,100 @@
-// The conversations at the left: new, find, open, rename, delete. At its foot, what is being served and the theme.
-import { useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+// The conversations at the left: new, find, open. At its foot, what is being served and the theme.
+import { useEffect } from "preact/hooks";
 import { type Theme, theme } from "../state/settings";
-import type { WireConversation } from "../wire/frames";
+import { ConversationList } from "./ConversationList";
 import { useChat } from "./context";
-import { Close, Edit, Keyboard, Mark, Moon, Plus, Screen, Sun, Trash } from "./icons";
-import { isNarrow, sidebarOpen, togglePanel } from "./panels";
+import { Close, Download, Keyboard, Mark, Moon, More, Plus, Screen, Sun, Upload } from "./icons";
+import { MenuButton } from "./MenuButton";
+import { isNarrow, leaveList, sidebarOpen, togglePanel } from "./panels";
+import { SearchHits } from "./SearchHits";
 
 export function Sidebar() {
   const chat = useChat();
-  const list = chat.conversations;
-  const shown = list.shown.value;
+  const open = sidebarOpen.value;
+  useEffect(() => {
+    if (open) chat.warmth.soon();
+    if (open && isNarrow()) document.querySelector<HTMLElement>(".side-close")?.focus();
+  }, [open]);
   const begin = () => {
     chat.newConversation();
-    if (isNarrow()) sidebarOpen.value = false;
+    leaveList();
   };
   return (
-    <nav class="side" aria-label="Conversations" hidden={!sidebarOpen.value}>
+    <nav class="side" aria-label="Conversations" hidden={!open}>
       <div class="side-head">
         <span class="brand"><Mark /> chatcache</span>
-        <button type="button" class="tool side-close" aria-label="Close the list" onClick={() => (sidebarOpen.value = false)}>
-          <Close />
-        </button>
+        <span class="tools">
+          <ListMenu />
+          <button type="button" class="tool side-close" aria-label="Close the list" onClick={() => (sidebarOpen.value = false)}>
+            <Close />
+          </button>
+        </span>
       </div>
       <button type="button" class="button new-chat" onClick={begin} title="New chat (Ctrl+Shift+O)">
         <Plus /> New chat
       </button>
-      <input
-        id="find"
-        class="find"
-        type="search"
-        placeholder="Find a conversation"
-        aria-label="Find a conversation"
-        onInput={(event) => (list.filter.value = event.currentTarget.value)}
-      />
-      <ul class="side-list">
-        {shown.map((conversation) => (
-          <Row key={conversation.id} conversation={conversation} />
-        ))}
-      </ul>
-      {list.state.value === "ready" && shown.length === 0 && (
-        <p class="side-empty">{list.filter.value ? "Nothing of that name." : "Your conversations will be listed here."}</p>
-      )}
-      {list.state.value === "failed" && (
-        <p class="side-empty">
-          The list did not load. <button type="button" class="link" onClick={() => void list.refresh()}>Try again</button>
-        </p>
-      )}
-      {list.more.value && (
-        <button type="button" class="link side-more" onClick={() => void list.loadMore()}>Older conversations</button>
-      )}
+      <Find />
+      {chat.search.state.value === "idle" ? <ConversationList /> : <SearchHits />}
       <Foot />
     </nav>
   );
 }
 
-function Row({ conversation }: { conversation: WireConversation }) {
-  const chat = useChat();
-  const renaming = useSignal(false);
-  const current = chat.thread.value.id.value === conversation.id;
-  const title = conversation.title ?? "Untitled";
-  const open = () => {
-    void chat.open(conversation.id);
-    if (isNarrow()) sidebarOpen.value = false;
+function Find() {
+  const { search } = useChat();
+  const onKeyDown = (event: KeyboardEvent & { currentTarget: HTMLInputElement }) => {
+    if (event.isComposing) return;
+    if (event.key === "Escape" && search.query.value !== "") {
+      event.stopPropagation();
+      search.set("");
+    } else if (event.key === "ArrowDown" || event.key === "Enter") {
+      const first = document.querySelector<HTMLElement>(".side-scroll .side-open");
+      if (event.key === "Enter" && search.state.value === "done") first?.click();
+      else first?.focus();
+      event.preventDefault();
+    }
   };
-  if (renaming.value) {
-    const done = (name: string | null) => {
-      renaming.value = false;
-      if (name !== null) void chat.conversations.rename(conversation.id, name.trim());
-    };
-    return <li class="side-row"><Rename title={title} onDone={done} /></li>;
-  }
   return (
-    <li class={`side-row ${current ? "side-row-current" : ""}`}>
-      <button type="button" class="side-open" aria-current={current ? "page" : undefined} onClick={open} title={title}>
-        <span class="side-title">{title}</span>
-        {chat.isLive(conversation.id) && <span class="dot dot-live" role="img" aria-label="writing" />}
-      </button>
-      <span class="side-tools">
-        <button type="button" class="tool" aria-label={`Rename ${title}`} onClick={() => (renaming.value = true)}><Edit /></button>
-        <button type="button" class="tool" aria-label={`Delete ${title}`} onClick={() => chat.remove(conversation.id)}><Trash /></button>
-      </span>
-    </li>
+    <input
+      id="find"
+      class="find"
+      type="search"
+      placeholder="Find in all conversations"
+      aria-label="Find in all conversations"
+      autocomplete="off"
+      maxLength={200}
+      value={search.query.value}
+      onInput={(event) => search.set(event.currentTarget.value)}
+      onKeyDown={onKeyDown}
+    />
   );
 }
 
-function Rename({ title, onDone }: { title: string; onDone: (name: string | null) => void }) {
-  const input = useRef<HTMLInputElement>(null);
-  useEffect(() => input.current?.select(), []);
+function ListMenu() {
+  const chat = useChat();
+  const pick = () => {
+    const input = document.createElement("input");
+    input.type = "file";
+    input.multiple = true;
+    input.accept = ".json,.jsonl,.ndjson,application/json";
+    input.onchange = async () => {
+      const { importFiles } = await import("../state/files");
+      const id = await importFiles([...(input.files ?? [])], chat.conversations);
+      if (id !== null) void chat.open(id);
+    };
+    input.click();
+  };
+  const exportAll = async () => (await import("../state/files")).exportConversations(null, "conversations");
   return (
-    <input
-      ref={input}
-      class="find"
-      aria-label="New title"
-      maxLength={200}
-      defaultValue={title}
-      onBlur={(event) => onDone(event.currentTarget.value)}
-      onKeyDown={(event) => {
-        if (event.key === "Enter") onDone(event.currentTarget.value);
-        if (event.key === "Escape") onDone(null);
-      }}
-    />
+    <MenuButton
+      label="Import and export"
+      items={[
+        { label: "Import from files…", icon: <Upload />, run: pick },
+        { label: "Export all as JSON", icon: <Download />, run: () => void exportAll() },
+      ]}
+    >
+      <More />
+    </MenuButton>
   );
 }
 

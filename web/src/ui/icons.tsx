@@ -25,6 +25,11 @@ export const Down = () => <Icon><path d="M10 4v12M4.5 10.5 10 16l5.5-5.5" /></Ic
 export const Check = () => <Icon><path d="m4 10.5 4 4 8-9" /></Icon>;
 export const Trash = () => <Icon><path d="M4 6h12M8 6V4.2h4V6M5.5 6l.7 9.8h7.6l.7-9.8" /></Icon>;
 export const Sliders = () => <Icon><path d="M3 6h7M14 6h3M3 14h3M10 14h7" /><circle cx="12" cy="6" r="2" /><circle cx="8" cy="14" r="2" /></Icon>;
+export const More = () => <Icon><path d="M5 10h.01M10 10h.01M15 10h.01" stroke-width="2.4" /></Icon>;
+export const Pin = () => <Icon><path d="M7.2 3.5h5.6l-.6 4.6 2.3 2.6H5.5l2.3-2.6-.6-4.6ZM10 10.7v5.8" /></Icon>;
+export const Download = () => <Icon><path d="M10 3.5v9M6 9l4 4 4-4M4 16.5h12" /></Icon>;
+export const Upload = () => <Icon><path d="M10 13V4M6 7.5l4-4 4 4M4 16.5h12" /></Icon>;
+export const Spark = () => <Icon><path d="m10 3 1.7 4.6L16.5 10l-4.8 2.4L10 17l-1.7-4.6L3.5 10l4.8-2.4L10 3Z" /></Icon>;
 export const Columns = () => <Icon><rect x="3" y="4" width="5.5" height="12" rx="1.5" /><rect x="11.5" y="4" width="5.5" height="12" rx="1.5" /></Icon>;
 export const Fork = () => <Icon><circle cx="5.5" cy="4.5" r="1.8" /><circle cx="5.5" cy="15.5" r="1.8" /><circle cx="14.5" cy="8" r="1.8" /><path d="M5.5 6.3v7.4M14.5 9.8c0 3.4-9 1-9 3.9" /></Icon>;
 export const Beams = () => <Icon><path d="M2.5 10h3c3 0 3-5 6-5h2M5.5 10h8M5.5 10c3 0 3 5 6 5h2" /><circle cx="16" cy="5" r="1.4" /><circle cx="16" cy="10" r="1.4" /><circle cx="16" cy="15" r="1.4" /></Icon>;

@@ -1,7 +1,7 @@
 // Every shortcut of the page: what it is called, and what it does.
 import type { Chat } from "../state/chat";
 import type { Turn } from "../state/turn";
-import { SIDES, panel, side, sidebarOpen, togglePanel, toggleSide } from "./panels";
+import { SIDES, isNarrow, panel, side, sidebarOpen, togglePanel, toggleSide } from "./panels";
 
 interface Shortcut {
   readonly keys: string;
@@ -21,7 +21,10 @@ export const SHORTCUTS: readonly Shortcut[] = [
     what: "Stop the answer, or close a panel",
     matches: (event) => event.key === "Escape" && !event.shiftKey,
     run: (chat) => {
-      if (panel.value === "settings" || (side.value !== null && !chat.live.value)) {
+      if (isNarrow() && sidebarOpen.value) {
+        sidebarOpen.value = false;
+        focusComposer();
+      } else if (panel.value === "settings" || (side.value !== null && !chat.live.value)) {
         panel.value = null;
         focusComposer();
       } else if (chat.live.value) chat.stop();
@@ -98,6 +101,30 @@ export const SHORTCUTS: readonly Shortcut[] = [
     run: () => {
       sidebarOpen.value = true;
       setTimeout(() => document.getElementById("find")?.focus());
+    },
+  },
+  { keys: "↓ / ↑", what: "From row to row in the list; Enter opens, F2 renames, Del deletes" },
+  {
+    keys: "Alt+↑ / ↓",
+    what: "Previous or next conversation",
+    matches: (event) => event.altKey && !control(event) && (event.key === "ArrowUp" || event.key === "ArrowDown"),
+    run: (chat, event) => {
+      const listed = chat.conversations.groups.value.flatMap(({ conversations }) => conversations);
+      const at = listed.findIndex(({ id }) => id === chat.thread.value.id.value);
+      const target = at < 0 ? listed[0] : listed[at + (event.key === "ArrowUp" ? -1 : 1)];
+      if (target) void chat.open(target.id);
+      return true;
+    },
+  },
+  {
+    keys: "Ctrl+Shift+Backspace",
+    what: "Delete this conversation (with undo)",
+    matches: (event) => control(event) && event.shiftKey && event.key === "Backspace",
+    run: (chat) => {
+      const id = chat.thread.value.id.value;
+      if (id === null) return false;
+      chat.remove(id);
+      return true;
     },
   },
   {

@@ -49,3 +49,8 @@ function restore(): { side: Side; open: boolean } {
   }
   return { side: "branches", open: false };
 }
+
+/** On a phone the list lies over the thread: what was chosen there is what to see now. */
+export function leaveList(): void {
+  if (isNarrow()) sidebarOpen.value = false;
+}

@@ -35,6 +35,9 @@ export interface WireResponse {
   readonly status: string;
   readonly conversation?: { readonly id: string } | null;
   readonly input_item_ids?: readonly string[];
+  readonly parent_item_id?: string | null; // the message that the outputs follow
+  readonly n?: number;
+  readonly beam_width?: number;
   readonly usage?: WireUsage | null;
   readonly error?: WireError | null;
   readonly incomplete_details?: { readonly reason: string } | null;
@@ -90,6 +93,11 @@ export interface WireBeamNode {
   readonly score: number;
 }
 
+export interface RunningResponse {
+  readonly response_id: string;
+  readonly conversation_id: string;
+}
+
 type Lane = { readonly stream_id?: string; readonly sequence_number?: number };
 
 export type ServerFrame = Lane &
@@ -125,7 +133,14 @@ export type ServerFrame = Lane &
     | { readonly type: "response.completed"; readonly response: WireResponse }
     | { readonly type: "response.incomplete"; readonly response: WireResponse; readonly receipt?: Receipt }
     | { readonly type: "response.failed"; readonly response: WireResponse }
-    | { readonly type: "conversation.updated"; readonly conversation: WireConversation }
+    | {
+        readonly type: "conversation.updated";
+        readonly conversation: WireConversation;
+        readonly running?: readonly string[]; // to subscribers: responses under way in it
+      }
+    | { readonly type: "conversation.subscribed"; readonly running: readonly RunningResponse[] }
+    | { readonly type: "conversation.deleted"; readonly conversation_id: string }
+    | { readonly type: "conversation.missed" }
     | { readonly type: "error"; readonly error: WireError; readonly status?: number }
   );
 
@@ -157,6 +172,7 @@ export type ClientFrame =
   | { readonly type: "response.cancel"; readonly response_id: string }
   | { readonly type: "response.drop"; readonly response_id: string; readonly candidate: number }
   | (Place & { readonly type: "prompt.prewarm"; readonly instructions?: string })
+  | { readonly type: "conversation.subscribe" }
   | {
       readonly type: "response.resume";
       readonly response_id: string;

@@ -2,16 +2,48 @@
 import { apiKey } from "./key";
 import type { StoredItem, WireConversation } from "./frames";
 
-interface Page<T> {
+const LAST_WORDS: RequestInit = { keepalive: true }; // goes out even if the page closes
+
+export interface Page<T> {
   readonly data: readonly T[];
-  readonly last_id: string | null;
   readonly has_more: boolean;
+  readonly next: string | null; // where the next page begins
+}
+
+/** [start, end] in characters (code points). */
+export type Mark = readonly [number, number];
+
+/** Where a search found its words. */
+export interface Match {
+  readonly item_id: string | null;
+  readonly role: string | null;
+  readonly snippet: { readonly text: string; readonly marks: readonly Mark[] } | null;
+  readonly title_marks: readonly Mark[];
+}
+
+export interface Hit extends WireConversation {
+  readonly match: Match;
+}
+
+export interface ImportReport {
+  readonly created: number;
+  readonly extended: number;
+  readonly unchanged: number;
+  readonly failed: number;
+  readonly data: readonly { readonly id?: string; readonly status: string; readonly error?: { readonly message: string } }[];
+}
+
+export interface Warmth {
+  readonly conversation_id: string;
+  readonly tokens: number;
+  readonly cached_tokens: number;
 }
 
 export class RequestFailed extends Error {
   constructor(
     message: string,
     readonly status: number,
+    readonly present: WireConversation | null = null, // of a 409: how the conversation stands
   ) {
     super(message);
   }
@@ -19,6 +51,11 @@ export class RequestFailed extends Error {
 
 export function listConversations(after?: string): Promise<Page<WireConversation>> {
   return call("GET", `v1/conversations?limit=50${after ? `&after=${encodeURIComponent(after)}` : ""}`);
+}
+
+export function searchConversations(query: string, after?: string): Promise<Page<Hit>> {
+  const rest = after ? `&after=${encodeURIComponent(after)}` : "";
+  return call("GET", `v1/conversations?limit=30&query=${encodeURIComponent(query)}${rest}`);
 }
 
 export function getConversation(id: string): Promise<WireConversation> {
@@ -35,37 +72,64 @@ export interface ConversationChange {
   readonly title?: string;
   readonly active_leaf?: string;
   readonly metadata?: Readonly<Record<string, string>>;
+  readonly rev?: number; // 409 unless it is the present one
 }
 
 export function updateConversation(id: string, change: ConversationChange): Promise<WireConversation> {
-  return call("POST", path(id), change);
+  return call("POST", path(id), change, LAST_WORDS);
 }
 
 export function deleteConversation(id: string): Promise<unknown> {
-  return call("DELETE", path(id));
+  return call("DELETE", path(id), undefined, LAST_WORDS);
+}
+
+/** Let the model name a conversation; `rev`: only if nothing has changed since. */
+export async function nameConversation(id: string, rev?: number): Promise<WireConversation> {
+  const answer = await call<{ conversation: WireConversation }>("POST", `${path(id)}/title`, rev === undefined ? {} : { rev });
+  return answer.conversation;
+}
+
+export async function warmth(ids: readonly string[]): Promise<readonly Warmth[]> {
+  return (await call<{ data: readonly Warmth[] }>("POST", "v1/cache/warmth", { conversations: ids })).data;
+}
+
+export type ExportFormat = "json" | "markdown";
+
+/** A conversation as a file; all of them where no id is given. */
+export async function exportFile(id: string | null, format: ExportFormat = "json"): Promise<Blob> {
+  const route = id === null ? "v1/conversations/export" : `${path(id)}/export?format=${format}`;
+  return (await request("GET", route)).blob();
+}
+
+export async function importFile(file: Blob, contentType: string): Promise<ImportReport> {
+  const response = await request("POST", "v1/conversations/import", { body: file, headers: { "content-type": contentType } });
+  return (await response.json()) as ImportReport;
 }
 
 export function path(id: string): string {
   return `v1/conversations/${encodeURIComponent(id)}`;
 }
 
-export async function call<T>(method: string, route: string, body?: unknown): Promise<T> {
-  // keepalive: a deletion may be the last thing that a closing page does
-  const init: RequestInit = { method, credentials: "same-origin", keepalive: method === "DELETE" };
-  const headers: Record<string, string> = {};
-  if (apiKey.value) headers["authorization"] = `Bearer ${apiKey.value}`;
+export async function call<T>(method: string, route: string, body?: unknown, how: RequestInit = {}): Promise<T> {
+  const init: RequestInit = { ...how };
   if (body !== undefined) {
     init.body = JSON.stringify(body);
-    headers["content-type"] = "application/json";
+    init.headers = { "content-type": "application/json" };
   }
-  init.headers = headers;
-  const response = await fetch(new URL(route, document.baseURI), init);
-  if (response.ok) return (await response.json()) as T;
-  let message = `The server answered ${response.status}.`;
+  return (await (await request(method, route, init)).json()) as T;
+}
+
+/** Raises RequestFailed with the server's own words. */
+async function request(method: string, route: string, init: RequestInit = {}): Promise<Response> {
+  const headers: Record<string, string> = { ...(init.headers as Record<string, string> | undefined) };
+  if (apiKey.value) headers["authorization"] = `Bearer ${apiKey.value}`;
+  const response = await fetch(new URL(route, document.baseURI), { ...init, method, headers, credentials: "same-origin" });
+  if (response.ok) return response;
+  let told: { message?: string; conversation?: WireConversation } = {};
   try {
-    message = ((await response.json()) as { error: { message: string } }).error.message;
+    told = ((await response.json()) as { error?: typeof told }).error ?? {};
   } catch {
     // not our JSON: a proxy answered
   }
-  throw new RequestFailed(message, response.status);
+  throw new RequestFailed(told.message ?? `The server answered ${response.status}.`, response.status, told.conversation);
 }

@@ -22,7 +22,7 @@ export class Socket {
     private readonly onFrame: (frame: ServerFrame) => void,
   ) {
     addEventListener("online", () => this.retryNow());
-    addEventListener("offline", () => this.socket?.close());
+    addEventListener("offline", () => this.lose());
     addEventListener("pageshow", (event) => event.persisted && this.retryNow());
     document.addEventListener("visibilitychange", () => !document.hidden && this.retryNow());
   }
@@ -31,12 +31,13 @@ export class Socket {
     const socket = new WebSocket(this.url, protocols());
     this.socket = socket;
     socket.onopen = () => {
+      if (this.socket !== socket) return;
       this.attempts = 0;
       this.opened.value++;
       this.state.value = "open";
     };
     socket.onmessage = (event) => {
-      if (typeof event.data === "string") this.onFrame(JSON.parse(event.data) as ServerFrame);
+      if (this.socket === socket && typeof event.data === "string") this.onFrame(JSON.parse(event.data) as ServerFrame);
     };
     socket.onclose = (event) => {
       if (this.socket !== socket) return;
@@ -57,6 +58,27 @@ export class Socket {
     if (this.socket || this.state.value === "refused") return;
     clearTimeout(this.timer);
     this.connect();
+  }
+
+  /** The connection may be dead without knowing it: have a new one. */
+  renew(): void {
+    if (this.state.value !== "open") return this.retryNow();
+    this.drop();
+    this.state.value = "connecting";
+    this.connect();
+  }
+
+  /** There is no network: do not wait until the connection notices. */
+  private lose(): void {
+    if (!this.socket) return;
+    this.drop();
+    this.retryLater();
+  }
+
+  private drop(): void {
+    const socket = this.socket;
+    this.socket = null; // its last words are not heard any more
+    socket?.close();
   }
 
   /** Stop knocking: a retry cannot cure this. */

@@ -1,0 +1,45 @@
+// Files dropped anywhere on the page are imported.
+import { useSignal } from "@preact/signals";
+import { useEffect } from "preact/hooks";
+import { useChat } from "./context";
+import { Upload } from "./icons";
+
+const hasFiles = (event: DragEvent) => event.dataTransfer?.types.includes("Files") ?? false;
+
+export function DropZone() {
+  const chat = useChat();
+  const over = useSignal(false);
+  useEffect(() => {
+    const onOver = (event: DragEvent) => {
+      if (!hasFiles(event)) return;
+      event.preventDefault(); // or the browser opens the file in place of the page
+      over.value = true;
+    };
+    const onLeave = (event: DragEvent) => {
+      if (event.relatedTarget === null) over.value = false;
+    };
+    const onDrop = async (event: DragEvent) => {
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      over.value = false;
+      const files = [...(event.dataTransfer?.files ?? [])]; // gone from the event a moment later
+      const id = await (await import("../state/files")).importFiles(files, chat.conversations);
+      if (id !== null) void chat.open(id);
+    };
+    addEventListener("dragover", onOver);
+    addEventListener("dragleave", onLeave);
+    addEventListener("drop", onDrop);
+    return () => {
+      removeEventListener("dragover", onOver);
+      removeEventListener("dragleave", onLeave);
+      removeEventListener("drop", onDrop);
+    };
+  }, []);
+  if (!over.value) return null;
+  return (
+    <div class="drop">
+      <p><Upload /> Drop to import conversations</p>
+      <p class="hint">Exports of this server (JSON), or ChatGPT's conversations.json</p>
+    </div>
+  );
+}

@@ -1,0 +1,107 @@
+// A button that opens a menu: arrow keys, first letters, Escape; closed again by whatever happens elsewhere.
+import { type ComponentChildren, Fragment } from "preact";
+import { useId, useRef } from "preact/hooks";
+
+export interface MenuItem {
+  readonly label: string;
+  readonly run: () => void;
+  readonly icon?: ComponentChildren;
+  readonly keys?: string;
+  readonly danger?: boolean;
+  readonly line?: boolean; // a line above it
+}
+
+interface MenuProps {
+  readonly label: string;
+  readonly items: readonly MenuItem[];
+  readonly children: ComponentChildren; // of the button
+  readonly class?: string;
+  readonly note?: string | undefined; // said above the items
+}
+
+const MARGIN_PX = 8;
+
+export function MenuButton({ label, items, children, class: name = "tool", note }: MenuProps) {
+  const id = useId();
+  const button = useRef<HTMLButtonElement>(null);
+  const menu = useRef<HTMLDivElement>(null);
+  const entries = () => [...(menu.current?.querySelectorAll<HTMLButtonElement>("[role=menuitem]") ?? [])];
+  const focus = (index: number) => entries().at(index % entries().length)?.focus();
+
+  const onToggle = (event: { readonly newState: string }) => {
+    const open = event.newState === "open";
+    button.current?.setAttribute("aria-expanded", String(open));
+    if (open && button.current && menu.current) {
+      place(menu.current, button.current);
+      focus(0);
+    } else if (menu.current?.contains(document.activeElement)) button.current?.focus();
+  };
+  const onKeyDown = (event: KeyboardEvent) => {
+    const at = entries().indexOf(document.activeElement as HTMLButtonElement);
+    const steps: Readonly<Record<string, number>> = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: -1 };
+    const letter = event.key.length === 1 && !event.ctrlKey && !event.metaKey && !event.altKey && event.key !== " ";
+    if (event.key in steps) focus(steps[event.key]!);
+    else if (event.key === "Escape" || event.key === "Tab") menu.current?.hidePopover();
+    else if (letter) {
+      const rest = [...entries().slice(at + 1), ...entries().slice(0, at + 1)];
+      rest.find((entry) => entry.dataset["label"]?.toLowerCase().startsWith(event.key.toLowerCase()))?.focus();
+    } else return;
+    event.stopPropagation();
+    if (event.key !== "Tab") event.preventDefault();
+  };
+  return (
+    <>
+      <button
+        type="button"
+        class={name}
+        ref={button}
+        aria-label={label}
+        title={label}
+        aria-haspopup="menu"
+        aria-expanded={false}
+        popovertarget={id}
+        onKeyDown={(event) => {
+          if (event.key !== "ArrowDown") return;
+          event.preventDefault();
+          event.stopPropagation();
+          menu.current?.showPopover();
+        }}
+      >
+        {children}
+      </button>
+      <div class="menu" popover="auto" role="menu" id={id} ref={menu} aria-label={label} onToggle={onToggle} onKeyDown={onKeyDown}>
+        {note && <p class="menu-note" role="presentation">{note}</p>}
+        {items.map((item) => (
+          <Fragment key={item.label}>
+            {item.line && <hr class="menu-line" />}
+            <button
+              type="button"
+              role="menuitem"
+              tabIndex={-1}
+              class={item.danger ? "menu-item menu-danger" : "menu-item"}
+              data-label={item.label}
+              onClick={() => {
+                menu.current?.hidePopover();
+                item.run();
+              }}
+            >
+              {item.icon}
+              <span class="grow">{item.label}</span>
+              {item.keys && <kbd aria-hidden="true">{item.keys}</kbd>}
+            </button>
+          </Fragment>
+        ))}
+      </div>
+    </>
+  );
+}
+
+/** Below the button, or above it where there is no room; always inside the window. */
+function place(menu: HTMLElement, button: HTMLElement): void {
+  const anchor = button.getBoundingClientRect();
+  const { width, height } = menu.getBoundingClientRect();
+  const below = anchor.bottom + height + MARGIN_PX < innerHeight;
+  const top = below ? anchor.bottom + 4 : Math.max(MARGIN_PX, anchor.top - height - 4);
+  menu.style.top = `${top}px`;
+  menu.style.left = `${Math.max(MARGIN_PX, Math.min(anchor.left, innerWidth - width - MARGIN_PX))}px`;
+}
