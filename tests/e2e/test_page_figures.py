@@ -41,6 +41,16 @@ def test_what_is_typed_is_read_ahead_and_a_switch_turns_it_off(chat: Watched) ->
     assert not chat.page.is_checked("text=Draft-ahead")
 
 
+def test_the_sign_of_warmth_leaves_room_on_a_phone(open_page: Any) -> None:
+    chat: Watched = open_page(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+    chat.ask("Hello")
+    chat.page.fill("#composer", "And what")
+    chat.page.wait_for_selector(".warm")
+    send = chat.page.locator("[aria-label=Send]").bounding_box()
+    assert send and send["x"] + send["width"] < 390
+    assert chat.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_a_stop_gives_a_receipt_and_the_cut_answer_can_go_on(chat: Watched, endless: None) -> None:
     chat.page.goto(chat.server)
     chat.say("Tell me a story about a wizard")

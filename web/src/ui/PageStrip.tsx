@@ -26,7 +26,10 @@ type Kind = "cached" | "computed";
 export function cellsOf(usage: Usage): { kinds: readonly Kind[]; tokens: number } {
   const tokens = CELL_TOKENS * Math.max(1, Math.ceil(usage.inputTokens / CELL_TOKENS / MAX_CELLS));
   const count = Math.max(1, Math.ceil(usage.inputTokens / tokens));
-  const cached = Math.round(usage.cachedTokens / tokens);
-  const kinds = Array.from({ length: count }, (_, index): Kind => (index < cached ? "cached" : "computed"));
+  const kinds = Array.from({ length: count }, (_, index): Kind => {
+    const start = index * tokens;
+    const size = Math.min(tokens, usage.inputTokens - start); // the last cell may stand for less
+    return usage.cachedTokens - start >= size / 2 ? "cached" : "computed"; // as most of its tokens are
+  });
   return { kinds, tokens };
 }

@@ -7,7 +7,7 @@ export function WarmSign() {
   const label = `Draft-ahead: ${warm.warmTokens} of ${warm.inputTokens} prompt tokens are computed while you type`;
   return (
     <span class="warm" role="img" aria-label={label} title={label} data-warm={warm.warmTokens}>
-      <span class="dot dot-on" /> warm
+      <span class="dot dot-on" /><span class="warm-text"> warm</span>
     </span>
   );
 }
