@@ -97,8 +97,11 @@ describe("forks inside an answer", () => {
 
   it("begins at the word that was clicked", async () => {
     answer("The fox");
-    await chat.forks.open(leaf(), { offset: 4, box: () => null });
-    expect(chat.forks.inside.value!.at.value).toBe(1);
+    const at = async (offset: number) => {
+      await chat.forks.open(leaf(), { offset, box: () => null });
+      return chat.forks.inside.value!.at.value;
+    };
+    expect([await at(0), await at(2), await at(3), await at(4)]).toEqual([0, 0, 1, 1]);
   });
 
   it("says why an answer cannot be looked into", async () => {
@@ -115,6 +118,13 @@ describe("forks inside an answer", () => {
     begin(1);
     await chat.forks.open(leaf());
     expect(chat.forks.inside.value).toBeNull();
+  });
+
+  it("does not open an earlier answer while another is being written", async () => {
+    answer("The fox");
+    const first = leaf();
+    chat.send("More");
+    expect(chat.forks.canOpen(first)).toBe(false);
   });
 
   it("continues a cut answer from its last token", async () => {
@@ -172,6 +182,7 @@ describe("figures of a turn", () => {
     push({ type: "response.reasoning_text.delta", output_index: 0, delta: "well" });
     vi.advanceTimersByTime(20);
     expect(leaf().thought.value).toBe("Hm, well");
+    push({ type: "response.reasoning_text.done", output_index: 0, text: "Hm, well" });
     push({ type: "response.output_item.added", output_index: 1, item: { id: "msg_a0", type: "message", candidate: 0 } });
     push({ type: "response.output_text.done", output_index: 1, text: "Hi" });
     const thoughtful = { ...usage, output_tokens_details: { reasoning_tokens: 7 } };
@@ -215,6 +226,9 @@ describe("draft-ahead", () => {
     expect(chat.drafts.warm.value).toMatchObject({ warmTokens: 40 });
     chat.drafts.text.value = "Tell me a story";
     expect(chat.drafts.warm.value).toMatchObject({ warmTokens: 40 }); // what was read is still its beginning
+    systemPrompt.value = "Be brief."; // then it is another prompt
+    expect(chat.drafts.warm.value).toBeNull();
+    systemPrompt.value = "";
     chat.drafts.text.value = "Sing";
     expect(chat.drafts.warm.value).toBeNull();
   });
