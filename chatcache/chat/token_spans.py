@@ -75,32 +75,37 @@ def _shown_places(reading: Reading, written: str) -> list[int | None]:
     for end, char in enumerate(written, start=1):
         places.take(reading.push(char), end)
     places.take(reading.finish(), len(written))
+    places.end_run()
     return places.shown
 
 
 class _Places:
-    """Finds pieces of text, told in order, in the text that they are of."""
+    """Finds runs of text, told in order and piece by piece, in all that was written."""
 
     def __init__(self, written: str) -> None:
         self._written = written
         self._num_shown = 0
-        self._end = 0  # behind the last character shown
-        self._goes_on = False  # nothing but text was told since
+        self._end = 0  # behind the last run
+        self._run: list[str] = []
+        self._run_end = 0
         self.shown: list[int | None] = [None] * len(written)
 
     def take(self, heard: Heard, end: int) -> None:
         """Something was told when the first `end` characters were read."""
+        if heard.reasoning:
+            self.end_run()
         if heard.text:
-            self._place(heard.text, end)
-            self._goes_on = True
-        if heard.reasoning or heard.calls:
-            self._goes_on = False
+            self._run.append(heard.text)
+            self._run_end = end
+        if heard.calls:
+            self.end_run()
 
-    def _place(self, text: str, end: int) -> None:
-        start = self._end
-        if not (self._goes_on and self._written.startswith(text, start)):
-            start = self._written.rfind(text, start, end)
-        if start >= 0:
+    def end_run(self) -> None:
+        """Place the text so far: what comes is not right behind it. Short ones occur in marks: the last is meant."""
+        text, self._run = "".join(self._run), []
+        is_first = not self._num_shown and self._written.startswith(text)
+        start = 0 if is_first else self._written.rfind(text, self._end, self._run_end)
+        if text and start >= 0:
             self._end = start + len(text)
             self.shown[start : self._end] = range(self._num_shown, self._num_shown + len(text))
         self._num_shown += len(text)

@@ -71,8 +71,8 @@ class LiveRequest:
 
     `priority` goes before age: a smaller one is served first. `num_prompt_top`: how many alternatives to report for
     each prompt token, None for no report; `prompt_scores` are the reports so far, from the second token on.
-    `num_worst_pages`: the most pages it can come to hold. `explain`: note what its first start misses (`miss`) and how
-    many pages are copied until it has started. `host_pages`: what it holds of the host tier.
+    `num_worst_pages`: the most pages it can come to hold. `explain`: note what its first start misses
+    (`miss`). `host_pages`: what it holds of the host tier.
 
     `chain` names the pages of the first branch while the request waits; `in_flight` holds the keys of those pages
     that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner and

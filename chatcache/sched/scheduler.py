@@ -136,8 +136,7 @@ class Scheduler:
             if copies is None:
                 return False
             self.num_page_copies += len(copies)
-            if not request.started:
-                request.num_copied_pages += len(copies)
+            request.num_copied_pages += len(copies)
             batch.add_copies(copies)
         for branch, num_tokens in wants:
             batch.add(branch, num_tokens)

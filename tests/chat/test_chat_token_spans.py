@@ -71,6 +71,8 @@ SAID: dict[str, tuple[str, list[str], str]] = {
     "calls behind text": ("hermes", ["Look at \n\n it.", f"\n{CALL}\n{CALL}"], "a"),
     "text between calls": ("hermes", ["weather", f" {CALL} ", "weather in the north", f"\n{CALL}"], "a"),
     "all of it": ("qwen3", ["", "<think>Look.</think>", "Look.", f"\n\n{CALL}"], "a"),
+    "marks that are none": ("hermes", ["", "<think>a</think>\n", "<<b <<tool_call", f"\n{CALL}", "<<c"], "a"),
+    "what a call says": ("hermes", ["<", f"{CALL}", "<<tool", f"\n{CALL}\n"], "a"),
     "no call after all": ("hermes", ['<tool_call>\n{"no": 1}\n</tool_call> so it goes 🎉!'], "a"),
     "nothing shown": ("hermes", ["", f"<think>a</think>\n{CALL}"], "a"),
 }
@@ -101,6 +103,17 @@ def test_thoughts_and_calls_show_nothing(case: str) -> None:
         there = places[span[0]] if span[0] == span[1] else None
         expected.append((shown[0], shown[-1] + 1) if shown else (there, there) if there is not None else None)
     assert token_spans(speech, prompt, item) == expected
+
+
+def test_a_hidden_token_in_the_middle_of_a_character_shows_nothing() -> None:
+    tokenizer = Tokenizer(backend_of("bytelevel"))
+    (special,) = tokenizer.special_of(["<|im_start|>"]).values()
+    first, *rest = tokenizer.encode("𐐷")
+    ids = [*tokenizer.encode("a"), first, special, *rest, *tokenizer.encode("b")]
+    item = Item("msg_x", None, "assistant", "a𐐷b", tuple(ids))
+    expected = [(0, 1), (1, 1), None, *[(1, 1)] * (len(rest) - 1), (1, 2), (2, 3)]
+    assert token_spans(Speech(tokenizer), tokenizer.encode("x"), item) == expected
+    assert counted(tokenizer, ids, tokenizer.special_ids) == expected
 
 
 def test_the_oracle_counts() -> None:

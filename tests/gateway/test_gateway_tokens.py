@@ -69,9 +69,13 @@ def test_every_token_shows_its_part_of_the_text(server: Server, socket: ClientCo
     assert at == len(text), "together they are the text"
 
 
-def test_what_else_could_have_been_said_is_what_the_model_says(server: Server, socket: ClientConnection) -> None:
+@pytest.mark.parametrize("top_k", [-1, 6])
+def test_what_else_could_have_been_said_is_what_the_model_says(
+    server: Server, socket: ClientConnection, top_k: int
+) -> None:
     first = ask(socket, input="Hello", instructions=SYSTEM)
-    response = ask(socket, input="And?", instructions=SYSTEM, previous_response_id=first["id"], max_output_tokens=12)
+    place = {"instructions": SYSTEM, "previous_response_id": first["id"]}
+    response = ask(socket, input="And?", **place, top_k=top_k, seed=2, max_output_tokens=12)
     prompt, reply = stored_ids(server, response)
     assert len(prompt) == response["usage"]["input_tokens"]
     before = get(server, f"/v1/conversations/{response['conversation']['id']}/items?branches=all")
@@ -83,6 +87,7 @@ def test_what_else_could_have_been_said_is_what_the_model_says(server: Server, s
         rank = order.index(reply[index]) + 1
         token = look["token"]
         assert (token["id"], token["rank"]) == (reply[index], rank if rank <= 20 else None)
+        assert top_k < 0 or rank <= top_k
         for each in (token, *look["alternatives"]):
             assert each["logprob"] == pytest.approx(float(expected[each["id"]]), abs=1e-6)
             assert each["probability"] == pytest.approx(math.exp(each["logprob"]))
