@@ -17,6 +17,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory. `max_model_len=None` takes the model's own. `attention`: auto | reference | cpu | triton. `quantization`:
     none | int8, 8-bit weights on CPUs.
 
+    At most `max_num_waiting` requests wait, with at most `max_waiting_tokens` prompt tokens (one alone may have more).
     `scheduling_policy`: fcfs | priority (smaller first, then fcfs) | fair (between namespaces, by virtual token
     counter). `preemption`: auto (by measured cost) | swap | recompute. `swap_memory_bytes`: host memory for swapped
     pages; None makes room for half the KV pages, 1 GiB at most, 0 turns swapping off. `deterministic`: logits do not
@@ -37,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     max_num_waiting: int = 1024
+    max_waiting_tokens: int = 2**20
     scheduling_policy: str = "fcfs"
     preemption: str = "auto"
     swap_memory_bytes: int | None = None

@@ -87,6 +87,9 @@ MaxNumBatchedTokens = Annotated[
 MaxNumWaiting = Annotated[
     int, _flag("max-num-waiting", "Requests that may queue before new ones are refused with 503.", min=0, max=2**20)
 ]
+MaxWaitingTokens = Annotated[
+    int, _flag("max-waiting-tokens", "Prompt tokens that may queue before new requests are refused.", min=1, max=2**31)
+]
 SchedulingPolicy = Annotated[
     Literal["fcfs", "priority", "fair"],
     _flag(

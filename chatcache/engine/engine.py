@@ -113,8 +113,7 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
         max_tokens = self._intake.check(request)
-        if len(self._scheduler.waiting) + len(self._preparing) >= self._config.max_num_waiting:
-            raise Overloaded(f"{self._config.max_num_waiting} requests are waiting already; try again later")
+        self._check_room(len(request.prompt))
         ticket = self._intake.grammar(request)
         live = self._intake.accept(request, max_tokens, ticket)
         self._namespaces.remember(request.namespace)
@@ -124,6 +123,16 @@ class Engine:
             self._scheduler.add(live)
         else:
             self._preparing.add(live, ticket)
+
+    def _check_room(self, num_tokens: int) -> None:
+        """Raises: Overloaded when as many requests or prompt tokens wait as may; a first one is never too long."""
+        waiting, preparing = self._scheduler.waiting, self._preparing
+        num_waiting, most = len(waiting) + len(preparing), self._config.max_waiting_tokens
+        if num_waiting >= self._config.max_num_waiting:
+            raise Overloaded(f"{num_waiting} requests are waiting already; try again later")
+        num_before = waiting.num_prompt_tokens + preparing.num_prompt_tokens
+        if num_waiting and num_before + num_tokens > most:
+            raise Overloaded(f"{num_before} prompt tokens are waiting already, of at most {most}; try again later")
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages are free when this returns. Unknown and finished ids are ignored."""
@@ -286,6 +295,7 @@ class Engine:
             ready=self._lost is None,
             detail="" if self._lost is None else self._lost.message,
             num_waiting=len(self._preparing),
+            num_waiting_tokens=self._preparing.num_prompt_tokens,
             num_self_checks=self._self_check.num_checks,
             num_broken_invariants=self._self_check.num_broken,
             num_steps_ahead=self._flights.num_ahead,

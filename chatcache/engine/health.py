@@ -32,6 +32,8 @@ def lasting(facts: ModelFacts, config: EngineConfig, capacity: KVCapacity, max_m
         scheduling_policy=config.scheduling_policy,
         page_size=capacity.page_size,
         kv_bytes=capacity.kv_bytes,
+        max_num_waiting=config.max_num_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
         load_fraction=1.0,
     )
 
@@ -42,6 +44,7 @@ def with_traffic(health: EngineHealth, scheduler: Scheduler, totals: Totals) -> 
         health,
         num_running=len(scheduler.running),
         num_waiting=health.num_waiting + len(scheduler.waiting),
+        num_waiting_tokens=health.num_waiting_tokens + scheduler.waiting.num_prompt_tokens,
         num_steps=scheduler.num_steps,
         num_preemptions=scheduler.num_preemptions,
         num_swap_preemptions=scheduler.swaps.num_preemptions,

@@ -20,6 +20,10 @@ class Preparing:
     def __contains__(self, request: LiveRequest) -> bool:
         return request in self._tickets
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self._tickets)
+
     def add(self, request: LiveRequest, ticket: Ticket) -> None:
         self._tickets[request] = ticket
 

@@ -35,6 +35,7 @@ from chatcache.gateway import (
 )
 from chatcache.gateway.completions import completions
 from chatcache.gateway.context import Gateway
+from chatcache.gateway.door import Door
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
 from chatcache.gateway.guard import Guard
 from chatcache.gateway.metrics import Metrics
@@ -68,6 +69,7 @@ def create_app(
         version=_version(),
         started_at=int(time.time()),
         metrics=metrics,
+        door=Door(engine),
     )
 
     @asynccontextmanager

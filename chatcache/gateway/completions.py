@@ -17,6 +17,7 @@ from chatcache.chat.service import ChatService, Reply, is_ranked, num_candidates
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.body import read_json, until_disconnect
 from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.door import CHARS_PER_TOKEN
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import CompletionLogprobs, cut_tops, joined, prompt_logprobs
@@ -40,41 +41,43 @@ async def completions(request: Request) -> Response:
     asked = _asked(base, fields, sampling)
     model = await gateway.ready(base.model)
     params = to_params(sampling, asked, model.tokenizer.vocab_size)
-    prompts = await _prompts(fields, model.service)
-    width = num_candidates(params)
-    _check_width(len(prompts), width, sampling)
-    with known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
-        _check_prompt_logprobs(prompts, width, asked.prompt_logprobs)
-    priority = gateway.priority(base.priority)
-    completion_id = new_id("cmpl", "-")
-    shape = CompletionShape(
-        id=completion_id,
-        created=int(time.time()),
-        model=gateway.model_name,
-        fingerprint=gateway.fingerprint,
-        tokenizer=model.tokenizer,
-        prompts=tuple(prompts),
-        num_choices=len(prompts) * width,
-        echo=tuple(model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts for _ in range(width)),
-        with_scores=is_ranked(params),
-        with_logprobs=fields.logprobs,
-        with_usage=bool(base.stream_options and base.stream_options.include_usage),
-        with_prompt_logprobs=base.prompt_logprobs,
-        with_token_ids=bool(base.return_token_ids),
-    )
-    requests = [
-        GenerateRequest(
-            request_id=f"{completion_id}-{at}",
-            prompt=prompt,
-            params=params,
-            namespace=owner_of(request),
-            priority=priority,
+    async with gateway.door.entering(_num_chars(fields.prompt)):
+        prompts = await _prompts(fields, model.service)
+        width = num_candidates(params)
+        _check_width(len(prompts), width, sampling)
+        with known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
+            _check_prompt_logprobs(prompts, width, asked.prompt_logprobs)
+        priority = gateway.priority(base.priority)
+        completion_id = new_id("cmpl", "-")
+        shown = [model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts]
+        shape = CompletionShape(
+            id=completion_id,
+            created=int(time.time()),
+            model=gateway.model_name,
+            fingerprint=gateway.fingerprint,
+            tokenizer=model.tokenizer,
+            prompts=tuple(prompts),
+            num_choices=len(prompts) * width,
+            echo=tuple(text for text in shown for _ in range(width)),
+            with_scores=is_ranked(params),
+            with_logprobs=fields.logprobs,
+            with_usage=bool(base.stream_options and base.stream_options.include_usage),
+            with_prompt_logprobs=base.prompt_logprobs,
+            with_token_ids=bool(base.return_token_ids),
         )
-        for at, prompt in enumerate(prompts)
-    ]
-    echoed = known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
-    with echoed, named_after(sampling.structured_outputs, "response_format"):
-        replies = await until_disconnect(request, _start(model.service, requests))
+        requests = [
+            GenerateRequest(
+                request_id=f"{completion_id}-{at}",
+                prompt=prompt,
+                params=params,
+                namespace=owner_of(request),
+                priority=priority,
+            )
+            for at, prompt in enumerate(prompts)
+        ]
+        echoed = known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
+        with echoed, named_after(sampling.structured_outputs, "response_format"):
+            replies = await until_disconnect(request, _start(model.service, requests))
 
     def events() -> AsyncIterator[ReplyEvent]:
         return merged([generation(reply, gateway.metrics) for reply in replies], width)
@@ -113,6 +116,13 @@ def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_t
             f"answer carries: prompt tokens x n x (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
             param="prompt_logprobs",
         )
+
+
+def _num_chars(prompt: Sequence[object]) -> int:
+    """How much text, or as much as token ids stand for."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(_num_chars(part) if isinstance(part, (str, list)) else CHARS_PER_TOKEN for part in prompt)
 
 
 async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:

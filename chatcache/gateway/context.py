@@ -18,6 +18,7 @@ from chatcache.chat.store import ConversationStore
 from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError, NotFound, UnsupportedParameter
+from chatcache.gateway.door import Door
 from chatcache.gateway.errors import ModelLoading
 from chatcache.gateway.hub import ConversationHub
 from chatcache.gateway.metrics import Metrics
@@ -51,6 +52,7 @@ class Gateway:
     version: str
     started_at: int
     metrics: Metrics
+    door: Door
     store: ConversationStore | None = None
     model: Model | None = None
     load_error: str | None = None

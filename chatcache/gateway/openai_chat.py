@@ -41,34 +41,35 @@ async def chat_completions(request: Request) -> Response:
     form = model.service.form
     use = tool_use(form, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     owner = owner_of(request)
-    prompt = await model.service.prompt(messages, owner, use.functions)
-    params = held_to(asked, use, form, model.tokenizer, prompt.token_ids)
-    engine_request = GenerateRequest(
-        request_id=new_id("chatcmpl", "-"),
-        prompt=prompt.token_ids,
-        params=params,
-        namespace=owner,
-        num_public_tokens=prompt.num_public_tokens,
-        priority=gateway.priority(base.priority),
-    )
-    shape = ChatShape(
-        id=engine_request.request_id,
-        created=int(time.time()),
-        model=gateway.model_name,
-        fingerprint=gateway.fingerprint,
-        tokenizer=model.tokenizer,
-        num_candidates=num_candidates(params),
-        with_scores=is_ranked(params),
-        with_logprobs=bool(chat.logprobs),
-        with_usage=bool(base.stream_options and base.stream_options.include_usage),
-        prompt=prompt.token_ids,
-        with_token_ids=bool(base.return_token_ids),
-    )
-    names = known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
-    thinks = asked.structured_outputs is None or params is not asked
-    starting = model.service.start(engine_request, prompt.text, functions=use.names, thinks=thinks)
-    with names, named_after(sampling.structured_outputs, "response_format", "tools" if use.limits else None):
-        reply = await until_disconnect(request, starting)
+    async with gateway.door.entering(sum(len(message["content"]) for message in messages)):
+        prompt = await model.service.prompt(messages, owner, use.functions)
+        params = held_to(asked, use, form, model.tokenizer, prompt.token_ids)
+        engine_request = GenerateRequest(
+            request_id=new_id("chatcmpl", "-"),
+            prompt=prompt.token_ids,
+            params=params,
+            namespace=owner,
+            num_public_tokens=prompt.num_public_tokens,
+            priority=gateway.priority(base.priority),
+        )
+        shape = ChatShape(
+            id=engine_request.request_id,
+            created=int(time.time()),
+            model=gateway.model_name,
+            fingerprint=gateway.fingerprint,
+            tokenizer=model.tokenizer,
+            num_candidates=num_candidates(params),
+            with_scores=is_ranked(params),
+            with_logprobs=bool(chat.logprobs),
+            with_usage=bool(base.stream_options and base.stream_options.include_usage),
+            prompt=prompt.token_ids,
+            with_token_ids=bool(base.return_token_ids),
+        )
+        names = known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
+        thinks = asked.structured_outputs is None or params is not asked
+        starting = model.service.start(engine_request, prompt.text, functions=use.names, thinks=thinks)
+        with names, named_after(sampling.structured_outputs, "response_format", "tools" if use.limits else None):
+            reply = await until_disconnect(request, starting)
     return await respond(
         request,
         lambda: generation(reply, gateway.metrics),

@@ -60,27 +60,28 @@ async def _start(gateway: Gateway, owner: str, body: Mapping[str, Any], watched:
     asked = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
     if fields.generate is False:
         asked = SamplingParams(temperature=0.0, max_tokens=1)  # its one token is thrown away
-    planned = await model.conversations.plan(request)
-    if planned.prefix is not None:  # a reply goes on as it began
-        use = replace(use, names=frozenset(each.name for each in planned.request.functions) or None, limits=None)
-    params = held_to(asked, use, model.service.form, model.tokenizer, planned.prompt.token_ids)
-    thinks = asked.structured_outputs is None or params is not asked
-    planned = replace(planned, turn=replace(planned.turn, echo=_echo(fields, params, planned, use, ignored)))
-    engine_request = GenerateRequest(
-        request_id=planned.turn.id,
-        prompt=planned.prompt.token_ids,
-        params=params,
-        namespace=owner,
-        num_public_tokens=planned.prompt.num_public_tokens,
-        conversation_id=planned.conversation_id if request.store else "",
-        priority=gateway.priority(fields.priority),
-        fork_of=ForkPoint(running.turn.id, running.index) if running is not None else None,
-        explain=bool(fields.explain),
-    )
-    start = model.service.start
-    named = named_after(sampling.structured_outputs, "text", "tools" if use.limits else None)
-    with known_as(max_tokens="max_output_tokens"), named:
-        reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks)
+    async with gateway.door.entering(sum(len(message["content"]) for message in request.input)):
+        planned = await model.conversations.plan(request)
+        if planned.prefix is not None:  # a reply goes on as it began
+            use = replace(use, names=frozenset(each.name for each in planned.request.functions) or None, limits=None)
+        params = held_to(asked, use, model.service.form, model.tokenizer, planned.prompt.token_ids)
+        thinks = asked.structured_outputs is None or params is not asked
+        planned = replace(planned, turn=replace(planned.turn, echo=_echo(fields, params, planned, use, ignored)))
+        engine_request = GenerateRequest(
+            request_id=planned.turn.id,
+            prompt=planned.prompt.token_ids,
+            params=params,
+            namespace=owner,
+            num_public_tokens=planned.prompt.num_public_tokens,
+            conversation_id=planned.conversation_id if request.store else "",
+            priority=gateway.priority(fields.priority),
+            fork_of=ForkPoint(running.turn.id, running.index) if running is not None else None,
+            explain=bool(fields.explain),
+        )
+        start = model.service.start
+        named = named_after(sampling.structured_outputs, "text", "tools" if use.limits else None)
+        with known_as(max_tokens="max_output_tokens"), named:
+            reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks)
 
     async def succeed(successor: Mapping[str, Any]) -> str:
         return (await _start(gateway, owner, successor, watched)).id

@@ -42,6 +42,7 @@ class WaitingQueue:
         self._counters = counters
         self._lines: dict[str, list[LiveRequest]] = {}  # each in turn, none empty
         self._num_requests = 0
+        self.num_prompt_tokens = 0
         self.num_forks = 0  # requests that hope to fork a running one
         self._worn: set[LiveRequest] = set()  # living ones that were preempted often, running or not
 
@@ -59,6 +60,7 @@ class WaitingQueue:
             self._counters.arrive(name, self._lines.keys())
         insort(self._lines.setdefault(name, []), request, key=_turn)
         self._num_requests += 1
+        self.num_prompt_tokens += len(request.prompt)
         self.num_forks += request.fork_of is not None
         if request.num_preemptions >= MAX_CHEAP_PREEMPTIONS:
             self._worn.add(request)
@@ -72,6 +74,7 @@ class WaitingQueue:
         line = self._lines[name]
         line.remove(request)
         self._num_requests -= 1
+        self.num_prompt_tokens -= len(request.prompt)
         self.num_forks -= request.fork_of is not None
         if not line:
             del self._lines[name]
