@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from chatcache.engine.selfcheck import SelfCheck
 from chatcache.kv.cache import KVCache
 from chatcache.sched.scheduler import Scheduler
 
 MAX_STRICT_PAGES = 20_000
+
+# How long an example takes says more of what else the machine does than of the code.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 # Tests run in several processes side by side. OpenMP teams that share cores with others mostly wait for a member that
 # is not running, so every process (and every server a test starts) gets one thread.

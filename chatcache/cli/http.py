@@ -1,7 +1,9 @@
-"""uvicorn's protocols with an end to what clients may draw out: request heads, and answers that nobody reads.
+"""uvicorn's protocols with an end to what clients may draw out: request heads, answers that nobody reads, and messages
+in pieces without number.
 
 uvicorn gathers a head for ever, ever more slowly, and keeps what a stalled reader does not take for as long as its
-connection lasts; even closing waits for it.
+connection lasts; even closing waits for it. A WebSocket may send pings and empty pieces of a message as fast as it
+likes: nobody else would be heard.
 """
 
 from __future__ import annotations
@@ -13,11 +15,19 @@ from typing import cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from chatcache.gateway.pace import Pace
+from chatcache.gateway.ws import TOO_MANY
+
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 30.0
+# Of a WebSocket, whatever they are; messages have a limit of their own (`gateway.ws`).
+MAX_FRAMES_PER_S = 1000.0
+MAX_FRAMES_AT_ONCE = 5000.0
+MAX_PIECES = 10_000  # of one message
+_FED_BYTES = 4096  # the smallest frames in so much take ten milliseconds
 
 
 class _Reader:
@@ -73,7 +83,33 @@ class _Watched(asyncio.Protocol):
 
 
 class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
-    """A WebSocket that ends when its reader stalls."""
+    """A WebSocket that ends when its reader stalls, or when it sends more frames than anybody needs."""
+
+    _pace: Pace | None = None
+
+    def data_received(self, data: bytes) -> None:
+        for at in range(0, len(data), _FED_BYTES):
+            if self.transport.is_closing():
+                return
+            super().data_received(data[at : at + _FED_BYTES])
+
+    def handle_events(self) -> None:
+        self._pace = self._pace or Pace(MAX_FRAMES_PER_S, MAX_FRAMES_AT_ONCE)
+        num_frames = len(self.conn.events)
+        super().handle_events()
+        if not self._pace.take(self.loop.time(), num_frames) or len(self.frames) > MAX_PIECES:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        if self.close_sent or self.transport.is_closing():
+            return
+        log.info("a WebSocket sent too many frames: disconnected")
+        self.stop_keepalive()
+        self.conn.fail(TOO_MANY, "too many frames")
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": TOO_MANY})
+        self.transport.close()
 
 
 class BoundedHttp(_Watched, HttpToolsProtocol):

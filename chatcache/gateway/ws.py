@@ -16,6 +16,7 @@ from chatcache.gateway.fields import read
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.hub import Subscription
 from chatcache.gateway.lanes import MAX_LANES, Lanes
+from chatcache.gateway.pace import Pace
 from chatcache.gateway.prewarm import Prewarmer
 from chatcache.gateway.response_registry import Run
 from chatcache.gateway.steer import SteerRefused, check_fields, failure, not_steerable
@@ -210,25 +211,6 @@ class Connection:
         """Responses that a page which shows the conversation may want to read."""
         running = self._gateway.responses.running(self._owner)
         return [run.id for run in running if run.conversation_id == conversation_id]
-
-
-class Pace:
-    """So many frames a second, with some in hand for bursts."""
-
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s = per_s
-        self._burst = burst
-        self._left = burst
-        self._at_s = 0.0
-
-    def take(self, now_s: float) -> bool:
-        """Count one frame; False when it is one too many."""
-        self._left = min(self._burst, self._left + (now_s - self._at_s) * self._per_s)
-        self._at_s = now_s
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 def session(gateway: Gateway) -> dict[str, object]:

@@ -13,6 +13,7 @@ import pytest
 from websockets.sync.client import connect
 
 import chatcache.gateway
+from chatcache.cli import http
 from chatcache.config import ServerConfig
 from chatcache.gateway import jsonio, lanes, paging, tooling, wire, wire_messages, ws
 from chatcache.gateway.api_table import OPERATIONS
@@ -124,6 +125,8 @@ def test_the_limits_shown_are_the_limits() -> None:
         "`top_logprobs`": str(MAX_TOP_LOGPROBS),
         "lanes": f"{lanes.MAX_LANES}; {lanes.MAX_QUEUED}",
         "frames": f"{ws.MAX_FRAMES_PER_S:g} a second, {ws.MAX_BURST:g} at once (close {ws.TOO_MANY})",
+        "pieces": f"{http.MAX_PIECES:,}; {http.MAX_FRAMES_PER_S:g} a second, {http.MAX_FRAMES_AT_ONCE:g} at once "
+        f"(close {ws.TOO_MANY})",
         "entries of a list": str(paging.MAX_LIMIT),
     }
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]

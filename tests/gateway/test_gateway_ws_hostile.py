@@ -158,8 +158,8 @@ def test_a_prompt_that_is_typed_a_thousand_times_is_warmed_once_at_a_time(
 ) -> None:
     for number in range(300):
         send(page, "prompt.prewarm", input="All that I ever wanted to say. " * 5 + "x" * number)
-    page.ping().wait(20)
-    server.wait_idle()
+    send(page, "conversation.subscribe")
+    until(page, "conversation.subscribed")  # all of them have been read
     assert ask(page, input="still here")["output"]
 
 
