@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_page_safety import AXE
+from tests.e2e.test_page_axe import AXE
 from tests.e2e.watched import Watched
 
 PAGE_TOKENS = 16

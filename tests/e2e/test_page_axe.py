@@ -1,0 +1,54 @@
+"""Axe finds nothing, in any view, in either theme, on a desk and on a phone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.needs import need
+from tests.e2e.views import VIEWS, watch
+from tests.e2e.watched import Watched
+
+AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
+RUN = """axe.run(document, {resultTypes: ['violations']}).then(found => found.violations.map(({id, impact, nodes}) =>
+  [id, impact, ...nodes.map(node => `${node.html.slice(0, 120)} ${node.any.map(check => check.message)}`)]))"""
+
+
+def test_axe_finds_nothing_in_any_view(open_page: Any, picture: Any) -> None:
+    chat = _page(open_page)
+    for question in (
+        "What is a KV page?",
+        "Make a table of animals and their sounds",
+        "Write Python code that prints hello",
+    ):
+        chat.ask(question)
+    found = {}
+    for view in VIEWS:
+        page = watch(chat, view)
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            if violations := page.evaluate(RUN):
+                found[view.name, scheme] = violations
+            if view.name == "answer":
+                picture(page, scheme)
+    assert found == {}
+
+
+def test_axe_finds_nothing_on_a_phone(open_page: Any) -> None:
+    chat = _page(open_page, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+    found = {"start": chat.page.evaluate(RUN)}
+    chat.ask("What is a KV page?")
+    found["thread"] = chat.page.evaluate(RUN)
+    chat.page.tap("[aria-label='Show the list']")
+    found["list"] = chat.page.evaluate(RUN)
+    assert {view: violations for view, violations in found.items() if violations} == {}
+
+
+def _page(open_page: Any, **options: Any) -> Watched:
+    """A page that axe runs in; without motion, so that every colour is final."""
+    need(AXE.is_file(), "axe-core", "cd web && npm ci")
+    chat: Watched = open_page(reduced_motion="reduce", **options)
+    chat.context.add_init_script(path=AXE)
+    chat.page.reload()
+    chat.page.wait_for_selector("#composer")
+    return chat

@@ -1,0 +1,103 @@
+"""A whole visit without a mouse: begin, ask, stop, pick, switch, look, rename, delete, think again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.e2e.rest import talk
+from tests.e2e.watched import Watched
+
+FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
+
+
+def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
+    page = chat.page
+    page.goto(chat.server)
+    chat.until("document.activeElement.id === 'composer'")
+
+    page.keyboard.type("Tell me a story about an owl")
+    _reach(chat, "More answers")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Shift+Escape")
+    page.keyboard.press("Enter")
+    chat.until(
+        "[...document.querySelectorAll('.card .prose')].filter(card => card.textContent.length > 20).length === 2"
+    )
+    page.keyboard.press("Escape")
+    assert chat.wait_end(0)["status"] == "cancelled"
+
+    page.keyboard.press("Alt+2")
+    place = page.locator(".answer .switcher-place")
+    assert place.inner_text() == "2/2"
+    assert page.locator("#status").inner_text() == "Picked answer 2."
+    page.keyboard.press("Alt+ArrowLeft")
+    assert place.inner_text() == "1/2"
+    _reach(chat, "Next version", back=True)
+    page.keyboard.press("Enter")
+    assert place.inner_text() == "2/2"
+
+    page.keyboard.press("Alt+Shift+3")
+    page.wait_for_selector("#tab-branches[aria-selected=true]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".side-panel", state="detached")
+    page.keyboard.press("Control+/")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+
+    _reach(chat, "Rename ", back=True)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[aria-label='New title']")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("The owl")
+    page.keyboard.press("Enter")
+    title = page.locator(".side-row >> text=The owl")
+    title.wait_for()
+    _reach(chat, "Delete The owl")
+    page.keyboard.press("Enter")
+    title.wait_for(state="detached")
+    _reach(chat, "Undo", back=True)
+    page.keyboard.press("Enter")
+    title.wait_for()
+
+    page.keyboard.press("Control+k")
+    chat.until("document.activeElement.id === 'find'")
+    page.keyboard.press("Control+Shift+O")
+    page.wait_for_selector(".empty")
+    _reach(chat, "Light theme")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+
+def test_the_focus_is_never_lost_among_many_messages(chat: Watched, server: str) -> None:
+    """Tab walks through a thread of which most is not in the document; each stop is on screen and seen."""
+    made = talk(server, ["Hi", "Hello there, [a link](https://example.com)."] * 60)
+    chat.page.evaluate("hash => location.hash = hash", made)
+    chat.page.wait_for_selector(".row")
+    chat.page.focus("#composer")
+    stops: list[Any] = []
+    for _ in range(40):
+        chat.page.keyboard.press("Shift+Tab")
+        stops.append(
+            chat.page.evaluate(
+                """(() => {
+                  const row = document.activeElement.closest('.row');
+                  const at = document.activeElement.getBoundingClientRect();
+                  return row && [Number(row.ariaPosInSet), at.top >= 0 && at.bottom <= innerHeight];
+                })()"""
+            )
+        )
+    rows = [stop for stop in stops if stop]
+    assert len(rows) > 30
+    assert all(seen for _, seen in rows)
+    places = [place for place, _ in rows]
+    assert places == sorted(places, reverse=True) and places[0] == 120 and places[-1] < 115
+
+
+def _reach(chat: Watched, label: str, back: bool = False) -> None:
+    """Press Tab until what has the focus begins with `label`."""
+    for _ in range(150):
+        chat.page.keyboard.press("Shift+Tab" if back else "Tab")
+        if str(chat.page.evaluate(FOCUSED)).startswith(label):
+            return
+    raise AssertionError(f"Tab does not reach {label!r}")

@@ -1,0 +1,111 @@
+"""Every view of the page: what axe looks at in both themes, and other checks that must see everything.
+
+A new view is one more entry: its name, and how a reader who has just had the answer to one question gets there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.e2e.rest import talk
+from tests.e2e.watched import Watched
+
+EVERYTHING = """# A heading
+
+Words with **weight**, *stress*, ~~regret~~, `code`, [a link](https://example.com) and $e^{i\\pi} + 1 = 0$.
+
+- a list
+  1. in a list
+- [x] a task
+
+> A quotation
+> of two lines
+
+| left | right |
+|:-----|------:|
+| 1 | 2 |
+
+```python
+def share(page: int) -> str:
+    return f"page {page}"  # a comment
+```
+
+![a picture](https://example.com/picture.png)
+
+$$
+\\int_0^1 x^2 \\, dx = \\frac{1}{3}
+$$
+
+$$\\wrong{$$
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A name and the way there; `settled` is what must be on the page before it is looked at."""
+
+    name: str
+    go: Callable[[Watched], None]
+    settled: str
+
+
+def _everything(chat: Watched) -> None:
+    chat.page.keyboard.press("Escape")
+    made = talk(chat.server, ["Show me all you can draw", EVERYTHING], title="Everything")
+    chat.page.evaluate("hash => location.hash = hash", made)
+
+
+def _press(*keys: str) -> Callable[[Watched], None]:
+    def go(chat: Watched) -> None:
+        for key in keys:
+            chat.page.keyboard.press(key)
+
+    return go
+
+
+def _candidates(chat: Watched) -> None:
+    chat.page.click("[aria-label='More answers']")
+    chat.ask("Tell me a story about a robot")
+
+
+def _click(*selectors: str) -> Callable[[Watched], None]:
+    def go(chat: Watched) -> None:
+        for selector in selectors:
+            chat.page.click(selector)
+
+    return go
+
+
+def _edit(chat: Watched) -> None:
+    chat.page.focus("#composer")
+    chat.page.keyboard.press("ArrowUp")
+
+
+def _delete(chat: Watched) -> None:
+    chat.page.locator(".side-row-current").hover()
+    chat.page.locator(".side-row-current [aria-label^=Delete]").click()
+
+
+VIEWS: tuple[View, ...] = (
+    View("answer", lambda chat: None, ".answer-foot .figures"),
+    View("editor", _edit, "[aria-label='Edit message']"),
+    View("candidates", _candidates, ".card-pick >> nth=1"),
+    View("candidates panel", _press("Escape", "Alt+Shift+1"), ".side-panel [role=tab]"),
+    View("beams panel", _press("Alt+Shift+2"), "#tab-beams[aria-selected=true]"),
+    View("branches panel", _press("Alt+Shift+3"), "#tab-branches[aria-selected=true]"),
+    View("pages panel", _press("Alt+Shift+4"), "#tab-pages[aria-selected=true]"),
+    View("settings", _press("Control+,"), "aside[aria-label=Settings]"),
+    View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
+    View("everything", _everything, ".katex >> nth=1"),
+    View("toast", _delete, "text=Undo"),
+    View("start", _press("Control+Shift+O"), ".empty"),
+)
+
+
+def watch(chat: Watched, view: View) -> Any:
+    """Go there and wait until it stands."""
+    view.go(chat)
+    chat.page.wait_for_selector(view.settled)
+    return chat.page
