@@ -13,6 +13,7 @@ FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeE
 def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     page = chat.page
     page.goto(chat.server)
+    page.wait_for_selector(".dot-on")
     chat.until("document.activeElement.id === 'composer'")
 
     page.keyboard.type("Tell me a story about an owl")
@@ -45,16 +46,19 @@ def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog", state="detached")
 
-    _reach(chat, "Rename ", back=True)
+    _reach(chat, "Menu of ", back=True)
     page.keyboard.press("Enter")
-    page.wait_for_selector("[aria-label='New title']")
+    page.wait_for_selector(".menu:popover-open")
+    page.keyboard.type("r")  # Rename
+    page.keyboard.press("Enter")
+    chat.until(f"({FOCUSED}) === 'New title'")
     page.keyboard.press("Control+a")
     page.keyboard.type("The owl")
     page.keyboard.press("Enter")
     title = page.locator(".side-row >> text=The owl")
     title.wait_for()
-    _reach(chat, "Delete The owl")
-    page.keyboard.press("Enter")
+    chat.until(f"({FOCUSED}).startsWith('The owl')")
+    page.keyboard.press("Delete")
     title.wait_for(state="detached")
     _reach(chat, "Undo", back=True)
     page.keyboard.press("Enter")

@@ -83,13 +83,25 @@ def _edit(chat: Watched) -> None:
     chat.page.keyboard.press("ArrowUp")
 
 
+def _find(chat: Watched) -> None:
+    chat.page.keyboard.press("Control+k")
+    chat.page.fill("#find", "robot")
+
+
 def _delete(chat: Watched) -> None:
-    chat.page.locator(".side-row-current").hover()
-    chat.page.locator(".side-row-current [aria-label^=Delete]").click()
+    chat.page.fill("#find", "")
+    chat.page.focus(".side-row-current .side-open")
+    chat.page.keyboard.press("Delete")
+
+
+def _inside(chat: Watched) -> None:
+    chat.page.locator("[aria-label='Branch inside']").last.click()
+    chat.page.locator(".token").nth(2).click()
 
 
 VIEWS: tuple[View, ...] = (
     View("answer", lambda chat: None, ".answer-foot .figures"),
+    View("alternatives", _inside, ".choice"),
     View("editor", _edit, "[aria-label='Edit message']"),
     View("candidates", _candidates, ".card-pick >> nth=1"),
     View("candidates panel", _press("Escape", "Alt+Shift+1"), ".side-panel [role=tab]"),
@@ -99,6 +111,9 @@ VIEWS: tuple[View, ...] = (
     View("settings", _press("Control+,"), "aside[aria-label=Settings]"),
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
     View("everything", _everything, ".katex >> nth=1"),
+    View("menu", _click(".side-row-current .side-menu"), ".menu:popover-open"),
+    View("rename", _click(".menu:popover-open >> text=Rename"), "[aria-label='New title']"),
+    View("finds", _find, ".side-hit mark"),
     View("toast", _delete, "text=Undo"),
     View("start", _press("Control+Shift+O"), ".empty"),
 )
