@@ -54,13 +54,13 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server of our own: free port, empty database, built-in model, its own process.
+def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int | None]]:
+    """A server of our own: free port, empty database, built-in model. Its address and process id.
 
     CHATCACHE_E2E_URL names a running one instead, to try the suite on a deployment.
     """
     if running := os.environ.get("CHATCACHE_E2E_URL"):
-        yield running.rstrip("/")
+        yield running.rstrip("/"), None
         return
     need(BUILT_PAGE.is_file(), "the built page", "make web")
     folder = tmp_path_factory.mktemp("server")
@@ -74,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             _wait_ready(url, process, log)
-            yield url
+            yield url, process.pid
         finally:
             process.terminate()
             try:
@@ -82,6 +82,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(server_process: tuple[str, int | None]) -> str:
+    """Address of the server."""
+    return server_process[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,267 @@
+"""A stream is never lost: reload, a second tab, a cut connection, no network, a dead engine. Neither gap nor repeat."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.watched import Watched, endless_create, pass_endless
+
+WRITTEN = "(document.querySelector('.answer .prose')?.textContent.length ?? 0)"
+
+
+def items_of(chat: Watched, conversation: str) -> list[dict[str, Any]]:
+    """What the server stored, all branches."""
+    found: list[dict[str, Any]] = chat.page.request.get(
+        f"{chat.server}/v1/conversations/{conversation}/items?branches=all"
+    ).json()["data"]
+    return found
+
+
+def conversation_of(chat: Watched) -> str:
+    return str(chat.page.evaluate("location.hash.slice(1)"))
+
+
+def letters(text: str) -> str:
+    """What markdown and line breaks cannot change."""
+    return "".join(re.findall(r"\w", text))
+
+
+def assert_as_stored(chat: Watched) -> None:
+    """Every shown answer is, letter by letter, one that the server has; so a gap or a repeat would show."""
+    stored = [letters(item["content"][0]["text"]) for item in items_of(chat, conversation_of(chat))]
+    answers = [letters(text) for text in chat.answers()]
+    assert answers and all(answer in stored for answer in answers)
+
+
+def begin(chat: Watched, text: str = "Tell me a story about a dragon") -> None:
+    """An answer that goes on until it is stopped."""
+    chat.say(text)
+    chat.until(f"{WRITTEN} > 40")
+
+
+def stop(chat: Watched) -> None:
+    chat.page.click("button[aria-label=Stop]")
+    chat.page.wait_for_selector(".answer[data-status=stopped]")
+    chat.page.wait_for_selector("button[aria-label=Send]")
+
+
+def test_a_reload_in_the_middle_reads_on(chat: Watched, endless: None) -> None:
+    chat.page.goto(chat.server)
+    begin(chat)
+    before = chat.answers()[0]
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer[data-status=streaming]")
+    chat.until(f"{WRITTEN} > {len(before) + 40}")
+    assert letters(chat.answers()[0]).startswith(letters(before))
+    assert chat.page.locator("text=No answer is stored").count() == 0
+    asked = [frame["type"] for frame in chat.received].count("response.created")
+    assert asked == 2, "the same response, once before the reload and once after"
+    stop(chat)
+    assert len(items_of(chat, conversation_of(chat))) == 2
+    assert_as_stored(chat)
+
+
+def test_a_reload_in_the_middle_of_candidates_and_of_a_regenerated_answer(chat: Watched, endless: None) -> None:
+    chat.page.goto(chat.server)
+    chat.page.click("[aria-label='More answers']")
+    chat.say("Tell me a story about a fox")
+    cards = "[...document.querySelectorAll('.card .prose')]"
+    chat.until(f"{cards}.length === 2 && {cards}.every(card => card.textContent.length > 40)")
+    chat.page.reload()
+    chat.until(f"{cards}.length === 2 && {cards}.every(card => card.textContent.length > 40)")
+    chat.page.click("button[aria-label=Stop]")
+    chat.page.wait_for_selector("button[aria-label=Send]")
+    chat.page.keyboard.press("Alt+2")
+    chat.page.click("[aria-label='Fewer answers']")
+    chat.page.click(".tool-again")
+    chat.page.wait_for_selector(".answer[data-status=streaming]")
+    chat.until(f"{WRITTEN} > 40")
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer[data-status=streaming]")
+    assert chat.page.locator("[aria-label='Version 3 of 3']").count() == 0  # it is told when it is written
+    chat.until(f"{WRITTEN} > 40")
+    stop(chat)
+    assert chat.page.locator(".answer .switcher-place").inner_text() == "3/3"
+    assert_as_stored(chat)
+
+
+def test_two_tabs_show_one_conversation_live(open_page: Any) -> None:
+    """What one says, stops, picks, names and deletes, the other sees, without being asked."""
+    first: Watched = open_page()
+    first.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
+    first.page.goto(first.server)
+    begin(first)
+    second: Watched = open_page(f"/#{conversation_of(first)}")
+    second.page.wait_for_selector(".answer[data-status=streaming]")
+    second.until(f"{WRITTEN} > {len(first.answers()[0])}")
+    stop(second)  # whoever stops it
+    first.page.wait_for_selector(".answer[data-status=stopped]")
+    assert first.answers() == second.answers()
+    assert_as_stored(first)
+
+    first.page.click("[aria-label='More answers']")
+    first.say("Another one")
+    cards = "document.querySelectorAll('.card .prose').length"
+    second.until(f"{cards} === 2")
+    assert second.said() == first.said()
+    stop_all = "button[aria-label=Stop]"
+    first.page.click(stop_all)
+    for tab in (first, second):
+        tab.page.wait_for_selector("button[aria-label=Send]")
+    texts = second.page.locator(".card .prose").all_inner_texts()
+    first.page.keyboard.press("Alt+2")
+    second.page.wait_for_selector(".switcher-place >> text=2/2")
+    assert second.answers()[-1] == first.answers()[-1] == texts[1]
+
+    name = f"Shared {secrets.token_hex(4)}"
+    first.page.locator(".side-row-current .side-open").focus()
+    first.page.keyboard.press("F2")
+    first.page.fill("[aria-label='New title']", name)
+    first.page.keyboard.press("Enter")
+    second.page.wait_for_selector(f".side-row-current >> text={name}")
+    first.page.request.delete(f"{first.server}/v1/conversations/{conversation_of(first)}")
+    for tab in (first, second):
+        tab.page.wait_for_selector(".toast >> text=deleted elsewhere")
+        tab.page.wait_for_selector(".empty")
+
+
+def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
+    first: Watched = open_page()
+    first.ask("What is 2 + 3?")
+    first.ask("Thank you")
+    second: Watched = open_page(f"/#{conversation_of(first)}")
+    second.page.wait_for_selector(".answer >> nth=1")
+    second.page.click(".tool-again >> nth=0")
+    second.wait_end(0)
+    first.page.wait_for_selector(".switcher-place >> text=2/2")  # who watched the same branch goes along
+    with first.page.expect_response(re.compile("/v1/conversations/conv_")):
+        first.page.click("[aria-label='Previous version']")
+    assert first.said() == ["What is 2 + 3?", "Thank you"]
+    second.page.wait_for_selector(".said >> nth=1")
+    second.page.click("[aria-label='Next version']")
+    second.page.wait_for_selector(".said >> nth=1", state="detached")
+    first.page.wait_for_selector(".said >> nth=1", state="detached")
+    first.page.click("[aria-label='Previous version']")
+    second.ask("And you?")
+    first.until("document.querySelectorAll('.said').length === 2")
+    assert first.said()[0] == "What is 2 + 3?"
+
+
+def test_a_cut_connection_is_told_mended_and_the_answer_goes_on(browser: Any, server: str) -> None:
+    """The socket runs through the test, which cuts it in the middle of an answer."""
+    chat = Watched(browser.new_context(), server)
+    links: list[Any] = []
+
+    def through(link: Any) -> None:
+        upstream = link.connect_to_server()
+        link.on_message(lambda text: upstream.send(endless_create(text)))
+        links.append((link, upstream))
+
+    chat.page.route_web_socket(re.compile("/v1/responses"), through)
+    chat.page.goto(server)
+    chat.page.wait_for_selector(".dot-on")
+    begin(chat)
+    link, upstream = links[0]
+    upstream.close()
+    link.close(code=1012)
+    chat.page.wait_for_selector(".banner")
+    before = len(chat.answers()[0])
+    chat.page.wait_for_selector(".banner", state="detached")
+    chat.until(f"{WRITTEN} > {before + 20}")
+    stop(chat)
+    assert len(links) == 2
+    assert_as_stored(chat)
+    assert chat.complaints() == []
+    chat.context.close()
+
+
+def test_without_a_network_nothing_is_lost(chat: Watched, endless: None) -> None:
+    chat.page.goto(chat.server)
+    begin(chat)
+    chat.context.set_offline(True)
+    chat.page.wait_for_selector(".banner >> text=You are offline")
+    assert chat.page.locator("[role=alert]").count() == 1
+    before = len(chat.answers()[0])
+    chat.context.set_offline(False)
+    chat.page.wait_for_selector(".banner", state="detached")
+    chat.until(f"{WRITTEN} > {before + 40}")
+    stop(chat)
+    assert_as_stored(chat)
+    chat.context.set_offline(True)
+    chat.page.wait_for_selector(".banner")
+    chat.say("Are you there?")
+    assert chat.page.input_value("#composer") == "Are you there?"  # it waits in the box
+    chat.context.set_offline(False)
+    chat.page.wait_for_selector(".banner", state="detached")
+    chat.page.wait_for_selector("button[aria-label=Send]:enabled")
+    chat.page.keyboard.press("Enter")
+    chat.until("document.querySelectorAll('.said').length === 2")
+    chat.forgive()
+
+
+def test_a_computer_that_slept_reads_on(chat: Watched, endless: None) -> None:
+    """Time jumps; the connection looks open and is not trusted."""
+    chat.page.goto(chat.server)
+    begin(chat)
+    created = [frame["type"] for frame in chat.received].count("session.created")
+    before = len(chat.answers()[0])
+    chat.page.evaluate("(() => { const now = Date.now; Date.now = () => now() + 3600_000; })()")
+    for _ in range(200):
+        if [frame["type"] for frame in chat.received].count("session.created") > created:
+            break
+        chat.page.wait_for_timeout(50)
+    assert [frame["type"] for frame in chat.received].count("session.created") == created + 1
+    chat.until(f"{WRITTEN} > {before + 40}")
+    assert chat.page.locator(".banner").count() == 0
+    stop(chat)
+    assert_as_stored(chat)
+
+
+def test_a_killed_engine_is_told_and_comes_back(
+    chat: Watched, endless: None, server_process: tuple[str, int | None]
+) -> None:
+    """The answer under way fails, visibly; the page recovers by itself and the answer is asked for again."""
+    pid = server_process[1]
+    if pid is None:
+        pytest.skip("the engine of a server that is not ours is not ours to kill")
+    chat.page.goto(chat.server)
+    begin(chat)
+    engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    os.kill(engine, signal.SIGKILL)
+    chat.page.wait_for_selector(".banner >> text=The model is not running")
+    chat.page.wait_for_selector(".answer[data-status=error] [role=alert]")
+    assert len(chat.answers()[0]) > 40  # what was said stays on the page
+    assert chat.page.locator("button[aria-label=Send]").is_disabled()
+    chat.page.wait_for_selector(".banner", state="detached", timeout=60_000)
+    chat.page.click("text=Try again")
+    chat.until("document.querySelector('.answer[data-status=streaming] .prose')?.textContent.length > 40")
+    stop(chat)
+    assert_as_stored(chat)
+    chat.forgive()  # readiness was asked for while there was none
+
+
+def test_back_and_forward_go_between_conversations(chat: Watched) -> None:
+    chat.ask("Hello")
+    first = conversation_of(chat)
+    chat.page.keyboard.press("Control+Shift+O")
+    chat.page.wait_for_selector(".empty")
+    chat.ask("Who are you?")
+    second = conversation_of(chat)
+    chat.page.go_back()
+    chat.page.wait_for_selector(".said-text >> text=Hello")
+    assert conversation_of(chat) == first
+    chat.page.go_forward()
+    chat.page.wait_for_selector(".said-text >> text=Who are you?")
+    assert conversation_of(chat) == second
+    chat.page.keyboard.press("Alt+ArrowDown")
+    chat.page.wait_for_selector(".said-text >> text=Hello")
+    chat.page.goto(f"{chat.server}/#conv_nobody")
+    chat.page.wait_for_selector("text=does not exist on this server")
+    chat.forgive()  # the 404
