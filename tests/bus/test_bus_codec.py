@@ -23,9 +23,11 @@ from chatcache.types import (
     Finished,
     GenerateRequest,
     LiveBeam,
+    Miss,
     PageAccounts,
     PageHit,
     Started,
+    StartReport,
     TokenLogprob,
     Tokens,
 )
@@ -49,6 +51,7 @@ NOTICES: list[codec.Notice] = [
     codec.Events(
         (
             Started("r", 1, 3, 0, (None, TokenLogprob(-1.0, ((2, -1.0),)))),
+            Started("s", 1, 3, 2, report=StartReport(1, Miss("diverged", 2, "it goes on otherwise", 16))),
             Beams("r", 1, (LiveBeam(3, 0, 17, -0.25),)),
             Tokens("r", 1, 0, (5, 6), (TokenLogprob(-0.5, ((5, -0.5),)), TokenLogprob(float("-inf")))),
             Failed("r", 2, "no", param="n"),

@@ -16,7 +16,7 @@ from chatcache.gateway.beam_tree import BeamTree
 from chatcache.gateway.response_log import LogReader, ResponseLog
 from tests.gateway.frames import Frame, receive, send, until_end
 from tests.gateway.serving import Server, slowed
-from tests.gateway.test_gateway_resume import tab, until
+from tests.gateway.test_gateway_resume import numbered, tab, until
 
 Node = dict[str, Any]
 
@@ -205,3 +205,31 @@ def tree_of(frames: list[Frame]) -> Page:
     for frame in frames:
         page.take(frame)
     return page
+
+
+def test_a_page_that_is_reloaded_sees_every_candidate_again(server: Server, url: str) -> None:
+    """Candidates that have ended too, and which is which; nothing twice and nothing missing."""
+    with slowed(server, 0.02):
+        with tab(url) as page:
+            send(page, input="Hello", n=4, max_output_tokens=50, seed=5)  # one of them ends after four tokens
+            until(page, "response.output_item.done")
+        with tab(url) as page:
+            send(page, "conversation.subscribe")
+            (running,) = until(page, "conversation.subscribed")[-1]["running"]
+            send(page, "response.resume", response_id=running["response_id"])
+            frames = until_end(page)
+    response = frames[-1]["response"]
+    assert running["conversation_id"] == response["conversation"]["id"]
+    said: dict[str, str] = {}
+    for frame in frames:
+        if frame["type"] == "response.output_item.added":
+            said[frame["item"]["id"]] = ""
+            assert frame["item"]["candidate"] == frame["output_index"]
+        elif frame["type"] == "response.output_text.delta":
+            said[frame["item_id"]] += frame["delta"]
+    assert said == {item["id"]: item["content"][0]["text"] for item in response["output"]} and len(said) == 4
+    numbers = [frame["sequence_number"] for frame in numbered(frames)]
+    assert numbers == list(range(len(numbers)))
+    listed = server.request("GET", f"/v1/conversations/{running['conversation_id']}/items?branches=all")[2]["data"]
+    stored = {item["id"]: item["content"][0]["text"] for item in listed if item["role"] == "assistant"}
+    assert stored == said, "and what is stored is what was shown"
