@@ -25,6 +25,7 @@ COMPILE_CPU_S = 1.0
 COMPILE_WALL_S = 10.0  # on a machine that has better to do
 COMPILE_MEMORY_BYTES = 1 << 30
 COMPILE_STACK_BYTES = 2 << 20  # less than the engine's own threads have
+_LEFT = (0, -int(getattr(signal, "SIGALRM", 0)))  # of its own accord: it had grown, or was idle for long
 
 
 class GrammarChecker:
@@ -41,6 +42,16 @@ class GrammarChecker:
         Raises: EngineFault if no child can be started.
         """
         grammar = _renamed(grammar)
+        for _ in range(2):
+            answer, status, late = self._ask(grammar)
+            if answer is not None:
+                return answer
+            if late or status not in _LEFT:
+                break
+        return _obituary(status, late=late)
+
+    def _ask(self, grammar: str) -> tuple[str | None, int, bool]:
+        """The answer; without one the child's exit status, and whether it took too long. Raises: EngineFault."""
         status = 0
         for _ in range(2):  # a child that was idle for long, or that the system was short of memory for, may have left
             try:
@@ -63,7 +74,7 @@ class GrammarChecker:
             answer = constraint_child.read_frame(_pipe(process.stdout))
         finally:
             timer.cancel()
-        return answer if answer is not None else _obituary(self.close(), late=late.is_set())
+        return answer, 0 if answer is not None else self.close(), late.is_set()
 
     def close(self) -> int:
         """End the child, if there is one; return its exit status."""

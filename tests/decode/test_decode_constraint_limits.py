@@ -6,7 +6,9 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,17 @@ def test_a_child_that_has_left_is_replaced(checker: GrammarChecker) -> None:
     assert checker.check(grammar) == ""
     assert checker._process is not process
     assert checker.close() == 0 and checker.close() == 0
+
+
+@pytest.mark.parametrize("leaving", ["exit", "kill -ALRM $$"])
+def test_a_child_that_leaves_as_it_is_asked_is_replaced(checker: GrammarChecker, leaving: str) -> None:
+    """It takes the grammar and says nothing: that is no verdict."""
+    grammar = lark_of(StructuredOutputs(regex="a"))
+    script = f"head -c 4 > /dev/null; {leaving}"
+    process = subprocess.Popen(["bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    checker._process = process
+    checker._ending = weakref.finalize(checker, constraint_checker._end, process)
+    assert checker.check(grammar) == ""
 
 
 def test_a_child_that_cannot_start_is_the_servers_fault(
