@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from chatcache.chat.conversations import input_items, title_of
 from chatcache.chat.ids import new_id
 from chatcache.chat.places import ROOT
 from chatcache.chat.prompt import Message
-from chatcache.chat.store import ConversationStore
+from chatcache.chat.store import Claim, ConversationStore
 from chatcache.chat.tree import Conversation, Item
 
 
@@ -19,8 +19,12 @@ async def create(
     messages: Sequence[Message] = (),
     metadata: Mapping[str, str] | None = None,
     title: str | None = None,
+    claim: Callable[[str], Claim] | None = None,
 ) -> Conversation:
-    """Store a new conversation, perhaps with its first messages, named after what a user says in them."""
+    """Store a new conversation, perhaps with its first messages, named after what a user says in them.
+
+    `claim` makes an idempotency key's of the id it will have. Raises: KeyTaken.
+    """
     now = time.time()
     items = input_items(messages, None, now)
     conversation = Conversation(
@@ -32,7 +36,7 @@ async def create(
         active_leaf=items[-1].id if items else None,
         metadata=metadata or {},
     )
-    await store.create(conversation, items)
+    await store.create(conversation, items, claim=claim(conversation.id) if claim is not None else None)
     return conversation
 
 

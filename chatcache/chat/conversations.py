@@ -17,7 +17,7 @@ from chatcache.chat.messages import calls_of, linked, message_of, parts_of, said
 from chatcache.chat.places import Place, Places, TurnRequest
 from chatcache.chat.prompt import Known, Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
-from chatcache.chat.store import ConversationStore, StaleRevision
+from chatcache.chat.store import Claim, ConversationStore, StaleRevision
 from chatcache.chat.token_spans import Span, token_spans
 from chatcache.chat.tools import echoed, variables
 from chatcache.chat.transcripts import Transcripts
@@ -167,10 +167,11 @@ class Conversations:
         num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
         return messages, replace(prompt, num_public_tokens=num_public)
 
-    async def open(self, planned: PlannedTurn) -> Conversation | None:
+    async def open(self, planned: PlannedTurn, claim: Claim | None = None) -> Conversation | None:
         """Store the input and that an answer is under way. None when the turn is not to be stored.
 
-        Raises: StaleRevision where the request expects another revision; NotFound for what was deleted meanwhile.
+        Raises: StaleRevision where the request expects another revision; NotFound for what was deleted meanwhile;
+        KeyTaken.
         """
         request = planned.request
         if not request.store:
@@ -186,12 +187,13 @@ class Conversations:
                 active_leaf=leaf,
                 title=title,
                 expect=request.rev,
+                claim=claim,
             )
         now = planned.turn.created_at
         conversation = Conversation(
             planned.conversation_id, request.owner, now, now, title or "", active_leaf=leaf, rev=1
         )
-        await self.store.create(conversation, items, planned.turn)
+        await self.store.create(conversation, items, planned.turn, claim=claim)
         return conversation
 
     async def settle(
@@ -215,6 +217,21 @@ class Conversations:
                 )
             except StaleRevision:  # somebody changed it in between, perhaps the leaf
                 continue
+
+    async def settle_late(
+        self,
+        conversation: Conversation,
+        planned: PlannedTurn,
+        outputs: Sequence[Item],
+        status: str,
+        usage: Usage | None,
+    ) -> Conversation:
+        """`settle`, after a try of which nobody knows whether it came through."""
+        tree = await self.store.load(conversation.owner, conversation.id)
+        present = tree.turns.get(planned.turn.id)
+        if present is not None and present.status == status and all(item.id in tree.items for item in outputs):
+            return tree.conversation
+        return await self.settle(conversation, planned, outputs, status, usage)
 
     def _assemble(self, request: TurnRequest, place: Place, messages: Sequence[Message]) -> Prompt:
         offset = len(messages) - len(place.path) - len(request.input)

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 Client = Any  # redis-py comes without types
 Pipe = Any
 
-TIMEOUT_S = 0.7
+TIMEOUT_S = 0.6
 PATIENCE_S = 30.0
 _NUM_CONNECTIONS = 32
 _PROBE_S = 0.2

@@ -37,12 +37,16 @@ def in_order(values: Sequence[bytes]) -> list[Placed]:
 
 
 async def tree(client: Reader, owner: str, conversation_id: str) -> ConversationTree:
-    """All of it as it was at one moment. Raises: NotFound."""
-    async with client.pipeline(transaction=True) as pipe:
-        pipe.get(rows.head_key(conversation_id))
-        pipe.hvals(rows.items_key(conversation_id))
-        pipe.hvals(rows.turns_key(conversation_id))
-        data, items, turns = await pipe.execute()
+    """All of it as it was at one moment: every change rewrites the head. Raises: NotFound."""
+    while True:  # no MULTI, which a server that is full refuses even for reading
+        async with client.pipeline(transaction=False) as pipe:
+            pipe.get(rows.head_key(conversation_id))
+            pipe.hvals(rows.items_key(conversation_id))
+            pipe.hvals(rows.turns_key(conversation_id))
+            pipe.get(rows.head_key(conversation_id))
+            data, items, turns, data_after = await pipe.execute()
+        if data == data_after:
+            break
     found = rows.head_of(data).conversation if data is not None else None
     if found is None or found.owner != owner:
         raise NotFound(f"no conversation {conversation_id!r}", param="conversation")

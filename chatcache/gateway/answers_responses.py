@@ -57,7 +57,10 @@ class Receipt(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """A response. `receipt`: of one that was cancelled; what follows it is repeated from the request."""
+    """A response. `receipt`: of one that was cancelled. `saved`: false while the store has not taken what it said.
+
+    What follows `conversation` is repeated from the request.
+    """
 
     id: str
     object: Literal["response"]
@@ -94,6 +97,7 @@ class Response(msgspec.Struct):
     diversity_penalty: float | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET
+    saved: Literal[False] | UnsetType = UNSET
 
 
 class DeletedResponse(msgspec.Struct):
@@ -124,3 +128,4 @@ class ResponseEvent(msgspec.Struct):
     arguments: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET
+    saved: Literal[False] | UnsetType = UNSET

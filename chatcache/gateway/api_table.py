@@ -95,7 +95,8 @@ class Operation:
 
     `answer`: the type of a 200, None for text that is not JSON. `stream`: the type of each event where SSE is offered.
     `also`: media types of text that it can be instead. `takes`: those of a body that is a file. `errors`: statuses
-    beside those every route may answer with; `failures`: bodies that are more than the envelope.
+    beside those every route may answer with; `failures`: bodies that are more than the envelope. `once`: takes an
+    `Idempotency-Key`.
     """
 
     method: str
@@ -111,6 +112,7 @@ class Operation:
     errors: tuple[int, ...] = ()
     failures: Mapping[int, object] = field(default_factory=dict)
     needs_key: bool = True
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,7 @@ OPERATIONS: tuple[Operation, ...] = (
         stream=answers_responses.ResponseEvent,
         errors=_MODEL,
         failures=_CONFLICT,
+        once=True,
     ),
     Operation(
         method="POST",
@@ -238,7 +241,9 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Make a conversation, empty or with the messages it begins with",
         body=Body("ConversationCreate", (wire.ConversationFields,), required=False),
         answer=answers_stored.Conversation,
-        errors=_STARTING,
+        errors=(404, *_STARTING),
+        failures=_CONFLICT,
+        once=True,
     ),
     Operation(
         method="GET",

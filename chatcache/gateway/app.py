@@ -145,8 +145,8 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
                 CORSMiddleware,
                 allow_origins=config.cors_origins,
                 allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
-                expose_headers=["x-request-id", "x-chatcache-ignored", "retry-after"],
+                allow_headers=["authorization", "content-type", "idempotency-key", "x-request-id"],
+                expose_headers=["x-request-id", "x-chatcache-ignored", "retry-after", "idempotent-replayed"],
             )
         )
     return [

@@ -17,12 +17,14 @@ from chatcache.chat.service import ChatService
 from chatcache.chat.store import ConversationStore
 from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
-from chatcache.errors import ChatcacheError, NotFound, UnsupportedParameter
+from chatcache.errors import ChatcacheError, NotFound, Overloaded, UnsupportedParameter
 from chatcache.gateway.door import Door
 from chatcache.gateway.errors import ModelLoading
 from chatcache.gateway.hub import ConversationHub
 from chatcache.gateway.metrics import Metrics
+from chatcache.gateway.repeats import KeyLocks
 from chatcache.gateway.response_registry import ResponseRegistry
+from chatcache.gateway.unsaved import Unsaved
 from chatcache.text.reply_format import format_of
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import MAX_PRIORITY, EngineHealth
@@ -61,6 +63,8 @@ class Gateway:
     scheduling_policy: str = ""
     responses: ResponseRegistry = field(default_factory=ResponseRegistry)
     hub: ConversationHub = field(default_factory=ConversationHub)
+    unsaved: Unsaved = field(default_factory=Unsaved)
+    keys: KeyLocks = field(default_factory=KeyLocks)
     openapi: bytes | None = None
 
     @property
@@ -90,6 +94,12 @@ class Gateway:
             service = ChatService(self.engine, tokenizer, public=public, form=form)
             conversations = Conversations(store, tokenizer, public, form, service.transcripts)
             self.model = Model(tokenizer, service, conversations, Histories(conversations))
+
+    def opened_store(self) -> ConversationStore:
+        """Raises: Overloaded before it is open."""
+        if self.store is None:
+            raise Overloaded("the server is still starting")
+        return self.store
 
     async def health(self) -> EngineHealth:
         """The engine's health; remembers what does not change once it is ready."""
@@ -131,6 +141,7 @@ class Gateway:
             _, late = await asyncio.wait(ends, timeout=SETTLE_TIMEOUT_S)
             for end in late:
                 end.cancel()
+        await self.unsaved.close()
 
     def check_model(self, name: str | None) -> None:
         """Raises: NotFound unless `name` is absent or the served one."""

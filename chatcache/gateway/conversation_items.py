@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from chatcache.chat import additions
 from chatcache.chat.removal import TreeEdit, without_item
-from chatcache.chat.store import ConversationStore, StaleRevision
+from chatcache.chat.store import ConversationStore, KeyTaken, StaleRevision
 from chatcache.chat.tree import Conversation, ConversationTree, Item
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.gateway.body import read_json, read_json_or_nothing
@@ -27,6 +27,7 @@ from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.messages import to_messages
 from chatcache.gateway.paging import PageQuery, page, paged
+from chatcache.gateway.repeats import REPLAYED, Once
 from chatcache.gateway.response_object import output_items
 from chatcache.gateway.wire import ConversationFields, ItemsFields
 
@@ -47,10 +48,24 @@ class Conversations(HTTPEndpoint):
         fields = read(body, ConversationFields)
         ignored = unknown_fields(body, ConversationFields)
         messages = to_messages(fields.items or (), "items")
-        conversation = await additions.create(
-            store_of(request), owner_of(request), messages, fields.metadata, fields.title
-        )
-        gateway_of(request).hub.changed(conversation)
+        gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
+        once = Once.of_request(request, "conversation", body)
+        if once is None:
+            conversation = await additions.create(store, owner, messages, fields.metadata, fields.title)
+            gateway.hub.changed(conversation)
+            return json_response(conversation_json(conversation), headers=ignored_header(ignored))
+        async with gateway.keys.of(owner, once):
+            found = await once.earlier(store, owner)
+            try:
+                if found is None:
+                    conversation = await additions.create(
+                        store, owner, messages, fields.metadata, fields.title, once.claim
+                    )
+            except KeyTaken as taken:  # through another gateway
+                found = once.same(taken.claim)
+        if found is not None:
+            return json_response(conversation_json(await store.get(owner, found)), headers=REPLAYED)
+        gateway.hub.changed(conversation)
         return json_response(conversation_json(conversation), headers=ignored_header(ignored))
 
 

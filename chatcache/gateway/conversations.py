@@ -12,7 +12,7 @@ from starlette.responses import Response
 from chatcache.chat.search import Hit, SearchQuery
 from chatcache.chat.store import ConversationStore, cursor_of
 from chatcache.chat.tree import FORKED, Conversation, Item, Turn, Usage
-from chatcache.errors import InvalidRequest, Overloaded
+from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import gateway_of, owner_of
 from chatcache.gateway.errors import json_response
@@ -130,7 +130,4 @@ def read_rev(request: Request) -> int | None:
 
 def store_of(request: Request) -> ConversationStore:
     """Raises: Overloaded before it is open."""
-    store = gateway_of(request).store
-    if store is None:
-        raise Overloaded("the server is still starting")
-    return store
+    return gateway_of(request).opened_store()

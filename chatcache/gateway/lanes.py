@@ -13,9 +13,11 @@ from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read
 from chatcache.gateway.log_frames import LogFrame
+from chatcache.gateway.repeats import Once
 from chatcache.gateway.response_log import LogReader
 from chatcache.gateway.response_registry import LoggedResponse
-from chatcache.gateway.response_run import start_response
+from chatcache.gateway.response_run import start_once, start_response
+from chatcache.gateway.response_state import stream_expired
 from chatcache.gateway.wire import CreateFields
 from chatcache.gateway.ws_frames import GONE, Outbox, lane_suffix
 
@@ -117,13 +119,31 @@ class Lanes:
 
     async def _respond(self, lane: Lane, body: Mapping[str, Any]) -> None:
         try:
-            run = await start_response(self._gateway, self._owner, body, watched=self._extended)
+            logged = await self._start(body)
+            reader = logged.log.reader(extended=self._extended)
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("response.create failed")
             await self._outbox.refuse(error if isinstance(error, ChatcacheError) else INTERNAL, lane)
             return
-        await self._forward(run.logged, lane, run.log.reader(extended=self._extended))
+        await self._forward(logged, lane, reader)
+
+    async def _start(self, body: Mapping[str, Any]) -> LoggedResponse:
+        """Start a response, or find the one that its idempotency key made before. Raises: any ChatcacheError."""
+        key = read(body, CreateFields).idempotency_key
+        if key is None:
+            return (await start_response(self._gateway, self._owner, body, watched=self._extended)).logged
+        body = {name: value for name, value in body.items() if name != "idempotency_key"}
+        once = Once.of(key, "response", body)
+        run = await start_once(self._gateway, self._owner, body, once, watched=self._extended)
+        if not isinstance(run, str):
+            return run.logged
+        found = self._gateway.responses.find(self._owner, run)
+        if found is None:
+            raise stream_expired(run)
+        if found.id in self._reading:
+            raise InvalidRequest("the response is being sent on this connection already", param="idempotency_key")
+        return found
 
     async def _forward(self, logged: LoggedResponse, lane: Lane, reader: LogReader) -> None:
         """Send a response's frames, and then those of whatever goes on with it."""

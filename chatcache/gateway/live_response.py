@@ -14,6 +14,7 @@ from chatcache.chat.conversations import PlannedTurn
 from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
 from chatcache.chat.forks import ReplyStart
 from chatcache.chat.service import Reply
+from chatcache.chat.store import StoreUnavailable
 from chatcache.chat.tree import FAILED, Conversation, Usage
 from chatcache.errors import ChatcacheError, EngineFault, NotFound
 from chatcache.gateway.context import Gateway, Model
@@ -181,8 +182,8 @@ class LiveResponse:
             self._planned = replace(self._planned, turn=self._frames.steered())
         elif event.cancelled:
             self._receipt = self._stopped(event)
-        await self._store(self._frames.status(event), usage)
-        self._frames.finished(event, self._receipt)
+        is_saved = await self._store(self._frames.status(event), usage)
+        self._frames.finished(event, self._receipt, is_saved=is_saved)
 
     async def _hand_over(self) -> None:
         """Let what was steered be answered by a successor, or wait for function outputs, or go back."""
@@ -229,13 +230,27 @@ class LiveResponse:
         except Exception:
             log.exception("%s: that it failed could not be stored", self.id)
 
-    async def _store(self, status: str, usage: Usage | None) -> None:
+    async def _store(self, status: str, usage: Usage | None) -> bool:
+        """Store how it ended, now or (False) as soon as the store takes it."""
         if self._conversation is None:
-            return
-        conversation = await self._model.conversations.settle(
-            self._conversation, self._planned, self._frames.outputs, status, usage
-        )
+            return True
+        end = (self._conversation, self._planned, self._frames.outputs, status, usage)
+        conversations = self._model.conversations
+
+        async def store_late() -> None:
+            conversation = await conversations.settle_late(*end)
+            self.log.unsaved = False
+            self._gateway.hub.changed(conversation)
+
+        try:
+            conversation = await conversations.settle(*end)
+        except StoreUnavailable:
+            names = (self._conversation.id, *(item.id for item in self._frames.outputs))
+            self.log.unsaved = True
+            self._gateway.unsaved.add(self.id, names, store_late)
+            return False
         self._tell(conversation)
+        return True
 
     def _tell(self, conversation: Conversation) -> None:
         """Tell the readers, and whoever subscribed, how the conversation stands now."""

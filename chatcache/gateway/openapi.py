@@ -15,6 +15,7 @@ from chatcache.gateway.answers import Error
 from chatcache.gateway.api_table import OPERATIONS, SOCKETS, Body, Operation
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.jsonio import encode
+from chatcache.gateway.repeats import HEADER, KEY
 
 Schema = dict[str, Any]
 
@@ -106,7 +107,7 @@ def _operation(operation: Operation) -> Schema:
     described: Schema = {
         "operationId": _operation_id(operation),
         "summary": operation.summary,
-        "parameters": [*_path_parameters(operation), *_query_parameters(operation)],
+        "parameters": [*_path_parameters(operation), *_query_parameters(operation), *_headers(operation)],
         "responses": _responses(operation),
         "security": [{}, {"key": []}] if operation.needs_key else [],
     }
@@ -173,6 +174,14 @@ def _query_parameters(operation: Operation) -> list[Schema]:
         {"name": name, "in": "query", "required": name in schema["required"], "schema": _without_null(each)}
         for name, each in schema["properties"].items()
     ]
+
+
+def _headers(operation: Operation) -> list[Schema]:
+    if not operation.once:
+        return []
+    said = "The same request again with the same key, for a day, is answered with what the first one made."
+    schema = {"type": "string", "pattern": KEY.pattern}
+    return [{"name": HEADER, "in": "header", "required": False, "description": said, "schema": schema}]
 
 
 def _without_null(schema: Schema) -> Schema:

@@ -100,11 +100,13 @@ class ResponseFrames:
             return INCOMPLETE if self._steered else CANCELLED
         return COMPLETED if self._finish_reasons <= {FINISH_STOP} else INCOMPLETE
 
-    def finished(self, event: ReplyFinished, receipt: Mapping[str, object] | None) -> None:
+    def finished(self, event: ReplyFinished, receipt: Mapping[str, object] | None, *, is_saved: bool) -> None:
         """Write the terminal frame; `receipt` belongs to a cancelled response."""
         status = self.status(event)
         kind = "response.completed" if status == COMPLETED else "response.incomplete"
-        more = {"receipt": receipt} if receipt is not None else {}
+        more: dict[str, object] = {"receipt": receipt} if receipt is not None else {}
+        if not is_saved:
+            more["saved"] = False
         self._log.append(kind, response=self._response(status, usage_of(event)), **more)
 
     def failed(self, error: ChatcacheError) -> Turn:

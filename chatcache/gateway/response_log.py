@@ -40,6 +40,7 @@ class ResponseLog:
     def __init__(self, response_id: str) -> None:
         self.response_id = response_id
         self.closed = False
+        self.unsaved = False  # it ended, and the store has not taken that yet
         self.num_readers = 0
         self.on_readers: Callable[[int], None] | None = None
         self._frames = FrameStore()

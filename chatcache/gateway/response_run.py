@@ -11,6 +11,7 @@ from chatcache.chat.conversations import PlannedTurn
 from chatcache.chat.forks import ReplyStart
 from chatcache.chat.places import TurnRequest
 from chatcache.chat.service import Reply, num_candidates
+from chatcache.chat.store import Claim, KeyTaken
 from chatcache.chat.tools import Function
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.context import Gateway, Model
@@ -18,6 +19,7 @@ from chatcache.gateway.fields import read, unknown_fields
 from chatcache.gateway.live_response import LiveResponse, Order
 from chatcache.gateway.messages import input_messages
 from chatcache.gateway.params import Asked, conversation_id, known_as, to_params
+from chatcache.gateway.repeats import Once
 from chatcache.gateway.response_registry import LoggedResponse, Run
 from chatcache.gateway.steer import queued_input
 from chatcache.gateway.structured import named_after, structured_outputs
@@ -29,31 +31,57 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 async def start_response(
-    gateway: Gateway, owner: str, body: Mapping[str, Any], *, watched: bool = False
+    gateway: Gateway, owner: str, body: Mapping[str, Any], *, watched: bool = False, once: Once | None = None
 ) -> LiveResponse:
     """Validate, plan, submit, store the input; from here on the run goes by itself.
 
     `watched`: whoever asked reads `chatcache.v1` frames too. Once the engine has the request, it begins even if whoever
     asked stops waiting for it. Steering input that waits for the same previous response comes in front of the body's.
-    Raises: any ChatcacheError; then nothing was stored and nothing runs.
+    Raises: any ChatcacheError; then nothing was stored (StoreUnavailable: perhaps) and nothing runs.
     """
     steered = _steered_before(gateway, owner, body)
     if steered is None:
-        return await _start(gateway, owner, body, watched)
+        return await _start(gateway, owner, body, watched, once)
     steers, steered.steers = steered.steers, ()
     try:
-        return await _start(gateway, owner, {**body, "input": queued_input(steers, body.get("input"))}, watched)
+        return await _start(gateway, owner, {**body, "input": queued_input(steers, body.get("input"))}, watched, once)
     except BaseException:
         steered.steers = steers
         raise
 
 
-async def _start(gateway: Gateway, owner: str, body: Mapping[str, Any], watched: bool) -> LiveResponse:
+async def start_once(
+    gateway: Gateway, owner: str, body: Mapping[str, Any], once: Once, *, watched: bool = False
+) -> LiveResponse | str:
+    """`start_response`, or the id of the response that the same request started before.
+
+    Raises: KeyTaken for a key that came with another request.
+    """
+    if body.get("store") is False:
+        raise InvalidRequest(
+            "an Idempotency-Key needs store: nothing else can be answered again", param="store"
+        )
+    async with gateway.keys.of(owner, once):
+        found = await once.earlier(gateway.opened_store(), owner)
+        if found is not None:
+            return found
+        try:
+            return await start_response(gateway, owner, body, watched=watched, once=once)
+        except KeyTaken as taken:  # through another gateway
+            return once.same(taken.claim)
+
+
+async def _start(
+    gateway: Gateway, owner: str, body: Mapping[str, Any], watched: bool, once: Once | None = None
+) -> LiveResponse:
     fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     if fields.background and fields.store is False:
         raise InvalidRequest("background needs store: nobody could read the response", param="background")
     model = await gateway.ready(fields.model)
+    await gateway.unsaved.settle(
+        fields.previous_response_id, fields.previous_item_id, conversation_id(fields.conversation)
+    )
     running = await running_reply(gateway, owner, fields)
     use = response_tools(model, fields)
     request = turn_request(fields, owner, gateway.model_name, use.functions, running)
@@ -87,14 +115,17 @@ async def _start(gateway: Gateway, owner: str, body: Mapping[str, Any], watched:
         return (await _start(gateway, owner, successor, watched)).id
 
     order = Order(body, fields.generate is not False, _ttl_s(gateway, fields), succeed)
-    opening = asyncio.create_task(_open(gateway, model, planned, reply, order))
+    claim = once.claim(planned.turn.id) if once is not None else None
+    opening = asyncio.create_task(_open(gateway, model, planned, reply, order, claim))
     opening.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(opening)
 
 
-async def _open(gateway: Gateway, model: Model, planned: PlannedTurn, reply: Reply, order: Order) -> LiveResponse:
+async def _open(
+    gateway: Gateway, model: Model, planned: PlannedTurn, reply: Reply, order: Order, claim: Claim | None
+) -> LiveResponse:
     try:
-        conversation = await model.conversations.open(planned)
+        conversation = await model.conversations.open(planned, claim)
     except BaseException:
         await reply.close()
         raise

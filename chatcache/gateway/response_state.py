@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
-from chatcache.chat.tree import IN_PROGRESS, ConversationTree
+from chatcache.chat.store import ConversationStore
+from chatcache.chat.tree import DELETED, IN_PROGRESS, ConversationTree
+from chatcache.errors import InvalidRequest, NotFound
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.response_log import TERMINAL, ResponseLog
 from chatcache.gateway.response_object import (
@@ -38,7 +40,7 @@ def as_logged(log: ResponseLog) -> bytes:
     milestones = log.milestones()
     end = next((frame for frame in milestones if frame.kind in TERMINAL), None)
     if end is not None:
-        return _final(end.data)
+        return _with(_final(end.data), b'"saved":false') if log.unsaved else _final(end.data)
     created = msgspec.json.decode(milestones[0].data, type=_Lifecycle)
     finished = [msgspec.json.decode(frame.data, type=_Finished) for frame in milestones[1:]]
     outputs: dict[Any, Mapping[str, Any]] = {text["output_index"]: _unfinished(text) for text in log.texts()}
@@ -60,12 +62,35 @@ def as_stored(tree: ConversationTree, response_id: str) -> dict[str, Any]:
     return response_object(turn, items, why_incomplete(turn, outputs))
 
 
+def stream_expired(response_id: str) -> InvalidRequest:
+    message = f"the events of {response_id[:128]} are not kept here any more: retrieve it without stream"
+    return InvalidRequest(message, param="stream", code="stream_expired")
+
+
+async def find_stored(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:
+    """The tree that holds a stored response. Raises: NotFound, also for one that was deleted."""
+    missing = NotFound(f"no response {response_id[:128]!r}", param="response_id")
+    try:
+        tree = await store.load(owner, await store.locate(owner, response_id))
+    except NotFound:
+        raise missing from None
+    turn = tree.turns.get(response_id)
+    if turn is None or turn.status == DELETED:
+        raise missing
+    return tree
+
+
 def _final(frame: bytes) -> bytes:
     end = msgspec.json.decode(frame, type=_Lifecycle)
     response = bytes(end.response)
     if isinstance(end.receipt, msgspec.UnsetType):
         return response
-    return b'%s,"receipt":%s}' % (response[:-1], bytes(end.receipt))
+    return _with(response, b'"receipt":%s' % bytes(end.receipt))
+
+
+def _with(response: bytes, member: bytes) -> bytes:
+    """An encoded object with one more member."""
+    return b"%s,%s}" % (response[:-1], member)
 
 
 def _unfinished(text: Mapping[str, Any]) -> dict[str, object]:

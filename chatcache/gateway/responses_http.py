@@ -15,11 +15,13 @@ from starlette.types import Receive, Scope, Send
 
 from chatcache.gateway.body import read_json, until_disconnect
 from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.repeats import REPLAYED, Once
 from chatcache.gateway.response_log import LogReader
 from chatcache.gateway.response_registry import Run
-from chatcache.gateway.response_run import start_response
-from chatcache.gateway.response_state import as_created, as_logged
+from chatcache.gateway.response_run import start_once, start_response
+from chatcache.gateway.response_state import as_created, as_logged, as_stored, find_stored, stream_expired
 from chatcache.gateway.sse import EventStream
 from chatcache.gateway.wire import DeliveryFields, ResponseFields, SamplingFields
 
@@ -34,9 +36,16 @@ async def create(request: Request) -> Response:
     body = await read_json(request)
     delivery = read(body, DeliveryFields)
     headers = ignored_header(unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields))
-    starting = start_response(gateway, owner_of(request), body)
+    owner, once = owner_of(request), Once.of_request(request, "response", body)
     # One that is stored is started even if the client is gone by then: resending it could only double it.
-    run = await (starting if delivery.store is not False else until_disconnect(request, starting))
+    if once is not None:
+        run = await start_once(gateway, owner, body, once)
+        if isinstance(run, str):
+            return await _again(request, run, delivery, headers | REPLAYED)
+    elif delivery.store is not False:
+        run = await start_response(gateway, owner, body)
+    else:
+        run = await until_disconnect(request, start_response(gateway, owner, body))
     if delivery.stream:
         return LogStream(gateway, run.log.reader(), headers)
     if delivery.background:
@@ -44,6 +53,23 @@ async def create(request: Request) -> Response:
     with run.log.reader():
         await until_disconnect(request, _over(gateway, run))
     return Response(as_logged(run.log), headers=headers, media_type=JSON)
+
+
+async def _again(request: Request, response_id: str, delivery: DeliveryFields, headers: dict[str, str]) -> Response:
+    """Answer a request that comes again with what the first one made. Raises: NotFound where that was deleted."""
+    gateway, owner = gateway_of(request), owner_of(request)
+    logged = gateway.responses.find(owner, response_id)
+    if logged is None:  # of long ago, or another gateway's
+        tree = await find_stored(gateway.opened_store(), owner, response_id)
+        if delivery.stream:
+            raise stream_expired(response_id)
+        return json_response(as_stored(tree, response_id), headers=headers)
+    if delivery.stream:
+        return LogStream(gateway, logged.log.reader(), headers)
+    if not delivery.background and logged.run is not None:
+        with logged.log.reader():
+            await until_disconnect(request, _over(gateway, logged.run))
+    return Response(as_logged(logged.log), headers=headers, media_type=JSON)
 
 
 async def _over(gateway: Gateway, run: Run) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from chatcache.chat.removal import without_response
 from chatcache.chat.store import ConversationStore, StaleRevision
-from chatcache.chat.tree import DELETED, ConversationTree
+from chatcache.chat.tree import ConversationTree
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.gateway.body import read_json
 from chatcache.gateway.context import Gateway, gateway_of, owner_of
@@ -23,7 +23,7 @@ from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.paging import PageQuery, paged
 from chatcache.gateway.response_run import response_tools, running_reply, turn_request
-from chatcache.gateway.response_state import as_logged, as_stored
+from chatcache.gateway.response_state import as_logged, as_stored, find_stored, stream_expired
 from chatcache.gateway.responses_http import JSON, LogStream
 from chatcache.gateway.wire import ResponseFields, SamplingFields
 
@@ -48,7 +48,7 @@ class OneResponse(HTTPEndpoint):
         if logged is not None and logged.run is not None:
             await logged.run.cancel()
         try:
-            tree = await _find(store, owner, response_id)
+            tree = await find_stored(store, owner, response_id)
         except NotFound:
             if logged is None:
                 raise
@@ -71,7 +71,7 @@ async def input_items(request: Request) -> Response:
     """GET /v1/responses/{id}/input_items: the messages that came with the request."""
     response_id = request.path_params["id"]
     query = PageQuery.read(request.query_params)
-    tree = await _find(store_of(request), owner_of(request), response_id)
+    tree = await find_stored(store_of(request), owner_of(request), response_id)
     return json_response(paged(wire_items(tree, tree.inputs(response_id)), query))
 
 
@@ -99,7 +99,7 @@ async def _now(request: Request) -> Response:
     logged = gateway.responses.find(owner, response_id)
     if logged is not None:
         return Response(as_logged(logged.log), media_type=JSON)
-    tree = await _find(store_of(request), owner, response_id)
+    tree = await find_stored(store_of(request), owner, response_id)
     return json_response(as_stored(tree, response_id))
 
 
@@ -107,28 +107,11 @@ async def _follow(request: Request, after: int) -> Response:
     gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
     logged = gateway.responses.find(owner, response_id)
     if logged is None:
-        await _find(store_of(request), owner, response_id)
-        raise InvalidRequest(
-            "the events of this response are not kept any more: retrieve it without stream",
-            param="stream",
-            code="stream_expired",
-        )
+        await find_stored(store_of(request), owner, response_id)
+        raise stream_expired(response_id)
     reader = logged.log.reader(after)
     gateway.metrics.resumed.labels(transport="sse").inc()
     return LogStream(gateway, reader, {})
-
-
-async def _find(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:
-    """The tree that holds a stored response. Raises: NotFound, also for one that was deleted."""
-    missing = NotFound(f"no response {response_id[:128]!r}", param="response_id")
-    try:
-        tree = await store.load(owner, await store.locate(owner, response_id))
-    except NotFound:
-        raise missing from None
-    turn = tree.turns.get(response_id)
-    if turn is None or turn.status == DELETED:
-        raise missing
-    return tree
 
 
 async def _remove(gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str) -> None:

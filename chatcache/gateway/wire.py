@@ -28,6 +28,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 ShortText = Annotated[str, Meta(max_length=512)]
 SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+IdempotencyKey = Annotated[str, Meta(pattern="^[!-~]{1,255}$")]
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
@@ -244,9 +245,10 @@ class DeliveryFields(msgspec.Struct, frozen=True):
 
 
 class CreateFields(msgspec.Struct, frozen=True):
-    """What the connection itself needs of a `response.create`."""
+    """What the connection itself needs of a `response.create`. The key is what HTTP has as a header."""
 
     stream_id: Id | None = None
+    idempotency_key: IdempotencyKey | None = None
 
 
 class CancelFields(msgspec.Struct, frozen=True):

@@ -1,0 +1,291 @@
+"""What Redis adds to the storage contract: servers that die, hang, fill up or belong to somebody else; and layout."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from chatcache.chat import redis_link, redis_rows
+from chatcache.chat.removal import without_item
+from chatcache.chat.store import Claim, StoreUnavailable, StoreUnusable
+from chatcache.chat.store_redis import RedisStore
+from chatcache.chat.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, Item, Turn
+from tests.chat.redis_servers import RedisServer, redis_server
+
+HEAD = Conversation("conv", "me", 1.0, 1.0)
+
+
+@pytest.fixture
+def mortal_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of one's own, whose every acknowledged write is on the disk."""
+    with redis_server(tmp_path / "redis", appendfsync="always") as server:
+        yield server
+
+
+async def until(condition: Any, what: str, timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline_s, f"never: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def answers(store: RedisStore) -> bool:
+    try:
+        await store.check()
+    except StoreUnavailable:
+        return False
+    return True
+
+
+async def test_what_was_acknowledged_survives_kills_of_the_server(mortal_redis: RedisServer) -> None:
+    """Writers go on through three SIGKILLs: refused while it is down, never by more than a second, nothing lost."""
+    store = RedisStore(mortal_redis.url)
+    await store.create(HEAD)
+    acknowledged: list[str] = []
+    slowest_s = 0.0
+    stop = asyncio.Event()
+
+    async def write(writer: int) -> None:
+        nonlocal slowest_s
+        number = 0
+        while not stop.is_set():
+            number += 1
+            item = Item(f"msg_{writer}_{number}", None, "user", "x" * 100, tuple(range(50)))
+            began_s = time.monotonic()
+            try:
+                await store.append("me", "conv", [item])
+                acknowledged.append(item.id)
+            except StoreUnavailable:
+                await asyncio.sleep(0.01)
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+
+    async def go_on(num_writes: int) -> None:
+        async def are_there() -> bool:
+            return len(acknowledged) >= num_writes
+
+        await until(are_there, "writes")
+
+    writers = [asyncio.create_task(write(writer)) for writer in range(4)]
+    for _ in range(3):
+        await go_on(len(acknowledged) + 20)
+        await asyncio.to_thread(mortal_redis.kill)
+        await asyncio.to_thread(mortal_redis.start)
+    await go_on(len(acknowledged) + 20)
+    stop.set()
+    await asyncio.gather(*writers)
+    tree = await store.load("me", "conv")
+    await store.close()
+    assert set(acknowledged) <= set(tree.items)
+    assert tree.conversation.rev == len(tree.items)  # each came whole, and once
+    assert slowest_s < 1.0
+
+
+async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_redis: RedisServer) -> None:
+    store = RedisStore(mortal_redis.url, lease_s=0.6)
+    await store.create(HEAD)
+    mortal_redis.signal(signal.SIGSTOP)
+    turn = Turn("resp_1", "", "m", 1.0)
+    began_s = time.monotonic()
+    given = await asyncio.gather(
+        store.append("me", "conv", [], turn),
+        *(store.get("me", "conv") for _ in range(100)),  # more than there are connections
+        return_exceptions=True,
+    )
+    assert time.monotonic() - began_s < 1.0
+    assert all(isinstance(each, StoreUnavailable) for each in given)
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await store.get("me", "conv")
+    assert time.monotonic() - began_s < 0.1  # by then everybody knows
+    mortal_redis.signal(signal.SIGCONT)
+    await until(lambda: answers(store), "an answer")
+
+    async def is_settled() -> bool:
+        """The refused turn may have reached the server all the same; nobody runs it."""
+        present = (await store.load("me", "conv")).turns.get("resp_1")
+        return present is None or present.status == INCOMPLETE
+
+    await until(is_settled, "the refused turn to be nobody's")
+    await store.close()
+
+
+async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs(empty_redis: RedisServer) -> None:
+    alive, dying = (RedisStore(empty_redis.url, lease_s=0.6) for _ in range(2))
+    await alive.create(HEAD, turn=Turn("resp_a", "", "m", 1.0))
+    await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0))
+    assert dying._leases._keeping is not None
+    dying._leases._keeping.cancel()  # as good as dead: it renews nothing any more
+
+    async def is_swept() -> bool:
+        return (await alive.load("me", "conv")).turns["resp_b"].status == INCOMPLETE
+
+    await until(is_swept, "the dead one's response to be incomplete")
+    assert (await alive.load("me", "conv")).turns["resp_a"].status == IN_PROGRESS
+    assert set(empty_redis.admin.hgetall(redis_rows.RUNNING)) == {b"resp_a"}
+    await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0, status=COMPLETED))  # it was only slow
+    assert (await alive.load("me", "conv")).turns["resp_b"].status == COMPLETED
+    await alive.close()
+    third = RedisStore(empty_redis.url, lease_s=0.6)  # who leaves in order is known to be gone at once
+
+    async def is_free() -> bool:
+        return (await third.load("me", "conv")).turns["resp_a"].status == INCOMPLETE
+
+    await until(is_free, "the left response to be incomplete")
+    for store in (third, dying):
+        await store.close()
+
+
+async def test_two_gateways_write_one_conversation(empty_redis: RedisServer) -> None:
+    stores = [RedisStore(empty_redis.url) for _ in range(2)]
+    try:
+        await stores[0].create(HEAD)
+        work = [
+            store.append("me", "conv", [Item(f"msg_{number}_{at}", None, "user", "x")])
+            for at, store in enumerate(stores)
+            for number in range(60)
+        ]
+        results = await asyncio.gather(*work)
+        assert sorted(result.rev for result in results) == list(range(1, 121))
+        assert len((await stores[1].load("me", "conv")).items) == 120
+        placed = await stores[0]._link.run(lambda client: client.hvals(redis_rows.items_key("conv")))
+        assert sorted(redis_rows.item_of(data).position for data in placed) == list(range(120))
+    finally:
+        for store in stores:
+            await store.close()
+
+
+async def test_without_watching_writers_would_lose(empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: the test above sees changes that are not watched."""
+
+    async def watch_nothing(self: Any, *names: str) -> bool:
+        return bool(await original(self, "chatcache:nothing"))
+
+    original = redis.asyncio.client.Pipeline.watch
+    monkeypatch.setattr(redis.asyncio.client.Pipeline, "watch", watch_nothing)
+    with pytest.raises(AssertionError):
+        await test_two_gateways_write_one_conversation(empty_redis)
+
+
+async def test_cancelled_callers_leave_nothing_for_others(empty_redis: RedisServer) -> None:
+    """Callers that go away at any moment: whoever comes next reads their own answer."""
+    store = RedisStore(empty_redis.url)
+    names = [f"conv_{number}" for number in range(20)]
+    for name in names:
+        await store.create(Conversation(name, "me", 1.0, 1.0, title=name))
+    draw = random.Random(7)
+    num_cancelled = 0
+
+    async def ask(name: str) -> None:
+        assert (await store.get("me", name)).title == name
+
+    for _ in range(60):
+        tasks = [asyncio.create_task(ask(draw.choice(names))) for _ in range(30)]
+        for _ in range(draw.randrange(6)):
+            await asyncio.sleep(0)
+        leaving = draw.sample(tasks, 15)
+        num_cancelled += sum(task.cancel() for task in leaving)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError)
+    assert num_cancelled > 500
+    await store.close()
+
+
+async def test_a_full_server_refuses_writes_and_goes_on_reading(empty_redis: RedisServer) -> None:
+    store = RedisStore(empty_redis.url)
+    await store.create(HEAD, [Item("msg_1", None, "user", "Hello")])
+    empty_redis.admin.config_set("maxmemory", 1024)
+    try:
+        for work in (store.append("me", "conv", [Item("msg_2", None, "user", "x")]), store.check()):
+            with pytest.raises(StoreUnavailable, match="takes nothing"):
+                await work
+        assert list((await store.load("me", "conv")).items) == ["msg_1"]
+    finally:
+        empty_redis.admin.config_set("maxmemory", 0)
+    assert (await store.append("me", "conv", [Item("msg_2", None, "user", "x")])).rev == 1
+    await store.close()
+
+
+def test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing(empty_redis: RedisServer) -> None:
+    """Every test here and of the contract goes through it; this shows that it is what the docs say."""
+    client = redis.Redis.from_url(empty_redis.url, protocol=2)
+    for command in ("EVAL return 0", "CONFIG GET dir", "FLUSHALL", "KEYS *", "INFO", "SCRIPT FLUSH", "SHUTDOWN"):
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.execute_command(*command.split())
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        client.get("elsewhere")
+    client.close()
+
+
+async def test_whoever_is_not_let_in_is_told_so(empty_redis: RedisServer) -> None:
+    where = f"127.0.0.1:{empty_redis.port}"
+    for url, reason in (
+        (f"redis://chatcache:wrong@{where}/0", "does not let us in"),
+        ("http://127.0.0.1", "not a URL"),
+        ("redis://127.0.0.1:99999", "not a URL"),
+    ):
+        with pytest.raises(StoreUnusable, match=reason) as refused:
+            RedisStore(url)
+        assert "wrong" not in refused.value.message and "secret" not in refused.value.message
+    empty_redis.admin.execute_command("ACL", "SETUSER", "guest", "on", ">guest", "~other:*", "+@all")
+    with pytest.raises(StoreUnusable, match="cannot be used"):
+        RedisStore(f"redis://guest:guest@{where}/0")
+
+
+async def test_what_a_newer_version_wrote_is_refused_untouched(empty_redis: RedisServer) -> None:
+    empty_redis.admin.set(redis_rows.SCHEMA, redis_rows.VERSION + 1)
+    with pytest.raises(StoreUnusable, match="newer"):
+        RedisStore(empty_redis.url)
+    assert empty_redis.admin.keys("*") == [redis_rows.SCHEMA.encode()]
+
+
+async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        server.kill()
+        store = RedisStore(server.url)
+        with pytest.raises(StoreUnavailable):
+            await store.create(HEAD)
+        server.start()
+        await until(lambda: answers(store), "an answer")
+        await store.create(HEAD)
+        await store.close()
+
+
+async def test_a_server_that_comes_back_with_a_newer_layout_stays_refused(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        store = RedisStore(server.url)
+        await store.create(HEAD)
+        server.admin.set(redis_rows.SCHEMA, 99)
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            await store.get("me", "conv")
+        server.start()
+        await asyncio.sleep(3 * redis_link._PROBE_S)
+        with pytest.raises(StoreUnavailable):
+            await store.get("me", "conv")
+        await store.close()
+
+
+async def test_a_conversation_lies_in_one_slot_and_leaves_nothing_behind(empty_redis: RedisServer) -> None:
+    store = RedisStore(empty_redis.url)
+    await store.create(Conversation("conv", "me}{", 1.0, 1.0, "Title"), [Item("a", None, "user", "Some words")])
+    await store.append(
+        "me}{", "conv", [Item("b", "a", "user", "More")], Turn("r", "b", "m", 1.0), claim=Claim("k", "d", "r")
+    )
+    held = empty_redis.admin.keys("chatcache:{conv}:*")
+    assert len(held) == 4 and len({key_slot(key) for key in held}) == 1
+    await store.append("me}{", "conv", [], Turn("r", "b", "m", 1.0, status=COMPLETED))
+    tree = await store.load("me}{", "conv")
+    await store.edit("me}{", "conv", without_item(tree, "a"))
+    await store.delete("me}{", "conv")
+    await store.close()
+    left = {key.decode() for key in empty_redis.admin.keys("*")}
+    assert left == {"chatcache:schema", "chatcache:claim:{o=me%7D%7B}:k"}
