@@ -25,8 +25,8 @@ class PageBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable" or self._current():
             return
         npm = shutil.which("npm")
-        if npm is None:
-            self._warn("no npm")
+        if npm is None or not self._web.is_dir():
+            self._warn("no npm" if npm is None else "its source is not here")
             return
         try:
             if not self._installed():

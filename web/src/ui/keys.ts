@@ -2,6 +2,7 @@
 import type { Chat } from "../state/chat";
 import type { Turn } from "../state/turn";
 import { SIDES, isNarrow, panel, side, sidebarOpen, togglePanel, toggleSide } from "./panels";
+import { WHOLE } from "./rows";
 
 interface Shortcut {
   readonly keys: string;
@@ -103,6 +104,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
       setTimeout(() => document.getElementById("find")?.focus());
     },
   },
+  { keys: "Ctrl+F", what: `The browser's search; in chats of over ${WHOLE} messages it sees those nearby, Ctrl+K sees all` },
   { keys: "↓ / ↑", what: "From row to row in the list; Enter opens, F2 renames, Del deletes" },
   {
     keys: "Alt+↑ / ↓",
