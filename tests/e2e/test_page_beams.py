@@ -56,7 +56,8 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, pict
     for node in live:
         rest = texts[node][len(texts[agreed[-1]]) :].replace("\n", "⏎")
         assert any(piece and rest.endswith(piece) for piece in _drawn(chat, "open")), rest
-    assert _squeeze(trunk[0]) == _squeeze(chat.page.locator(".card .prose").first.inner_text())
+    said = re.sub(r"<\|\w+\|>", "", trunk[0])  # an answer that was to have no end may have passed some
+    assert _squeeze(said) == _squeeze(chat.page.locator(".card .prose").first.inner_text())
 
 
 def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched) -> None:
