@@ -51,12 +51,14 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, pict
     texts, parents = _tree(frames)
     live = frames[-1]["live"]
     agreed = _shared([_path(node, parents) for node in live])
-    trunk = [texts[agreed[-1]].replace("\n", "⏎")]
-    chat.until(f"JSON.stringify({_AGREED}) === JSON.stringify({json.dumps(trunk)})")  # drawn a moment later
-    for node in live:
+    trunk = texts[agreed[-1]].replace("\n", "⏎")
+    ends = "[...document.querySelectorAll('.beam-open > text')].map(text => text.textContent)"
+    for node in live:  # drawn a moment later, and of much the end
         rest = texts[node][len(texts[agreed[-1]]) :].replace("\n", "⏎")
-        assert any(piece and rest.endswith(piece) for piece in _drawn(chat, "open")), rest
-    said = re.sub(r"<\|\w+\|>", "", trunk[0])  # an answer that was to have no end may have passed some
+        chat.until(f"{ends}.some(text => text && {json.dumps(rest)}.endsWith(text))")
+    chat.page.evaluate("document.querySelector('.beam-scroll').scrollLeft = 0")
+    chat.until(f"{json.dumps(trunk)}.startsWith(document.querySelector('.beam-agreed > text')?.textContent ?? '?')")
+    said = re.sub(r"<\|\w+\|>", "", trunk)  # an answer that was to have no end may have passed some
     assert _squeeze(said) == _squeeze(chat.page.locator(".card .prose").first.inner_text())
 
 
@@ -166,7 +168,6 @@ _KINDS = """Object.fromEntries([...document.querySelectorAll('.beam-piece')].map
 
 
 _GHOST = "document.querySelector('.answer-beams .ghost')?.textContent"
-_AGREED = "[...document.querySelectorAll('.beam-agreed > text')].map(text => text.textContent)"
 
 
 def _response(status: str) -> dict[str, Any]:
@@ -193,12 +194,6 @@ def _path(node: int, parents: dict[int, int]) -> list[int]:
 
 def _shared(paths: list[list[int]]) -> list[int]:
     return [steps[0] for steps in zip(*paths, strict=False) if len(set(steps)) == 1]
-
-
-def _drawn(chat: Watched, kind: str) -> list[str]:
-    """Texts of the tree's pieces of one kind."""
-    texts: list[str] = chat.page.locator(f".beam-{kind} > text").all_text_contents()
-    return texts
 
 
 def _tree_width(chat: Watched) -> int:

@@ -1,5 +1,5 @@
 import { describe, expect, test } from "vitest";
-import { type BeamDrawing, CURVE, drawBeams } from "../src/draw/beams";
+import { type BeamDrawing, CURVE, cutOut, drawBeams } from "../src/draw/beams";
 import { CELL, cells, clipped, visible } from "../src/draw/text";
 import { type BeamNode, BeamTree, likelihood, pathTo, percentPerToken } from "../src/state/beams";
 
@@ -113,6 +113,22 @@ describe("the drawing", () => {
     expect(open.size).toBe(tree.live.length);
     expect(drawing.pieces.filter(({ kind }) => kind === "agreed").every(({ lane }) => lane === 0)).toBe(true);
     expect(drawing.pieces.find(({ kind }) => kind === "agreed")?.text ?? "").toBe(tree.textOf(tree.agreed()));
+  });
+
+  test.each([[0, 200], [150, 400], [900, 1100], [0, 1e6], [5000, 6000]])("cut out from %i to %i it shows the same", (from, to) => {
+    const whole = drawBeams(grown(3, 6, 60));
+    const part = cutOut(whole, from, to);
+    for (const piece of part.pieces) {
+      const original = whole.pieces.find(({ key }) => key === piece.key)!;
+      const at = Math.round((piece.x - original.x) / CELL);
+      expect(original.text.slice(at, at + piece.text.length)).toBe(piece.text);
+      expect(piece.width).toBeCloseTo(piece.text.length * CELL, 5);
+      expect(piece.x).toBeLessThanOrEqual(Math.max(from, original.x));
+      expect(piece.x + piece.width).toBeGreaterThanOrEqual(Math.min(to, original.x + original.width) - 0.01);
+    }
+    const seen = whole.pieces.filter(({ x, width }) => x + width > from && x < to);
+    expect(part.pieces.map(({ key }) => key)).toEqual(seen.map(({ key }) => key));
+    expect([part.width, part.lanes]).toEqual([whole.width, whole.lanes]);
   });
 
   test("wide characters take two cells, breaks one", () => {

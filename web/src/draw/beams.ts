@@ -60,6 +60,31 @@ export function drawBeams(tree: BeamTree, alive: readonly BeamNode[] = tree.live
   return placeDead(grown, looks);
 }
 
+/** What of a drawing lies between two places: a search may be thousands of characters wide, a panel shows fifty. */
+export function cutOut(drawing: BeamDrawing, from: number, to: number): BeamDrawing {
+  const near = ({ x }: { readonly x: number }) => x > from - CURVE && x < to;
+  return {
+    ...drawing,
+    pieces: drawing.pieces.filter(({ x, width }) => x + width > from && x < to).map((piece) => shortened(piece, from, to)),
+    joins: drawing.joins.filter(near),
+    ticks: drawing.ticks.filter(near),
+  };
+}
+
+function shortened(piece: Piece, from: number, to: number): Piece {
+  if (piece.x >= from && piece.x + piece.width <= to) return piece;
+  let [x, width, text] = [piece.x, 0, ""];
+  for (const character of piece.text) {
+    const wide = cells(character) * CELL;
+    if (x + width + wide <= from) x += wide;
+    else if (x + width < to) {
+      text += character;
+      width += wide;
+    } else break;
+  }
+  return { ...piece, x, width, text };
+}
+
 /** What every node is: agreed on, open or dropped. */
 class Looks {
   readonly alive = new Set<BeamNode>();

@@ -1,12 +1,15 @@
 // The beam tree, drawn: it grows to the right, and the view goes with it until the reader scrolls back.
+import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { CURVE, LANE, type BeamDrawing, type Join } from "../../draw/beams";
+import { type BeamDrawing, CURVE, type Join, LANE, cutOut } from "../../draw/beams";
 import type { BeamNode } from "../../state/beams";
 
 const LEFT = 14; // px, room for the prompt's dot
 const TOP = 26; // px, room for the text above the first line
 const RIGHT = 34; // px, room for the place at a beam's end
 const NEAR_PX = 24;
+const SPARE_PX = 400; // drawn beyond what is in sight
+const STEP_PX = 200; // scrolled before more is drawn
 
 interface Props {
   readonly drawing: BeamDrawing;
@@ -17,23 +20,29 @@ interface Props {
 export function BeamTreeView({ drawing, ends, label }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const follows = useRef(true);
+  const scrolled = useSignal(0);
   const width = LEFT + drawing.width + RIGHT;
   const height = TOP + (Math.max(1, drawing.lanes) - 1) * LANE + 14;
   useLayoutEffect(() => {
     if (follows.current) box.current?.scrollTo({ left: width });
   }, [width]);
+  const seen = box.current?.clientWidth ?? SPARE_PX;
+  const left = follows.current ? width - seen : scrolled.value;
+  const shown = cutOut(drawing, left - SPARE_PX, left + seen + SPARE_PX);
   const onScroll = () => {
     const at = box.current;
-    if (at) follows.current = at.scrollWidth - at.scrollLeft - at.clientWidth < NEAR_PX;
+    if (!at) return;
+    scrolled.value = Math.round(at.scrollLeft / STEP_PX) * STEP_PX;
+    follows.current = at.scrollWidth - at.scrollLeft - at.clientWidth < NEAR_PX;
   };
   return (
     <div class="beam-scroll" ref={box} onScroll={onScroll} tabIndex={0} role="group" aria-label="Beam tree, scrolls sideways">
       <svg class="beam-tree" role="img" aria-label={label} width={width} height={height} viewBox={`0 0 ${width} ${height}`}>
         <path class="beam-line beam-agreed" d={`M${LEFT} ${TOP}h${CURVE}`} />
-        {drawing.joins.map((join) => (
+        {shown.joins.map((join) => (
           <path key={join.key} class={lineClass(join)} d={curve(join)} />
         ))}
-        {drawing.pieces.map((piece) => (
+        {shown.pieces.map((piece) => (
           <g key={piece.key} class={`beam-piece beam-${piece.kind} ${piece.lit ? "beam-lit" : ""}`}>
             <path class={lineClass(piece)} d={`M${LEFT + piece.x} ${yOf(piece.lane)}h${piece.width}`} />
             {piece.width > 0 && (
@@ -41,7 +50,7 @@ export function BeamTreeView({ drawing, ends, label }: Props) {
             )}
           </g>
         ))}
-        <path class="beam-ticks" d={drawing.ticks.map(({ x, lane }) => `M${LEFT + x} ${yOf(lane)}l4 6`).join("")} />
+        <path class="beam-ticks" d={shown.ticks.map(({ x, lane }) => `M${LEFT + x} ${yOf(lane)}l4 6`).join("")} />
         <circle class="beam-root" cx={LEFT} cy={TOP} r="4" />
         {ends.map((end, index) => {
           const place = drawing.ends.get(end);

@@ -13,8 +13,8 @@ import { focusComposer } from "../keys";
 import { BeamTreeView } from "./BeamTreeView";
 import { Teach } from "./Teach";
 
-const DRAW_MS = 90;
-const SHOWN_CHARS = 90;
+const DRAW_MS = 120;
+const SHOWN_CHARS = 44; // of much the end: that is where beams differ
 
 export function BeamsPanel() {
   const chat = useChat();
