@@ -19,21 +19,20 @@ interface Props {
 
 export function BeamTreeView({ drawing, ends, label }: Props) {
   const box = useRef<HTMLDivElement>(null);
-  const follows = useRef(true);
-  const scrolled = useSignal(0);
+  const scrolled = useSignal(Infinity); // px; as long as it follows, the end
   const width = LEFT + drawing.width + RIGHT;
   const height = TOP + (Math.max(1, drawing.lanes) - 1) * LANE + 14;
   useLayoutEffect(() => {
-    if (follows.current) box.current?.scrollTo({ left: width });
+    if (scrolled.peek() === Infinity) box.current?.scrollTo({ left: width });
   }, [width]);
   const seen = box.current?.clientWidth ?? SPARE_PX;
-  const left = follows.current ? width - seen : scrolled.value;
+  const left = Math.min(scrolled.value, width - seen);
   const shown = cutOut(drawing, left - SPARE_PX, left + seen + SPARE_PX);
   const onScroll = () => {
     const at = box.current;
     if (!at) return;
-    scrolled.value = Math.round(at.scrollLeft / STEP_PX) * STEP_PX;
-    follows.current = at.scrollWidth - at.scrollLeft - at.clientWidth < NEAR_PX;
+    const follows = at.scrollWidth - at.scrollLeft - at.clientWidth < NEAR_PX;
+    scrolled.value = follows ? Infinity : Math.round(at.scrollLeft / STEP_PX) * STEP_PX;
   };
   return (
     <div class="beam-scroll" ref={box} onScroll={onScroll} tabIndex={0} role="group" aria-label="Beam tree, scrolls sideways">
