@@ -288,7 +288,8 @@ export class Chat {
   private async keep(thread: Thread, turn: Turn): Promise<void> {
     if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) await this.keeper.keepLeaf(thread);
     await this.profile.flush();
-    if (autoTitle.value && !turn.failed && thread.id.value !== null) await this.titler.answered(thread.id.value);
+    const said = !turn.failed && turn.candidates.some((message) => message.text.value !== ""); // stopped early, there is none
+    if (autoTitle.value && said && thread.id.value !== null) await this.titler.answered(thread.id.value);
   }
 
   private changedElsewhere(before: WireConversation | undefined, now: WireConversation): void {
