@@ -1,5 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { makeParser } from "../src/markdown/parser";
+import { sanitize } from "../src/markdown/sanitize";
 import { MarkdownStream, mend, openFence } from "../src/markdown/stream";
 import { XSS } from "./corpus";
 
@@ -43,6 +44,7 @@ const DOCUMENTS: Record<string, string> = {
   references: "See [this] first.\n\nAnd more.\n\n[this]: https://example.com\n",
   math: "Let $x$ be\n$$\n a\n+ y\n= z\n$$\nand \\[ b \\]\n\n\\[\n- c\n\\]\n\n$$\nend\n\nof it",
   money: "It costs $5.\n\nOr $10 to $20 (a *month*).\n\n- $1\n- $2\n\nend $3",
+  "no formula after all": "We have\n$$\nof them\n\nend\n\n- one\n$$\n- two\n\nend",
   badge: "[![a](https://example.com/a.svg)](https://example.com) ![b](https://example.com/b.png)\n\nend",
   returns: "One\r\n\r\n```\r\ncode\r\n```\r\n\r\nend",
   "html and entities": "<b>no</b> &ouml; &#35; &amp;\n\n<div>\n\nend",
@@ -175,6 +177,24 @@ describe("hostile text", () => {
       check();
     });
   }
+
+  // Each wall holds alone: what the other one would catch must not get that far.
+  it("gets past neither wall", () => {
+    const links = /(?:href|src)="(?!https?:|mailto:)/i;
+    for (const text of XSS) {
+      const html = md.render(text);
+      expect(html).not.toMatch(links);
+      expect(html).not.toMatch(/<(?:script|img|svg|iframe|form|style|base|meta|link|object|video|input|math|template)/i);
+      root.replaceChildren(sanitize(text));
+      expect(root.querySelector(ACTIVE)).toBeNull();
+      for (const element of root.querySelectorAll("*")) {
+        for (const { name, value } of element.attributes) {
+          expect(name).not.toMatch(/^on|^style$|^src|^id$/i);
+          if (name === "href") expect(value).toMatch(/^(https?:|mailto:)/i);
+        }
+      }
+    }
+  });
 
   it("stays text when colours and formulas have come", async () => {
     new MarkdownStream(root, md).update(XSS.join("\n\n"), true);
