@@ -155,6 +155,13 @@ describe("candidates", () => {
     expect(FakeSocket.last.sent.filter((frame) => frame["type"] === "response.drop").length).toBe(1);
   });
 
+  it("says nothing when the one to drop has just ended", () => {
+    FakeSocket.last.push({ type: "error", status: 404, error: { message: "candidate 0 has ended", param: "candidate" } });
+    expect(toasts.value).toEqual([]);
+    FakeSocket.last.push({ type: "error", status: 400, error: { message: "candidate of what", param: "input" } });
+    expect(toasts.value.length).toBe(1);
+  });
+
   it("does not drop beams", () => {
     sampling.value = { ...DEFAULT_SAMPLING, search: "beam", n: 2 };
     chat.send("Hello");

@@ -24,6 +24,9 @@ import type { Message } from "./tree";
 import { type Start, Turn } from "./turn";
 import { Warmth } from "./warmth";
 
+// What a stop or a drop names that came a moment after the end: nothing to tell.
+const TOO_LATE = new Set(["response_id", "candidate"]);
+
 export class Chat {
   readonly conversations = new Conversations((head) => this.threads.get(head.id)?.know(head));
   readonly search = new Search();
@@ -248,8 +251,7 @@ export class Chat {
     if (frame.type === "conversation.updated" && !frame.running) this.updatedHere(frame.conversation);
     this.follower.receive(frame);
     if (this.lanes.receive(frame)) return;
-    // a stop that came a moment after the end names a response that no longer runs: nothing to tell
-    if (frame.type !== "error" || frame.error.param === "response_id" || this.drafts.refused()) return;
+    if (frame.type !== "error" || TOO_LATE.has(frame.error.param ?? "") || this.drafts.refused()) return;
     toast(frame.error.message);
   }
 
