@@ -64,15 +64,15 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
     Raises: StoreUnusable for a file of a newer version, or a damaged one.
     """
     db.execute("PRAGMA busy_timeout = 5000")
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA foreign_keys = ON")
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    _check_whole(db, path)
     if version > len(MIGRATIONS):
         raise StoreUnusable(
             f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
         )
+    _check_whole(db, path)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA foreign_keys = ON")
     if 0 < version < len(MIGRATIONS):
         with sqlite3.connect(path.with_name(f"{path.name}.before-schema-{len(MIGRATIONS)}")) as backup:
             db.backup(backup)
@@ -90,7 +90,10 @@ def _check_whole(db: sqlite3.Connection, path: Path) -> None:
     """
     if not path.is_file() or path.stat().st_size > MAX_CHECKED_BYTES:
         return
-    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    try:
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        found = error
     if found != "ok":
         detail = " ".join(str(found).split())
         raise StoreUnusable(f"{path} is damaged ({detail}); bring back a backup, or start with another file")

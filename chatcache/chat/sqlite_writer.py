@@ -16,6 +16,7 @@ from chatcache.chat.store import StoreUnavailable
 
 Result = TypeVar("Result")
 Job = Callable[[sqlite3.Connection], Any]
+Entry = tuple[Job, Future[Any]]
 
 _MAX_GROUP = 64
 _FILE_ERRORS = frozenset(
@@ -43,7 +44,7 @@ class SqliteWriter:
         """
         self._begin = begin
         self.is_failing = False  # whether the last jobs that wrote anything could not be committed
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(path, prepare), name="chatcache-sqlite", daemon=True)
         self._thread.start()
@@ -85,9 +86,9 @@ class SqliteWriter:
                     self.is_failing = not took_it
         connection.close()
 
-    def _next_group(self) -> tuple[list[tuple[Job, Future[Any]]], bool]:
+    def _next_group(self) -> tuple[list[Entry], bool]:
         """Wait for one job, take what else is there already. False: the writer was asked to close."""
-        group: list[tuple[Job, Future[Any]]] = []
+        group: list[Entry] = []
         block = True
         while len(group) < _MAX_GROUP:
             try:
@@ -107,7 +108,7 @@ def _hear(done: asyncio.Future[Any]) -> None:
         done.exception()
 
 
-def _commit(connection: sqlite3.Connection, group: list[tuple[Job, Future[Any]]], begin: str) -> bool:
+def _commit(connection: sqlite3.Connection, group: list[Entry], begin: str) -> bool:
     """Run a group and tell its callers. Whether the file took it."""
     outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
     failing: sqlite3.Error | None = None

@@ -1,0 +1,31 @@
+"""A gateway in a process of its own, to be killed: `python -m tests.gateway.killable STORE PORT [forgetful]`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from chatcache.config import ServerConfig
+from chatcache.gateway.repeats import Once
+from tests.gateway.serving import Server
+
+
+async def _know_nothing(*_: object) -> None:
+    return None
+
+
+def main(store: str, port: int, *, is_forgetful: bool) -> None:
+    """Serve until killed. `is_forgetful`: the planted bug, a gateway that does not look whether it did this before."""
+    if is_forgetful:
+        Once.earlier = _know_nothing  # type: ignore[method-assign, assignment]
+        Once.claim = lambda *_: None  # type: ignore[method-assign, assignment]
+    place = {"redis": store} if "://" in store else {"db": store}
+    with Server(ServerConfig(port=port, **place)) as server:  # type: ignore[arg-type]
+        server.runner.delay_s = 0.02
+        server.wait_ready()
+        print(server.port, flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), is_forgetful="forgetful" in sys.argv)
