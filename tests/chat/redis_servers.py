@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import redis
 
 USER = "user chatcache on >secret ~chatcache:* &chatcache:* +@all -@scripting -@admin -@dangerous"
@@ -19,7 +20,8 @@ USER = "user chatcache on >secret ~chatcache:* &chatcache:* +@all -@scripting -@
 
 def redis_binary() -> str:
     path = shutil.which("redis-server")
-    assert path is not None, "needs a Redis: apt-get install redis-server"
+    if path is None:
+        pytest.skip("needs a Redis: apt-get install redis-server")
     return path
 
 
