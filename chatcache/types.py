@@ -246,7 +246,8 @@ class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
 
     The stop token / EOS id itself, where one ended the candidate, is part of its `Tokens` (so history stays
     token-exact); `text` hides it. `score` is the cumulative log-probability (sampling) or the length-penalised
-    beam score.
+    beam score. `num_pages_freed`: by a candidate that was dropped (`finish_reason` "cancelled"), which may come before
+    `Started`.
     """
 
     request_id: str
@@ -255,6 +256,7 @@ class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
     finish_reason: str
     stop_reason: str | int | None = None
     score: float = 0.0
+    num_pages_freed: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from chatcache.bench.report import Figure, KVReport, compared
-from chatcache.decode.actions import Advance, Candidates, DrawSpec, Extend
+from chatcache.decode.actions import Advance, Candidates, DrawSpec, Dropped, Extend
 from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
 from chatcache.kv.table import PageTable
@@ -129,6 +129,9 @@ class _Decode:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return self._spec
+
+    def drop(self, index: int) -> Dropped | None:
+        return None
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         return Advance((Extend(0, TOKEN),), ())

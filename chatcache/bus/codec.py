@@ -79,6 +79,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Arguments as of `EngineClient.drop`."""
+
+    call: int
+    request_id: str
+    index: int
+
+
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     call: int
     what: Literal["accounts", "stats", "reset_prefix_cache"]
@@ -189,7 +197,7 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
     health: EngineHealth | None = None
 
 
-Command = Boot | Submit | Abort | Ask | Explain | CountCached | MapPages | Stop
+Command = Boot | Submit | Abort | Drop | Ask | Explain | CountCached | MapPages | Stop
 Reply = Answer | Explained | Accounted | Mapped
 Notice = Loading | Loaded | LoadFailed | Ending | Reply | Scored | Events
 

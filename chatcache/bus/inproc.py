@@ -91,6 +91,10 @@ class ThreadedEngine:
     async def abort(self, request_id: str) -> None:
         self._board.abort(request_id)
 
+    async def drop(self, request_id: str, index: int) -> None:
+        await self.wait_loaded()
+        await self._board.drop(request_id, index)
+
     async def health(self) -> EngineHealth:
         self._attach()
         if self._error is not None:

@@ -14,6 +14,7 @@ from chatcache.bus.codec import (
     Ask,
     Command,
     CountCached,
+    Drop,
     Events,
     Explain,
     Explained,
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 HEALTH_INTERVAL_S = 0.05
 
 Send = Callable[[Notice], None]
-Call = Submit | Ask | Explain | CountCached | MapPages
+Call = Submit | Drop | Ask | Explain | CountCached | MapPages
 Progress = Callable[[float, str], None]
 
 
@@ -54,6 +55,7 @@ class SteppedEngine(Protocol):
     def facts(self) -> ModelFacts: ...
     def add(self, request: GenerateRequest) -> Any: ...
     def abort(self, request_id: str) -> Any: ...
+    def drop(self, request_id: str, index: int) -> None: ...
     def is_preparing(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
     def take_events(self) -> Sequence[EngineEvent]: ...
@@ -130,6 +132,9 @@ def _answer(engine: SteppedEngine, command: Call) -> Reply:
     match command:
         case Submit(call, request):
             engine.add(request)
+            return Answer(call)
+        case Drop(call, request_id, index):
+            engine.drop(request_id, index)
             return Answer(call)
         case Explain(call, prompt, namespace, num_public_tokens, operator):
             return Explained(call, engine.explain(prompt, namespace, num_public_tokens, operator=operator))

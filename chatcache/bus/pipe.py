@@ -140,6 +140,10 @@ class EngineProcess:
     async def abort(self, request_id: str) -> None:
         self._board.abort(request_id)
 
+    async def drop(self, request_id: str, index: int) -> None:
+        self._check()
+        await self._board.drop(request_id, index)
+
     async def health(self) -> EngineHealth:
         """What the engine last said (at most a moment ago), or why it cannot say anything."""
         if not self._ready or self._board.health is None:

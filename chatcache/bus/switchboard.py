@@ -14,6 +14,7 @@ from chatcache.bus.codec import (
     Ask,
     Command,
     CountCached,
+    Drop,
     Events,
     Explain,
     MapPages,
@@ -73,6 +74,9 @@ class Switchboard:
 
     def abort(self, request_id: str) -> None:
         self._send(Abort(request_id))
+
+    async def drop(self, request_id: str, index: int) -> None:
+        await self._call(partial(Drop, request_id=request_id, index=index))
 
     async def explain(
         self, prompt: Sequence[int], namespace: str, num_public_tokens: int, operator: bool

@@ -25,6 +25,7 @@ class Candidate:
         params = request.params
         self.index = index
         self.done = False
+        self.dropped = False
         self.num_reasoning_tokens = 0
         self._speech = speech
         self._tokenizer = tokenizer = speech.tokenizer
@@ -42,6 +43,11 @@ class Candidate:
         self._tail = request.prompt[: len(request.prompt) - num_open][-TAIL_TOKENS:]
         self._stream = self._text_stream(params.stop, params.min_tokens + num_open)
         self._untold = self._reading.push(self._prefix_text + self._stream.push(self._open_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """How many have come."""
+        return len(self._ids)
 
     @property
     def raw(self) -> str:
@@ -112,6 +118,7 @@ class Candidate:
     def finish(self, event: CandidateDone | None) -> tuple[ReplyDelta | ReplyDone, ...]:
         """End it; what was held back comes out first. None: the request was cancelled under it."""
         self.done = True
+        self.dropped = event is not None and event.finish_reason == FINISH_CANCELLED
         rest = self._untold.then(self._reading.push(self._stream.finish()).then(self._reading.finish()))
         self._untold = Heard()
         done = ReplyDone(
@@ -123,6 +130,7 @@ class Candidate:
             settled_ids=self.settled_ids,
             score=event.score if event is not None else 0.0,
             parts=self._reading.parts(self.raw),
+            num_pages_freed=event.num_pages_freed if event is not None and self.dropped else None,
         )
         if not rest:
             return (done,)

@@ -30,6 +30,7 @@ from chatcache.chat.tree import (
     Item,
     Turn,
     Usage,
+    main_output,
 )
 from chatcache.errors import InvalidRequest
 from chatcache.text.reply_format import ReplyFormat
@@ -213,7 +214,12 @@ class Conversations:
                 return await self.store.append(owner, conversation_id, outputs, turn)
             try:
                 return await self.store.append(
-                    owner, conversation_id, outputs, turn, active_leaf=outputs[0].id, expect=present.rev
+                    owner,
+                    conversation_id,
+                    outputs,
+                    turn,
+                    active_leaf=main_output(outputs, status).id,
+                    expect=present.rev,
                 )
             except StaleRevision:  # somebody changed it in between, perhaps the leaf
                 continue

@@ -75,6 +75,7 @@ class ReplyDone:
     """Candidate `index` is complete: `text` is all of it, `token_ids` all its tokens, the ending one included.
 
     `settled_ids` are the ids that stand for exactly `text`, or `parts.raw` where there is one, in a later prompt.
+    `num_pages_freed`: of a candidate that was dropped, None of all others.
     """
 
     index: int
@@ -85,6 +86,7 @@ class ReplyDone:
     settled_ids: tuple[int, ...]
     score: float = 0.0
     parts: ReplyParts = field(default_factory=ReplyParts)
+    num_pages_freed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from chatcache.chat.prompt import Message
 from chatcache.chat.reading import Speech
 from chatcache.chat.store import ConversationStore, StaleRevision
 from chatcache.chat.tools import Function, echoed
-from chatcache.chat.tree import DELETED, ConversationTree, Item
+from chatcache.chat.tree import DELETED, ConversationTree, Item, main_output
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.text.reply_format import ReplyFormat
 from chatcache.text.tokenizer import Tokenizer
@@ -128,5 +128,5 @@ def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) 
         if turn is None or turn.status == DELETED:
             raise _no_response(response_id)
         outputs = tree.outputs(response_id)
-        return outputs[0].id if outputs else turn.parent_id or None
+        return main_output(outputs, turn.status).id if outputs else turn.parent_id or None
     return tree.conversation.active_leaf

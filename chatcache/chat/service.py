@@ -220,13 +220,20 @@ class Reply:
     def _settle(self, event: CandidateDone) -> tuple[ReplyDelta | ReplyDone, ...]:
         candidate = self.candidates[event.index]
         events = candidate.finish(event)
-        if self._rendering is not None:
+        if self._rendering is not None and not candidate.dropped:
             self._service.remember(self.request, self._rendering, candidate)
         return events
 
     async def cancel(self) -> None:
         """Ask the engine to stop; `events` then ends with `ReplyFinished(cancelled=True)`."""
         await self._service.engine.abort(self.request.request_id)
+
+    async def drop(self, index: int) -> None:
+        """Ask the engine to end one candidate; its `ReplyDone` says "cancelled". The last one: as `cancel`.
+
+        Raises: what `EngineClient.drop` raises.
+        """
+        await self._service.engine.drop(self.request.request_id, index)
 
     async def close(self) -> None:
         """Abort unless already ended. Safe to call twice, and while being cancelled."""

@@ -10,10 +10,12 @@ own turn added, then its own. Only these are stored; sequences are rebuilt by fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+
+from chatcache.types import FINISH_CANCELLED
 
 IN_PROGRESS = "in_progress"
 COMPLETED = "completed"
@@ -105,6 +107,12 @@ class Conversation:
     active_leaf: str | None = None
     rev: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def main_output(outputs: Sequence[Item], status: str) -> Item:
+    """The candidate with which a response goes on: the first, or the first that was not dropped."""
+    kept = [item for item in outputs if item.finish_reason != FINISH_CANCELLED]
+    return kept[0] if kept and status != CANCELLED else outputs[0]
 
 
 class ConversationTree:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 
+from chatcache.errors import UnsupportedParameter
 from chatcache.sched.plan import F32, I32, U32
 from chatcache.types import LiveBeam, TokenLogprob
 
@@ -116,6 +117,18 @@ class Grown:
 Output = Emit | Done | Grown
 
 
+class Dropped(msgspec.Struct, frozen=True, gc=False):
+    """Who goes with a candidate that was given up, and the candidate's score so far.
+
+    `branch`: None while it has none of its own. `is_last`: no other is left, so that the request has to end; then
+    nothing was changed.
+    """
+
+    branch: int | None = None
+    score: float = 0.0
+    is_last: bool = False
+
+
 class Advance(msgspec.Struct, frozen=True, gc=False):
     """Answer to one round of candidates. Actions apply in order. `finished`: no branch is left, the request is over
     (every branch has been retired by then)."""
@@ -148,6 +161,18 @@ class Strategy(Protocol):
         """What to draw from `branch`'s next-token logits. A query: may be asked again after a preemption."""
         ...
 
+    def drop(self, index: int) -> Dropped | None:
+        """Give up candidate `index` between two steps; None if it has ended, or never was.
+
+        The caller lets its branch go. Raises: UnsupportedParameter where candidates stand for no branch of their own.
+        """
+        ...
+
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         """Consume candidates by branch, as many per branch as `draws(branch)` asked for."""
         ...
+
+
+def undroppable(kind: str) -> UnsupportedParameter:
+    """What `Strategy.drop` raises where candidates are settled together."""
+    return UnsupportedParameter(f"{kind} cannot be dropped one by one: cancel the response", param="candidate")

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from chatcache.decode.actions import Advance, Done, DrawSpec, Grown, Output
+from chatcache.decode.actions import Advance, Done, DrawSpec, Dropped, Grown, Output, undroppable
 from chatcache.decode.constraint import Constraint
 from chatcache.decode.groups import Beam, Drawn, Group, num_drawn
 from chatcache.decode.hypotheses import Hypothesis
@@ -75,6 +75,9 @@ class BeamStrategy:
             return (self._spec,)
         beam = next(beam for group in self._groups for beam in group.beams if beam.node.branch == branch)
         return (replace(self._spec, mask=self._constraint.mask(beam.guide, beam.trail.num_tokens)),)
+
+    def drop(self, index: int) -> Dropped | None:
+        raise undroppable("beams")
 
     def advance(self, drawn: Drawn) -> Advance:
         crowd: Counter[int] = Counter()

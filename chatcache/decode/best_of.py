@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Emit, Output, Strategy
+from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Dropped, Emit, Output, Strategy, undroppable
 from chatcache.types import TokenLogprob
 
 
@@ -43,6 +43,9 @@ class BestOfStrategy:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return self._inner.draws(branch)
+
+    def drop(self, index: int) -> Dropped | None:
+        raise undroppable("candidates of best_of")
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         advance = self._inner.advance(drawn)

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Output
+from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Dropped, Output, undroppable
 from chatcache.decode.constraint import Constraint, Guide, follow
 from chatcache.decode.drawing import Drawing
 from chatcache.decode.lineage import Lineage
@@ -101,6 +101,9 @@ class DistinctStrategy:
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         prefix = self._live[branch]
         return (self._drawing.at(prefix.spec, prefix.edits, prefix.trail, prefix.guide),)
+
+    def drop(self, index: int) -> Dropped | None:
+        raise undroppable("distinct candidates")
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         before = self._ranked

@@ -15,6 +15,7 @@ from chatcache.decode.actions import (
     Candidates,
     Done,
     DrawSpec,
+    Dropped,
     Emit,
     Extend,
     Fork,
@@ -60,6 +61,7 @@ class SamplingStrategy:
         self._num_top = params.logprobs
         self._drawing = Drawing(params, rules, constraint, seed=seed, prompt=prompt)
         self._lanes: dict[int, _Lane] = {}
+        self._wanted = set(range(self._num_lanes))  # lanes to come, while none has begun
         self._started = False
 
     @property
@@ -94,10 +96,23 @@ class SamplingStrategy:
             self._split(drawn[ROOT], actions, outputs)
         return Advance(tuple(actions), tuple(outputs), finished=self._started and not self._lanes)
 
+    def drop(self, index: int) -> Dropped | None:
+        alive = self._lanes.keys() if self._started else self._wanted
+        if index not in alive:
+            return None
+        if len(alive) == 1:
+            return Dropped(is_last=True)
+        if not self._started:
+            self._wanted.remove(index)
+            return Dropped()
+        return Dropped(index, self._lanes.pop(index).score)
+
     def _split(self, candidates: tuple[Candidates, ...], actions: list[BranchAction], outputs: list[Output]) -> None:
         """Turn the root's draws into lanes: forks first, then the root's own step."""
         self._started = True
         for index, candidate in enumerate(candidates):
+            if index not in self._wanted:
+                continue  # drawn and dropped: the draws are those of its siblings, too
             guide = None if self._constraint is None else self._constraint.fork(None)
             lane = _Lane(index, replace(self._drawing.spec, lane=index), self._drawing.edits.fork(), guide)
             self._lanes[index] = lane

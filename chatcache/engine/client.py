@@ -57,6 +57,14 @@ class EngineClient(Protocol):
         """End the request within one step; its stream ends with `Finished(cancelled=True)`. Unknown ids are ignored."""
         ...
 
+    async def drop(self, request_id: str, index: int) -> None:
+        """End one candidate within one step: its `CandidateDone` says "cancelled". The others go on; the last: `abort`.
+
+        Unknown requests and candidates that have ended are ignored. Raises: UnsupportedParameter for searches, whose
+        candidates are settled together.
+        """
+        ...
+
     async def health(self) -> EngineHealth: ...
 
     async def explain(

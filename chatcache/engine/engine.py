@@ -146,6 +146,26 @@ class Engine:
             num_pages = self._scheduler.finish(request)
             self._outbox.finished(request, cancelled=True, num_pages_freed=num_pages)
 
+    def drop(self, request_id: str, index: int) -> None:
+        """End one candidate now; its pages are free when this returns, and the others go on. The last one: as `abort`.
+
+        Unknown requests, and candidates that have ended, are ignored. Raises: UnsupportedParameter for candidates that
+        stand for no branch of their own.
+        """
+        request = self._requests.get(request_id)
+        dropped = request.strategy.drop(index) if request is not None else None
+        if request is None or dropped is None:
+            return
+        if dropped.is_last:
+            self.abort(request_id)
+            return
+        if request in self._preparing:
+            request.max_branches -= 1
+            num_pages = 0
+        else:
+            num_pages = self._scheduler.drop(request, dropped.branch)
+        self._outbox.dropped(request, index, dropped.score, num_pages)
+
     def prepare_constraints(self) -> None:
         """Do now what the first request with structured outputs would have to wait for; nothing where it cannot be."""
         self._intake.prepare_constraints()

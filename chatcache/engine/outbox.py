@@ -7,7 +7,17 @@ import logging
 from chatcache.decode.actions import Done, Emit, Grown, Output
 from chatcache.errors import ChatcacheError, EngineFault
 from chatcache.sched.request import LiveRequest
-from chatcache.types import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, StartReport, Tokens
+from chatcache.types import (
+    FINISH_CANCELLED,
+    Beams,
+    CandidateDone,
+    EngineEvent,
+    Failed,
+    Finished,
+    Started,
+    StartReport,
+    Tokens,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +60,12 @@ class Outbox:
 
             case Grown(beams):
                 self._events.append(Beams(request.request_id, self._next(request), beams))
+
+    def dropped(self, request: LiveRequest, index: int, score: float, num_pages_freed: int) -> None:
+        """A candidate was ended on request, perhaps before anything was computed."""
+        seq, reason = self._next(request), FINISH_CANCELLED
+        done = CandidateDone(request.request_id, seq, index, reason, None, float(score), num_pages_freed)
+        self._events.append(done)
 
     def _tokens(self, request: LiveRequest, emit: Emit) -> None:
         index, token_ids, logprobs = emit.index, emit.token_ids, emit.logprobs

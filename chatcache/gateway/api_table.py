@@ -419,6 +419,7 @@ SOCKETS: tuple[Socket, ...] = (
             "response.cancel": Body("ResponseCancel", (wire.CancelFields,)),
             "response.steer": Body("ResponseSteer", (wire.SteerFields,)),
             "response.resume": Body("ResponseResume", (wire.ResumeFields,)),
+            "response.drop": Body("ResponseDrop", (wire.DropFields,)),
             "response.ack": Body("ResponseAck", (wire.AckFields,)),
             "conversation.subscribe": Body("ConversationSubscribe", ()),
             "prompt.prewarm": Body("PromptPrewarm", (wire.ResponseFields,)),

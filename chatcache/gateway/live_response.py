@@ -15,9 +15,10 @@ from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinish
 from chatcache.chat.forks import ReplyStart
 from chatcache.chat.service import Reply
 from chatcache.chat.store import StoreUnavailable
-from chatcache.chat.tree import FAILED, Conversation, Usage
+from chatcache.chat.tree import COMPLETED, FAILED, Conversation, Usage, main_output
 from chatcache.errors import ChatcacheError, EngineFault, NotFound
 from chatcache.gateway.context import Gateway, Model
+from chatcache.gateway.drops import Drops
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.lifetimes import Lifetime
@@ -78,6 +79,7 @@ class LiveResponse:
         self._reply = reply
         self._frames = ResponseFrames(self.log, planned, model.tokenizer, reply)
         self._order = order
+        self._drops = Drops(reply, self.log, gateway.metrics)
         self._lifetime = Lifetime(self.log, order.ttl_s, self.cancel)
         self._steers = SteerQueue()
         self._cancelled_s: float | None = None
@@ -111,6 +113,26 @@ class LiveResponse:
         await self._reply.cancel()
         await asyncio.wait([self.task])
         return self._receipt
+
+    @property
+    def first_kept(self) -> int:
+        """The first candidate that was not dropped."""
+        return self._drops.first_kept
+
+    def check_drop(self, candidate: int) -> bool:
+        """Whether all other candidates have ended: dropping this one is a cancel.
+
+        Raises: InvalidRequest, UnsupportedParameter, NotFound where it cannot be dropped.
+        """
+        self._drops.check(candidate)
+        return self._drops.is_last(candidate)
+
+    async def drop(self, candidate: int) -> Receipt | None:
+        """End one of several candidates within one engine step, and wait for that; all readers are told.
+
+        The receipt; None if the whole response ended under it. Raises: NotFound if the candidate had ended by itself.
+        """
+        return await self._drops.drop(candidate, self.task)
 
     async def steer(self, given: object) -> None:
         """Queue input, and end the response so that a successor can answer it. Raises: SteerRefused."""
@@ -172,6 +194,7 @@ class LiveResponse:
             self._frames.started(event)
         elif isinstance(event, ReplyDone):
             self._frames.done(event)
+            self._drops.done(event)
         else:
             await self._finish(event)
 
@@ -193,7 +216,11 @@ class LiveResponse:
         if self.log.terminal == "response.failed" or self._cancelled_s is not None:
             self._return(steers, "the response was cancelled or failed")
             return
-        calls = required_input(self._frames.outputs[0]) if self.log.terminal == "response.completed" else []
+        calls = (
+            required_input(main_output(self._frames.outputs, COMPLETED))
+            if self.log.terminal == "response.completed"
+            else []
+        )
         if calls:
             self.logged.steers = steers
             for steer in steers:
@@ -260,8 +287,10 @@ class LiveResponse:
     def _stopped(self, event: ReplyFinished) -> Receipt:
         """What stopping cost and gave back. Without a cancel of ours the server was closing: nothing to measure."""
         latency_s, num_late = 0.0, 0
+        since_s = self._cancelled_s if self._cancelled_s is not None else self._drops.since_s
+        if since_s is not None:
+            latency_s = time.perf_counter() - since_s
         if self._cancelled_s is not None:
-            latency_s = time.perf_counter() - self._cancelled_s
             num_late = self._reply.num_tokens - self._num_tokens_at_cancel
         self._gateway.metrics.stop_latency.observe(latency_s)
         self._gateway.metrics.tokens_after_stop.inc(num_late)

@@ -28,7 +28,7 @@ from chatcache.gateway.misses import miss_json
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_object import response_object, why_incomplete
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import FINISH_STOP, StartReport
+from chatcache.types import FINISH_CANCELLED, FINISH_STOP, StartReport
 
 
 class ResponseFrames:
@@ -59,7 +59,8 @@ class ResponseFrames:
 
     @property
     def _finish_reasons(self) -> set[str | None]:
-        return {item.finish_reason for item in self._outputs.values()}
+        """Of the candidates that were not dropped."""
+        return {item.finish_reason for item in self._outputs.values()} - {FINISH_CANCELLED}
 
     def created(self) -> None:
         response = self._response(IN_PROGRESS)

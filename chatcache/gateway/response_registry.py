@@ -40,6 +40,19 @@ class Run(Protocol):
         """Queue input for a successor, which follows at once. Raises: SteerRefused."""
         ...
 
+    @property
+    def first_kept(self) -> int:
+        """The first candidate that was not dropped."""
+        ...
+
+    def check_drop(self, candidate: int) -> bool:
+        """Whether dropping this candidate is a cancel. Raises: ChatcacheError where it cannot be dropped."""
+        ...
+
+    async def drop(self, candidate: int) -> Receipt | None:
+        """End one of several candidates within one engine step, and wait for that. Raises: NotFound if it had ended."""
+        ...
+
     async def cancel(self) -> Receipt | None:
         """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""
         ...

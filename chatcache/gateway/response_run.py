@@ -170,7 +170,7 @@ async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) ->
     elif fields.previous_response_id is not None:
         logged = gateway.responses.find(owner, fields.previous_response_id)
         if logged is not None and logged.run is not None and logged.log.terminal is None:
-            found = logged.run, 0
+            found = logged.run, logged.run.first_kept
     if found is None:
         return None
     start = await found[0].start_of(found[1], fields.fork_at, fields.fork_with)

@@ -255,6 +255,13 @@ class CancelFields(msgspec.Struct, frozen=True):
     response_id: Id
 
 
+class DropFields(msgspec.Struct, frozen=True):
+    """`candidate`: which of the response's `n`."""
+
+    response_id: Id
+    candidate: Annotated[int, Meta(ge=0, lt=MAX_N)]
+
+
 class ResumeFields(msgspec.Struct, frozen=True):
     """`starting_after`: the last `sequence_number` that the client has; -1 is none."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from starlette.websockets import WebSocket
@@ -12,6 +13,7 @@ from starlette.websockets import WebSocket
 from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
 from chatcache.gateway.body import parse_json
 from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.drops import dropped
 from chatcache.gateway.fields import read
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.hub import Subscription
@@ -20,7 +22,7 @@ from chatcache.gateway.pace import Pace
 from chatcache.gateway.prewarm import Prewarmer
 from chatcache.gateway.response_registry import Run
 from chatcache.gateway.steer import SteerRefused, check_fields, failure, not_steerable
-from chatcache.gateway.wire import AckFields, CancelFields, ResumeFields, SteerFields
+from chatcache.gateway.wire import AckFields, CancelFields, DropFields, ResumeFields, SteerFields
 from chatcache.gateway.ws_frames import GONE, Outbox
 from chatcache.types import MAX_N
 
@@ -62,6 +64,7 @@ class Connection:
         self._lanes = Lanes(gateway, self._owner, self._outbox, extended)
         self._prewarmer = Prewarmer(gateway, self._owner, self._outbox)
         self._cancelling: dict[str, asyncio.Task[None]] = {}
+        self._dropping: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._telling: asyncio.Task[None] | None = None
         self._handlers: dict[str, Handler] = {
             "response.create": self._create,
@@ -71,6 +74,7 @@ class Connection:
         if extended:
             self._handlers |= {
                 "response.resume": self._resume,
+                "response.drop": self._drop,
                 "response.ack": self._ack,
                 "conversation.subscribe": self._subscribe,
                 "prompt.prewarm": self._prewarmer.start,
@@ -102,7 +106,11 @@ class Connection:
 
     async def close(self) -> None:
         """Stop reading logs. Stored responses go on for a while; those that are not end with their last reader."""
-        tasks = [*self._cancelling.values(), *([self._telling] if self._telling is not None else [])]
+        tasks = [
+            *self._cancelling.values(),
+            *self._dropping.values(),
+            *([self._telling] if self._telling is not None else []),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(self._lanes.close(), self._prewarmer.close(), *tasks, return_exceptions=True)
@@ -121,12 +129,42 @@ class Connection:
         self._lanes.enqueue(flat(body))
 
     async def _cancel(self, body: Body) -> None:
-        response_id = read(body, CancelFields).response_id
+        self._end(self._running(read(body, CancelFields).response_id))
+
+    def _running(self, response_id: str) -> Run:
+        """Raises: NotFound."""
         run = self._gateway.responses.get(self._owner, response_id).run
         if run is None:
             raise NotFound(f"response {response_id!r} has ended", param="response_id")
-        if response_id not in self._cancelling:
-            self._cancelling[response_id] = asyncio.create_task(self._receipt(run))
+        return run
+
+    def _end(self, run: Run) -> None:
+        if run.id not in self._cancelling:
+            self._cancelling[run.id] = asyncio.create_task(self._receipt(run))
+
+    async def _drop(self, body: Body) -> None:
+        fields = read(body, DropFields)
+        run, key = self._running(fields.response_id), (fields.response_id, fields.candidate)
+        if key in self._dropping:
+            return
+        if run.check_drop(fields.candidate):
+            self._end(run)
+        else:
+            self._dropping[key] = asyncio.create_task(self._drop_one(run, *key))
+
+    async def _drop_one(self, run: Run, response_id: str, candidate: int) -> None:
+        """Drop a candidate, and tell what that came to, unless the response's own frames tell it here."""
+        try:
+            receipt = await run.drop(candidate)
+            if receipt is not None and self._lanes.reader_of(response_id) is None:
+                await self._outbox.send({"type": "response.dropped", **dropped(response_id, candidate, receipt)})
+        except ChatcacheError as error:
+            with suppress(*GONE):
+                await self._outbox.refuse(error)
+        except GONE:
+            pass
+        finally:
+            del self._dropping[response_id, candidate]
 
     async def _receipt(self, run: Run) -> None:
         """Cancel, and tell what that came to, unless the response's own frames tell it here."""

@@ -52,6 +52,19 @@ class Branches:
         self._slots.give_back(branch.slot)
         branch.slot = -1
 
+    def drop(self, request: LiveRequest, branch_id: int) -> None:
+        """Take a branch out of a request that goes on with the others.
+
+        Those that wait without pages pair anew: it may have been their partner. The new leader of a request that waits
+        as a whole has other pages.
+        """
+        branch = request.branches.pop(branch_id)
+        if branch.table is None:
+            request.num_waiting_branches = max(request.num_waiting_branches - 1, 0)  # 0 where the whole request waits
+        self.close(branch)
+        request.pair_waiting()
+        request.chain = None
+
     def part(self, request: LiveRequest) -> None:
         """Let go of everything the request holds, remembering who is related to whom."""
         for branch in request.branches.values():

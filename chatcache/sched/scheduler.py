@@ -271,6 +271,22 @@ class Scheduler:
         self.waiting.forget(request)
         return num_in_use - self.kv.pool.num_in_use
 
+    def drop(self, request: LiveRequest, branch_id: int | None) -> int:
+        """End one branch of a request that goes on, wherever it is; None: one that would have been born yet.
+
+        Return how many pages nobody holds any more.
+        """
+        num_in_use = self.kv.pool.num_in_use
+        is_running = self._is_running(request)
+        if branch_id is not None:
+            self._branches.drop(request, branch_id)
+            self._num_branches -= is_running
+            if not request.num_unsteady:
+                self._steady.unsettled.discard(request)
+        request.max_branches -= 1
+        self._slots.promised -= is_running
+        return num_in_use - self.kv.pool.num_in_use
+
     def abandon(self, *steps: Step) -> list[LiveRequest]:
         """Give up a step whose execution failed, and the one behind it; return the requests that fail with them.
 

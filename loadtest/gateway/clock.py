@@ -138,6 +138,9 @@ class ClockEngine:
     def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         return [0] * len(prompts)
 
+    def drop(self, request_id: str, index: int) -> None:
+        return None
+
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         return PageMap(page_size=16, num_pages=0, num_pages_per_cell=1, cells="")
 

@@ -12,7 +12,7 @@ from chatcache.bus.pipe import EngineProcess, RestartPolicy
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
-from chatcache.errors import ContextTooLong, DeviceLost, ModelFolderError
+from chatcache.errors import ContextTooLong, DeviceLost, ModelFolderError, UnsupportedParameter
 from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.types import (
     CandidateDone,
@@ -66,6 +66,12 @@ class CountingEngine:
         if request_id in self._running:
             request, produced, seq = self._running.pop(request_id)
             self._ended.append(Finished(request_id, seq + 1, len(request.prompt), 0, produced, cancelled=True))
+
+    def drop(self, request_id: str, index: int) -> None:
+        """Of its one candidate."""
+        if index:
+            raise UnsupportedParameter(f"no {index}", param="candidate")
+        self.abort(request_id)
 
     def is_preparing(self, request_id: str) -> bool:
         return False

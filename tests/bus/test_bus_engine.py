@@ -10,9 +10,10 @@ import pytest
 from chatcache.bus.inproc import ThreadedEngine
 from chatcache.bus.pipe import EngineProcess
 from chatcache.config import EngineConfig
-from chatcache.errors import ContextTooLong, InvalidRequest, Overloaded
+from chatcache.errors import ContextTooLong, InvalidRequest, Overloaded, UnsupportedParameter
 from chatcache.types import (
     BeamSearchParams,
+    CandidateDone,
     EngineEvent,
     Finished,
     GenerateRequest,
@@ -146,3 +147,37 @@ async def test_prompt_logprobs_cross_as_the_engine_says_them(client: Client) -> 
     events = [event async for event in client.events("r")]
     assert events == alone(request)
     assert isinstance(events[0], Started) and len(events[0].prompt_logprobs) == 900
+
+
+async def test_a_dropped_candidate_ends_and_the_others_say_what_they_would_have(client: Client) -> None:
+    params = SamplingParams(n=8, seed=5, max_tokens=700, ignore_eos=True)
+    request = GenerateRequest(request_id="r", prompt=tuple(range(1, 40)), params=params)
+    await client.submit(request)
+    expected = tokens_of(alone(request))
+    events: list[EngineEvent] = []
+    held: list[int] = []
+    async for event in client.events("r"):
+        events.append(event)
+        if isinstance(event, Tokens) and event.index == 7 and len(held) < 7:
+            await client.drop("r", len(held))
+            held.append(len(held))
+    ends = {event.index: event for event in events if isinstance(event, CandidateDone)}
+    assert all(ends[index].finish_reason == "cancelled" and ends[index].num_pages_freed > 0 for index in held)
+    got = tokens_of(events)
+    assert got[7] == expected[7] and ends[7].finish_reason == "length"
+    assert all(got[index] == expected[index][: len(got[index])] != expected[index] for index in held)
+    assert isinstance(events[-1], Finished) and not events[-1].cancelled
+    assert (await client.health()).num_pages_in_use == 0
+
+
+async def test_drops_that_come_to_nothing(client: Client) -> None:
+    await client.drop("nobody", 3)
+    beams = GenerateRequest(request_id="b", prompt=(1, 2), params=BeamSearchParams(beam_width=3, max_tokens=2000))
+    await client.submit(beams)
+    with pytest.raises(UnsupportedParameter, match="beams cannot be dropped"):
+        await client.drop("b", 0)
+    await client.abort("b")
+    await client.submit(long(0, max_tokens=3000))
+    await client.drop("r0", 0)
+    last = [event async for event in client.events("r0")][-1]
+    assert isinstance(last, Finished) and last.cancelled, "the only one: as a cancel"

@@ -80,6 +80,15 @@ def requests(draw: st.DrawFn, number: int, tight: bool = False, calm: bool = Fal
 
 
 @st.composite
+def drops(draw: st.DrawFn, request: GenerateRequest, step: int) -> tuple[tuple[int, int], ...]:
+    """Give up some of several candidates, now or later, perhaps all of them."""
+    if num_branches(request.params) == 1 or draw(st.sampled_from([True, False])):
+        return ()
+    places = st.tuples(st.integers(step, step + 25), st.integers(0, num_branches(request.params)))
+    return tuple(draw(st.lists(places, min_size=1, max_size=7)))
+
+
+@st.composite
 def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, calm: bool = False) -> Arrival:
     """Ask on from somewhere within an answer that may still be streaming, hint included."""
     request = draw(requests(number, tight, calm))
@@ -92,7 +101,8 @@ def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, ca
         namespace = request.namespace
     point = ForkPoint(source.request.request_id, draw(st.sampled_from([0, index])))
     fork = replace(request, prompt=prompt, namespace=namespace, num_public_tokens=0, fork_of=point)
-    return Arrival(fork, source.step + draw(st.integers(1, 12)), None)
+    step = source.step + draw(st.integers(1, 12))
+    return Arrival(fork, step, None, draw(drops(fork, step)))
 
 
 @st.composite
@@ -106,7 +116,8 @@ def workloads(draw: st.DrawFn, tight: bool = False) -> Workload:
         if arrivals and draw(st.integers(0, 2)) == 0:
             arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)), tight, calm)))
         else:
-            arrivals.append(Arrival(draw(requests(number, tight, calm)), step, cancelled_at))
+            request = draw(requests(number, tight, calm))
+            arrivals.append(Arrival(request, step, cancelled_at, draw(drops(request, step))))
     page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
     largest = max(
         worst_case_pages(len(r.prompt), r.params.max_tokens or 1, num_branches(r.params), page_size)

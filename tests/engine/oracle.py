@@ -12,6 +12,7 @@ from chatcache.decode.actions import (
     Candidates,
     Done,
     DrawSpec,
+    Dropped,
     Emit,
     Extend,
     Fork,
@@ -56,6 +57,14 @@ class Wander:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return (DrawSpec(width=self._width, seed=self._seed),)
+
+    def drop(self, index: int) -> Dropped | None:
+        if index not in self._outputs:
+            return None
+        if len(self._outputs) == 1:
+            return Dropped(is_last=True)
+        del self._outputs[index]
+        return Dropped(index)
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         actions: list[BranchAction] = []
@@ -105,6 +114,7 @@ class Answer:
     done: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     prompt: tuple[Any, ...] = ()
     failed: bool = False
+    cancelled: bool = False
 
     def take(self, output: Output | Tokens | CandidateDone) -> None:
         if isinstance(output, Emit | Tokens):
@@ -112,6 +122,9 @@ class Answer:
             self.logprobs.setdefault(output.index, []).extend(output.logprobs)
         elif isinstance(output, Done | CandidateDone):
             self.done[output.index] = (output.finish_reason, output.stop_reason, output.score)
+
+    def of(self, index: int) -> tuple[object, ...]:
+        return self.tokens.get(index), self.logprobs.get(index), self.done[index]
 
     def begins_with(self, other: Answer) -> bool:
         """Say whether `other` is a beginning of this answer."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chatcache.decode.actions import Advance, Candidates, DrawSpec, Extend, Retire
+from chatcache.decode.actions import Advance, Candidates, DrawSpec, Dropped, Extend, Retire
 from chatcache.decode.factory import make_strategy
 from chatcache.engine.fake import FakeRunner, fake_capacity
 from chatcache.sched.plan import StepPlan, StepResult
@@ -91,6 +91,9 @@ class Odd:
         if self.num_tokens == 2 and self.oddity == "raises in draws":
             raise ZeroDivisionError
         return () if self.num_tokens == 2 and self.oddity == "draws nothing" else (DrawSpec(),)
+
+    def drop(self, index: int) -> Dropped | None:
+        return None
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         self.num_tokens += 1

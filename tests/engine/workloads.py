@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import POISON, FakeRunner, fake_capacity
-from chatcache.errors import ContextTooLong
+from chatcache.errors import ContextTooLong, UnsupportedParameter
 from chatcache.kv.pool import PagePool
 from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.types import (
+    FINISH_CANCELLED,
     CandidateDone,
     EngineEvent,
     Failed,
@@ -19,16 +20,19 @@ from chatcache.types import (
     Started,
     Tokens,
 )
-from tests.engine.oracle import FACTS, VOCAB, Answer, alone, strategy_for
+from tests.engine.oracle import FACTS, VOCAB, WANDER, Answer, alone, strategy_for
 
 AUDIT_EVERY = 5  # not every step: an audit makes the scheduler tell the tables what it has put off
 
 
 @dataclass(frozen=True)
 class Arrival:
+    """`drops`: (step, index) of candidates that are given up while the others go on."""
+
     request: GenerateRequest
     step: int
     cancelled_at: int | None
+    drops: tuple[tuple[int, int], ...] = ()
 
 
 class Crashing(FakeRunner):
@@ -120,6 +124,7 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
     events: dict[str, list[EngineEvent]] = {}
     todo = sorted(workload.arrivals, key=lambda arrival: arrival.step)
     aborts = sorted((a.cancelled_at, a.request.request_id) for a in todo if a.cancelled_at is not None)
+    drops = sorted((at, a.request.request_id, index) for a in todo for at, index in a.drops)
     step = 0
     while todo or engine.has_work():
         while todo and todo[0].step <= step:
@@ -131,6 +136,8 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
             answers[request.request_id], events[request.request_id] = Answer(), []
         while aborts and aborts[0][0] <= step:
             engine.abort(aborts.pop(0)[1])
+        while drops and drops[0][0] <= step:
+            drop_one(engine, *drops.pop(0)[1:])
         for event in step_and_watch(engine):
             events[event.request_id].append(event)
             if isinstance(event, Tokens | CandidateDone):
@@ -148,8 +155,8 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
     assert health.num_self_checks > 0 or not health.num_steps
     for request_id, seen in events.items():
         check_events(request_id, seen, may_fail=bool(workload.crashes or workload.swap_crashes))
-        if isinstance(seen[-1], Failed):
-            answers[request_id].failed = True
+        answers[request_id].failed = isinstance(seen[-1], Failed)
+        answers[request_id].cancelled = isinstance(seen[-1], Finished) and seen[-1].cancelled
     return answers
 
 
@@ -158,9 +165,52 @@ def check_events(request_id: str, events: list[EngineEvent], *, may_fail: bool =
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     assert isinstance(events[-1], Finished | Failed if may_fail else Finished), (request_id, events[-1])
     assert not any(isinstance(event, Finished | Failed) for event in events[:-1])
-    if len(events) > 1:
-        assert isinstance(events[0], Started)
-        assert not any(isinstance(event, Started) for event in events[1:])
+    told = [event for event in events if not is_drop(event)]  # a candidate may be dropped before anything is computed
+    if len(told) > 1:
+        assert isinstance(told[0], Started)
+        assert not any(isinstance(event, Started) for event in told[1:])
+    ended = [event.index for event in events if isinstance(event, CandidateDone)]
+    assert len(set(ended)) == len(ended), "a candidate ended twice"
+    for number, event in enumerate(events):
+        later = [each.index for each in events[number:] if isinstance(each, Tokens)]
+        assert not isinstance(event, CandidateDone) or event.index not in later, "a candidate went on behind its end"
+
+
+def is_drop(event: EngineEvent) -> bool:
+    return isinstance(event, CandidateDone) and event.finish_reason == FINISH_CANCELLED
+
+
+def drop_one(engine: Engine, request_id: str, index: int) -> None:
+    """Drop a candidate: the pages that nobody else holds are free at once, and its branch is gone."""
+    pool, requests = engine.scheduler.kv.pool, {each.request_id: each for each in engine.scheduler.running}
+    request = requests.get(request_id)
+    branch = request.branches.get(index) if request is not None else None
+    kept = [
+        table for each in requests.values() for table in each.tables() if branch is None or table is not branch.table
+    ]
+    own = set(branch.table.pages()) if branch is not None and branch.table is not None else set()
+    own -= {page for table in kept for page in table.pages()}
+    num_in_use, num_ended = pool.num_in_use, len(engine._outbox)
+    try:
+        engine.drop(request_id, index)
+    except UnsupportedParameter:
+        assert (pool.num_in_use, len(engine._outbox)) == (num_in_use, num_ended)
+        return
+    news = engine._outbox._events[num_ended:]
+    if not news:
+        assert pool.num_in_use == num_in_use
+        return
+    (done,) = news
+    if isinstance(done, Finished):  # it was the last
+        assert done.cancelled and request_id not in {each.request_id for each in engine.scheduler.requests()}
+        assert pool.num_in_use == num_in_use - done.num_pages_freed
+        return
+    assert is_drop(done) and isinstance(done, CandidateDone) and done.index == index
+    if request is not None and request.started:
+        assert done.num_pages_freed == len(own) and index not in request.branches
+    assert pool.num_in_use == num_in_use - done.num_pages_freed
+    engine.drop(request_id, index)
+    assert len(engine._outbox) == num_ended + 1, "dropped twice"
 
 
 def assert_equals_alone(workload: Workload, *, audit: bool = True) -> None:
@@ -171,7 +221,16 @@ def assert_equals_alone(workload: Workload, *, audit: bool = True) -> None:
         if request.request_id not in answers:
             continue
         expected, got = alone(request), answers[request.request_id]
-        if arrival.cancelled_at is None and not got.failed:
-            assert got == expected
-        else:
-            assert expected.begins_with(got)
+        assert expected.begins_with(got)
+        if got.cancelled or got.failed:
+            assert arrival.cancelled_at is not None or arrival.drops or got.failed
+            continue
+        dropped = {index for index, (reason, *_) in got.done.items() if reason == FINISH_CANCELLED}
+        assert dropped <= {index for _, index in arrival.drops}
+        if (
+            not request.namespace.startswith(WANDER) or not dropped
+        ):  # there, what a dropped one would have forked is gone
+            assert got.done.keys() == expected.done.keys()
+        for index in got.done.keys() - dropped:
+            assert got.of(index) == expected.of(index), f"candidate {index} of {request.request_id}"
+        assert got.prompt == expected.prompt

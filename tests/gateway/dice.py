@@ -175,7 +175,9 @@ class Dicer:
         draw = self._draws
         which = draw.choice(here) if here and draw.random() < 0.8 else self._id(self._mine.responses)
         kinds = ["create", "create", "create", "cancel", "steer"]
-        kind = draw.choice([*kinds, "resume", "resume", "ack", "subscribe", "prewarm"] if extended else kinds)
+        kind = draw.choice(
+            [*kinds, "resume", "resume", "drop", "drop", "ack", "subscribe", "prewarm"] if extended else kinds
+        )
         if kind == "create":
             lane = draw.choice(({}, {}, {"stream_id": "a"}, {"stream_id": f"own{name}"}))
             return {"type": "response.create", **self._body(), **lane}
@@ -187,6 +189,8 @@ class Dicer:
             return {"type": "response.resume", "response_id": which, "starting_after": after, "stream_id": lane_name}
         if kind == "ack":
             return {"type": "response.ack", "response_id": which, "sequence_number": draw.choice((-1, 0, 3, 10**6))}
+        if kind == "drop":
+            return {"type": "response.drop", "response_id": which, "candidate": draw.choice((0, 0, 1, 1, 2, 70))}
         if kind == "cancel":
             return {"type": "response.cancel", "response_id": which}
         if kind == "subscribe":

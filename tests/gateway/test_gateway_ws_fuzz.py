@@ -39,6 +39,7 @@ VALID: list[Frame] = [
     {"type": "response.create", "input": "Hi", "generate": False},
     {"type": "response.create", "input": "Hi", "tools": [{"type": "function", "name": "f", "parameters": {}}]},
     {"type": "response.cancel", "response_id": ID},
+    {"type": "response.drop", "response_id": ID, "candidate": 1},
     {"type": "response.steer", "previous_response_id": ID, "input": "More"},
     {"type": "response.resume", "response_id": ID, "starting_after": 3},
     {"type": "response.ack", "response_id": ID, "sequence_number": 3},

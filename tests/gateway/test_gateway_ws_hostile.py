@@ -51,6 +51,7 @@ from tests.gateway.serving import MAX_MODEL_LEN, Server, slowed, wait_until
         ({"type": "response.steer"}, "previous_response_id", 400),
         ({"type": "response.resume", "response_id": "resp_x"}, "type", 400),
         ({"type": "response.ack", "response_id": "resp_x", "sequence_number": 1}, "type", 400),
+        ({"type": "response.drop", "response_id": "resp_x", "candidate": 0}, "type", 400),
         ({"type": "conversation.subscribe"}, "type", 400),
         ({"type": "prompt.prewarm", "input": "x"}, "type", 400),
         ({"type": "response.cancel"}, "response_id", 400),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from chatcache.decode.actions import Advance, Candidates, DrawSpec, Extend
+from chatcache.decode.actions import Advance, Candidates, DrawSpec, Dropped, Extend
 from chatcache.kv.audit import check
 from chatcache.kv.cache import KVCache
 from chatcache.sched.audit import check_tokens
@@ -25,6 +25,9 @@ class Plain:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return (DrawSpec(),)
+
+    def drop(self, index: int) -> Dropped | None:
+        return None
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         raise NotImplementedError
