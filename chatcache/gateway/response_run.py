@@ -58,9 +58,7 @@ async def start_once(
     Raises: KeyTaken for a key that came with another request.
     """
     if body.get("store") is False:
-        raise InvalidRequest(
-            "an Idempotency-Key needs store: nothing else can be answered again", param="store"
-        )
+        raise InvalidRequest("an Idempotency-Key needs store: nothing else can be answered again", param="store")
     async with gateway.keys.of(owner, once):
         found = await once.earlier(gateway.opened_store(), owner)
         if found is not None:
