@@ -191,7 +191,7 @@ def test_exported_and_imported_by_picker_and_drop(chat: Watched, tmp_path: Path)
         chat.page.click("text=Import from files…")
     chooser.value.set_files(files["json"])
     chat.page.wait_for_selector(".toast >> text=Conversations: 1 imported.")
-    chat.page.wait_for_selector(".answer")
+    chat.page.wait_for_selector(".answer .prose >> text=To the sea.")
     assert (chat.said(), chat.answers()) == (["Where to?"], ["To the sea."])
 
     for content, told in ((files["json"].read_text(), "1 already here"), ("{]", "was not imported")):

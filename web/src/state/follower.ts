@@ -10,6 +10,8 @@ import type { Thread } from "./thread";
 
 const SETTLE_MS = 50; // the same change reaches us by two ways: what was ours is known by then
 
+const TRIES = 3; // it changes while it is read; the next notice brings the rest
+
 export interface Elsewhere {
   readonly shown: () => Thread;
   /** Others changed a conversation: as it was known, and as it is. */
@@ -68,7 +70,7 @@ export class Follower {
     const id = thread.id.value;
     if (id === null || thread.state.value !== "ready") return;
     await this.conversations.quiet();
-    while (thread.revisions.isNews(this.conversations.find(id)?.rev ?? 0)) {
+    for (let tries = 0; tries < TRIES && thread.revisions.isNews(this.conversations.find(id)?.rev ?? 0); tries++) {
       if (!(await this.keeper.refresh(thread, id))) break;
     }
     for (const response of this.conversations.runningIn(id)) this.lanes.follow(thread, response);

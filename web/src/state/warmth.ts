@@ -5,8 +5,8 @@ import * as rest from "../wire/rest";
 const LOOK_MS = 20_000;
 const SOON_MS = 600; // several things happen at the end of an answer
 const MAX_ASKED = 100;
-const MISSED = 32; // the last page is rarely full, and the newest token is not computed before it is needed
-const WARM = 0.9;
+const WARM = 0.9; // the newest tokens are not computed before they are needed
+const COLD = 0.05; // how every prompt of the model begins is always there
 
 export type Degree = "warm" | "partly" | "cold";
 
@@ -54,7 +54,7 @@ export class Warmth {
 export function degreeOf({ tokens, cached_tokens }: rest.Warmth): Warm {
   const share = tokens > 0 ? cached_tokens / tokens : 0;
   const counts = `${cached_tokens.toLocaleString("en")} of ${tokens.toLocaleString("en")} tokens are cached`;
-  if (cached_tokens > 0 && (share >= WARM || tokens - cached_tokens <= MISSED)) return { degree: "warm", words: `Warm: ${counts}` };
-  if (cached_tokens > 0) return { degree: "partly", words: `Partly warm: ${counts}` };
-  return { degree: "cold", words: "Cold: nothing of it is cached, the next turn reads it again" };
+  if (share >= WARM) return { degree: "warm", words: `Warm: ${counts}` };
+  if (share >= COLD) return { degree: "partly", words: `Partly warm: ${counts}` };
+  return { degree: "cold", words: `Cold: ${counts}, the next turn reads the rest again` };
 }

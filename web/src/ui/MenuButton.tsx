@@ -1,4 +1,5 @@
 // A button that opens a menu: arrow keys, first letters, Escape; closed again by whatever happens elsewhere.
+import { useSignal } from "@preact/signals";
 import { type ComponentChildren, Fragment } from "preact";
 import { useId, useRef } from "preact/hooks";
 
@@ -23,18 +24,21 @@ const MARGIN_PX = 8;
 
 export function MenuButton({ label, items, children, class: name = "tool", note }: MenuProps) {
   const id = useId();
+  const open = useSignal(false); // a long list has many menus, and shows one
   const button = useRef<HTMLButtonElement>(null);
   const menu = useRef<HTMLDivElement>(null);
   const entries = () => [...(menu.current?.querySelectorAll<HTMLButtonElement>("[role=menuitem]") ?? [])];
   const focus = (index: number) => entries().at(index % entries().length)?.focus();
 
-  const onToggle = (event: { readonly newState: string }) => {
-    const open = event.newState === "open";
-    button.current?.setAttribute("aria-expanded", String(open));
-    if (open && button.current && menu.current) {
+  const onToggle = () => {
+    if (open.value && button.current && menu.current) {
       place(menu.current, button.current);
       focus(0);
-    } else if (menu.current?.contains(document.activeElement)) button.current?.focus();
+    }
+  };
+  const onBeforeToggle = (event: { readonly newState: string }) => {
+    if (event.newState === "closed" && menu.current?.contains(document.activeElement)) button.current?.focus();
+    open.value = event.newState === "open";
   };
   const onKeyDown = (event: KeyboardEvent) => {
     const at = entries().indexOf(document.activeElement as HTMLButtonElement);
@@ -58,7 +62,7 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
         aria-label={label}
         title={label}
         aria-haspopup="menu"
-        aria-expanded={false}
+        aria-expanded={open.value}
         popovertarget={id}
         onKeyDown={(event) => {
           if (event.key !== "ArrowDown") return;
@@ -69,9 +73,9 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
       >
         {children}
       </button>
-      <div class="menu" popover="auto" role="menu" id={id} ref={menu} aria-label={label} onToggle={onToggle} onKeyDown={onKeyDown}>
-        {note && <p class="menu-note" role="presentation">{note}</p>}
-        {items.map((item) => (
+      <div class="menu" popover="auto" role="menu" id={id} ref={menu} aria-label={label} onBeforeToggle={onBeforeToggle} onToggle={onToggle} onKeyDown={onKeyDown}>
+        {open.value && note && <p class="menu-note" role="presentation">{note}</p>}
+        {open.value && items.map((item) => (
           <Fragment key={item.label}>
             {item.line && <hr class="menu-line" />}
             <button

@@ -100,8 +100,10 @@ export const SHORTCUTS: readonly Shortcut[] = [
     what: "Find a conversation",
     matches: (event) => control(event) && !event.shiftKey && event.code === "KeyK",
     run: () => {
+      const focus = () => document.getElementById("find")?.focus();
+      if (sidebarOpen.value) return focus(); // at once: the next key is the first letter
       sidebarOpen.value = true;
-      setTimeout(() => document.getElementById("find")?.focus());
+      setTimeout(focus);
     },
   },
   { keys: "Ctrl+F", what: `The browser's search; in chats of over ${WHOLE} messages it sees those nearby, Ctrl+K sees all` },

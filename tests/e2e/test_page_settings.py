@@ -1,0 +1,147 @@
+"""Settings that belong to a conversation, prompts with names, what new chats start with, and the list of shortcuts."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from tests.e2e.watched import Watched
+
+KEPT = re.compile("/v1/conversations/conv_")
+LONG = "Always answer with a rhyme. 🎵" * 40  # over the 512 characters of one metadata value, and over 1,000
+
+
+def sent(chat: Watched, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last request for a response."""
+    return [frame for frame in frames if frame["type"] == "response.create"][-1]
+
+
+def record(chat: Watched) -> list[dict[str, Any]]:
+    """What the page sends from its next load on."""
+    import json
+
+    frames: list[dict[str, Any]] = []
+    chat.page.on("websocket", lambda socket: socket.on("framesent", lambda text: frames.append(json.loads(text))))
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
+    return frames
+
+
+def slide(chat: Watched, label: str, value: str) -> None:
+    chat.page.locator(f".slider:has-text('{label}') input").fill(value)
+
+
+def test_settings_belong_to_their_conversation(chat: Watched) -> None:
+    frames = record(chat)
+    chat.page.keyboard.press("Control+,")
+    slide(chat, "Temperature", "0.35")
+    chat.page.fill("#system", "Be brief.")
+    chat.ask("Hello")
+    first = chat.page.evaluate("location.hash.slice(1)")
+    assert sent(chat, frames)["temperature"] == 0.35 and sent(chat, frames)["instructions"] == "Be brief."
+    chat.page.keyboard.press("Control+Shift+O")
+    chat.page.wait_for_selector(".empty")
+    assert chat.page.input_value("#system") == ""
+    chat.page.click("button:text('Beam search')")
+    chat.ask("Hello")
+    assert sent(chat, frames)["beam_width"] == 2 and "instructions" not in sent(chat, frames)
+    with chat.page.expect_response(KEPT):
+        slide(chat, "Beams", "3")  # changed later, remembered too
+    for _ in range(2):
+        chat.page.click(f"[data-id={first}] .side-open")
+        chat.page.wait_for_selector("[aria-label='System prompt'] >> nth=0")
+        chat.until("document.querySelector('#system')?.value === 'Be brief.'")
+        assert chat.page.locator(".slider:has-text('Temperature') output").inner_text() == "0.35"
+        chat.page.go_back()
+        chat.until("document.querySelector('.slider output')?.textContent === '3'")
+        chat.page.reload()  # the second round is from the server
+        chat.page.wait_for_selector(".card, .answer")
+        chat.page.keyboard.press("Control+,")
+    metadata = chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()["metadata"]
+    assert metadata["system"] == "Be brief."
+    head = chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()
+    chat.page.click(f"[data-id={first}] .side-open")
+    chat.until("document.querySelector('#system')?.value === 'Be brief.'")
+    assert chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()["rev"] == head["rev"], (
+        "looking is no change"
+    )
+
+
+def test_new_chats_start_as_the_reader_wants(chat: Watched) -> None:
+    frames = record(chat)
+    chat.page.keyboard.press("Control+,")
+    slide(chat, "Temperature", "1.5")
+    assert chat.page.locator("text=These settings are this conversation's own.").count() == 1
+    chat.page.click("text=Start new chats like this")
+    chat.page.wait_for_selector("text=New chats start with these settings.")
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
+    chat.ask("Hello")
+    assert sent(chat, frames)["temperature"] == 1.5
+
+
+def test_prompts_have_names_and_are_edited_and_deleted(chat: Watched) -> None:
+    frames = record(chat)
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=New prompt…")
+    chat.page.fill(".prompt-form [name=name]", "Plain")
+    chat.page.fill(".prompt-form [name=text]", "Be a poet.")
+    chat.page.click("button:text('Keep')")
+    chat.page.wait_for_selector("text=There is one called Plain already.")
+    chat.page.fill(".prompt-form [name=name]", "Poet")
+    chat.page.keyboard.press("Enter")
+    chat.page.wait_for_selector(".segments [aria-pressed=true] >> text=Poet")
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
+    chat.page.select_option(".chip-select select", label="Poet")
+    chat.ask("Hello")
+    assert sent(chat, frames)["instructions"] == "Be a poet."
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=Edit “Poet”")
+    chat.page.fill(".prompt-form [name=text]", LONG)
+    with chat.page.expect_response(KEPT):
+        chat.page.click("button:text('Keep')")
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer")
+    chat.ask("And now?")
+    assert sent(chat, frames)["instructions"] == LONG, "of several metadata values, to the letter"
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=Delete it")
+    assert chat.page.locator(".segments >> text=Poet").count() == 0
+    assert chat.page.input_value("#system") == LONG  # the conversation keeps what it had
+    chat.page.click("text=Undo")
+    chat.page.wait_for_selector(".segments [aria-pressed=true] >> text=Poet")
+
+
+def test_the_list_of_shortcuts_is_what_the_keys_do(chat: Watched) -> None:
+    chat.page.keyboard.press("Control+/")
+    dialog = chat.page.locator("dialog[open]")
+    dialog.wait_for()
+    assert dialog.locator("dt").count() == dialog.locator("dd").count() > 12
+    assert chat.page.evaluate("document.querySelector('dialog').contains(document.activeElement)")
+    chat.page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+    chat.page.keyboard.press("Control+/")
+    dialog.wait_for()
+    chat.page.keyboard.press("Control+/")
+    dialog.wait_for(state="detached")
+
+
+def test_warm_and_cold_are_told_in_words(chat: Watched) -> None:
+    """What was just said is warm. The cold one came over REST: nothing of it was ever computed here."""
+    chat.ask(f"My name is {secrets.token_hex(8)}, tell me about the sea")
+    warm = chat.page.evaluate("location.hash.slice(1)")
+    items = [{"role": "user", "content": secrets.token_hex(200)}, {"role": "assistant", "content": "I see."}]
+    cold = chat.page.request.post(f"{chat.server}/v1/conversations", data={"items": items}).json()["id"]
+    chat.page.reload()
+    chat.page.wait_for_selector(f"[data-id={warm}] .dot-warm")
+    chat.page.wait_for_selector(f"[data-id={cold}] .dot-cold")
+    words = chat.page.get_attribute(f"[data-id={warm}] .dot-warm", "aria-label") or ""
+    assert re.fullmatch(r"Warm: \d+ of \d+ tokens are cached", words)
+    chat.page.click(f"[data-id={warm}] .side-menu")
+    assert chat.page.locator(".menu:popover-open .menu-note").inner_text() == words
+    chat.page.keyboard.press("Escape")
+    chat.page.hover(f"[data-id={cold}]")
+    chat.page.click(f"[data-id={cold}] .side-menu")
+    assert chat.page.locator(".menu:popover-open .menu-note").inner_text().startswith("Cold: ")

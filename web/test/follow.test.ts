@@ -1,0 +1,218 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { Chat } from "../src/state/chat";
+import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
+import type { StoredItem } from "../src/wire/frames";
+import { FakeSocket, type FakeServer, fakeWires } from "./fakes";
+
+const CONV = "/v1/conversations/conv_1";
+let server: FakeServer;
+let chat: Chat;
+
+beforeEach(async () => {
+  server = fakeWires();
+  sampling.value = DEFAULT_SAMPLING;
+  systemPrompt.value = "";
+  autoTitle.value = false;
+  server.replies["/v1/conversations"] = { data: [], has_more: false, next: null };
+  store([user("msg_u1", null, "One"), said("msg_a1", "msg_u1", "first", "resp_1")], "msg_a1", 2);
+  chat = new Chat("ws://test/v1/responses");
+  chat.socket.connect();
+  FakeSocket.last.open();
+});
+afterEach(() => {
+  vi.unstubAllGlobals();
+  vi.useRealTimers();
+});
+
+const push = (frame: object) => FakeSocket.last.push(frame);
+const sent = (type: string) => FakeSocket.last.sent.filter((frame) => frame["type"] === type);
+const texts = () => chat.thread.value.tree.value.path.value.map((message) => message.text.value);
+const reads = () => server.calls.filter((call) => call.path === `${CONV}/items`).length;
+
+function item(id: string, role: string, parent_id: string | null, text: string): StoredItem {
+  return {
+    id, role, parent_id, status: "completed", content: [{ type: "text", text }], response_id: null, index: null,
+    num_tokens: 1, finish_reason: null, created_at: 0,
+  };
+}
+const user = (id: string, parent: string | null, text: string) => item(id, "user", parent, text);
+const said = (id: string, parent: string, text: string, response_id: string, index = 0): StoredItem => ({
+  ...item(id, "assistant", parent, text), response_id, index, finish_reason: "stop",
+});
+const head = (rev: number, active_leaf: string) => ({
+  id: "conv_1", title: "One", created_at: 1, updated_at: rev, active_leaf, rev, metadata: {},
+});
+
+/** What the server has from now on. */
+function store(items: readonly StoredItem[], leaf: string, rev: number): void {
+  server.replies[CONV] = head(rev, leaf);
+  server.replies[`${CONV}/items`] = { data: items };
+}
+
+/** Others changed it. */
+async function told(rev: number, leaf: string, running: readonly string[] = []): Promise<void> {
+  push({ type: "conversation.updated", conversation: head(rev, leaf), running });
+  await vi.advanceTimersByTimeAsync(100);
+}
+
+async function openIt(running: readonly string[] = []): Promise<void> {
+  push({ type: "conversation.subscribed", running: running.map((response_id) => ({ response_id, conversation_id: "conv_1" })) });
+  await chat.open("conv_1");
+  await vi.advanceTimersByTimeAsync(100);
+}
+
+const FIRST = [user("msg_u1", null, "One"), said("msg_a1", "msg_u1", "first", "resp_1")];
+
+describe("Follower", () => {
+  it("shows what another tab said, and reads its answer along from the beginning", async () => {
+    await openIt();
+    const kept = chat.thread.value.tree.value.byId("msg_a1")!;
+    store([...FIRST, user("msg_u2", "msg_a1", "Two")], "msg_u2", 3);
+    await told(3, "msg_u2", ["resp_2"]);
+    expect(texts()).toEqual(["One", "first", "Two"]);
+    expect(chat.thread.value.tree.value.byId("msg_a1")).toBe(kept); // nothing is drawn anew
+    const [resume] = sent("response.resume");
+    expect(resume).toMatchObject({ response_id: "resp_2", starting_after: -1 });
+    const stream_id = resume!["stream_id"];
+    const response = { id: "resp_2", status: "in_progress", conversation: { id: "conv_1" }, parent_item_id: "msg_u2", n: 1 };
+    push({ type: "response.resumed", response_id: "resp_2", stream_id });
+    push({ type: "response.created", sequence_number: 0, response, stream_id });
+    expect(chat.live.value).not.toBeNull();
+    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a2" }, stream_id });
+    push({ type: "response.output_text.delta", output_index: 0, delta: "sec", stream_id });
+    await vi.advanceTimersByTimeAsync(20);
+    expect(texts()).toEqual(["One", "first", "Two", "sec"]);
+    const before = reads();
+    push({ type: "response.output_text.done", output_index: 0, text: "second", stream_id });
+    push({ type: "conversation.updated", conversation: head(4, "msg_a2"), stream_id });
+    push({ type: "response.completed", response: { ...response, status: "completed" }, stream_id });
+    await told(4, "msg_a2");
+    expect(texts()).toEqual(["One", "first", "Two", "second"]);
+    expect(chat.live.value).toBeNull();
+    expect(reads()).toBe(before); // it was watched: nothing to read again
+    expect(chat.thread.value.turnOf(chat.thread.value.tree.value.leaf.value!)!.firstTokenMs.value).toBeNull();
+  });
+
+  it("reads along after a reload, all candidates below the right message", async () => {
+    store([...FIRST, user("msg_u2", "msg_a1", "Two")], "msg_u2", 3);
+    await openIt(["resp_2"]);
+    const stream_id = sent("response.resume")[0]!["stream_id"];
+    const response = { id: "resp_2", status: "in_progress", conversation: { id: "conv_1" }, parent_item_id: "msg_u2", n: 2 };
+    expect(chat.thread.value.settling.value).toBe(true); // no "No answer is stored"
+    push({ type: "response.created", sequence_number: 0, response, stream_id });
+    const outputs = ["a", "b"].map((text, at) => ({ item_id: `msg_${text}`, output_index: at, type: "message", text }));
+    push({ type: "response.snapshot", sequence_number: 9, outputs, stream_id });
+    const turn = chat.live.value!;
+    expect(turn.candidates.map((message) => message.text.value)).toEqual(["a", "b"]);
+    expect(chat.thread.value.tree.value.get(turn.candidates[0]!.parent!)!.id.value).toBe("msg_u2");
+  });
+
+  it("does not take its own changes for somebody else's", async () => {
+    await openIt();
+    const before = reads();
+    server.replies[CONV] = { ...head(3, "msg_a1"), title: "Mine" };
+    const renamed = chat.conversations.rename("conv_1", "Mine");
+    await told(3, "msg_a1"); // the notice outruns the answer
+    await renamed;
+    await vi.advanceTimersByTimeAsync(100);
+    expect(reads()).toBe(before);
+  });
+
+  it("leaves who looks at another branch where they are", async () => {
+    const both = [...FIRST, said("msg_b1", "msg_u1", "other", "resp_b")];
+    store(both, "msg_b1", 3);
+    await openIt();
+    expect(texts()).toEqual(["One", "other"]);
+    chat.thread.value.tree.value.choose(chat.thread.value.tree.value.byId("msg_a1")!);
+    store([...both, user("msg_u2", "msg_b1", "Go on")], "msg_u2", 4);
+    await told(4, "msg_u2");
+    expect(texts()).toEqual(["One", "first"]);
+  });
+
+  it("takes out what was deleted elsewhere, and keeps what was never stored", async () => {
+    store([...FIRST, user("msg_u2", "msg_a1", "Two")], "msg_u2", 3);
+    await openIt();
+    const tree = chat.thread.value.tree.value;
+    tree.add({ key: "unsent", parent: tree.byId("msg_a1")!.key, role: "user", text: "Never sent" }, false);
+    store(FIRST, "msg_a1", 4);
+    await told(4, "msg_a1");
+    expect(tree.byId("msg_u2")).toBeUndefined();
+    expect(tree.get("unsent")?.text.value).toBe("Never sent");
+    expect(chat.thread.value.tree.value).toBe(tree);
+  });
+
+  it("finds what changed while there was no connection", async () => {
+    await openIt();
+    FakeSocket.last.close();
+    store([...FIRST, user("msg_u2", "msg_a1", "Two"), said("msg_a2", "msg_u2", "second", "resp_2")], "msg_a2", 5);
+    await vi.advanceTimersByTimeAsync(20_000);
+    FakeSocket.last.open();
+    expect(sent("conversation.subscribe").length).toBe(1);
+    push({ type: "conversation.subscribed", running: [] });
+    await vi.advanceTimersByTimeAsync(100);
+    expect(texts()).toEqual(["One", "first", "Two", "second"]);
+  });
+
+  it("shows a dot for what is written elsewhere, and marks what was answered out of sight", async () => {
+    await openIt();
+    const other = { ...head(1, "msg_x"), id: "conv_2" };
+    push({ type: "conversation.updated", conversation: other, running: ["resp_x"] });
+    expect(chat.isLive("conv_2")).toBe(true);
+    push({ type: "conversation.updated", conversation: { ...other, rev: 2 }, running: [] });
+    expect([chat.isLive("conv_2"), chat.conversations.isUnseen("conv_2")]).toEqual([false, true]);
+    void chat.open("conv_2");
+    expect(chat.conversations.isUnseen("conv_2")).toBe(false);
+    push({ type: "conversation.deleted", conversation_id: "conv_2" });
+    expect(chat.conversations.find("conv_2")).toBeUndefined();
+    expect(chat.thread.value.id.value).toBeNull();
+  });
+});
+
+describe("titles", () => {
+  const title = `${CONV}/title`;
+
+  /** A new conversation with its first answer; `during`: what happens while it is being written. */
+  async function begin(during: () => void = () => {}): Promise<void> {
+    autoTitle.value = true;
+    chat.send("One");
+    const stream_id = FakeSocket.last.sent.at(-1)!["stream_id"];
+    const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    push({ type: "response.created", response, stream_id });
+    push({ type: "conversation.updated", conversation: head(1, "msg_u1"), stream_id });
+    during();
+    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a1" }, stream_id });
+    push({ type: "response.output_text.done", output_index: 0, text: "first", stream_id });
+    push({ type: "conversation.updated", conversation: { ...chat.conversations.find("conv_1"), rev: 5 }, stream_id });
+    push({ type: "response.completed", response: { ...response, status: "completed" }, stream_id });
+    await vi.advanceTimersByTimeAsync(0);
+  }
+
+  it("come from the model after the first answer, once", async () => {
+    server.replies[title] = { conversation: { ...head(6, "msg_a1"), title: "By the model" } };
+    await begin();
+    expect(server.calls.find((call) => call.path === title)?.body).toEqual({ rev: 5 });
+    expect(chat.conversations.find("conv_1")?.title).toBe("By the model");
+  });
+
+  it("stay where somebody gave one meanwhile", async () => {
+    await begin(() => {
+      push({ type: "conversation.updated", conversation: { ...head(2, "msg_u1"), title: "Mine" }, running: ["resp_1"] });
+    });
+    expect(server.calls.some((call) => call.path === title)).toBe(false);
+  });
+
+  it("stay where somebody was faster than the request", async () => {
+    server.statuses[title] = 409;
+    server.replies[title] = { error: { message: "stale", conversation: { ...head(7, "msg_a1"), title: "Mine" } } };
+    await begin();
+    expect(server.calls.filter((call) => call.path === title).length).toBe(1);
+  });
+
+  it("are asked for again where something else had changed", async () => {
+    server.statuses[title] = 409;
+    server.replies[title] = { error: { message: "stale", conversation: head(7, "msg_a1") } };
+    await begin();
+    const revs = server.calls.filter((call) => call.path === title).map((call) => (call.body as { rev: number }).rev);
+    expect(revs).toEqual([5, 7, 7]);
+  });
+});

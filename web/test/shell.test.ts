@@ -1,0 +1,190 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { fileName, summary } from "../src/state/files";
+import { groupByDay } from "../src/state/groups";
+import { isPinned, MAX_SYSTEM_CHARS, readProfile, withPin, withProfile } from "../src/state/metadata";
+import { allPrompts, keepPrompt, ownPrompts, promptOf, removePrompt, restorePrompt } from "../src/state/prompts";
+import { Revisions } from "../src/state/revisions";
+import { pieces } from "../src/state/search";
+import { asSampling, DEFAULT_SAMPLING } from "../src/state/settings";
+import { watchSleep } from "../src/state/sleep";
+import { degreeOf } from "../src/state/warmth";
+import type { WireConversation } from "../src/wire/frames";
+
+describe("Revisions", () => {
+  it("tells what others changed, in whatever order our own changes are heard of", () => {
+    const revisions = new Revisions();
+    revisions.read(3);
+    expect(revisions.isNews(3)).toBe(false);
+    expect(revisions.isNews(4)).toBe(true);
+    revisions.know(5); // ours, but 4 was not
+    expect(revisions.isNews(5)).toBe(true);
+    revisions.know(4);
+    expect(revisions.isNews(5)).toBe(false);
+    revisions.read(9);
+    revisions.know(7);
+    expect(revisions.isNews(9)).toBe(false);
+    expect(revisions.isNews(10)).toBe(true);
+  });
+
+  it("agrees with a list of what was seen", () => {
+    let seed = 7;
+    const random = (below: number) => (seed = (seed * 48271) % 2147483647) % below;
+    for (let round = 0; round < 200; round++) {
+      const revisions = new Revisions();
+      const seen = new Set<number>();
+      for (let step = 0; step < 20; step++) {
+        const rev = 1 + random(12);
+        if (random(5) === 0) {
+          revisions.read(rev);
+          for (let below = 1; below <= rev; below++) seen.add(below);
+        } else {
+          revisions.know(rev);
+          seen.add(rev);
+        }
+        for (let head = 1; head <= 13; head++) {
+          const news = Array.from({ length: head }, (_, at) => at + 1).some((below) => !seen.has(below));
+          expect(revisions.isNews(head)).toBe(news);
+        }
+      }
+    }
+  });
+});
+
+describe("groups", () => {
+  const at = (iso: string, metadata = {}): WireConversation => ({
+    id: iso, title: iso, created_at: 0, updated_at: new Date(iso).getTime() / 1000, active_leaf: null, rev: 1, metadata,
+  });
+  const now = new Date("2026-03-15T09:00:00").getTime();
+
+  it("goes by the reader's calendar, not by hours", () => {
+    const list = [
+      "2026-03-15T00:01:00", "2026-03-14T23:59:00", "2026-03-13T12:00:00", "2026-03-08T00:00:00", "2026-03-07T23:59:00",
+      "2026-02-13T12:00:00", "2026-02-10T12:00:00", "2025-12-31T12:00:00",
+    ];
+    const named = groupByDay(list.map((iso) => at(iso)), now).map(({ name, conversations }) => [name, conversations.length]);
+    expect(named).toEqual([
+      ["Today", 1], ["Yesterday", 1], ["Last 7 days", 2], ["Last 30 days", 2], ["February", 1], ["December 2025", 1],
+    ]);
+  });
+
+  it("puts pinned ones on top and nowhere else", () => {
+    const groups = groupByDay([at("2026-03-15T08:00:00"), at("2024-01-01T08:00:00", { pinned: "true" })], now);
+    expect(groups.map(({ name }) => name)).toEqual(["Pinned", "Today"]);
+    expect(groups.flatMap(({ conversations }) => conversations).length).toBe(2);
+  });
+
+  it("calls what a wrong clock puts into the future today", () => {
+    expect(groupByDay([at("2026-03-16T08:00:00")], now)[0]!.name).toBe("Today");
+  });
+});
+
+describe("metadata", () => {
+  it("gives back the prompt that it was given, of any length that fits, and leaves other entries alone", () => {
+    for (const length of [0, 1, 511, 512, 513, 1024, MAX_SYSTEM_CHARS]) {
+      const system = [..."🎵é".repeat(length)].slice(0, length).join("");
+      const metadata = withProfile({ other: "x", system_3: "old" }, { system, sampling: null });
+      expect(readProfile(metadata).system).toBe(system);
+      expect(metadata["other"]).toBe("x");
+      expect(Object.values(metadata).every((value) => [...value].length <= 512)).toBe(true);
+    }
+  });
+
+  it("forgets a prompt that is too long rather than keep a part of it", () => {
+    expect(readProfile(withProfile({ system: "old" }, { system: "x".repeat(MAX_SYSTEM_CHARS + 1), sampling: null })).system).toBe("");
+  });
+
+  it("keeps sampling, and takes only what makes sense of it", () => {
+    const sampling = { ...DEFAULT_SAMPLING, n: 3, temperature: 0.35, seed: 7 };
+    expect(readProfile(withProfile({}, { system: "", sampling })).sampling).toEqual(sampling);
+    expect(readProfile({ sampling: "{" }).sampling).toBeNull();
+    expect(asSampling({ n: 900, temperature: -1, topP: "x", search: "no", seed: 1.5, maxTokens: NaN })).toEqual({
+      ...DEFAULT_SAMPLING, n: 8, temperature: 0,
+    });
+  });
+
+  it("pins and unpins", () => {
+    expect(isPinned(withPin({ system: "x" }, true))).toBe(true);
+    expect(withPin(withPin({ system: "x" }, true), false)).toEqual({ system: "x" });
+    expect(isPinned(null)).toBe(false);
+  });
+});
+
+describe("prompts", () => {
+  beforeEach(() => {
+    localStorage.clear();
+    ownPrompts.value = [];
+  });
+
+  it("are kept under names of their own, in this browser", () => {
+    expect(keepPrompt(" Poet ", "Be a poet.")).toBeNull();
+    expect(promptOf("Be a poet.")?.name).toBe("Poet");
+    expect(keepPrompt("poet", "Another")).toContain("Poet");
+    expect(keepPrompt("Plain", "Another")).toContain("Plain");
+    expect(keepPrompt("", "x")).not.toBeNull();
+    expect(keepPrompt("x", " ")).not.toBeNull();
+    expect(JSON.parse(localStorage.getItem("chatcache.prompts")!)).toEqual([{ name: "Poet", text: "Be a poet." }]);
+  });
+
+  it("are edited in their place, deleted and brought back", () => {
+    keepPrompt("A", "a");
+    keepPrompt("B", "b");
+    expect(keepPrompt("A2", "a2", ownPrompts.value[0])).toBeNull();
+    const [a, b] = ownPrompts.value;
+    expect([a!.text, b!.text]).toEqual(["a2", "b"]);
+    removePrompt(a!);
+    expect(allPrompts.value).not.toContain(a);
+    restorePrompt(a!, 0);
+    expect(ownPrompts.value).toEqual([a, b]);
+  });
+});
+
+describe("pieces", () => {
+  it("cuts by characters, whatever they take in UTF-16", () => {
+    const text = "🦓 Où est";
+    expect(pieces(text, [[2, 4]])).toEqual([
+      { text: "🦓 ", marked: false }, { text: "Où", marked: true }, { text: " est", marked: false },
+    ]);
+    expect(pieces(text, [])).toEqual([{ text, marked: false }]);
+    expect(pieces(text, [[0, 8]])).toEqual([{ text, marked: true }]);
+    expect(pieces("", [])).toEqual([]);
+  });
+});
+
+describe("files", () => {
+  it("have names that every system takes", () => {
+    expect(fileName('a/b\\c: "d"? <e>|*')).toBe("a b c d e");
+    expect(fileName("..")).toBe("conversation");
+    expect(fileName("🎵".repeat(99))).toBe("🎵".repeat(60));
+  });
+
+  it("are summed up after an import", () => {
+    const report = { created: 2, extended: 0, unchanged: 1, failed: 1, data: [{ status: "failed", error: { message: "Bad." } }] };
+    expect(summary(report)).toBe("Conversations: 2 imported, 1 already here, 1 failed. Bad.");
+    expect(summary({ created: 0, extended: 0, unchanged: 0, failed: 0, data: [] })).toContain("none");
+  });
+});
+
+describe("warmth", () => {
+  it("is told in words with the counts", () => {
+    const of = (tokens: number, cached_tokens: number) => degreeOf({ conversation_id: "c", tokens, cached_tokens });
+    expect(of(1234, 1233)).toEqual({ degree: "warm", words: "Warm: 1,233 of 1,234 tokens are cached" });
+    expect(of(400, 100).degree).toBe("partly");
+    expect(of(400, 3).degree).toBe("cold");
+    expect(of(0, 0).degree).toBe("cold");
+  });
+});
+
+describe("sleep", () => {
+  afterEach(() => vi.useRealTimers());
+
+  it("is noticed by a clock that jumped, once, and not by time that passed", () => {
+    vi.useFakeTimers();
+    const woke = vi.fn();
+    watchSleep(woke);
+    vi.advanceTimersByTime(120_000);
+    expect(woke).not.toHaveBeenCalled();
+    vi.setSystemTime(Date.now() + 3_600_000);
+    vi.advanceTimersByTime(20_000);
+    expect(woke).toHaveBeenCalledTimes(1);
+  });
+});
