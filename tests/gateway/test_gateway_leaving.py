@@ -154,13 +154,13 @@ def test_pings_fill_silence_with_half_a_line_break(tmp_path: Path) -> None:
 def test_a_client_that_does_not_read_costs_its_response_nothing(server: Server) -> None:
     with server.connect() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = {**LONG, "n": 8, "max_output_tokens": 200, "stream": True}
+        body = {**LONG, "n": 4, "max_output_tokens": 200, "stream": True}
         stalled.sendall(post_bytes(server.port, PATH, json.dumps(body).encode()))
         wait_until(lambda: num_running(server) == 1, "it to be under way")
         response_id = running_id(server)
         wait_until(lambda: num_running(server) == 0, "it to be done")
         done = server.request("GET", f"{PATH}/{response_id}")[2]
-        assert done["usage"]["output_tokens"] == 1600
+        assert done["usage"]["output_tokens"] == 800
         data = read_all(stalled)
     assert b"event: response.incomplete" in data and data.count(b"sequence_number") > 8
 

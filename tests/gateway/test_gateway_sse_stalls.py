@@ -23,9 +23,9 @@ NUM_STALLED = 200
 NUM_HEAVY = 40
 NUM_LIVE = 20
 USER = [{"role": "user", "content": "Hi"}]
-LIVE = {"messages": USER, "max_tokens": 80, "ignore_eos": True, "seed": 3}
+LIVE = {"messages": USER, "max_tokens": 40, "ignore_eos": True, "seed": 3}
 # Two kilobytes a token: more than all buffers on the way hold.
-HEAVY = {"messages": USER, "max_tokens": 400, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+HEAVY = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
 HEAVY_RESPONSE = {"input": "Hi", "max_output_tokens": 400, "ignore_eos": True, "top_logprobs": 20,
                   "include": ["message.output_text.logprobs"]}  # fmt: skip
 

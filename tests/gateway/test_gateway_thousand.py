@@ -63,8 +63,8 @@ class Cut:
         place = {"previous_item_id": self._origin, "fork_at": self._draws.choice((1, 5, 20))}
         place = place if self._phase == "forked" else {}
         if self._wire.startswith("chat"):
-            return self._post(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 300, **more})
-        body = {"input": text, "max_output_tokens": 300, "store": self._draws.random() < 0.5, **more, **place}
+            return self._post(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 150, **more})
+        body = {"input": text, "max_output_tokens": 150, "store": self._draws.random() < 0.5, **more, **place}
         if self._wire == "socket":
             return _framed(json.dumps({"type": "response.create", **body}).encode())
         return self._post(RESPONSES, body)

@@ -26,7 +26,7 @@ NUM_STALLED = 200
 NUM_HEAVY = 20
 NUM_LIVE = 20
 # A frame of a kilobyte, so that what is not read soon fills all buffers on the way.
-HEAVY: Frame = {"include": ["message.output_text.logprobs"], "top_logprobs": 10}
+HEAVY: Frame = {"include": ["message.output_text.logprobs"], "top_logprobs": 10, "max_output_tokens": 100}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def num_readers(server: Server) -> int:
 
 def test_two_hundred_stalled_readers_beside_twenty_live_ones(server: Server, url: str) -> None:
     """G5, shorter: the stalled cost little and can be resumed; the live ones get what they asked for."""
-    body = {**LONG, "max_output_tokens": 80, "seed": 3}
+    body = {**LONG, "max_output_tokens": 40, "seed": 3}
     with connect(url) as alone:
         expected = text_of(ask(alone, **body))
     texts: list[str] = []
@@ -103,7 +103,7 @@ def test_two_hundred_stalled_readers_beside_twenty_live_ones(server: Server, url
     with connect(url, subprotocols=["chatcache.v1"], max_queue=None) as page:  # type: ignore[list-item]
         for response_id in random.Random(1).sample(found, 5):
             send(page, "response.resume", response_id=response_id)
-            assert text_of(until_end(page)[-1]["response"]) == expected
+            assert text_of(until_end(page)[-1]["response"]).startswith(expected.rstrip("\ufffd"))  # heavy ones go on
 
 
 def test_who_takes_nothing_for_too_long_is_given_up_and_can_resume(
