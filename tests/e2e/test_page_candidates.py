@@ -1,0 +1,65 @@
+"""Candidates while they are written: one is dropped and its pages return, the others go on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.e2e.watched import Watched
+
+
+def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched, endless: None) -> None:
+    page = chat.page
+    page.goto(chat.server)
+    for _ in range(2):
+        page.click("[aria-label='More answers']")
+    chat.say("Tell me a story about a dragon")
+    chat.until("[...document.querySelectorAll('.card .prose')].every(card => card.textContent.length > 20)")
+    page.click("[aria-label='Drop answer 1']")
+    gone = page.locator(".card").nth(0)
+    gone.locator("[data-dropped]").wait_for()
+    assert gone.locator(".card-state").inner_text() == "dropped"
+    told = next(frame for frame in chat.received if frame["type"] == "response.dropped")
+    assert told["candidate"] == 0
+    assert told["receipt"]["pages_freed"] >= 1
+    assert f"{told['receipt']['pages_freed']} page" in gone.locator("[data-dropped]").inner_text()
+    assert chat.ends() == [], "the others go on"
+    assert page.locator("[aria-label='Drop answer 1']").count() == 0
+
+    before = _lengths(chat)
+    chat.until(
+        "(before => [...document.querySelectorAll('.card .prose')].slice(1)"
+        f".every((card, i) => card.textContent.length > before[i + 1]))({before})"
+    )
+    assert _lengths(chat)[0] == before[0], "nothing more is said"
+
+    page.locator(".card").nth(1).locator(".card-pick").focus()
+    page.keyboard.press("Alt+Delete")
+    page.locator(".card").nth(1).locator("[data-dropped]").wait_for()
+    page.keyboard.press("Alt+3")
+    page.keyboard.press("Escape")
+    ended = chat.wait_end(0)
+    by_candidate = {item["candidate"]: item for item in ended["output"]}
+    assert [by_candidate[index]["finish_reason"] for index in range(3)] == ["cancelled"] * 3
+    page.wait_for_selector(".answer")
+    assert page.locator(".answer .switcher-place").inner_text() == "3/3"
+    with page.expect_response(re.compile("/v1/conversations/conv_")):
+        page.reload()
+    page.wait_for_selector(".answer")
+    assert page.locator(".answer .switcher-place").inner_text() == "3/3"
+
+
+def test_beams_cannot_be_dropped(chat: Watched) -> None:
+    chat.page.click("[aria-label=Settings]")
+    chat.page.click("button:text('Beam search')")
+    chat.say("What is the capital of France?")
+    chat.page.wait_for_selector(".card")
+    assert chat.page.locator(".card-drop").count() == 0
+    chat.wait_end(0)
+
+
+def _lengths(chat: Watched) -> list[int]:
+    lengths: Any = chat.page.evaluate(
+        "[...document.querySelectorAll('.card .prose')].map(card => card.textContent.length)"
+    )
+    return list(lengths)
