@@ -190,19 +190,21 @@ def _client(url: str, timeout_s: float) -> Client:
 
 
 def first_look(url: str, key: str) -> bytes | None:
-    """The value of a key, before there is an event loop; None where there is none, or no server yet.
+    """The value of a key, before there is an event loop, or None.
 
-    Raises: StoreUnusable for a server that does not let us in.
+    Raises: StoreUnusable for a server that does not let us in; StoreUnavailable where there is none yet.
     """
-    client = redis.Redis.from_url(
-        url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=SyncRetry(NoBackoff(), 0), protocol=2
-    )
+    options = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
+    try:
+        client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
+    except ValueError as error:
+        raise StoreUnusable(f"not a URL of a Redis server: {error}") from None
     try:
         value: bytes | None = client.get(key)
     except redis.AuthenticationError as error:  # a connection error, to redis-py
         raise StoreUnusable(f"the Redis server does not let us in: {_said(error)}") from None
-    except (redis.ConnectionError, redis.TimeoutError, OSError):
-        return None
+    except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+        raise StoreUnavailable(_said(error)) from None
     except redis.RedisError as error:
         raise StoreUnusable(f"the Redis server cannot be used: {_said(error)}") from None
     finally:

@@ -6,6 +6,7 @@ may share a server. `redis_rows.py` has the layout.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from chatcache.chat.redis_rows import Head, Placed
 from chatcache.chat.redis_search import find
 from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
-from chatcache.chat.store import Claim, Merged, StoreUnusable
+from chatcache.chat.store import Claim, Merged, StoreUnavailable, StoreUnusable
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import ChatcacheError
 
@@ -34,9 +35,8 @@ class RedisStore:
     def __init__(self, url: str, *, lease_s: float = LEASE_S) -> None:
         self._link = RedisLink(url, _greet)
         self._leases = Leases(self._link, lease_s)
-        found = first_look(url, rows.SCHEMA)
-        if found is not None:
-            _check_version(found)
+        with contextlib.suppress(StoreUnavailable):
+            look_at(url)
 
     async def check(self) -> None:
         await self._leases.check()
@@ -244,6 +244,13 @@ class RedisStore:
             self._leases.put(pipe, name, turn)
         if items or turns:
             pipe.mset({rows.at_key(each): name for each in writes.ids_of(items, turns)})
+
+
+def look_at(url: str) -> None:
+    """Whether there is a server to keep conversations. Raises: StoreUnusable, StoreUnavailable; each says why."""
+    found = first_look(url, rows.SCHEMA)
+    if found is not None:
+        _check_version(found)
 
 
 async def _greet(client: Client) -> None:

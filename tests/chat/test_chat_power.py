@@ -54,7 +54,7 @@ def strace() -> list[str]:
 
 
 def check_order(trace: str, kept: str, answer: str) -> None:
-    """Between a write to a file whose name has `kept` and an answer there is a sync. `answer`: a pattern of its call."""
+    """Between a write to a file whose name has `kept` and an answer there is a sync. `answer`: a pattern."""
     is_dirty, num_writes, num_answers = False, 0, 0
     for call, _, name, rest in _CALL.findall(trace):
         if kept in name:

@@ -22,6 +22,7 @@ from chatcache.cli.doctor.findings import Finding, State
 from chatcache.cli.doctor.server import server as ask_server
 from chatcache.cli.doctor.settings import settings
 from chatcache.config import EngineConfig, ServerConfig
+from tests.chat.redis_servers import redis_server
 from tests.gateway.serving import Server
 
 KEY = "sk-doctor-1234567890"
@@ -188,3 +189,17 @@ def proxy(upstream: str) -> contextlib.AbstractContextManager[int]:
         def log_message(self, *_: object) -> None: ...
 
     return answering(Proxy)
+
+
+def test_a_redis_server_is_looked_at(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        for url, state, told in (
+            (server.url, State.GOOD, "in the Redis server"),
+            (server.url.replace("secret", "wrong"), State.BAD, "does not let us in"),
+            ("redis://127.0.0.1:1", State.WARNING, "no Redis server yet"),
+            ("http://127.0.0.1", State.BAD, "not a URL"),
+        ):
+            finding = found(settings(EngineConfig(), ServerConfig(port=0, redis=url)), "Conversations")
+            assert finding.state is state and told in finding.found
+            assert "secret" not in finding.found and "wrong" not in finding.found
+        assert server.admin.keys("*") == []  # looking changes nothing

@@ -23,13 +23,18 @@ def doctor(
     host: options.Host = SERVER.host,
     port: options.Port = SERVER.port,
     db: options.Db = SERVER.db,
+    redis: options.RedisUrl = SERVER.redis,
 ) -> None:
     """Look at this machine and these settings, or at a running server (--url), and say what to do about it.
 
     Ends with 1 if anything is bad.
     """
     console = Console(highlight=False, soft_wrap=True)
-    findings = _server(url, api_key) if url is not None else _here(model, ServerConfig(host=host, port=port, db=db))
+    findings = (
+        _server(url, api_key)
+        if url is not None
+        else _here(model, ServerConfig(host=host, port=port, db=db, redis=redis))
+    )
     worst = State.GOOD
     for finding in findings:
         console.print(f"{_MARKS[finding.state]} [bold]{finding.what}[/]  {escape(finding.found)}")

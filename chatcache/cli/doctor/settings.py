@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from chatcache.chat.sqlite_schema import MIGRATIONS
+from chatcache.chat.store import StoreUnavailable, StoreUnusable
 from chatcache.cli.doctor.findings import Finding, bad, good, warning
 from chatcache.cli.doctor.machine import room_on_disk
 from chatcache.cli.server import listen
@@ -23,7 +24,7 @@ ASK_TIMEOUT_S = 2.0
 
 def settings(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
     yield _model(engine)
-    yield from _conversations(Path(server.db))
+    yield from (_redis(server.redis),) if server.redis else _conversations(Path(server.db))
     yield _address(server)
     if (STATIC / "index.html").is_file():
         yield good("Chat page", "built")
@@ -60,6 +61,19 @@ def _fetched(model: str) -> Finding:
         return warning("Model", f"{model} is not on this machine yet", "the first start fetches it from the hub")
     except HFValidationError as error:
         return bad("Model", f"{model}: {error}", "an id is NAMESPACE/NAME")
+
+
+def _redis(url: str) -> Finding:
+    """Look at a Redis server without changing it."""
+    from chatcache.chat.store_redis import look_at
+
+    try:
+        look_at(url)
+    except StoreUnusable as error:
+        return bad("Conversations", error.message, "see Stores in chatcache/gateway/README.md for the user it takes")
+    except StoreUnavailable as error:
+        return warning("Conversations", f"no Redis server yet: {error.message}", "chatcache serve waits for it")
+    return good("Conversations", "in the Redis server of --redis")
 
 
 def _conversations(path: Path) -> Iterator[Finding]:
