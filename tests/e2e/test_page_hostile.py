@@ -53,8 +53,9 @@ def test_titles_and_finds_stay_words(open_page: Any, server: str) -> None:
     chat.page.wait_for_selector(".side-row >> nth=20", state="attached")
     _look(chat)
     for words in ("tripwire", "<img", "<script>", "onerror="):
-        chat.page.fill("#find", words)
-        chat.page.wait_for_timeout(400)  # the search waits for a pause in the typing
+        with chat.page.expect_response(re.compile(r"/v1/conversations\?.*query=")):
+            chat.page.fill("#find", words)
+        chat.page.wait_for_selector(".side-scroll[aria-busy=false] .side-hit", state="attached")
         _look(chat)
     for conversation in made:
         call(server, "DELETE", f"/v1/conversations/{conversation}")

@@ -97,6 +97,14 @@ def test_the_focus_is_never_lost_among_many_messages(chat: Watched, server: str)
     places = [place for place, _ in rows]
     assert places == sorted(places, reverse=True) and places[0] == 120 and places[-1] < 115
 
+    held = chat.page.evaluate_handle("document.activeElement")
+    chat.page.mouse.move(640, 300)
+    for _ in range(8):
+        chat.page.mouse.wheel(0, -700)
+        chat.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    chat.until(f"Number(document.querySelector('.row:nth-child(3)').ariaPosInSet) < {places[-1] - 30}")
+    assert held.evaluate("element => element === document.activeElement"), "left out with the focus in it"
+
 
 def _reach(chat: Watched, label: str, back: bool = False) -> None:
     """Press Tab until what has the focus begins with `label`."""
