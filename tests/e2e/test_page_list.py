@@ -231,6 +231,9 @@ def test_several_answers_are_written_at_once(chat: Watched, endless: None) -> No
 def test_the_model_names_a_new_conversation_once(chat: Watched) -> None:
     """The model's words are the test's; what is asked is real."""
     asked = _named(chat)
+    chat.page.evaluate("localStorage['chatcache.titles'] = 'true'")  # left alone, a demonstration model names nothing
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
     chat.ask("My name is Ada.")
     row(chat, "By the model").first.wait_for()
     chat.ask("What is my name?")

@@ -16,7 +16,7 @@ import { ProfileKeeper } from "./profile";
 import { ReadinessWatch } from "./readiness";
 import { requestFields } from "./request";
 import { Search } from "./search";
-import { type Sampling, autoTitle, sampling, systemPrompt } from "./settings";
+import { type Sampling, namesChats, sampling, systemPrompt } from "./settings";
 import { Thread } from "./thread";
 import { Titler } from "./titles";
 import { toast } from "./toast";
@@ -291,7 +291,7 @@ export class Chat {
     if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) await this.keeper.keepLeaf(thread);
     await this.profile.flush();
     const said = !turn.failed && turn.candidates.some((message) => message.text.value !== ""); // stopped early, there is none
-    if (autoTitle.value && said && thread.id.value !== null) await this.titler.answered(thread.id.value);
+    if (namesChats(this.session.value?.model) && said && thread.id.value !== null) await this.titler.answered(thread.id.value);
   }
 
   private changedElsewhere(before: WireConversation | undefined, now: WireConversation): void {

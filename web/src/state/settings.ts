@@ -24,7 +24,13 @@ export const theme = signal<Theme>(load("theme", "system"));
 export const showStats = signal<boolean>(load("stats", true));
 export const draftAhead = signal<boolean>(load("draftAhead", true)); // prefill while the reader types
 export const wordForks = signal<boolean>(load("wordForks", true)); // a click on a word shows its alternatives
-export const autoTitle = signal<boolean>(load("titles", true)); // the model names a conversation after its first answer
+/** The model names a conversation after its first answer; null: nobody chose, so it does if it can. */
+export const autoTitle = signal<boolean | null>(load("titles", null));
+const DEMONSTRATION = "chatcache-builtin"; // tells stories, but cannot say what they are about
+
+export function namesChats(model: string | undefined): boolean {
+  return autoTitle.value ?? model !== DEMONSTRATION;
+}
 
 /** What a new conversation starts with. */
 export const defaultSampling = signal<Sampling>(asSampling(load("sampling", {})));

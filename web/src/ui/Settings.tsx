@@ -2,14 +2,16 @@
 import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../state/announcer";
 import {
-  autoTitle, DEFAULT_SAMPLING, defaultSampling, defaultSystem, draftAhead, makeDefaults, MAX_N, sameSampling, sampling,
+  autoTitle, DEFAULT_SAMPLING, defaultSampling, defaultSystem, draftAhead, makeDefaults, MAX_N, namesChats, sameSampling, sampling,
   setSampling, showStats, systemPrompt, wordForks,
 } from "../state/settings";
+import { useChat } from "./context";
 import { Close } from "./icons";
 import { panel } from "./panels";
 import { Prompts } from "./Prompts";
 
 export function Settings() {
+  const chat = useChat();
   const root = useRef<HTMLElement>(null);
   useEffect(() => root.current?.querySelector<HTMLElement>("button")?.focus(), []);
   const settings = sampling.value;
@@ -43,7 +45,7 @@ export function Settings() {
       <Starts />
       <h3 class="panel-part">This browser</h3>
       <label class="check">
-        <input type="checkbox" checked={autoTitle.value} onChange={(event) => (autoTitle.value = event.currentTarget.checked)} />
+        <input type="checkbox" checked={namesChats(chat.session.value?.model)} onChange={(event) => (autoTitle.value = event.currentTarget.checked)} />
         The model names new chats
       </label>
       <label class="check">
