@@ -70,6 +70,12 @@ def _candidates(chat: Watched) -> None:
     chat.ask("Tell me a story about a robot")
 
 
+def _search(chat: Watched) -> None:
+    chat.page.click("#tab-beams")
+    chat.page.click("text=Try 4 beams")
+    chat.ask("Tell me a story about a cat")
+
+
 def _click(*selectors: str) -> Callable[[Watched], None]:
     def go(chat: Watched) -> None:
         for selector in selectors:
@@ -108,6 +114,7 @@ VIEWS: tuple[View, ...] = (
     View("beams panel", _press("Alt+Shift+2"), "#tab-beams[aria-selected=true]"),
     View("branches panel", _press("Alt+Shift+3"), "#tab-branches[aria-selected=true]"),
     View("pages panel", _press("Alt+Shift+4"), "#tab-pages[aria-selected=true]"),
+    View("beam tree", _search, ".beam-row >> nth=3"),
     View("settings", _press("Control+,"), "aside[aria-label=Settings]"),
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
     View("everything", _everything, ".katex >> nth=1"),
