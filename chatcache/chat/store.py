@@ -152,7 +152,10 @@ class ConversationStore(Protocol):
         expect: int | None = None,
         claim: Claim | None = None,
     ) -> Conversation:
-        """Add `items` (parents first), insert or replace `turn`, move the active leaf, name it if it has no title."""
+        """Add `items` (parents first), insert or replace `turn`, move the active leaf, name it if it has no title.
+
+        Raises: NotFound for a parent or leaf that is not there (any more).
+        """
         ...
 
     async def update(

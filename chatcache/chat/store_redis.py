@@ -101,6 +101,8 @@ class RedisStore:
             present = await reads.head(pipe, owner, conversation_id, expect)
             await writes.require_free(pipe, owner, claim)
             await writes.require_parents(pipe, conversation_id, items)
+            if active_leaf is not None and active_leaf not in {item.id for item in items}:
+                await writes.require_items(pipe, conversation_id, [active_leaf])
             head = present.conversation
             leaf = active_leaf if active_leaf is not None else head.active_leaf
             changed = _changed(head, replace(head, title=head.title or title or "", active_leaf=leaf))

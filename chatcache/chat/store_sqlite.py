@@ -104,6 +104,8 @@ class SqliteStore:
             head = _head(db, owner, conversation_id, expect)
             put_claim(db, owner, claim)
             _add(db, conversation_id, items, () if turn is None else (turn,))
+            if active_leaf is not None:
+                _require_item(db, conversation_id, active_leaf)
             leaf = active_leaf if active_leaf is not None else head.active_leaf
             return _store_change(db, head, replace(head, title=head.title or title or "", active_leaf=leaf))
 

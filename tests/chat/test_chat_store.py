@@ -93,6 +93,19 @@ async def test_an_append_is_all_or_nothing(store: ConversationStore) -> None:
         await store.update("me", "conv_1", active_leaf="msg_u")
 
 
+async def test_an_append_needs_the_leaf_that_it_goes_to(store: ConversationStore) -> None:
+    """Without messages too: nobody could walk from there to the root."""
+    await create(store)
+    await store.append("me", "conv_1", [USER])
+    for items in ((), (REPLY,)):
+        with pytest.raises(NotFound):
+            await store.append("me", "conv_1", items, TURN, active_leaf="msg_nowhere")
+    tree = await store.load("me", "conv_1")
+    assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (1, ["msg_u"], [])
+    assert (await store.append("me", "conv_1", [REPLY], TURN, active_leaf=REPLY.id)).active_leaf == REPLY.id
+    assert (await store.append("me", "conv_1", (), TURN, active_leaf="msg_u")).active_leaf == "msg_u"
+
+
 async def test_a_parent_in_another_conversation_is_no_parent(store: ConversationStore) -> None:
     await create(store)
     await create(store, "conv_2")

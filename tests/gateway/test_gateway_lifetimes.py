@@ -258,3 +258,19 @@ def test_no_time_limit_means_none() -> None:
         lifetime.stop()
 
     asyncio.run(work())
+
+
+def test_a_message_deleted_while_it_is_asked_again(
+    server: Server, store: FaultyStore, socket: ClientConnection
+) -> None:
+    """Planned before, stored after: it is refused, and the conversation stays whole."""
+    origin = ask(socket, input="Hello")
+    item, path = origin["input_item_ids"][0], f"/v1/conversations/{origin['conversation']['id']}"
+    store.open_delay_s = 0.3
+    send(socket, **{**LONG, "input": [], "previous_item_id": item})
+    wait_until(lambda: server.num_pages_in_use() > 0, "the engine to have it")
+    assert server.request("DELETE", f"{path}/items/{item}")[0] == 200
+    refused = receive(socket)
+    assert refused["type"] == "error" and refused["status"] == 404, refused
+    status, _, listed = server.request("GET", f"{path}/items")
+    assert status == 200 and [each["id"] for each in listed["data"]] == [origin["output"][0]["id"]]
