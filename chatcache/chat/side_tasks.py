@@ -23,6 +23,7 @@ from chatcache.errors import InvalidRequest
 from chatcache.types import GenerateRequest, SamplingParams
 
 MAX_TITLE_CHARS = 60
+MAX_TITLE_WORDS = 10  # a few more than asked for; beyond that the model did not name anything, it went on talking
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _LABEL = re.compile(r"(?i)^(?:title|titel|titre|título)\s*[:：]\s*")
 _BEFORE = " *_`#>•"
@@ -96,7 +97,7 @@ def clean_title(text: str) -> str:
         shown = "".join(_shown(char) for char in line)
         plain = _bare(_LABEL.sub("", _bare(" ".join(shown.split()))))
         if any(char.isalnum() for char in plain):
-            return _shortened(plain)
+            return _shortened(plain) if len(plain.split()) <= MAX_TITLE_WORDS else ""
     return ""
 
 

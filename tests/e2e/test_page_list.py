@@ -240,6 +240,15 @@ def test_the_model_names_a_new_conversation_once(chat: Watched) -> None:
     assert asked == [chat.page.evaluate("location.hash.slice(1)")]
 
 
+def test_a_model_that_goes_on_talking_names_nothing(chat: Watched) -> None:
+    """The built-in one answers the request for a title as it answers anything: the first line stays."""
+    question = f"My name is {secrets.token_hex(4)}."
+    with chat.page.expect_response(re.compile("/title$")) as named:
+        chat.ask(question)
+    assert not named.value.json()["generated"]
+    row(chat, question).wait_for()
+
+
 def test_a_name_that_somebody_gave_stays(chat: Watched, endless: None) -> None:
     asked = _named(chat)
     chat.page.goto(chat.server)
