@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from chatcache.chat import redis_rows as rows
 from chatcache.chat.redis_rows import Head, Placed
@@ -13,8 +14,10 @@ from chatcache.chat.tree import Conversation, ConversationTree
 from chatcache.errors import NotFound
 
 Reader = Any
+Result = TypeVar("Result")
 
 _CHUNK = 128
+_INLINE_BYTES = 16_384
 
 
 async def head(reader: Reader, owner: str, conversation_id: str, expect: int | None = None) -> Head:
@@ -27,9 +30,15 @@ async def head(reader: Reader, owner: str, conversation_id: str, expect: int | N
     return found
 
 
+async def computed(num_bytes: int, work: Callable[[], Result]) -> Result:
+    """Work on so many bytes; much of it leaves the event loop alone."""
+    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
 async def placed(reader: Reader, conversation_id: str) -> list[Placed]:
     """Messages in the order they came."""
-    return in_order(await reader.hvals(rows.items_key(conversation_id)))
+    values = await reader.hvals(rows.items_key(conversation_id))
+    return await computed(sum(map(len, values)), lambda: in_order(values))
 
 
 def in_order(values: Sequence[bytes]) -> list[Placed]:
@@ -50,8 +59,12 @@ async def tree(client: Reader, owner: str, conversation_id: str) -> Conversation
     found = rows.head_of(data).conversation if data is not None else None
     if found is None or found.owner != owner:
         raise NotFound(f"no conversation {conversation_id!r}", param="conversation")
-    by_id = sorted(map(rows.turn_of, turns), key=lambda turn: turn.id)
-    return ConversationTree(found, [each.item for each in in_order(items)], by_id)
+
+    def grown() -> ConversationTree:
+        by_id = sorted(map(rows.turn_of, turns), key=lambda turn: turn.id)
+        return ConversationTree(found, [each.item for each in in_order(items)], by_id)
+
+    return await computed(sum(map(len, (*items, *turns))), grown)
 
 
 async def holder(client: Reader, owner: str, member_id: str) -> str:

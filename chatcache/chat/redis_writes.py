@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from chatcache.chat import redis_rows as rows
 from chatcache.chat.redis_link import Pipe
+from chatcache.chat.redis_rows import Placed
 from chatcache.chat.store import KEEP_CLAIMS_S, Claim, KeyTaken
 from chatcache.chat.tree import Conversation, Item, Turn
 from chatcache.errors import NotFound
@@ -63,6 +64,12 @@ async def missing(pipe: Pipe, conversation_id: str, members: Sequence[Member]) -
         if holder is not None and holder.decode() != conversation_id:
             raise NotFound(f"conversation {conversation_id!r} has no {name!r}")
     return [member for member, holder in zip(members, holders, strict=True) if holder is None]
+
+
+def packed(items: Sequence[Item], first: int) -> tuple[dict[str, bytes], str]:
+    """Messages by id as they are stored, from that position on, and their words."""
+    placed = {item.id: rows.pack_item(Placed(first + at, item)) for at, item in enumerate(items)}
+    return placed, rows.words_of(item.text for item in items)
 
 
 def put_new(pipe: Pipe, conversation: Conversation) -> None:

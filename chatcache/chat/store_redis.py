@@ -56,7 +56,7 @@ class RedisStore:
             await writes.require_parents(pipe, conversation.id, items)
             pipe.multi()
             writes.put_claim(pipe, conversation.owner, claim)
-            self._add(pipe, Head(conversation, 0), items, () if turn is None else (turn,))
+            await self._add(pipe, Head(conversation, 0), items, () if turn is None else (turn,))
             writes.put_new(pipe, conversation)
 
         await self._change(conversation.id, work, turn, writes.watched(conversation.owner, claim))
@@ -108,7 +108,7 @@ class RedisStore:
             changed = _changed(head, replace(head, title=head.title or title or "", active_leaf=leaf))
             pipe.multi()
             writes.put_claim(pipe, owner, claim)
-            self._add(pipe, Head(changed, present.num_positions), items, () if turn is None else (turn,))
+            await self._add(pipe, Head(changed, present.num_positions), items, () if turn is None else (turn,))
             writes.put_title(pipe, head, changed)
             return changed
 
@@ -137,7 +137,7 @@ class RedisStore:
             )
             changed = _changed(head, wanted)
             pipe.multi()
-            self._add(pipe, Head(changed, present.num_positions), (), ())
+            await self._add(pipe, Head(changed, present.num_positions), (), ())
             writes.put_title(pipe, head, changed)
             return changed
 
@@ -160,9 +160,10 @@ class RedisStore:
             for position, item in (kept[name] for name in moved if name in kept):
                 now = replace(item, parent_id=moved[item.id].parent_id, token_ids=moved[item.id].token_ids)
                 pipe.hset(rows.items_key(conversation_id), item.id, rows.pack_item(Placed(position, now)))
-            self._add(pipe, Head(changed, present.num_positions), (), edit.turns)
+            await self._add(pipe, Head(changed, present.num_positions), (), edit.turns)
             texts = (changed.title, *(each.item.text for each in kept.values()))
-            pipe.set(rows.words_key(conversation_id), rows.words_of(texts))
+            words = await reads.computed(sum(map(len, texts)), lambda: rows.words_of(texts))
+            pipe.set(rows.words_key(conversation_id), words)
             return changed
 
         return await self._change(conversation_id, work, is_patient=True)
@@ -179,7 +180,7 @@ class RedisStore:
                 head = _changed(head, replace(head, active_leaf=conversation.active_leaf or head.active_leaf))
             pipe.multi()
             if present is None or head is not present.conversation:
-                self._add(pipe, Head(head, present.num_positions if present else 0), new_items, new_turns)
+                await self._add(pipe, Head(head, present.num_positions if present else 0), new_items, new_turns)
             if present is None:
                 writes.put_new(pipe, head)
             return Merged(head, present is None, len(new_items), len(new_turns))
@@ -232,15 +233,15 @@ class RedisStore:
         self._leases.settled(turn, stored=True)
         return result
 
-    def _add(self, pipe: Pipe, head: Head, items: Sequence[Item], turns: Sequence[Turn]) -> None:
+    async def _add(self, pipe: Pipe, head: Head, items: Sequence[Item], turns: Sequence[Turn]) -> None:
         """Store the head, behind what it had these messages, and these responses."""
         name, first = head.conversation.id, head.num_positions
         pipe.set(rows.head_key(name), rows.pack_head(Head(head.conversation, first + len(items))))
         pipe.zadd(rows.list_key(head.conversation.owner), {name: head.conversation.updated_at})
         if items:
-            placed = {item.id: rows.pack_item(Placed(first + at, item)) for at, item in enumerate(items)}
+            placed, words = await reads.computed(sum(len(i.text) for i in items), lambda: writes.packed(items, first))
             pipe.hset(rows.items_key(name), mapping=placed)
-            pipe.append(rows.words_key(name), rows.words_of(item.text for item in items))
+            pipe.append(rows.words_key(name), words)
         for turn in turns:
             pipe.hset(rows.turns_key(name), turn.id, rows.pack_turn(turn))
             self._leases.put(pipe, name, turn)

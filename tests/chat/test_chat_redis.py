@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,3 +290,23 @@ async def test_a_conversation_lies_in_one_slot_and_leaves_nothing_behind(empty_r
     await store.close()
     left = {key.decode() for key in empty_redis.admin.keys("*")}
     assert left == {"chatcache:schema", "chatcache:claim:{o=me%7D%7B}:k"}
+
+
+async def test_much_at_once_leaves_the_event_loop_alone(
+    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is long is folded and read on other threads, so that streams go on meanwhile."""
+    threads: set[str] = set()
+    original = redis_rows.words_of
+
+    def noted(texts: Any) -> str:
+        threads.add(threading.current_thread().name)
+        return original(texts)
+
+    monkeypatch.setattr(redis_rows, "words_of", noted)
+    store = RedisStore(empty_redis.url)
+    long = [Item(f"msg_{number}", None, "user", "wörter " * 1000) for number in range(20)]
+    await store.merge(HEAD, long, [])
+    assert any(name.startswith("asyncio") for name in threads)
+    assert list((await store.load("me", "conv")).items.values()) == long
+    await store.close()
