@@ -83,9 +83,8 @@ def reload_until_the_end(url: str, response_id: str, seed: int) -> tuple[list[Fr
     return seen, num_reloads
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_reloads_of_three_tabs_see_the_same_to_the_byte(server: Server, url: str, n: int) -> None:
-    """G14, at the size of a test."""
+def reload_in_three_tabs(server: Server, url: str, n: int, first_seed: int = 0) -> int:
+    """Every tab ends with the whole text and the same last word; how often they were reloaded."""
     found: dict[int, tuple[list[Frame], int]] = {}
     with slowed(server, 0.004):
         with connect(url) as socket:
@@ -94,17 +93,32 @@ def test_reloads_of_three_tabs_see_the_same_to_the_byte(server: Server, url: str
             threading.Thread(
                 target=lambda seed=seed: found.update({seed: reload_until_the_end(url, response_id, seed)})
             )
-            for seed in range(3)
+            for seed in range(first_seed, first_seed + 3)
         ]
         for thread in tabs:
             thread.start()
         for thread in tabs:
             thread.join(60)
-    assert len(found) == 3 and sum(num_reloads for _, num_reloads in found.values()) > 9
-    final = found[0][0][-1]["response"]
+    assert len(found) == 3
+    final = found[first_seed][0][-1]["response"]
     whole = {index: item["content"][0]["text"] for index, item in enumerate(final["output"])}
     assert len(whole) == n and all(shown(frames) == whole for frames, _ in found.values())
     assert all(frames[-1]["response"] == final for frames, _ in found.values())
+    return sum(num_reloads for _, num_reloads in found.values())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_reloads_of_three_tabs_see_the_same_to_the_byte(server: Server, url: str, n: int) -> None:
+    """G14, at the size of a test."""
+    assert reload_in_three_tabs(server, url, n) > 9
+
+
+@pytest.mark.long
+def test_a_thousand_reloads(server: Server, url: str) -> None:
+    num_reloads = seed = 0
+    while num_reloads < 1000:
+        num_reloads += reload_in_three_tabs(server, url, 1 + seed % 3, seed)
+        seed += 3
 
 
 def test_an_ended_response_is_read_again_from_anywhere(server: Server, url: str, socket: ClientConnection) -> None:
