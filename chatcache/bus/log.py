@@ -1,9 +1,14 @@
-"""The event log: what a running request has said so far, kept so that readers may come, go and fall behind."""
+"""The event log: what a running request says, kept so that readers may fall behind, leave and go on where they were.
+
+What every present reader has done with is forgotten, many events at a time: a request may say a great deal. A reader
+has done with an event when it asks for the one behind it. So an only reader may leave, and read on from the last event
+that it has dealt with; whoever else wants an event must be there before the others are far beyond it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from msgspec.structs import replace
 
@@ -12,6 +17,7 @@ from chatcache.errors import InvalidRequest, NotFound
 from chatcache.types import TERMINAL, EngineEvent, Failed, Started
 
 RETENTION_S = 60.0
+FORGET_EVENTS = 256
 
 
 class EventLog:
@@ -26,10 +32,16 @@ class EventLog:
         self.scores: list[bytes] = []  # the prompt's log-probabilities, as they came (`codec.Scored`)
         self.closed = False
         self._events: list[EngineEvent] = []
+        self._num_forgotten = 0
+        self._readers: dict[object, int] = {}  # the last event that each has done with
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
     def last_seq(self) -> int:
+        return self._num_forgotten + len(self._events)
+
+    @property
+    def num_kept(self) -> int:
         return len(self._events)
 
     def append(self, event: EngineEvent) -> None:
@@ -37,7 +49,7 @@ class EventLog:
 
         Raises: ValueError for a gap, a repeat, or anything after the terminal event.
         """
-        if self.closed or event.seq != len(self._events) + 1:
+        if self.closed or event.seq != self.last_seq + 1:
             state = "closed" if self.closed else "open"
             raise ValueError(f"{self.request_id}: seq {event.seq} after {self.last_seq} in an {state} log")
         self._events.append(event)
@@ -48,18 +60,38 @@ class EventLog:
                     waiter.set_result(None)
             self._waiting.clear()
 
-    async def read(self, after: int = 0) -> AsyncIterator[EngineEvent]:
-        """Yield events with seq > `after`, waiting for more until the terminal one."""
-        position, events, loop = max(after, 0), self._events, asyncio.get_running_loop()
-        while True:
-            while position < len(events):
-                position += 1
-                yield events[position - 1]
-            if self.closed:
-                return
-            waiter = loop.create_future()
-            self._waiting.append(waiter)
-            await waiter
+    async def read(self, after: int = 0) -> AsyncGenerator[EngineEvent, None]:
+        """Yield events with seq > `after`, waiting for more until the terminal one.
+
+        Raises: NotFound where some of them are forgotten.
+        """
+        position, loop, reader = max(after, 0), asyncio.get_running_loop(), object()
+        if position < self._num_forgotten:
+            raise NotFound(f"{self.request_id}: events up to {self._num_forgotten} were read and are gone")
+        self._readers[reader] = position
+        try:
+            while True:
+                while position < self.last_seq:
+                    position += 1
+                    yield self._events[position - 1 - self._num_forgotten]
+                    self._done(reader, position)
+                if self.closed:
+                    return
+                waiter = loop.create_future()
+                self._waiting.append(waiter)
+                await waiter
+        finally:
+            del self._readers[reader]
+
+    def _done(self, reader: object, position: int) -> None:
+        self._readers[reader] = position
+        if position - self._num_forgotten < FORGET_EVENTS:
+            return
+        num_done = min(self._readers.values()) - self._num_forgotten
+        if num_done >= FORGET_EVENTS:
+            del self._events[:num_done]
+            self._num_forgotten += num_done
+            self.scores.clear()
 
 
 class EventLogs:
@@ -119,7 +151,7 @@ class EventLogs:
     async def read(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
         """Yield a request's events with seq > `after`, to the terminal one.
 
-        Raises: NotFound for an id that was never submitted, or whose end was read already.
+        Raises: NotFound for an id that was never submitted, or whose end was read already, and for events that were.
         """
         log = self._logs.get(request_id)
         if log is None:

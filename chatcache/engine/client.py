@@ -50,7 +50,10 @@ class EngineClient(Protocol):
         ...
 
     def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
-        """Yield the request's events with seq > `after`, in order, ending after the terminal one."""
+        """Yield the request's events with seq > `after`, in order, ending after the terminal one.
+
+        What all readers have dealt with may be gone: read on from there, or read all of it at once.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
-from chatcache.bus.log import EventLog, EventLogs
+from chatcache.bus.log import FORGET_EVENTS, EventLog, EventLogs
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.types import EngineEvent, Failed, Finished, Tokens
 
@@ -111,3 +112,41 @@ async def test_a_cancelled_reader_leaves_the_others_alone() -> None:
     await asyncio.sleep(0)
     logs.append(finished(1))
     assert await two == [finished(1)]
+
+
+async def test_what_was_read_is_forgotten_and_reading_on_misses_nothing() -> None:
+    """Readers that come, go, and go on from the last event they dealt with, against the list of all events."""
+    log, rng = EventLog("r"), random.Random(3)
+    log.scores.append(b"many")
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    reading = {number: log.read() for number in seen}
+    for seq in range(1, 4001):
+        log.append(tokens(seq) if seq < 4000 else finished(seq))
+        for number, heard in seen.items():
+            if rng.random() < (0.02, 0.6)[number]:  # one that falls behind, one that keeps up
+                for _ in range(rng.randint(1, log.last_seq - len(heard))):
+                    heard.append((await anext(reading[number])).seq)
+            if rng.random() < 0.01 and len(heard) < log.last_seq:
+                await reading[number].aclose()
+                reading[number] = log.read(len(heard))
+                heard.append((await anext(reading[number])).seq)
+        assert log.last_seq == seq and log.num_kept <= seq - min(map(len, seen.values())) + 2 * FORGET_EVENTS
+    for number, heard in seen.items():
+        heard += [event.seq async for event in reading[number]]
+        assert heard == list(range(1, 4001))
+    assert log.num_kept < 2 * FORGET_EVENTS and not log.scores
+    assert [event.seq async for event in log.read(3990)] == list(range(3991, 4001))
+    with pytest.raises(NotFound, match="gone"):
+        await anext(log.read(5))
+
+
+async def test_nothing_is_forgotten_that_nobody_has_read() -> None:
+    log = EventLog("r")
+    reader = log.read()
+    for seq in range(1, 2001):
+        log.append(tokens(seq))
+    assert (await anext(reader)).seq == 1 and log.num_kept == 2000
+    await reader.aclose()
+    for seq in range(2001, 3001):
+        log.append(tokens(seq))
+    assert log.num_kept == 3000

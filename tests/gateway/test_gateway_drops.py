@@ -138,6 +138,7 @@ def test_all_at_once(server: Server, page: ClientConnection) -> None:
             send(page, "response.drop", response_id=name, candidate=candidate)
         end = until(page, "response.incomplete")  # that 2 was dropped already may be an error
     assert end["response"]["status"] == "cancelled" and end["receipt"]["pages_freed"] > 0
+    assert end["receipt"]["stop_latency_ms"] > 0
     assert len(end["response"]["output"]) == 4
     assert ask(page, input="Still here")["output"]
 
