@@ -13,6 +13,7 @@ from chatcache.errors import InvalidRequest, NotFound, UnsupportedParameter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_registry import Receipt
+from chatcache.types import FINISH_CANCELLED
 
 
 @dataclass(slots=True)
@@ -81,6 +82,8 @@ class Drops:
 
     def done(self, event: ReplyDone) -> None:
         """A candidate has ended, and its frames are written: tell all readers if it was dropped."""
+        if event.finish_reason == FINISH_CANCELLED and event.num_pages_freed is None:
+            return  # it ends with the whole response, whose last frame tells
         drop = self._waiting.pop(event.index, None)
         receipt: Receipt | None = None
         if event.num_pages_freed is not None:
