@@ -111,10 +111,12 @@ describe("Follower", () => {
     await openIt();
     const before = reads();
     server.replies[CONV] = { ...head(3, "msg_a1"), title: "Mine" };
+    const slow = (url: URL, init: RequestInit) => new Promise((go) => setTimeout(go, 400)).then(() => server.fetch(url, init));
+    vi.stubGlobal("fetch", slow);
     const renamed = chat.conversations.rename("conv_1", "Mine");
     await told(3, "msg_a1"); // the notice outruns the answer
+    await vi.advanceTimersByTimeAsync(2000);
     await renamed;
-    await vi.advanceTimersByTimeAsync(100);
     expect(reads()).toBe(before);
   });
 
