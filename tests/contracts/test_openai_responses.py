@@ -55,7 +55,7 @@ def text_of(message: ResponseOutputMessage) -> str:
 def stored_form(response: Response) -> dict[str, Any]:
     """What is the same of two answers to equal requests."""
     fields = response.to_dict()
-    mine = {"id", "created_at", "conversation", "input_item_ids", "usage"}
+    mine = {"id", "created_at", "conversation", "input_item_ids", "parent_item_id", "usage"}
     output = [{**item, "id": None} for item in fields["output"]]  # type: ignore[attr-defined]
     return {name: value for name, value in fields.items() if name not in mine} | {"output": output}
 
