@@ -22,6 +22,7 @@ from websockets.typing import Subprotocol
 
 Json = dict[str, Any]
 ENDS = ("response.completed", "response.incomplete", "response.failed")
+BEHIND_THE_END = ("response.steer.pending", "response.steer.failed")
 REFUSALS = (400, 404, 409, 503)
 TEXTS = (
     "Hi",
@@ -327,9 +328,8 @@ class Dicer:
                 if "sequence_number" in frame:
                     if is_first and method == "GET":
                         lane = Lane(frame["sequence_number"], is_open=True)
-                        lane.is_open = frame["type"] != "response.created" and not frame["type"].startswith(
-                            "response.steer"
-                        )
+                        begun = frame["type"] == "response.created"
+                        lane.is_open = not begun and frame["type"] not in BEHIND_THE_END
                     wrong = lane.take(frame)
                     if wrong:
                         self._mine.faults.append(f"{path}: {wrong}: {str(frame)[:200]}")
