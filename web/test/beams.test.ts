@@ -104,6 +104,15 @@ describe("the drawing", () => {
     expect([ticks.length, lanes]).toEqual([0, 2]);
   });
 
+  test("beams that fork at one place lie by age, and stay so whichever is best", () => {
+    const lines = "1 0 a\n2 0 b\n3 0 c\n4 2 x\n5 2 y\n6 2 z";
+    for (const live of [[1, 3, 4, 5, 6], [6, 5, 4, 3, 1]]) {
+      const { pieces } = drawBeams(treeOf(lines, live));
+      const lanes = [...pieces].sort((one, other) => one.lane - other.lane).map(({ text }) => text);
+      expect(lanes.join(" ").replace("b x", "bx")).toBe("a bx y z c");
+    }
+  });
+
   test.each([[1, 4, 40], [2, 8, 60], [3, 6, 120], [4, 2, 30], [5, 8, 8]])("seed %i, width %i, %i tokens", (seed, width, steps) => {
     const tree = grown(seed, width, steps);
     const drawing = drawBeams(tree);

@@ -96,6 +96,13 @@ describe("looking at it", () => {
     stop();
   });
 
+  test("an answer that comes after the end asks for no other", async () => {
+    const watch = new PageMapWatch();
+    watch.watch()(); // looked, and gone before the answer
+    await vi.advanceTimersByTimeAsync(5000);
+    expect(asked).toBe(1);
+  });
+
   test("a failure is told, the last map stays, and it goes on asking", async () => {
     const watch = new PageMapWatch();
     const stop = watch.watch();
