@@ -12,6 +12,7 @@ FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeE
 
 def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     page = chat.page
+    page.wait_for_selector(".dot-on")  # a socket that is cut while it opens is told in the console
     page.goto(chat.server)
     page.wait_for_selector(".dot-on")
     chat.until("document.activeElement.id === 'composer'")
