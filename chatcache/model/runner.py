@@ -30,6 +30,7 @@ Progress = Callable[[float, str], None]
 
 WARM_TOKENS = 1040  # of a row at warm-up: enough keys to be read in pieces, and to be worth sharing
 WARM_PROMPTS = tuple(2**i for i in range(9))  # tokens of a row: every tile height that a work list chooses by them
+WARM_LONG = 80  # tokens of a row that is too long to be decoded in place, by a kernel of its own
 MOST_IN_FLIGHT = 2
 
 
@@ -158,7 +159,8 @@ class Runner:
         slots, pages = min(2, self._capacity.num_slots), min(-(-WARM_TOKENS // size), self._tables.rows.shape[1])
         held = self._tables.rows[:slots, :pages].copy()
         end = min(pages * size, length)
-        prompts = [count for count in WARM_PROMPTS if count <= end] if self._plans_work else [min(size, end)]
+        counts = WARM_PROMPTS if self._plans_work else (min(size, end), WARM_LONG)
+        prompts = [count for count in counts if count <= end]
         with self._on_device(0), torch.inference_mode():
             for content, steps in (
                 (np.ones_like(held), (*((1, 0, count) for count in prompts), (1, end - 1, 1), (slots, end - 1, 1))),
