@@ -36,7 +36,7 @@ function PageMap({ map, before }: { map: CacheMap; before: string }) {
   return (
     <>
       <p class="side-lead">
-        <span><b data-figure="pages">{map.num_pages.toLocaleString("en")}</b> pages of {map.page_size} tokens</span>
+        <span><b data-figure="pages">{map.num_pages.toLocaleString("en")}</b> pages of {map.page_size} tokens{map.pages_per_cell > 1 && `, ${map.pages_per_cell} to a cell`}</span>
         <span><b>{share(used)}</b> in use</span>
       </p>
       <svg class="page-map" viewBox={`0 0 ${columns * BOX} ${rows * BOX}`} aria-hidden="true">
