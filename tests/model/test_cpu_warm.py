@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from chatcache_kernels import cpu
-from chatcache_kernels.cpu import attention
+from chatcache_kernels.cpu import attention, flash
 from chatcache_kernels.cpu.decode import FEW_QUERIES
+from chatcache_kernels.cpu.prefill import attend_row
 
 from chatcache.model import runner as runners
 from tests.model.lives import make_runner
@@ -17,13 +18,12 @@ from tests.model.lives import make_runner
 def test_warm_up_has_a_row_too_long_to_be_decoded_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runners.WARM_LONG > FEW_QUERIES, "of as many key heads as query heads"
     lengths: set[int] = set()
-    attend = attention.attend_row
 
     def note(q: torch.Tensor, *args: Any) -> torch.Tensor:
         lengths.add(len(q))
-        return attend(q, *args)
+        return attend_row(q, *args)
 
-    monkeypatch.setattr(attention.flash, "fits", lambda q, pages: False)
+    monkeypatch.setattr(flash, "fits", lambda q, pages: False)
     monkeypatch.setattr(attention, "attend_row", note)
     monkeypatch.setattr(runners, "WARM_LONG", 24)  # the contexts of these runners are short
     monkeypatch.setattr(attention, "FEW_QUERIES", 8)
