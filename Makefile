@@ -21,10 +21,12 @@ $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -m venv $(VENV) || { echo "The venv module is missing: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 
 $(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml
+	@echo "Installing into $(VENV): minutes, the first time"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/pyvenv.cfg pyproject.toml
+	@echo "Installing into $(VENV), test extras and all: minutes, the first time"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	@touch $@ $(VENV)/.installed
 

@@ -49,12 +49,13 @@ class Banner:
                 await asyncio.sleep(POLL_S)
 
     async def _log_loading(self, engine: EngineClient) -> None:
-        told = -1
+        told = (-1, "")
         while True:
             health = await engine.health()
             tenth = int(health.load_fraction * 10)
-            if tenth > told:
-                told = tenth
+            now = (tenth, health.detail.partition(" ")[0])
+            if now != told:
+                told = now
                 self._console.print(f"{10 * tenth:3d} %  {health.detail}")
             await asyncio.sleep(POLL_S)
 

@@ -111,7 +111,7 @@ def load_model(
         check_determinism(network, kernels, config.page_size, max_model_len)
     touch = TouchAhead(pages) if device.type == "cpu" else None
     runner = Runner(network, kernels, pages, capacity, facts, ahead, sampler=sampler, touch=touch)
-    say(0.94, "warming up")
+    say(0.94, "warming up; the first start compiles kernels")
     runner.warm_up(lambda fraction, what: say(0.94 + 0.06 * fraction, what))
     say(1.0, "ready")
     return runner

@@ -7,12 +7,14 @@ one, 1 GiB took 2.4 s, and a tenth of that when the host had it). So a thread of
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 from chatcache_kernels.types import KVPages
@@ -39,6 +41,8 @@ class TouchAhead:
         self._lock = threading.Lock()
         self._populate = _populate_function()
         self.thread: threading.Thread | None = None
+        close = weakref.WeakMethod(self.close)
+        atexit.register(lambda: (method := close()) is not None and method())
 
     @property
     def is_off(self) -> bool:
@@ -57,9 +61,11 @@ class TouchAhead:
                 self.thread.start()
 
     def close(self) -> None:
-        """Touch nothing more; what is under way ends soon, the memory stays until then."""
+        """Touch nothing more, and wait for the thread: one that outlives the interpreter may abort the process."""
         with self._lock:
-            self._populate = None
+            self._populate, thread = None, self.thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
     def _work(self) -> None:
         _lowest_priority()
@@ -73,7 +79,7 @@ class TouchAhead:
                 self._touched = end
             for layer in self._layers:
                 page_bytes = _page_bytes(layer)
-                if not populate(layer.data_ptr() + first * page_bytes, (end - first) * page_bytes):
+                if self.is_off or not populate(layer.data_ptr() + first * page_bytes, (end - first) * page_bytes):
                     self.close()
                     break
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,3 +77,28 @@ def test_a_closed_one_touches_nothing_more(pages: KVPages) -> None:
     touch.reach(0)
     settle(touch)
     assert not resident(pages, 900)
+
+
+def test_nobody_is_left_behind_when_it_closes(pages: KVPages) -> None:
+    touch = TouchAhead(pages, ahead_bytes=15_000 * PAGE_BYTES)
+    touch.reach(0)
+    thread = touch.thread
+    touch.close()
+    assert thread is None or not thread.is_alive()
+    assert touch.is_off and touch.thread is None
+    touch.reach(19_000)
+    assert touch.thread is None
+
+
+def test_a_program_that_never_closes_ends_well() -> None:
+    """The interpreter waits for the thread, wherever it is."""
+    program = f"""
+import torch
+from chatcache_kernels import cpu
+from chatcache.model.touch import TouchAhead
+pages = cpu.allocate_pages(30, 20_000, {SIZE}, {HEADS}, {DIM}, torch.bfloat16)
+touch = TouchAhead(pages)
+touch.reach(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
