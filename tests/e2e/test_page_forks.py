@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_page_axe import AXE
 from tests.e2e.watched import Watched
 
 PAGE_TOKENS = 16
@@ -124,7 +123,8 @@ def test_words_under_markdown_are_found_in_the_text(chat: Watched) -> None:
     chat.ask("Make a table of animals and their sounds")
     item = _last_item(chat)
     whole = item["content"][0]["text"]
-    cell = chat.page.locator(".prose td").last
+    # the answer is cut somewhere: the last cell may be empty
+    cell = chat.page.locator(".prose td", has_text=re.compile(r"\w")).last
     word = re.findall(r"\w+", cell.inner_text())[0]
     cell.scroll_into_view_if_needed()
     _click_word(chat, word, whole, last=True)
@@ -147,20 +147,6 @@ def test_a_click_beside_words_or_with_the_switch_off_does_nothing(chat: Watched)
     _click_word(chat, word, whole)
     assert not [url for url in chat.asked if "/tokens" in url]
     assert chat.page.locator(".alternatives").count() == 0
-
-
-def test_axe_finds_nothing_inside_an_answer(open_page: Any) -> None:
-    chat: Watched = open_page(bypass_csp=True, reduced_motion="reduce")
-    chat.page.add_script_tag(path=AXE)
-    chat.ask(STORY)
-    chat.page.click("[aria-label='Branch inside']")
-    chat.page.locator(".token").nth(4).click()
-    chat.page.wait_for_selector(".choice")
-    for scheme in ("dark", "light"):
-        chat.page.emulate_media(color_scheme=scheme)
-        chat.page.wait_for_timeout(200)  # colours settle
-        found = chat.page.evaluate("axe.run(document, {resultTypes: ['violations']}).then(found => found.violations)")
-        assert [(rule["id"], [node["html"][:160] for node in rule["nodes"]]) for rule in found] == []
 
 
 def _get(chat: Watched, path: str) -> Any:

@@ -231,9 +231,7 @@ def test_several_answers_are_written_at_once(chat: Watched, endless: None) -> No
 def test_the_model_names_a_new_conversation_once(chat: Watched) -> None:
     """The model's words are the test's; what is asked is real."""
     asked = _named(chat)
-    chat.page.evaluate("localStorage['chatcache.titles'] = 'true'")  # left alone, a demonstration model names nothing
-    chat.page.reload()
-    chat.page.wait_for_selector(".dot-on")
+    _let_it_name(chat)
     chat.ask("My name is Ada.")
     row(chat, "By the model").first.wait_for()
     chat.ask("What is my name?")
@@ -242,6 +240,7 @@ def test_the_model_names_a_new_conversation_once(chat: Watched) -> None:
 
 def test_a_model_that_goes_on_talking_names_nothing(chat: Watched) -> None:
     """The built-in one answers the request for a title as it answers anything: the first line stays."""
+    _let_it_name(chat)
     question = f"My name is {secrets.token_hex(4)}."
     with chat.page.expect_response(re.compile("/title$")) as named:
         chat.ask(question)
@@ -262,6 +261,13 @@ def test_a_name_that_somebody_gave_stays(chat: Watched, endless: None) -> None:
     chat.wait_end(0)
     chat.page.wait_for_selector(".answer[data-status=stopped]")
     assert asked == [] and row(chat, mine).count() == 1
+
+
+def _let_it_name(chat: Watched) -> None:
+    """Left alone, the demonstration model is not asked for names."""
+    chat.page.evaluate("localStorage['chatcache.titles'] = 'true'")
+    chat.page.reload()
+    chat.page.wait_for_selector(".dot-on")
 
 
 def _named(chat: Watched) -> list[str]:

@@ -131,6 +131,17 @@ describe("Follower", () => {
     expect(texts()).toEqual(["One", "first"]);
   });
 
+  it("stays with who follows through a look in the middle of an answer", async () => {
+    await openIt();
+    const one = [user("msg_u1", null, "One"), said("msg_a1", "msg_u1", "first", "resp_1")];
+    store(one, "msg_u1", 3); // asked again elsewhere: the branch ends at the message while the answer is written
+    await told(3, "msg_u1");
+    expect(texts()).toEqual(["One", "first"]);
+    store([...one, said("msg_a2", "msg_u1", "second", "resp_2")], "msg_a2", 4);
+    await told(4, "msg_a2");
+    expect(texts()).toEqual(["One", "second"]);
+  });
+
   it("takes out what was deleted elsewhere, and keeps what was never stored", async () => {
     store([...FIRST, user("msg_u2", "msg_a1", "Two")], "msg_u2", 3);
     await openIt();

@@ -21,6 +21,7 @@ export class Thread {
   private readonly turns = new Map<string, Turn>();
   private listed: ReadonlySet<string> = new Set();
   private activeLeaf: string | null = null; // as the server last told
+  private stood: Message | null = null; // the end of the path after the last load, of who followed: shown still, nobody chose
 
   /** Tokens that the next turn starts from, as far as the last one told. */
   readonly contextTokens = computed<number>(() => {
@@ -55,11 +56,16 @@ export class Thread {
     if (!this.revisions.isNews(head.rev)) this.activeLeaf = head.active_leaf;
   }
 
+  /** It came since the last load and has ended: written here or read along, it was the active leaf when it came. */
+  private isNew({ id }: Message): boolean {
+    return this.isLoaded && this.live.value === null && id.value !== null && !this.listed.has(id.value);
+  }
+
   /** Take what the server stored. Who was looking at the active branch follows it; nobody else is moved. */
   load(items: readonly StoredItem[], head: WireConversation): void {
     const shown = this.tree.value.leaf.value;
+    this.follows = shown === null || shown === this.stood || shown.id.value === this.activeLeaf || this.isNew(shown);
     this.isLoaded = true;
-    this.follows = shown === null || shown.id.value === this.activeLeaf;
     const { tree, responses } = merge(this.tree.value, this.turns.values(), items, this.listed);
     for (const [key, response] of responses) this.turns.set(key, storedTurn(key, response));
     const leaf = head.active_leaf === null ? undefined : tree.byId(head.active_leaf);
@@ -70,6 +76,7 @@ export class Thread {
     this.activeLeaf = head.active_leaf;
     this.revisions.read(head.rev);
     this.tree.value.become(tree);
+    this.stood = this.follows ? this.tree.value.leaf.value : null;
   }
 }
 
