@@ -15,6 +15,7 @@ from chatcache.model.runner import Ahead
 from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
 
 QUICK = [case for case in CASES if case != "long"]
+SLOW = ("mixed", "cancelled", "chunked")  # up to a minute each in the interpreter: the long suite has them
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def _interpreted(triton_device: str) -> None:
         pytest.skip("compiled here: tests/gpu runs these cases on the device")
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in SLOW else ()) for case in QUICK])
 def test_the_engine_says_the_same_on_triton_kernels(case: str, tmp_path: Path) -> None:
     assert_same(outcome(case, tmp_path, "triton", share="always"), outcome(case, tmp_path, "reference"))
 

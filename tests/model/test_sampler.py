@@ -93,7 +93,7 @@ def test_frequencies_are_the_exact_distribution(
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(7)) * (2.0 if vocab_size < 100 else 0.7)
     num_draws = NUM_DRAWS if vocab_size < 100 else NUM_DRAWS // 4
     if make_sampler is DeviceSampler:
-        num_draws //= 5  # the interpreter is slow
+        num_draws = 1000  # the interpreter is slow; that it draws as the CPU does is shown token by token elsewhere
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     counts = np.zeros(vocab_size)
     for start in range(0, num_draws, 1000):
