@@ -156,6 +156,25 @@ def build_fake(config: EngineConfig, progress: Callable[[float, str], None]) -> 
     return Engine(FakeRunner(delay_s=0.001), fake_facts(), config)
 
 
+class _Patient(Engine):
+    """Stands still at its fortieth step until one branch is left, or its patience ends."""
+
+    _num_waits = 0
+
+    def step(self) -> list[EngineEvent]:
+        num_branches = sum(len(each.branches) for each in self.scheduler.running)
+        if self.health().num_steps < 40 or num_branches <= 1 or self._num_waits == 20_000:
+            return super().step()
+        self._num_waits += 1
+        time.sleep(0.001)
+        return self.take_events()
+
+
+def build_patient(config: EngineConfig, progress: object) -> Engine:
+    """The real engine over the fake runner, waiting for seven of eight candidates to be dropped."""
+    return _Patient(FakeRunner(delay_s=0.001), fake_facts(), config)
+
+
 class _Losing(FakeRunner):
     """Loses its device in its tenth step."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from chatcache.bus.inproc import ThreadedEngine
 from chatcache.bus.pipe import EngineProcess
 from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
 from chatcache.errors import ContextTooLong, InvalidRequest, Overloaded, UnsupportedParameter
 from chatcache.types import (
     BeamSearchParams,
@@ -22,7 +25,7 @@ from chatcache.types import (
     Started,
     Tokens,
 )
-from tests.bus.bus_engines import FAST, build_fake
+from tests.bus.bus_engines import FAST, build_fake, build_patient
 
 Client = ThreadedEngine | EngineProcess
 CONFIG = EngineConfig(max_num_waiting=200, max_num_seqs=32)
@@ -33,14 +36,26 @@ PARAMS: list[Params] = [
 ]
 
 
-@pytest.fixture(params=["thread", "process"])
-async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
-    if request.param == "thread":
-        engine: Client = ThreadedEngine(lambda: build_fake(CONFIG, lambda *_: None))
+@asynccontextmanager
+async def driven(how: str, build: Callable[[EngineConfig, Any], Engine]) -> AsyncIterator[Client]:
+    if how == "thread":
+        engine: Client = ThreadedEngine(lambda: build(CONFIG, lambda *_: None))
     else:
-        engine = EngineProcess(CONFIG, "tests.bus.bus_engines:build_fake", policy=FAST, log_level="error")
+        engine = EngineProcess(CONFIG, f"tests.bus.bus_engines:{build.__name__}", policy=FAST, log_level="error")
     async with engine:
         await engine.wait_loaded()
+        yield engine
+
+
+@pytest.fixture(params=["thread", "process"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    async with driven(request.param, build_fake) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["thread", "process"])
+async def patient(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    async with driven(request.param, build_patient) as engine:
         yield engine
 
 
@@ -149,25 +164,28 @@ async def test_prompt_logprobs_cross_as_the_engine_says_them(client: Client) -> 
     assert isinstance(events[0], Started) and len(events[0].prompt_logprobs) == 900
 
 
-async def test_a_dropped_candidate_ends_and_the_others_say_what_they_would_have(client: Client) -> None:
-    params = SamplingParams(n=8, seed=5, max_tokens=700, ignore_eos=True)
+async def test_a_dropped_candidate_ends_and_the_others_say_what_they_would_have(patient: Client) -> None:
+    params = SamplingParams(n=8, seed=5, max_tokens=120, ignore_eos=True)
     request = GenerateRequest(request_id="r", prompt=tuple(range(1, 40)), params=params)
-    await client.submit(request)
     expected = tokens_of(alone(request))
+    await patient.submit(request)
     events: list[EngineEvent] = []
     held: list[int] = []
-    async for event in client.events("r"):
+    num_heard = 0
+    async for event in patient.events("r"):
         events.append(event)
-        if isinstance(event, Tokens) and event.index == 7 and len(held) < 7:
-            await client.drop("r", len(held))
+        num_heard += isinstance(event, Tokens) and event.index == 7
+        if num_heard >= 2 and len(held) < 7:  # with its second token each has a page of its own
+            await patient.drop("r", len(held))
             held.append(len(held))
+    assert held == list(range(7))
     ends = {event.index: event for event in events if isinstance(event, CandidateDone)}
     assert all(ends[index].finish_reason == "cancelled" and ends[index].num_pages_freed > 0 for index in held)
     got = tokens_of(events)
     assert got[7] == expected[7] and ends[7].finish_reason == "length"
     assert all(got[index] == expected[index][: len(got[index])] != expected[index] for index in held)
     assert isinstance(events[-1], Finished) and not events[-1].cancelled
-    assert (await client.health()).num_pages_in_use == 0
+    assert (await patient.health()).num_pages_in_use == 0
 
 
 async def test_drops_that_come_to_nothing(client: Client) -> None:

@@ -88,9 +88,10 @@ def test_an_openai_client_asks_for_it_all(client: openai.OpenAI) -> None:
     groups = {"beam_width": 4, "num_beam_groups": 2, "diversity_penalty": 9.0, "ignore_eos": True}
     beams = client.completions.create(model="tiny-llama", prompt="Hi", n=4, max_tokens=4, extra_body=groups)
     assert len(beams.choices) == 4
-    drawn = {"distinct": True, "ignore_eos": True}
+    drawn = {"distinct": True, "ignore_eos": True, "return_token_ids": True}
     distinct = client.completions.create(model="tiny-llama", prompt="Hi", n=5, max_tokens=2, extra_body=drawn)
-    assert len({choice.text for choice in distinct.choices}) > 1
+    said = {tuple((choice.model_extra or {})["token_ids"]) for choice in distinct.choices}
+    assert len(said) == 5 and {len(ids) for ids in said} == {2}, "no two alike, though texts may be"
 
 
 def test_metrics_name_the_host_pages(tuned: Server) -> None:

@@ -159,6 +159,7 @@ def test_unknown_fields_are_named_on_every_form(server: Server) -> None:
 
 
 def test_too_long_is_refused_with_the_numbers(server: Server) -> None:
+    wait_until(lambda: not server.gateway.responses.running(), "what others left in the background to be stored")
     before = server.request("GET", "/v1/conversations?limit=1")[2]["data"]
     status, _, answer = server.post(PATH, input="word " * 2000)
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"

@@ -16,9 +16,10 @@ import pytest
 
 from chatcache.cli import http
 from chatcache.config import ServerConfig
-from tests.gateway.serving import Server, post_bytes, wait_until
+from tests.gateway.serving import Server, post_bytes, read_all, slowed, wait_until
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+DONE = b"data: [DONE]"
 NUM_STALLED = 200
 NUM_HEAVY = 40
 NUM_LIVE = 20
@@ -76,11 +77,12 @@ def test_two_hundred_stalled_readers_beside_twenty_live_ones(server: Server) -> 
     """G5, shorter."""
     expected = said(server.stream(CHAT, **LIVE)[1])
     texts: list[str] = []
-    left_before, rss_before = num_left(server), rss_bytes()
+    rss_before = rss_bytes()
     with contextlib.ExitStack() as stack:
-        for number in range(NUM_STALLED):
-            body = HEAVY if number < NUM_HEAVY else LIVE
-            stack.enter_context(contextlib.closing(stalled_client(server, CHAT, body)))
+        stalled = [
+            stack.enter_context(contextlib.closing(stalled_client(server, CHAT, HEAVY if number < NUM_HEAVY else LIVE)))
+            for number in range(NUM_STALLED)
+        ]
         threads = [
             threading.Thread(target=lambda: texts.append(said(server.stream(CHAT, **LIVE)[1]))) for _ in range(NUM_LIVE)
         ]
@@ -91,9 +93,21 @@ def test_two_hundred_stalled_readers_beside_twenty_live_ones(server: Server) -> 
         grown = rss_bytes() - rss_before
         assert texts == [expected] * NUM_LIVE
         assert grown < 64 * 2**20, f"{grown / 2**20:.0f} MiB"
-        # The heavy ones are cut off; what the others were told fits the buffers, and lies there until they read it.
-        wait_until(lambda: num_left(server) - left_before >= NUM_HEAVY, "the stalled to be given up", timeout_s=60)
+        wait_until(lambda: not server._uvicorn.server_state.connections, "the stalled to be given up", timeout_s=60)
         wait_until(lambda: server.num_pages_in_use() == 0, "their pages to come back")
+        # The heavy ones were cut off; what the others were told fits the buffers, and lies there until they read it.
+        bodies = [read_all(raw) for raw in stalled]
+        assert [DONE in body for body in bodies] == [False] * NUM_HEAVY + [True] * (NUM_STALLED - NUM_HEAVY)
+
+
+def test_an_answer_that_nobody_reads_ends_with_its_connection(server: Server) -> None:
+    """While it is still computed: for seconds yet, and one is enough."""
+    left_before = num_left(server)
+    body = {**HEAVY, "n": 8, "max_tokens": 900}
+    with slowed(server, 0.01), contextlib.closing(stalled_client(server, CHAT, body)):
+        wait_until(lambda: server.num_pages_in_use() > 0, "it to begin")
+        wait_until(lambda: num_left(server) - left_before == 1, "the stalled to be given up", timeout_s=60)
+        wait_until(lambda: server.num_pages_in_use() == 0, "its pages to come back")
 
 
 def test_a_stored_response_outlives_its_stalled_reader(server: Server) -> None:
