@@ -29,5 +29,6 @@ last one.
     drafts.py         what such a file says, checked; adoption.py makes it an owner's conversation, once
     markdown.py       a conversation to read
     side_tasks.py     small questions (a title) asked at the end of a conversation and kept out of it
+    owners.py         whose conversations, and whose pages
     ids.py            time-ordered ids
 """

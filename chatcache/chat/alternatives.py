@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from chatcache.chat.conversations import Conversations
 from chatcache.chat.events import ReplyDelta, ReplyFinished, ReplyStarted
 from chatcache.chat.ids import new_id
+from chatcache.chat.owners import namespace_of
 from chatcache.chat.service import ChatService, Reply
 from chatcache.chat.tree import ConversationTree, Item
 from chatcache.errors import EngineFault
@@ -55,12 +56,12 @@ class Alternatives:
                 ignore_eos=True,
                 logprobs=MAX_TOP_LOGPROBS,
             ),
-            namespace=tree.conversation.owner,
+            namespace=namespace_of(tree.conversation.owner),
             num_public_tokens=prompt.num_public_tokens,
             conversation_id=tree.conversation.id,
             explain=True,
         )
-        return await self._service.start(request)
+        return await self._service.start(request, owner=tree.conversation.owner)
 
 
 async def heard(reply: Reply, token_id: int) -> Look:

@@ -247,7 +247,7 @@ class Conversations:
             stored = _stored(place.tree, place.path[at], request) if place.tree and 0 <= at < len(place.path) else None
             if stored is not None:
                 return stored
-            return self._transcripts.recall(request.owner, head, said(message["content"], calls_of(message)))
+            return self._transcripts.recall(request.namespace, head, said(message["content"], calls_of(message)))
 
         prompt = assemble(self._tokenizer, messages, known, variables(request.functions))
         num_public = self._public.num_tokens(self._tokenizer, messages, prompt)

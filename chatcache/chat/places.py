@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from chatcache.chat.forks import ReplyStart, cut
+from chatcache.chat.owners import namespace_of
 from chatcache.chat.prompt import Message
 from chatcache.chat.reading import Speech
 from chatcache.chat.store import ConversationStore, StaleRevision
@@ -21,7 +22,7 @@ _NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What a client asked to say and where. `owner` is the tenant; at most one of the three places is needed.
+    """What a client asked to say and where. `owner`: whose conversations; at most one of the three places is needed.
 
     `fork_at` cuts the reply that the place names after so many tokens, and `fork_with`, if there is one, is the token
     that it goes on with; `running` is that reply while it is generated, cut already. `rev`: the revision that the
@@ -41,6 +42,11 @@ class TurnRequest:
     running: ReplyStart | None = None
     functions: tuple[Function, ...] = ()
     rev: int | None = None
+
+    @property
+    def namespace(self) -> str:
+        """Of the pages."""
+        return namespace_of(self.owner)
 
 
 @dataclass(frozen=True, slots=True)

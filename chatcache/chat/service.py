@@ -80,7 +80,7 @@ class ChatService:
         self.form = form if form is not None else ReplyFormat()
         self.transcripts = transcripts if transcripts is not None else Transcripts()
         self._public = public if public is not None else PublicPrompts()
-        self._live: dict[str, GenerateRequest] = {}
+        self._live: dict[str, tuple[str, GenerateRequest]] = {}  # by request id, with the owner
 
     async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
         """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had.
@@ -115,8 +115,9 @@ class ChatService:
         prefix: ReplyStart | None = None,
         functions: Collection[str] | None = None,
         thinks: bool = True,
+        owner: str | None = None,
     ) -> Reply:
-        """Submit; the reply must then be read to its end or closed.
+        """Submit; the reply must then be read to its end or closed. `owner`: of the tenant (None: the tenant itself).
 
         `rendering` is the prompt's text when it came from the chat template; it lets later turns recall this reply, and
         reasoning (unless it `thinks` none) and calls of `functions` (None: of none) are then told apart. `prefix`: the
@@ -124,15 +125,14 @@ class ChatService:
         Raises: what `EngineClient.submit` raises.
         """
         await self.engine.submit(request)
-        self._live[request.request_id] = request
+        self._live[request.request_id] = request.namespace if owner is None else owner, request
         form = self.form if rendering is not None else ReplyFormat()
         speech = Speech(self.tokenizer, form if thinks else replace(form, reasoning=NONE), functions)
         return Reply(self, request, rendering, prefix, speech)
 
-    def live_of(self, namespace: str) -> dict[str, str]:
-        """Requests of a tenant that are being answered, each with its conversation ("" for none)."""
-        live = self._live.values()
-        return {request.request_id: request.conversation_id for request in live if request.namespace == namespace}
+    def live_of(self, owner: str) -> dict[str, str]:
+        """Requests of an owner that are being answered, each with its conversation ("" for none)."""
+        return {name: request.conversation_id for name, (whose, request) in self._live.items() if whose == owner}
 
     def forget(self, request: GenerateRequest) -> None:
         """A reply is over."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from chatcache.chat.conversations import Conversations
 from chatcache.chat.ids import new_id
+from chatcache.chat.owners import namespace_of
 from chatcache.chat.places import TurnRequest
 from chatcache.chat.prompt import Message
 from chatcache.chat.service import ChatService, Reply
@@ -82,13 +83,13 @@ class SideTasks:
             request_id=new_id(task.name),
             prompt=planned.prompt.token_ids,
             params=SamplingParams(temperature=0.0, max_tokens=task.max_tokens),
-            namespace=head.owner,
+            namespace=namespace_of(head.owner),
             num_public_tokens=planned.prompt.num_public_tokens,
             conversation_id=head.id,
             priority=priority,
         )
         names = {function.name for function in functions} or None
-        return await self._service.start(request, planned.prompt.text, functions=names)
+        return await self._service.start(request, planned.prompt.text, functions=names, owner=head.owner)
 
 
 def clean_title(text: str) -> str:

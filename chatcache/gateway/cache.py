@@ -14,13 +14,14 @@ from chatcache.chat.spans import message_ends
 from chatcache.chat.tools import Function, variables
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json
-from chatcache.gateway.context import Model, gateway_of, owner_of
+from chatcache.gateway.context import Model, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.messages import input_messages, to_messages
 from chatcache.gateway.metrics import page_states
 from chatcache.gateway.misses import TEMPLATE_CHANGED, miss_json
 from chatcache.gateway.params import check_tokens, conversation_id
+from chatcache.gateway.principal import Principal, principal_of
 from chatcache.gateway.tooling import tool_use
 from chatcache.gateway.wire import ExplainFields
 from chatcache.text.tokenizer import Tokenizer
@@ -31,15 +32,15 @@ _SHOWN_TOKENS = 16
 
 async def explain(request: Request) -> Response:
     """POST /v1/cache/explain: a dry run. Nothing is computed, stored or kept."""
-    gateway, owner = gateway_of(request), owner_of(request)
+    gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
     fields = read(body, ExplainFields)
     ignored = unknown_fields(body, ExplainFields)
     model = await gateway.ready(fields.model)
     functions = tool_use(model.service.form, fields.tools, "none", None).functions
-    messages, prompt = await _prompt(fields, model, owner, gateway.model_name, functions)
+    messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
     explanation = await gateway.engine.explain(
-        prompt.token_ids, owner, prompt.num_public_tokens, operator=gateway.is_open
+        prompt.token_ids, principal.tenant, prompt.num_public_tokens, operator=gateway.is_open
     )
     ends = None
     if messages:
@@ -55,7 +56,7 @@ async def explain(request: Request) -> Response:
             {"index": page.index, "tokens": page.num_tokens, "state": page.state, "public": page.public}
             for page in explanation.pages
         ],
-        "miss": _miss(explanation, prompt, model.tokenizer),
+        "miss": _miss(explanation, prompt, model.tokenizer, principal),
         "divergence": _divergence(prompt, model.tokenizer),
         "messages": _messages(messages, ends, explanation.num_cached_tokens) if ends is not None else None,
     }
@@ -64,16 +65,16 @@ async def explain(request: Request) -> Response:
 
 async def accounts(request: Request) -> Response:
     """GET /v1/cache/accounts: pages held now, shared ones in fractions. A tenant sees its own, an open server all."""
-    gateway, owner = gateway_of(request), owner_of(request)
+    gateway, principal = gateway_of(request), principal_of(request)
     model = await gateway.ready(None)
     held = await gateway.engine.accounts()
     if gateway.is_open:
         return json_response({**_accounts_json(held, None), "pool": _pool_json(await gateway.health())})
-    return json_response(_accounts_json(held, (owner, model.service.live_of(owner))))
+    return json_response(_accounts_json(held, (principal.tenant, model.service.live_of(principal.owner))))
 
 
 async def _prompt(
-    fields: ExplainFields, model: Model, owner: str, model_name: str, functions: tuple[Function, ...]
+    fields: ExplainFields, model: Model, principal: Principal, model_name: str, functions: tuple[Function, ...]
 ) -> tuple[Sequence[Message], Prompt]:
     """The prompt that a request with these fields would have, and its messages. Raises: InvalidRequest, NotFound."""
     place = fields.conversation or fields.previous_response_id or fields.previous_item_id
@@ -87,12 +88,12 @@ async def _prompt(
         raise InvalidRequest("instructions go with input; messages have a system message", param="instructions")
     if fields.messages is not None:
         messages = to_messages(fields.messages, "messages")
-        return messages, await model.service.prompt(messages, owner, functions)
+        return messages, await model.service.prompt(messages, principal.tenant, functions)
     if fields.prompt is not None:
         return (), Prompt("", await _raw_prompt(fields.prompt, model))
     planned = await model.conversations.plan(
         TurnRequest(
-            owner=owner,
+            owner=principal.owner,
             model=model_name,
             input=input_messages(fields.input),
             instructions=fields.instructions,
@@ -112,14 +113,17 @@ async def _raw_prompt(prompt: str | list[int], model: Model) -> tuple[int, ...]:
     return tuple(prompt)
 
 
-def _miss(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer) -> dict[str, object] | None:
+def _miss(
+    explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer, principal: Principal
+) -> dict[str, object] | None:
     if not explanation.reason:
         return None
 
     def shown(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids[:_SHOWN_TOKENS], skip_special_tokens=False)
 
-    instead = explanation.diverged_tokens
+    # What the cache has instead may be what another user of the tenant said.
+    instead = explanation.diverged_tokens if principal.is_admin else ()
     why = miss_json(
         explanation.reason, explanation.at_token, explanation.detail, prompt.divergence, explanation.page_size
     )

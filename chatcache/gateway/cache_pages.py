@@ -9,10 +9,11 @@ from starlette.responses import Response
 
 from chatcache.errors import NotFound
 from chatcache.gateway.body import read_json
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.principal import principal_of, tenant_of
 from chatcache.gateway.wire import WarmthFields
 from chatcache.types import PackedPrompt
 
@@ -21,9 +22,9 @@ TOKEN_BYTES = 4  # of a packed prompt
 
 async def page_map(request: Request) -> Response:
     """GET /v1/cache/map: a tenant sees others' pages as theirs and no more, an open server's visitors all."""
-    gateway, owner = gateway_of(request), owner_of(request)
+    gateway, tenant = gateway_of(request), tenant_of(request)
     await gateway.ready(None)
-    pages = await gateway.engine.page_map(owner, operator=gateway.is_open)
+    pages = await gateway.engine.page_map(tenant, operator=gateway.is_open)
     return json_response(
         {
             "object": "cache.map",
@@ -37,7 +38,7 @@ async def page_map(request: Request) -> Response:
 
 async def warmth(request: Request) -> Response:
     """POST /v1/cache/warmth: how much of each conversation's active path is computed. Changes nothing."""
-    gateway, owner = gateway_of(request), owner_of(request)
+    gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
     fields = read(body, WarmthFields)
     ignored = unknown_fields(body, WarmthFields)
@@ -45,10 +46,10 @@ async def warmth(request: Request) -> Response:
     prompts: dict[str, PackedPrompt] = {}
     for conversation_id in fields.conversations:
         with suppress(NotFound):
-            prompts[conversation_id] = await model.histories.of(store, owner, conversation_id)
+            prompts[conversation_id] = await model.histories.of(store, principal.owner, conversation_id)
     most = gateway.max_model_len * TOKEN_BYTES  # what lies behind can never have been computed
     cut = [PackedPrompt(prompt.tokens[:most], prompt.num_public_tokens) for prompt in prompts.values()]
-    counts = await gateway.engine.num_cached(cut, owner)
+    counts = await gateway.engine.num_cached(cut, principal.tenant)
     told = zip(prompts.items(), counts, strict=True)
     entries = [
         {"conversation_id": name, "tokens": len(prompt.tokens) // TOKEN_BYTES, "cached_tokens": count}

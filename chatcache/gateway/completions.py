@@ -16,7 +16,7 @@ from chatcache.chat.ids import new_id
 from chatcache.chat.service import ChatService, Reply, is_ranked, num_candidates
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.body import read_json, until_disconnect
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.door import CHARS_PER_TOKEN
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
@@ -24,6 +24,7 @@ from chatcache.gateway.logprobs import CompletionLogprobs, cut_tops, joined, pro
 from chatcache.gateway.merge import merged
 from chatcache.gateway.params import Asked, check_stream, check_tokens, known_as, to_params
 from chatcache.gateway.plain_chunks import PlainChunks, is_plain
+from chatcache.gateway.principal import principal_of
 from chatcache.gateway.stateless import Heard, generation, respond, usage
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
@@ -34,7 +35,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: Request) -> Response:
-    gateway = gateway_of(request)
+    gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
     base, fields, sampling = read(body, CompletionBase), read(body, CompletionFields), read(body, SamplingFields)
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
@@ -70,14 +71,14 @@ async def completions(request: Request) -> Response:
                 request_id=f"{completion_id}-{at}",
                 prompt=prompt,
                 params=params,
-                namespace=owner_of(request),
+                namespace=principal.tenant,
                 priority=priority,
             )
             for at, prompt in enumerate(prompts)
         ]
         echoed = known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
         with echoed, named_after(sampling.structured_outputs, "response_format"):
-            replies = await until_disconnect(request, _start(model.service, requests))
+            replies = await until_disconnect(request, _start(model.service, requests, principal.owner))
 
     def events() -> AsyncIterator[ReplyEvent]:
         return merged([generation(reply, gateway.metrics) for reply in replies], width)
@@ -156,9 +157,9 @@ def _most(*numbers: int | None) -> int | None:
     return max((number for number in numbers if number is not None), default=None)
 
 
-async def _start(service: ChatService, requests: Sequence[GenerateRequest]) -> list[Reply]:
+async def _start(service: ChatService, requests: Sequence[GenerateRequest], owner: str) -> list[Reply]:
     """Submit every prompt, or none. Raises: what `EngineClient.submit` raises."""
-    starts = [asyncio.ensure_future(service.start(request)) for request in requests]
+    starts = [asyncio.ensure_future(service.start(request, owner=owner)) for request in requests]
     try:
         return list(await asyncio.gather(*starts))
     except BaseException:  # the first refusal, or the client has left

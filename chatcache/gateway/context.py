@@ -153,8 +153,3 @@ class Gateway:
 def gateway_of(connection: HTTPConnection) -> Gateway:
     """The application's state, from any request or socket."""
     return cast(Gateway, connection.app.state.gateway)
-
-
-def owner_of(connection: HTTPConnection) -> str:
-    """The authenticated tenant; "" on an open server. Also the namespace of its pages."""
-    return cast(str, connection.scope["chatcache.owner"])

@@ -17,11 +17,12 @@ from chatcache.chat.portable import end_of_export, portable
 from chatcache.chat.store import ConversationStore
 from chatcache.chat.tree import ConversationTree, Item
 from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import UnsupportedMediaType, error_body, json_response
 from chatcache.gateway.hub import ConversationHub
 from chatcache.gateway.json_values import JsonValues
+from chatcache.gateway.principal import owner_of
 from chatcache.text.tokenizer import Tokenizer
 
 JSON_LINES = "application/x-ndjson"

@@ -19,7 +19,7 @@ from chatcache.chat.store import ConversationStore, KeyTaken, StaleRevision
 from chatcache.chat.tree import Conversation, ConversationTree, Item
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.gateway.body import read_json, read_json_or_nothing
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.conversations import item_json, list_conversations, read_rev, store_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
@@ -27,6 +27,7 @@ from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.messages import to_messages
 from chatcache.gateway.paging import PageQuery, page, paged
+from chatcache.gateway.principal import owner_of
 from chatcache.gateway.repeats import REPLAYED, Once
 from chatcache.gateway.response_object import output_items
 from chatcache.gateway.wire import ConversationFields, ItemsFields

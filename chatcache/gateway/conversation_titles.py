@@ -12,13 +12,14 @@ from chatcache.chat.store import ConversationStore, StaleRevision
 from chatcache.chat.tree import Conversation, Usage
 from chatcache.errors import EngineFault
 from chatcache.gateway.body import read_json_or_nothing, until_disconnect
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.conversations import store_of, usage_json
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.metering import metered
 from chatcache.gateway.metrics import Metrics
+from chatcache.gateway.principal import owner_of
 from chatcache.gateway.wire import TitleFields
 
 

@@ -14,11 +14,12 @@ from chatcache.chat.store import ConversationStore, cursor_of
 from chatcache.chat.tree import FORKED, Conversation, Item, Turn, Usage
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.paging import page, read_limit
+from chatcache.gateway.principal import owner_of
 from chatcache.gateway.wire import ConversationPatch
 
 

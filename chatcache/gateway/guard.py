@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chatcache.config import ServerConfig
 from chatcache.gateway.errors import Forbidden, Unauthorized
+from chatcache.gateway.principal import EVERYBODY, Principal, admit
 from chatcache.gateway.static import PAGE_FILE
 
 OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/version"})
@@ -23,7 +24,7 @@ _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 class Guard:
     """Refuses before routing. Raises: Forbidden, Unauthorized (the request context turns them into answers).
 
-    Sets `scope["chatcache.owner"]`: the tenant, derived from the key so that the key itself goes no further.
+    Sets who asks (`principal_of`): derived from the key, so that the key itself goes no further.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -42,7 +43,7 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_host(headers)
             self._check_origin(headers)
-            scope["chatcache.owner"] = self._owner(scope, headers)
+            admit(scope, self._principal(scope, headers))
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
@@ -59,17 +60,18 @@ class Guard:
             return
         raise Forbidden("this Origin is not allowed; allow it with --cors-origin", code="origin_not_allowed")
 
-    def _owner(self, scope: Scope, headers: Headers) -> str:
+    def _principal(self, scope: Scope, headers: Headers) -> Principal | None:
         if not self._keys:
-            return ""
+            return EVERYBODY
         offered = _offered_key(scope, headers)
         if offered is not None:
             digest = hashlib.sha256(offered.encode("utf-8", "surrogateescape")).digest()
             # Every key is compared, whichever matches: the time taken tells nothing.
             if any([hmac.compare_digest(digest, key) for key in self._keys]):  # noqa: C419
-                return digest.hex()[:32]
+                name = digest.hex()[:32]
+                return Principal(name, name, name, is_admin=True)
         if scope["type"] == "http" and _is_open(scope["path"].removeprefix(scope.get("root_path", ""))):
-            return ""
+            return None
         raise Unauthorized("a valid API key is required: Authorization: Bearer KEY")
 
 

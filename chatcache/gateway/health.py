@@ -7,10 +7,11 @@ from starlette.responses import Response
 
 from chatcache.chat.store import StoreUnavailable
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import ModelLoading, error_body, error_headers, json_response
 from chatcache.gateway.metrics import CONTENT_TYPE
+from chatcache.gateway.principal import signed_in
 
 
 async def livez(request: Request) -> Response:
@@ -34,7 +35,7 @@ async def readyz(request: Request) -> Response:
             "kv_pages_in_use": health.num_pages_in_use,
         }
         # Probes come without a key; how busy others are is for those who have one.
-        shown = load if gateway.is_open or owner_of(request) else {}
+        shown = load if gateway.is_open or signed_in(request) else {}
         ready = {"status": "ready", "model": gateway.model_name, "max_model_len": health.max_model_len}
         return json_response({**ready, **shown})
     detail = gateway.load_error or (health.detail if not health.ready else "loading the tokenizer")

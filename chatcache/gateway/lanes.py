@@ -13,6 +13,7 @@ from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read
 from chatcache.gateway.log_frames import LogFrame
+from chatcache.gateway.principal import Principal
 from chatcache.gateway.repeats import Once
 from chatcache.gateway.response_log import LogReader
 from chatcache.gateway.response_registry import LoggedResponse
@@ -35,9 +36,9 @@ Lane = str | None
 class Lanes:
     """Responses that one connection asked for or resumed, on their way out of it."""
 
-    def __init__(self, gateway: Gateway, owner: str, outbox: Outbox, extended: bool) -> None:
+    def __init__(self, gateway: Gateway, principal: Principal, outbox: Outbox, extended: bool) -> None:
         self._gateway = gateway
-        self._owner = owner
+        self._principal = principal
         self._outbox = outbox
         self._extended = extended
         self._queues: dict[Lane, deque[dict[str, Any]]] = {}
@@ -132,13 +133,13 @@ class Lanes:
         """Start a response, or find the one that its idempotency key made before. Raises: any ChatcacheError."""
         key = read(body, CreateFields).idempotency_key
         if key is None:
-            return (await start_response(self._gateway, self._owner, body, watched=self._extended)).logged
+            return (await start_response(self._gateway, self._principal, body, watched=self._extended)).logged
         body = {name: value for name, value in body.items() if name != "idempotency_key"}
         once = Once.of(key, "response", body)
-        run = await start_once(self._gateway, self._owner, body, once, watched=self._extended)
+        run = await start_once(self._gateway, self._principal, body, once, watched=self._extended)
         if not isinstance(run, str):
             return run.logged
-        found = self._gateway.responses.find(self._owner, run)
+        found = self._gateway.responses.find(self._principal.owner, run)
         if found is None:
             raise stream_expired(run)
         if found.id in self._reading:
@@ -151,7 +152,7 @@ class Lanes:
         while True:
             await self._send_from(logged, reader, lane, suffix)
             successor = logged.successor
-            found = self._gateway.responses.find(self._owner, successor) if successor is not None else None
+            found = self._gateway.responses.find(self._principal.owner, successor) if successor is not None else None
             if found is None or found.id in self._reading:
                 return
             logged, reader = found, found.log.reader(extended=self._extended)

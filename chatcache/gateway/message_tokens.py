@@ -12,11 +12,12 @@ from chatcache.chat.forks import generated
 from chatcache.chat.tree import ConversationTree, Item
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import until_disconnect
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.conversation_items import find_item
 from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.logprobs import FLOOR, token_text
+from chatcache.gateway.principal import owner_of
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import MAX_TOP_LOGPROBS
 

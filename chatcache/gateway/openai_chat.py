@@ -15,13 +15,14 @@ from chatcache.chat.ids import new_id
 from chatcache.chat.service import is_ranked, num_candidates
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json, until_disconnect
-from chatcache.gateway.context import gateway_of, owner_of
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs, prompt_logprobs
 from chatcache.gateway.messages import to_messages
 from chatcache.gateway.params import Asked, check_stream, known_as, to_params
 from chatcache.gateway.plain_chunks import PlainChunks, is_plain
+from chatcache.gateway.principal import principal_of
 from chatcache.gateway.stateless import Heard, generation, respond, usage
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.tooling import held_to, tool_use
@@ -40,15 +41,15 @@ async def chat_completions(request: Request) -> Response:
     asked = to_params(sampling, _asked(base, chat, sampling), model.tokenizer.vocab_size)
     form = model.service.form
     use = tool_use(form, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    owner = owner_of(request)
+    principal = principal_of(request)
     async with gateway.door.entering(sum(len(message["content"]) for message in messages)):
-        prompt = await model.service.prompt(messages, owner, use.functions)
+        prompt = await model.service.prompt(messages, principal.tenant, use.functions)
         params = held_to(asked, use, form, model.tokenizer, prompt.token_ids)
         engine_request = GenerateRequest(
             request_id=new_id("chatcmpl", "-"),
             prompt=prompt.token_ids,
             params=params,
-            namespace=owner,
+            namespace=principal.tenant,
             num_public_tokens=prompt.num_public_tokens,
             priority=gateway.priority(base.priority),
         )
@@ -67,7 +68,9 @@ async def chat_completions(request: Request) -> Response:
         )
         names = known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
         thinks = asked.structured_outputs is None or params is not asked
-        starting = model.service.start(engine_request, prompt.text, functions=use.names, thinks=thinks)
+        starting = model.service.start(
+            engine_request, prompt.text, functions=use.names, thinks=thinks, owner=principal.owner
+        )
         with names, named_after(sampling.structured_outputs, "response_format", "tools" if use.limits else None):
             reply = await until_disconnect(request, starting)
     return await respond(

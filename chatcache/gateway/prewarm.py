@@ -13,6 +13,7 @@ from chatcache.errors import ChatcacheError
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
+from chatcache.gateway.principal import Principal
 from chatcache.gateway.response_run import response_tools, turn_request
 from chatcache.gateway.wire import ResponseFields
 from chatcache.gateway.ws_frames import GONE, Outbox
@@ -26,9 +27,9 @@ PIECE_TOKENS = 512  # a request that comes meanwhile waits for one piece at most
 class Prewarmer:
     """The prewarming of one connection: one prompt at a time, a newer one replaces it. Nothing is stored."""
 
-    def __init__(self, gateway: Gateway, owner: str, outbox: Outbox) -> None:
+    def __init__(self, gateway: Gateway, principal: Principal, outbox: Outbox) -> None:
         self._gateway = gateway
-        self._owner = owner
+        self._principal = principal
         self._outbox = outbox
         self._task: asyncio.Task[None] | None = None
 
@@ -60,7 +61,9 @@ class Prewarmer:
         unknown_fields(body, ResponseFields)
         model = await self._gateway.ready(fields.model)
         planned = await model.conversations.plan(
-            turn_request(fields, self._owner, self._gateway.model_name, response_tools(model, fields).functions)
+            turn_request(
+                fields, self._principal.owner, self._gateway.model_name, response_tools(model, fields).functions
+            )
         )
         prompt = planned.prompt
         num_done, num_cached, idle = 0, 0, True
@@ -90,7 +93,7 @@ class Prewarmer:
             request_id=new_id("warm"),
             prompt=tokens,
             params=SamplingParams(temperature=0.0, max_tokens=1),
-            namespace=self._owner,
+            namespace=self._principal.tenant,
             num_public_tokens=min(num_public_tokens, len(tokens)),
             priority=MAX_PRIORITY if self._gateway.scheduling_policy == "priority" else 0,
         )

@@ -19,6 +19,7 @@ from chatcache.gateway.fields import read, unknown_fields
 from chatcache.gateway.live_response import LiveResponse, Order
 from chatcache.gateway.messages import input_messages
 from chatcache.gateway.params import Asked, conversation_id, known_as, to_params
+from chatcache.gateway.principal import Principal
 from chatcache.gateway.repeats import Once
 from chatcache.gateway.response_registry import LoggedResponse, Run
 from chatcache.gateway.steer import queued_input
@@ -31,7 +32,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 async def start_response(
-    gateway: Gateway, owner: str, body: Mapping[str, Any], *, watched: bool = False, once: Once | None = None
+    gateway: Gateway, principal: Principal, body: Mapping[str, Any], *, watched: bool = False, once: Once | None = None
 ) -> LiveResponse:
     """Validate, plan, submit, store the input; from here on the run goes by itself.
 
@@ -39,19 +40,21 @@ async def start_response(
     asked stops waiting for it. Steering input that waits for the same previous response comes in front of the body's.
     Raises: any ChatcacheError; then nothing was stored (StoreUnavailable: perhaps) and nothing runs.
     """
-    steered = _steered_before(gateway, owner, body)
+    steered = _steered_before(gateway, principal.owner, body)
     if steered is None:
-        return await _start(gateway, owner, body, watched, once)
+        return await _start(gateway, principal, body, watched, once)
     steers, steered.steers = steered.steers, ()
     try:
-        return await _start(gateway, owner, {**body, "input": queued_input(steers, body.get("input"))}, watched, once)
+        return await _start(
+            gateway, principal, {**body, "input": queued_input(steers, body.get("input"))}, watched, once
+        )
     except BaseException:
         steered.steers = steers
         raise
 
 
 async def start_once(
-    gateway: Gateway, owner: str, body: Mapping[str, Any], once: Once, *, watched: bool = False
+    gateway: Gateway, principal: Principal, body: Mapping[str, Any], once: Once, *, watched: bool = False
 ) -> LiveResponse | str:
     """`start_response`, or the id of the response that the same request started before.
 
@@ -59,18 +62,18 @@ async def start_once(
     """
     if body.get("store") is False:
         raise InvalidRequest("an Idempotency-Key needs store: nothing else can be answered again", param="store")
-    async with gateway.keys.of(owner, once):
-        found = await once.earlier(gateway.opened_store(), owner)
+    async with gateway.keys.of(principal.owner, once):
+        found = await once.earlier(gateway.opened_store(), principal.owner)
         if found is not None:
             return found
         try:
-            return await start_response(gateway, owner, body, watched=watched, once=once)
+            return await start_response(gateway, principal, body, watched=watched, once=once)
         except KeyTaken as taken:  # through another gateway
             return once.same(taken.claim)
 
 
 async def _start(
-    gateway: Gateway, owner: str, body: Mapping[str, Any], watched: bool, once: Once | None = None
+    gateway: Gateway, principal: Principal, body: Mapping[str, Any], watched: bool, once: Once | None = None
 ) -> LiveResponse:
     fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
@@ -80,9 +83,9 @@ async def _start(
     await gateway.unsaved.settle(
         fields.previous_response_id, fields.previous_item_id, conversation_id(fields.conversation)
     )
-    running = await running_reply(gateway, owner, fields)
+    running = await running_reply(gateway, principal.owner, fields)
     use = response_tools(model, fields)
-    request = turn_request(fields, owner, gateway.model_name, use.functions, running)
+    request = turn_request(fields, principal.owner, gateway.model_name, use.functions, running)
     asked = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
     if fields.generate is False:
         asked = SamplingParams(temperature=0.0, max_tokens=1)  # its one token is thrown away
@@ -97,7 +100,7 @@ async def _start(
             request_id=planned.turn.id,
             prompt=planned.prompt.token_ids,
             params=params,
-            namespace=owner,
+            namespace=principal.tenant,
             num_public_tokens=planned.prompt.num_public_tokens,
             conversation_id=planned.conversation_id if request.store else "",
             priority=gateway.priority(fields.priority),
@@ -107,10 +110,10 @@ async def _start(
         start = model.service.start
         named = named_after(sampling.structured_outputs, "text", "tools" if use.limits else None)
         with known_as(max_tokens="max_output_tokens"), named:
-            reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks)
+            reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks, principal.owner)
 
     async def succeed(successor: Mapping[str, Any]) -> str:
-        return (await _start(gateway, owner, successor, watched)).id
+        return (await _start(gateway, principal, successor, watched)).id
 
     order = Order(body, fields.generate is not False, _ttl_s(gateway, fields), succeed)
     claim = once.claim(planned.turn.id) if once is not None else None

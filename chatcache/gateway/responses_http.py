@@ -14,9 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chatcache.gateway.body import read_json, until_disconnect
-from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.principal import owner_of, principal_of
 from chatcache.gateway.repeats import REPLAYED, Once
 from chatcache.gateway.response_log import LogReader
 from chatcache.gateway.response_registry import Run
@@ -36,16 +37,16 @@ async def create(request: Request) -> Response:
     body = await read_json(request)
     delivery = read(body, DeliveryFields)
     headers = ignored_header(unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields))
-    owner, once = owner_of(request), Once.of_request(request, "response", body)
+    principal, once = principal_of(request), Once.of_request(request, "response", body)
     # One that is stored is started even if the client is gone by then: resending it could only double it.
     if once is not None:
-        run = await start_once(gateway, owner, body, once)
+        run = await start_once(gateway, principal, body, once)
         if isinstance(run, str):
             return await _again(request, run, delivery, headers | REPLAYED)
     elif delivery.store is not False:
-        run = await start_response(gateway, owner, body)
+        run = await start_response(gateway, principal, body)
     else:
-        run = await until_disconnect(request, start_response(gateway, owner, body))
+        run = await until_disconnect(request, start_response(gateway, principal, body))
     if delivery.stream:
         return LogStream(gateway, run.log.reader(), headers)
     if delivery.background:

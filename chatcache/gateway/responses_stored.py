@@ -16,12 +16,13 @@ from chatcache.chat.store import ConversationStore, StaleRevision
 from chatcache.chat.tree import ConversationTree
 from chatcache.errors import InvalidRequest, NotFound
 from chatcache.gateway.body import read_json
-from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.conversation_items import edited, wire_items
 from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.paging import PageQuery, paged
+from chatcache.gateway.principal import owner_of
 from chatcache.gateway.response_run import response_tools, running_reply, turn_request
 from chatcache.gateway.response_state import as_logged, as_stored, find_stored, stream_expired
 from chatcache.gateway.responses_http import JSON, LogStream

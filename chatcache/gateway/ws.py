@@ -12,7 +12,7 @@ from starlette.websockets import WebSocket
 
 from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
 from chatcache.gateway.body import parse_json
-from chatcache.gateway.context import Gateway, gateway_of, owner_of
+from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.drops import dropped
 from chatcache.gateway.fields import read
 from chatcache.gateway.heads import conversation_json
@@ -20,6 +20,7 @@ from chatcache.gateway.hub import Subscription
 from chatcache.gateway.lanes import MAX_LANES, Lanes
 from chatcache.gateway.pace import Pace
 from chatcache.gateway.prewarm import Prewarmer
+from chatcache.gateway.principal import principal_of
 from chatcache.gateway.response_registry import Run
 from chatcache.gateway.steer import SteerRefused, check_fields, failure, not_steerable
 from chatcache.gateway.wire import AckFields, CancelFields, DropFields, ResumeFields, SteerFields
@@ -59,10 +60,11 @@ class Connection:
         self._socket = socket
         self._gateway = gateway
         self._extended = extended
-        self._owner = owner_of(socket)
+        principal = principal_of(socket)
+        self._owner = principal.owner
         self._outbox = Outbox(socket)
-        self._lanes = Lanes(gateway, self._owner, self._outbox, extended)
-        self._prewarmer = Prewarmer(gateway, self._owner, self._outbox)
+        self._lanes = Lanes(gateway, principal, self._outbox, extended)
+        self._prewarmer = Prewarmer(gateway, principal, self._outbox)
         self._cancelling: dict[str, asyncio.Task[None]] = {}
         self._dropping: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._telling: asyncio.Task[None] | None = None

@@ -1,0 +1,68 @@
+"""Who asks: what the guard found out about a request or a socket, and no more than that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+from chatcache.gateway.errors import Unauthorized
+
+_IN_SCOPE = "chatcache.principal"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one key may take; None is no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    tokens_per_day: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who a key stands for.
+
+    `owner` is whose conversations, `tenant` the namespace of pages: those of a tenant's users are shared.
+    """
+
+    key_id: str
+    tenant: str
+    owner: str
+    is_admin: bool = False
+    limits: Limits = Limits()
+
+
+EVERYBODY = Principal("", "", "", is_admin=True)  # on an open server
+
+
+def admit(scope: Scope, principal: Principal | None) -> None:
+    """Note who a connection is of; None for somebody without a key, at a door that is open to all."""
+    scope[_IN_SCOPE] = principal
+
+
+def signed_in(connection: HTTPConnection) -> Principal | None:
+    """Who asks, or None for somebody without a key."""
+    found = connection.scope.get(_IN_SCOPE)
+    return found if isinstance(found, Principal) else None
+
+
+def principal_of(connection: HTTPConnection) -> Principal:
+    """Who asks. Raises: Unauthorized for somebody without a key."""
+    found = signed_in(connection)
+    if found is None:
+        raise Unauthorized("a valid API key is required: Authorization: Bearer KEY")
+    return found
+
+
+def owner_of(connection: HTTPConnection) -> str:
+    """Whose conversations are meant; "" on an open server. Raises: Unauthorized."""
+    return principal_of(connection).owner
+
+
+def tenant_of(connection: HTTPConnection) -> str:
+    """The namespace of pages; "" on an open server. Raises: Unauthorized."""
+    return principal_of(connection).tenant
