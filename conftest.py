@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ MAX_STRICT_PAGES = 20_000
 # How long an example takes says more of what else the machine does than of the code.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+# Some cases are drawn anew in every run; every process of one run, and whoever repeats it, draws the same.
+os.environ.setdefault("CHATCACHE_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
 
 # Tests run in several processes side by side. OpenMP teams that share cores with others mostly wait for a member that
 # is not running, so every process (and every server a test starts) gets one thread.
@@ -47,6 +51,12 @@ def _may_trace() -> bool:
 if not _has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what it is anyway, said aloud: 3.9 warns where it is not
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how to draw the same cases again, once, where something failed."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.line(f"The same cases again: CHATCACHE_TEST_SEED={os.environ['CHATCACHE_TEST_SEED']}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

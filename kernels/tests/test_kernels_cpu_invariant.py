@@ -16,7 +16,7 @@ from chatcache_kernels.cpu import invariant
 from chatcache_kernels.types import AttentionBatch, KVPages
 from torch import Tensor
 
-SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 PAGE = 16
 
 

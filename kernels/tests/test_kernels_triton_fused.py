@@ -10,14 +10,17 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "fresh_random")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-STEP = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SHAPES = [(1, 576), (33, 48), (7, 20), (0, 32), (2, 1024), (3, 1536), (40, 128), (17, 64), (1, 1), (1, 5120)]
 
 
 def close(got: Tensor, expected: Tensor) -> None:
-    """Compare up to the last bit, which few of many numbers may miss: sums are formed in another order."""
+    """Compare up to the last bit, which few of many numbers may miss: sums are formed in another order.
+
+    What is rounded twice, before the weight and behind it, may miss it twice.
+    """
     assert got.dtype == expected.dtype and got.shape == expected.shape
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=STEP[got.dtype])
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=2 * STEP[got.dtype])
     if got.dtype != torch.float32 and got.numel() > 1000:
         assert (got != expected).float().mean() < 0.01
 

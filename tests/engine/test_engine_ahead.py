@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,8 @@ from chatcache.types import (
     Tokens,
 )
 from tests.engine.driving import VOCAB, drain, engine, output, request
+
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 LAZY = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -365,7 +368,7 @@ def test_a_plan_that_fails_while_a_step_is_on_the_device_ends_all_that_run(monke
 
 def test_results_are_those_of_the_rows_that_count() -> None:
     """Many come and go at random, each with its own answer to the end."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(SEED)
     runner = Watched(num_pages=2048, lazy=True)
     eng = engine(runner)
     requests = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import textwrap
@@ -31,7 +30,7 @@ from tests.model.lives import MAX_LEN, NUM_SLOTS, VOCAB, Life, Reader, live, mak
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 ROOT = Path(__file__).parents[2]
 SLEEP_CYCLES = 400_000_000  # a fifth of a second or more
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from chatcache.sched.plan import Draws
 from tests.model.drive import Driver, make_draws
 from tests.model.families import Sample
 
-SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 CPU = torch.device("cpu")
 BATCHES = (1, 2, 3, 7, 32)
 

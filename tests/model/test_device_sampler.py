@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from chatcache.model.sampler import NOT_FINITE, Sampler
 from chatcache.model.transfer import Layout
 from chatcache.sched.plan import Draws, LogitEdit, LogitMask, StepResult
 from tests.model.drive import make_draws
+
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 CPU = torch.device("cpu")
 SMALL = Launches(chunk=128, block=64)
@@ -68,7 +71,7 @@ def check_draws(got: StepResult, want: StepResult, logits: torch.Tensor, index: 
 @pytest.mark.parametrize("vocab_size", [2048, 151_936])
 def test_the_noise_has_the_same_bits(vocab_size: int) -> None:
     """Against numpy, in 64-bit integers, as `noise.py` defines it."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(SEED)
     seeds, lanes, positions = (rng.integers(0, most, 2) for most in (2**63, 2**31, 2**31))
     lows, highs = draw_keys(seeds.astype(np.uint64), lanes.astype(np.int32), positions.astype(np.int32))
     base = token_base(vocab_size, CPU)
@@ -88,7 +91,7 @@ def test_the_noise_has_the_same_bits(vocab_size: int) -> None:
 
 def test_ten_thousand_draws_are_the_cpu_s() -> None:
     """Keys, temperatures and logits fresh every run; a fifth of the draws filtered."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(SEED)
     vocab_size, num_rows = 1_500, 300
     logits = torch.from_numpy(rng.normal(0, 2, (num_rows, vocab_size)).astype(np.float32))
     host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, CPU, MANY)
@@ -104,7 +107,7 @@ def test_ten_thousand_draws_are_the_cpu_s() -> None:
 
 @pytest.mark.parametrize("vocab_size", [49_152, 151_936])
 def test_draws_over_real_vocabularies_are_the_cpu_s(vocab_size: int) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(SEED)
     logits = torch.from_numpy(rng.normal(0, 2.5, (3, vocab_size)).astype(np.float32)).to(torch.bfloat16)
     top_k, top_p = np.array([0, 0, 0, 20, 0, 1000], np.int32), np.array([1, 1, 1, 1, 0.9, 0.9], np.float32)
     index, draws = random_draws(rng, 6, 3, top_k=top_k, top_p=top_p, num_top=np.array([3, 0, 0, 0, 0, 0], np.int32))
@@ -162,7 +165,7 @@ def mixed(rng: np.random.Generator, vocab_size: int, num_rows: int) -> tuple[tor
 @pytest.mark.parametrize("vocab_size", [320, 333])
 def test_draws_of_all_kinds_together_are_the_cpu_s(vocab_size: int) -> None:
     """Chunks smaller than the vocabulary, so that every merge has something to merge."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(SEED)
     logits, index, draws = mixed(rng, vocab_size, 5)
     want = Sampler(vocab_size, CPU).sample(logits, index, draws)
     got = DeviceSampler(vocab_size, CPU, SMALL).sample(logits, index, draws)
@@ -175,7 +178,7 @@ def test_draws_of_all_kinds_together_are_the_cpu_s(vocab_size: int) -> None:
 
 def test_chunks_of_very_different_size_are_one_row() -> None:
     """One chunk far below the others, one without a finite logit; the cut and the draw cross their borders."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(SEED)
     logits = torch.from_numpy(rng.normal(0, 1.5, (5, 520)).astype(np.float32))
     logits[:, 128:256] -= 4.0
     logits[1:, 256:384] = -torch.inf
@@ -204,7 +207,7 @@ class Waits(TorchDispatchMode):
 
 
 def test_nothing_waits_between_launch_and_result() -> None:
-    logits, index, draws = mixed(np.random.default_rng(), 320, 5)
+    logits, index, draws = mixed(np.random.default_rng(SEED), 320, 5)
     sampler = DeviceSampler(320, CPU, SMALL)
     with Waits() as waits:
         pending = sampler.enqueue(logits, index, draws)
@@ -216,7 +219,7 @@ def test_nothing_waits_between_launch_and_result() -> None:
 
 
 def test_tokens_drawn_once_are_left_in_their_slots() -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(SEED)
     logits = torch.randn(4, 320)
     index, draws = random_draws(rng, 6, 4, width=np.array([1, 2, 1, 1, 1, 1], np.int32))
     last = torch.full((9,), -7, dtype=torch.int32)
@@ -227,7 +230,7 @@ def test_tokens_drawn_once_are_left_in_their_slots() -> None:
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_plain_draws_are_the_cpu_s_and_leftover_rows_harmless(filtered: bool) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(SEED)
     size, count, vocab_size = 8, 5, 500
     logits = torch.randn(size, vocab_size).to(torch.bfloat16)
     logits[3, 7] = torch.nan

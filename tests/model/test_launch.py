@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +13,7 @@ from chatcache.model.runner import Ahead
 from tests.model.lazy_streams import ORDERS, LazyStream, lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, Outcome, live, make_runner
 
-SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 SIZES = batch_sizes(NUM_SLOTS)
 
 Plant = Callable[[LazyStream, LazyStream], None]

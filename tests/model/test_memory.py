@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,7 @@ from tests.model.drive import Driver, make_draws
 from tests.model.lives import MAX_LEN, VOCAB, Life, Reader, live, make_runner, same
 
 SAMPLER = Sampler(VOCAB, torch.device("cpu"))
-SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
 def short(max_tokens: int) -> tuple[Runner, Reader]:

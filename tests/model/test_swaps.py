@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from chatcache.types import ModelFacts
 from tests.model.drive import Driver, make_draws
 from tests.model.families import VOCAB, Sample
 
-SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 LAYERS, PAGES, HOST_PAGES, SIZE, HEADS, DIM, SLOTS = 2, 12, 7, 8, 2, 16, 3
 GEOMETRY = Geometry(LAYERS, HEADS, HEADS, DIM, 4, torch.float32, torch.device("cpu"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ from numpy.typing import NDArray
 
 from chatcache.model.transfer import ALIGNMENT, Layout, to_device, upload
 
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
+
 
 @pytest.mark.parametrize("lengths", [(1, 5, 40), (0, 3, 0), (0, 0, 0)])
 def test_a_layout_holds_what_is_written(lengths: tuple[int, int, int]) -> None:
-    noise = np.random.default_rng()
+    noise = np.random.default_rng(SEED)
     a, b, c = lengths
     arrays: dict[str, NDArray[Any]] = {
         "a": noise.integers(-9, 9, (a, 3)).astype(np.int32),

@@ -4,7 +4,6 @@ late streams; the same as in turn on the reference."""
 from __future__ import annotations
 
 import os
-import random
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from chatcache.model.runner import Ahead
 from tests.model.lazy_streams import lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, live, make_runner
 
-SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu has the same with real streams")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import random
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from chatcache.model.runner import Ahead
 from tests.model.lazy_streams import lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, live, make_runner
 
-SEED = int(os.environ.get("CHATCACHE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
 def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[str, ...]:
