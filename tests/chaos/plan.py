@@ -1,0 +1,96 @@
+"""What will happen in a run, drawn from its seed alone: the same seed and minutes give the same plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+StoreKind = Literal["sqlite", "redis"]
+
+FIRST_S = 3.0
+PAUSE_S = (2.0, 6.0)
+NUM_CLIENTS = 8
+
+# name -> (how likely beside the others, whether it is done to one gateway, for how many seconds)
+FAULTS: dict[str, tuple[int, bool, tuple[float, float]]] = {
+    "kill_gateway": (4, True, (0.0, 1.5)),  # until it is started again
+    "kill_engine": (4, True, (0.0, 0.0)),
+    "stop_engine": (3, True, (0.3, 4.0)),
+    "drain": (2, True, (0.0, 1.0)),
+    "slow_clients": (2, True, (1.0, 4.0)),
+    "clock": (2, True, (0.0, 0.0)),
+}
+REDIS_FAULTS: dict[str, tuple[int, bool, tuple[float, float]]] = {
+    "kill_redis": (3, False, (0.0, 2.0)),
+    "stop_redis": (2, False, (0.3, 3.0)),
+    "proxy_delay": (2, False, (1.0, 4.0)),
+    "proxy_refuse": (2, False, (0.3, 3.0)),
+    "proxy_stall": (2, False, (0.3, 3.0)),
+    "proxy_cut": (3, False, (0.5, 2.0)),
+    "proxy_lose": (2, False, (0.3, 2.0)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One step. `target`: which gateway. `amount`: of what there is a size (bytes until a cut, seconds of a jump)."""
+
+    step: int
+    at_s: float
+    name: str
+    target: int
+    for_s: float
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        whom = f" gateway {self.target}" if FAULTS.get(self.name, (0, False))[1] else ""
+        lasts = f" for {self.for_s:.1f} s" if self.for_s else ""
+        size = f" ({self.amount:g})" if self.amount else ""
+        return f"{self.step:4}  {self.at_s:6.1f} s  {self.name}{whom}{lasts}{size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    seed: int
+    store: StoreKind
+    num_gateways: int
+    num_clients: int
+    faults: tuple[Fault, ...]
+    length_s: float
+
+    def up_to(self, num_steps: int | None) -> Plan:
+        """The beginning of it: faults before step `num_steps`, and some seconds to see what they did."""
+        if num_steps is None or num_steps >= len(self.faults):
+            return self
+        length_s = min(self.length_s, self.faults[num_steps].at_s)
+        return Plan(self.seed, self.store, self.num_gateways, self.num_clients, self.faults[:num_steps], length_s)
+
+
+def make_plan(seed: int, minutes: float, store: StoreKind | None = None, num_clients: int = NUM_CLIENTS) -> Plan:
+    """Of seeds one half each is SQLite and Redis, if `store` does not say; of Redis there are mostly two gateways."""
+    draw = random.Random(f"chaos/{seed}")
+    drawn: StoreKind = draw.choice(["sqlite", "redis"])
+    kind = store or drawn
+    num_gateways = draw.choice([1, 2, 2]) if kind == "redis" else 1
+    faults = _faults(random.Random(f"chaos/{seed}/{kind}/faults"), kind, num_gateways, minutes * 60)
+    return Plan(seed, kind, num_gateways, num_clients, tuple(faults), minutes * 60)
+
+
+def _faults(draw: random.Random, store: StoreKind, num_gateways: int, length_s: float) -> Iterator[Fault]:
+    table = FAULTS | (REDIS_FAULTS if store == "redis" else {})
+    names, weights = list(table), [weight for weight, _, _ in table.values()]
+    step, at_s = 0, FIRST_S
+    while at_s < length_s:
+        (name,) = draw.choices(names, weights)
+        target = draw.randrange(num_gateways)
+        for_s = round(draw.uniform(*table[name][2]), 2)
+        amount = {
+            "proxy_delay": draw.uniform(0.002, 0.2),
+            "proxy_cut": float(draw.randrange(1, 20_000)),
+            "clock": draw.choice([-3600.0, 3600.0]),
+            "slow_clients": float(draw.randrange(2, 8)),
+        }.get(name, 0.0)
+        yield Fault(step, round(at_s, 2), name, target, for_s, round(amount, 3))
+        step, at_s = step + 1, at_s + draw.uniform(*PAUSE_S)

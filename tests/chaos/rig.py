@@ -1,0 +1,149 @@
+"""The processes of a run: gateways with their engines, and what keeps their conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from tests.chaos.proxy import Proxy
+from tests.chaos.served import CLOCK
+from tests.chaos.speaker import STEP_S
+from tests.chat.redis_servers import RedisServer
+
+START_TIMEOUT_S = 120.0
+LOG_LINES = 40
+
+
+class Gateway:
+    """One gateway of its own port, however often it is started. `log`: the last it said."""
+
+    def __init__(self, number: int, store: str, folder: Path, *, step_s: float) -> None:
+        self.number = number
+        self.port = free_port()
+        self.clock = folder / f"clock-{number}"
+        self.clock.write_text("0")
+        self.lock = asyncio.Lock()  # one fault at a time
+        self.is_meant_to_run = False
+        self.engines: set[int] = set()
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self._store = store
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._environment |= {CLOCK: str(self.clock), STEP_S: str(step_s), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+        self.process: subprocess.Popen[bytes] | None = None
+        self._said = folder / f"gateway-{number}.log"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.chaos.served", self._store, str(self.port)]
+        with self._said.open("ab") as log:
+            self.process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+        self.is_meant_to_run = True
+
+    def engine(self) -> int | None:
+        """Process id of its engine, if it has one now."""
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+                if b"chatcache.bus.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    self.engines.add(int(child))
+                    return int(child)
+        return None
+
+    def kill(self) -> None:
+        self.engine()
+        self.is_meant_to_run = False
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    async def end(self, grace_s: float) -> int | None:
+        """SIGTERM; the exit status, or None of one that did not go in time, and was killed."""
+        self.engine()
+        self.is_meant_to_run = False
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + grace_s
+        while time.monotonic() < deadline_s:
+            if self.process.poll() is not None:
+                return self.process.returncode
+            await asyncio.sleep(0.02)
+        self.kill()
+        return None
+
+    def last_words(self) -> str:
+        lines = self._said.read_text(errors="replace").splitlines() if self._said.exists() else []
+        return "\n".join(lines[-LOG_LINES:])
+
+
+class Rig:
+    """All of them. The Redis server stands behind a proxy."""
+
+    def __init__(self, folder: Path, num_gateways: int, *, is_redis: bool, step_s: float) -> None:
+        self.redis: RedisServer | None = None
+        self.proxy: Proxy | None = None
+        self.db = folder / "chat.db"
+        self.redis_lock = asyncio.Lock()
+        self._folder, self._num_gateways, self._step_s = folder, num_gateways, step_s
+        self._is_redis = is_redis
+        self.gateways: list[Gateway] = []
+
+    async def start(self) -> None:
+        store = str(self.db)
+        if self._is_redis:
+            folder = self._folder / "redis"
+            folder.mkdir()
+            self.redis = RedisServer(folder, appendfsync="always")
+            await asyncio.to_thread(self.redis.start)
+            self.proxy = await Proxy(self.redis.port).start()
+            store = with_port(self.redis.url, self.proxy.port)
+        for number in range(self._num_gateways):
+            gateway = Gateway(number, store, self._folder, step_s=self._step_s)
+            self.gateways.append(gateway)
+            gateway.start()
+
+    async def close(self) -> None:
+        for gateway in self.gateways:
+            if gateway.process is not None and gateway.process.poll() is None:
+                gateway.kill()
+        if self.proxy is not None:
+            await self.proxy.close()
+        if self.redis is not None:
+            self.redis.close()
+
+    def is_any_engine_left(self) -> bool:
+        """Whether an engine outlived its gateway."""
+        return any(is_alive(engine) for gateway in self.gateways for engine in gateway.engines)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" and b"chatcache.bus.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def with_port(url: str, port: int) -> str:
+    """The same URL by another port."""
+    parts = urlsplit(url)
+    place = f"{parts.username}:{parts.password}@127.0.0.1:{port}"
+    return urlunsplit((parts.scheme, place, parts.path, parts.query, parts.fragment))

@@ -1,0 +1,50 @@
+"""A gateway with its engine child as `chatcache serve` runs them: `python -m tests.chaos.served STORE PORT [more]`.
+
+With CHAOS_CLOCK naming a file, its wall clock is off by as many seconds as the file says.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from chatcache.cli.server import run_server
+from chatcache.config import EngineConfig, ServerConfig
+from tests.chaos.speaker import MAX_MODEL_LEN, load_tokenizer
+
+CLOCK = "CHAOS_CLOCK"
+ENGINE = "tests.chaos.speaker:build_engine"
+
+
+def bend_clock(path: Path) -> None:
+    """Let this process's wall clock be off by what the file says; what counts durations stays as it is."""
+    real_ns = time.time_ns
+    seen = (0, 0)
+
+    def off_ns() -> int:
+        nonlocal seen
+        changed_ns = path.stat().st_mtime_ns
+        if changed_ns != seen[0]:
+            seen = changed_ns, int(float(path.read_text() or "0") * 1e9)
+        return seen[1]
+
+    time.time_ns = lambda: real_ns() + off_ns()
+    time.time = lambda: time.time_ns() / 1e9
+
+
+def server_config(store: str, port: int) -> ServerConfig:
+    place = {"redis": store} if "://" in store else {"db": store}
+    return ServerConfig(port=port, log_level="warning", detach_ttl_s=5.0, sse_keep_alive_interval_s=2.0, **place)  # type: ignore[arg-type]
+
+
+def main(store: str, port: int) -> int:
+    if CLOCK in os.environ:
+        bend_clock(Path(os.environ[CLOCK]))
+    engine = EngineConfig(model="speaker", served_model_name="speaker", max_model_len=MAX_MODEL_LEN)
+    return run_server(engine, server_config(store, port), build_engine=ENGINE, load=load_tokenizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
