@@ -25,6 +25,7 @@ last one.
     store_redis.py    the contract on a Redis server; redis_link.py (connections, transactions), redis_rows.py (layout),
                       redis_reads.py, redis_search.py, redis_leases.py (who runs what) are its parts
     open_store.py     which of the two
+    keys.py           API keys and their contract; keys_sqlite.py and keys_redis.py keep them beside the conversations
     portable.py       a conversation as a file, and portable_reader.py back; chatgpt.py reads ChatGPT's
     drafts.py         what such a file says, checked; adoption.py makes it an owner's conversation, once
     markdown.py       a conversation to read

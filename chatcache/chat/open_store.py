@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from chatcache.chat.store import ConversationStore
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from chatcache.chat.keys import KeyStore
+from chatcache.chat.keys_sqlite import SqliteKeys
+from chatcache.chat.sqlite_schema import migrate
+from chatcache.chat.sqlite_writer import SqliteWriter
+from chatcache.chat.store import ConversationStore, StoreUnusable
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
 
@@ -17,3 +27,31 @@ def open_store(config: ServerConfig) -> ConversationStore:
     from chatcache.chat.store_redis import RedisStore  # redis-py, which a file does not need
 
     return RedisStore(config.redis)
+
+
+@asynccontextmanager
+async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
+    """The keys alone, beside a server that may be running there: nothing of what it does is touched.
+
+    Raises: StoreUnusable.
+    """
+    if config.redis:
+        from chatcache.chat.keys_redis import RedisKeys
+        from chatcache.chat.redis_link import RedisLink
+        from chatcache.chat.store_redis import greet
+
+        link = RedisLink(config.redis, greet)
+        try:
+            yield RedisKeys(link)
+        finally:
+            await link.close()
+        return
+    path = Path(config.db)
+    try:
+        writer = await asyncio.to_thread(SqliteWriter, path, lambda db: migrate(db, path))
+    except sqlite3.Error as error:
+        raise StoreUnusable(f"{path}: {error}") from error
+    try:
+        yield SqliteKeys(writer)
+    finally:
+        await asyncio.to_thread(writer.close)

@@ -11,6 +11,9 @@ chatcache:ids:{owner}                sorted set: the same by id
 chatcache:running                    hash: response under way -> who runs it, and its conversation
 chatcache:alive:<process>            there while that process is; expires
 chatcache:claim:{owner}:<key>        an idempotency key; expires
+chatcache:{keys}                     hash: id of an API key -> itself, without its secret
+chatcache:{keys}:version             a number that grows with every change of it
+chatcache:usage:<day>                hash: id of an API key -> its tokens that day; expires
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from chatcache.chat.tree import Conversation, Item, Turn
 PREFIX = "chatcache:"
 SCHEMA = f"{PREFIX}schema"
 RUNNING = f"{PREFIX}running"
+KEYS = f"{PREFIX}{{keys}}"
+KEYS_VERSION = f"{KEYS}:version"
 VERSION = 1
 
 
@@ -86,6 +91,10 @@ def claim_key(owner: str, key: str) -> str:
 
 def alive_key(process: str) -> str:
     return f"{PREFIX}alive:{process}"
+
+
+def usage_key(day: int) -> str:
+    return f"{PREFIX}usage:{day}"
 
 
 def _named(owner: str) -> str:

@@ -55,21 +55,42 @@ MIGRATIONS = (
     ) WITHOUT ROWID;
     CREATE INDEX claims_by_age ON claims (expires_at);
     """,
+    """
+    CREATE TABLE keys (
+        id TEXT PRIMARY KEY, digest BLOB NOT NULL UNIQUE, tenant TEXT NOT NULL, user TEXT NOT NULL, name TEXT NOT NULL,
+        is_admin INTEGER NOT NULL, requests_per_minute INTEGER, tokens_per_minute INTEGER, max_concurrent INTEGER,
+        tokens_per_day INTEGER, created_at REAL NOT NULL, revoked_at REAL
+    ) WITHOUT ROWID;
+    CREATE TABLE usage (
+        day INTEGER NOT NULL, key_id TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (day, key_id)
+    ) WITHOUT ROWID;
+    """,
 )
 
 
 def prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Set the pragmas and bring the schema up to date, after a backup of what was there.
+    """Make the file that of a server which starts: up to date, whole, and with nothing under way any more.
 
     Raises: StoreUnusable for a file of a newer version, or a damaged one.
     """
+    migrate(db, path, check=True)
+    sqlite_search.ensure_index(db, path)
+    db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
+
+
+def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
+    """Set the pragmas and bring the schema up to date, after a backup of what was there. A server may be running on it.
+
+    `check`: look for damage before. Raises: StoreUnusable for a file of a newer version, or a damaged one.
+    """
     db.execute("PRAGMA busy_timeout = 5000")
-    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    version = _version(db)
     if version > len(MIGRATIONS):
         raise StoreUnusable(
             f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
         )
-    _check_whole(db, path)
+    if check:
+        _check_whole(db, path)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA foreign_keys = ON")
@@ -78,9 +99,21 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
             db.backup(backup)
         backup.close()
     for step in range(version, len(MIGRATIONS)):
+        _migrate_once(db, step)
+
+
+def _migrate_once(db: sqlite3.Connection, step: int) -> None:
+    try:
         db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[step]}; PRAGMA user_version = {step + 1}; COMMIT;")
-    sqlite_search.ensure_index(db, path)
-    db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
+    except sqlite3.Error:
+        if db.in_transaction:
+            db.rollback()
+        if _version(db) <= step:  # else another process did the same at the same time, and was first
+            raise
+
+
+def _version(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def _check_whole(db: sqlite3.Connection, path: Path) -> None:

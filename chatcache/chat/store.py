@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from chatcache.chat.keys import KeyStore
 from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
@@ -96,6 +97,11 @@ class ConversationStore(Protocol):
     none. Raises: StaleRevision when `rev` differs; KeyTaken for a claim whose key is; NotFound for ids that do not
     exist or belong to somebody else; StoreUnavailable.
     """
+
+    @property
+    def keys(self) -> KeyStore:
+        """The API keys, kept in the same place."""
+        ...
 
     async def check(self) -> None:
         """Whether it would store something now. Raises: StoreUnavailable."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from chatcache.chat import redis_reads as reads
 from chatcache.chat import redis_rows as rows
 from chatcache.chat import redis_writes as writes
+from chatcache.chat.keys_redis import RedisKeys
 from chatcache.chat.redis_leases import LEASE_S, Leases
 from chatcache.chat.redis_link import Client, Pipe, RedisLink, Result, first_look
 from chatcache.chat.redis_rows import Head, Placed
@@ -33,7 +34,8 @@ class RedisStore:
     """
 
     def __init__(self, url: str, *, lease_s: float = LEASE_S) -> None:
-        self._link = RedisLink(url, _greet)
+        self._link = RedisLink(url, greet)
+        self.keys = RedisKeys(self._link)
         self._leases = Leases(self._link, lease_s)
         with contextlib.suppress(StoreUnavailable):
             look_at(url)
@@ -256,7 +258,7 @@ def look_at(url: str) -> None:
         _check_version(found)
 
 
-async def _greet(client: Client) -> None:
+async def greet(client: Client) -> None:
     """Leave the version of the layout, or find one. Raises: StoreUnusable."""
     await client.set(rows.SCHEMA, rows.VERSION, nx=True)
     _check_version(await client.get(rows.SCHEMA))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from chatcache.chat.keys_sqlite import SqliteKeys
 from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
 from chatcache.chat.sqlite_claims import find_claim, put_claim, try_writing
@@ -47,6 +48,7 @@ class SqliteStore:
             self._reader = SqliteWriter(path, prepare_reader, begin="BEGIN")
         except sqlite3.Error as error:
             raise StoreUnusable(f"{path}: {error}") from error
+        self.keys = SqliteKeys(self._writer)
 
     async def check(self) -> None:
         if self._writer.is_failing:
