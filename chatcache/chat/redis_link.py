@@ -41,10 +41,12 @@ class RedisLink:
     `greet` runs whenever the server is found again, on a server that may hold anything by then.
     """
 
-    def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]]) -> None:
+    def __init__(
+        self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Raises: StoreUnusable for a URL that is none, or a server that does not let us in."""
         try:
-            self._client = _client(url, TIMEOUT_S)
+            self._client = _client(url, timeout_s)
             # For work that takes the server itself long; whether it is there at all, the others find out.
             self._patient = _client(url, PATIENCE_S)
         except (ValueError, redis.RedisError) as error:

@@ -83,6 +83,12 @@ async def ids(client: Reader, owner: str, limit: int, after: str | None) -> Sequ
     return tuple(each.decode() for each in found)
 
 
+async def owners(client: Reader) -> Sequence[str]:
+    """Whoever has a conversation, in order."""
+    found = {key.decode() async for key in client.scan_iter(match=f"{rows.IDS}*", count=1000)}
+    return sorted(rows.owner_of_ids(key) for key in found)
+
+
 async def listed(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
     found: list[Conversation] = []
     async for heads in walk(client, owner, after, limit):

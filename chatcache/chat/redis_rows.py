@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -34,6 +34,7 @@ SCHEMA = f"{PREFIX}schema"
 RUNNING = f"{PREFIX}running"
 KEYS = f"{PREFIX}{{keys}}"
 KEYS_VERSION = f"{KEYS}:version"
+IDS = f"{PREFIX}ids:"
 VERSION = 1
 
 
@@ -82,7 +83,12 @@ def list_key(owner: str) -> str:
 
 
 def ids_key(owner: str) -> str:
-    return f"{PREFIX}ids:{{{_named(owner)}}}"
+    return f"{IDS}{{{_named(owner)}}}"
+
+
+def owner_of_ids(key: str) -> str:
+    """Whose `ids_key` this is."""
+    return unquote(key[len(IDS) + 3 : -1])
 
 
 def claim_key(owner: str, key: str) -> str:

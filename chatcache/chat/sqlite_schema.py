@@ -68,14 +68,15 @@ MIGRATIONS = (
 )
 
 
-def prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Make the file that of a server which starts: up to date, whole, and with nothing under way any more.
+def prepare(db: sqlite3.Connection, path: Path, *, ends_running: bool = True) -> None:
+    """Make the file that of a server which starts: up to date, whole, and (`ends_running`) with nothing under way any more.
 
     Raises: StoreUnusable for a file of a newer version, or a damaged one.
     """
     migrate(db, path, check=True)
     sqlite_search.ensure_index(db, path)
-    db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
+    if ends_running:
+        db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
 
 
 def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:

@@ -16,7 +16,7 @@ from chatcache.chat import redis_rows as rows
 from chatcache.chat import redis_writes as writes
 from chatcache.chat.keys_redis import RedisKeys
 from chatcache.chat.redis_leases import LEASE_S, Leases
-from chatcache.chat.redis_link import Client, Pipe, RedisLink, Result, first_look
+from chatcache.chat.redis_link import TIMEOUT_S, Client, Pipe, RedisLink, Result, first_look
 from chatcache.chat.redis_rows import Head, Placed
 from chatcache.chat.redis_search import find
 from chatcache.chat.removal import TreeEdit
@@ -33,8 +33,9 @@ class RedisStore:
     a newer version wrote.
     """
 
-    def __init__(self, url: str, *, lease_s: float = LEASE_S) -> None:
-        self._link = RedisLink(url, greet)
+    def __init__(self, url: str, *, lease_s: float = LEASE_S, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s`: how long the server may be silent before it counts as down, for everybody."""
+        self._link = RedisLink(url, greet, timeout_s=timeout_s)
         self.keys = RedisKeys(self._link)
         self._leases = Leases(self._link, lease_s)
         with contextlib.suppress(StoreUnavailable):
@@ -79,6 +80,10 @@ class RedisStore:
 
     async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
         return await self._read(lambda client: reads.ids(client, owner, limit, after))
+
+    async def owners(self) -> Sequence[str]:
+        """Whoever has a conversation, in order. Reads the names of all keys of the server."""
+        return await self._read(reads.owners)
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
         key = rows.head_key(conversation_id)

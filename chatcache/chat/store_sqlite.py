@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from chatcache.chat import sqlite_reads as reads
 from chatcache.chat.keys_sqlite import SqliteKeys
 from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
@@ -30,20 +31,23 @@ from chatcache.chat.sqlite_rows import (
 from chatcache.chat.sqlite_schema import prepare, prepare_reader
 from chatcache.chat.sqlite_search import find, index_item, index_title
 from chatcache.chat.sqlite_writer import SqliteWriter
-from chatcache.chat.store import Claim, Merged, StaleRevision, StoreUnusable, read_cursor
+from chatcache.chat.store import Claim, Merged, StoreUnusable
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import NotFound
 
 
 class SqliteStore:
-    """`ConversationStore` on a file. Responses a crash left in progress become incomplete when it is opened.
+    """`ConversationStore` on a file. Responses a crash left in progress become incomplete when a server opens it.
 
     Raises: StoreUnusable naming the file and the reason.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, beside_server: bool = False) -> None:
+        """`beside_server`: a server may have the file open, and responses under way in it."""
         try:
-            self._writer = SqliteWriter(path, lambda connection: prepare(connection, Path(path)))
+            self._writer = SqliteWriter(
+                path, lambda connection: prepare(connection, Path(path), ends_running=not beside_server)
+            )
             # Searching may read much: beside the writer, of which it sees all that is acknowledged.
             self._reader = SqliteWriter(path, prepare_reader, begin="BEGIN")
         except sqlite3.Error as error:
@@ -73,22 +77,22 @@ class SqliteStore:
         return await self._writer.run(lambda db: find_claim(db, owner, key))
 
     async def get(self, owner: str, conversation_id: str) -> Conversation:
-        return await self._writer.run(lambda db: _head(db, owner, conversation_id))
+        return await self._writer.run(lambda db: reads.head(db, owner, conversation_id))
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
-        return await self._writer.run(lambda db: _list(db, owner, limit, after))
+        return await self._writer.run(lambda db: reads.listed(db, owner, limit, after))
 
     async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
-        return await self._reader.run(lambda db: find(db, owner, query, limit, _place(db, owner, after)))
+        return await self._reader.run(lambda db: find(db, owner, query, limit, reads.place(db, owner, after)))
 
     async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
-        return await self._reader.run(lambda db: _ids(db, owner, limit, after))
+        return await self._reader.run(lambda db: reads.ids(db, owner, limit, after))
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
-        return await self._writer.run(lambda db: _load(db, owner, conversation_id))
+        return await self._writer.run(lambda db: reads.tree(db, owner, conversation_id))
 
     async def locate(self, owner: str, member_id: str) -> str:
-        return await self._writer.run(lambda db: _locate(db, owner, member_id))
+        return await self._writer.run(lambda db: reads.holder(db, owner, member_id))
 
     async def append(
         self,
@@ -103,7 +107,7 @@ class SqliteStore:
         claim: Claim | None = None,
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
-            head = _head(db, owner, conversation_id, expect)
+            head = reads.head(db, owner, conversation_id, expect)
             put_claim(db, owner, claim)
             _add(db, conversation_id, items, () if turn is None else (turn,))
             if active_leaf is not None:
@@ -124,7 +128,7 @@ class SqliteStore:
         expect: int | None = None,
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
-            head = _head(db, owner, conversation_id, expect)
+            head = reads.head(db, owner, conversation_id, expect)
             if active_leaf is not None:
                 _require_item(db, conversation_id, active_leaf)
             wanted = replace(
@@ -141,7 +145,7 @@ class SqliteStore:
         self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
-            head = _head(db, owner, conversation_id, expect)
+            head = reads.head(db, owner, conversation_id, expect)
             _edit(db, conversation_id, edit)
             return _store_change(db, head, replace(head, active_leaf=edit.active_leaf))
 
@@ -152,7 +156,7 @@ class SqliteStore:
 
     async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None:
         def job(db: sqlite3.Connection) -> None:
-            _head(db, owner, conversation_id, expect)
+            reads.head(db, owner, conversation_id, expect)
             # Items point at each other; their order of removal is settled by checking at commit.
             db.execute("PRAGMA defer_foreign_keys = ON")
             db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
@@ -162,59 +166,6 @@ class SqliteStore:
     async def close(self) -> None:
         await asyncio.to_thread(self._reader.close)
         await asyncio.to_thread(self._writer.close)
-
-
-def _head(db: sqlite3.Connection, owner: str, conversation_id: str, expect: int | None = None) -> Conversation:
-    row = db.execute(
-        f"SELECT {CONVERSATION} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
-    ).fetchone()
-    if row is None:
-        raise NotFound(f"no conversation {conversation_id!r}", param="conversation")
-    head = conversation_of(row)
-    if expect is not None and expect != head.rev:
-        raise StaleRevision(head, expect)
-    return head
-
-
-def _place(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[float, str] | None:
-    """Where in the list `after` is. Raises: NotFound."""
-    if after is None:
-        return None
-    place = read_cursor(after)
-    if place is None:
-        head = _head(db, owner, after)
-        return head.updated_at, head.id
-    return place
-
-
-def _list(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
-    where, values = listing(owner, _place(db, owner, after))
-    query = f"SELECT {CONVERSATION} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC LIMIT :limit"
-    return tuple(conversation_of(row) for row in db.execute(query, values | {"limit": limit}))
-
-
-def _ids(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[str]:
-    query = "SELECT id FROM conversations WHERE owner = ? AND id > ? ORDER BY id LIMIT ?"
-    return tuple(found for (found,) in db.execute(query, (owner, after or "", limit)))
-
-
-def _load(db: sqlite3.Connection, owner: str, conversation_id: str) -> ConversationTree:
-    head = _head(db, owner, conversation_id)
-    items = db.execute(f"SELECT {ITEM} FROM items WHERE conversation_id = ? ORDER BY position", (conversation_id,))
-    turns = db.execute(f"SELECT {TURN} FROM turns WHERE conversation_id = ?", (conversation_id,))
-    return ConversationTree(head, map(item_of, items), map(turn_of, turns))
-
-
-def _locate(db: sqlite3.Connection, owner: str, member_id: str) -> str:
-    row = db.execute(
-        "SELECT c.id FROM conversations c JOIN (SELECT conversation_id FROM items WHERE id = :member UNION "
-        "SELECT conversation_id FROM turns WHERE id = :member) m ON m.conversation_id = c.id WHERE c.owner = :owner",
-        {"member": member_id, "owner": owner},
-    ).fetchone()
-    if row is None:
-        raise NotFound(f"no response or message {member_id!r}")
-    found: str = row[0]
-    return found
 
 
 def _create(db: sqlite3.Connection, conversation: Conversation) -> None:
@@ -248,7 +199,7 @@ def _merge(db: sqlite3.Connection, conversation: Conversation, items: Sequence[I
         _create(db, conversation)
         head = conversation
     else:
-        head = _head(db, conversation.owner, conversation.id)
+        head = reads.head(db, conversation.owner, conversation.id)
     new_items = [item for item in items if not _is_held(db, "items", head.id, item.id)]
     new_turns = [turn for turn in turns if not _is_held(db, "turns", head.id, turn.id)]
     _add(db, head.id, new_items, new_turns)

@@ -1,0 +1,157 @@
+"""`chatcache db`: copies of all conversations, while a server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatcache.chat.archive import ConversationSource, write_archive
+from chatcache.chat.restore import check_archive, restore
+from chatcache.chat.sqlite_backup import SqliteSnapshot, back_up
+from chatcache.chat.store import ConversationStore, StoreUnusable
+from chatcache.chat.store_sqlite import SqliteStore
+from chatcache.cli import exits, options
+from chatcache.config import ServerConfig
+from chatcache.errors import ChatcacheError
+from chatcache.settings import format_size
+
+DB = ServerConfig().db
+PATIENCE_S = 30.0
+
+app = typer.Typer(name="db", help="Copies of all conversations, while a server runs.", no_args_is_help=True)
+
+Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, show_default=False)]
+
+
+@app.command()
+def backup(file: File, db: options.Db = DB, redis: options.RedisUrl = "", force: Force = False) -> None:
+    """Copy the SQLite file of --db as it is now, and check the copy.
+
+    To go back to it: stop the server, put FILE in the place of --db, and remove that file's -wal and -shm.
+    """
+    if redis:
+        raise typer.BadParameter(
+            "a Redis server keeps its own files; `chatcache db export` copies what is in it.", param_hint="--redis"
+        )
+    with _new_file(file, force) as partial:
+        num_bytes = back_up(Path(db), partial)
+    typer.echo(f"{file}: {format_size(num_bytes)}, checked")
+
+
+@app.command("export")
+def export_(file: File, db: options.Db = DB, redis: options.RedisUrl = "", force: Force = False) -> None:
+    """Write every owner's conversations, tokens and all, to a file of JSON lines."""
+
+    async def run() -> None:
+        async with _source(db, redis) as source:
+            with _new_file(file, force) as partial, partial.open("wb") as out:
+                end = await write_archive(source, out.write)
+        typer.echo(f"{file}: {end.num_conversations} conversations, {end.num_items} messages")
+
+    asyncio.run(run())
+
+
+@app.command("import")
+def import_(file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> None:
+    """Add what such a file has and the store lacks. What is there stays as it is; once more changes nothing.
+
+    The whole file is checked first; a damaged one changes nothing. Ends with 1 if a conversation could not be added.
+    """
+
+    async def run() -> int:
+        async with _store(db, redis) as store:
+            done = await restore(store, file, lambda said: typer.echo(f"chatcache: {said}", err=True))
+        typer.echo(
+            f"{file}: {done.num_created} conversations added, {done.num_extended} extended, {done.num_unchanged} as "
+            f"they were, {done.num_refused} refused; {done.num_items} messages added"
+        )
+        return exits.ERROR if done.num_refused else 0
+
+    try:
+        end = check_archive(file)
+        code = asyncio.run(run())
+    except OSError as error:
+        raise ChatcacheError(f"{file}: {error.strerror}") from error
+    if end.num_keys:
+        typer.echo(f"{file}: {end.num_keys} keys are named in it, and left out: `chatcache keys create` makes new ones")
+    raise typer.Exit(code)
+
+
+@contextlib.asynccontextmanager
+async def _source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
+    """What is there, to read. Raises: StoreUnusable, StoreUnavailable."""
+    if not redis:
+        snapshot = SqliteSnapshot(Path(db))
+        try:
+            yield snapshot
+        finally:
+            await snapshot.close()
+        return
+    from chatcache.chat.store_redis import RedisStore, look_at
+
+    look_at(redis)
+    store = RedisStore(redis, timeout_s=PATIENCE_S)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@contextlib.asynccontextmanager
+async def _store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
+    """What is there, to add to. Raises: StoreUnusable, StoreUnavailable."""
+    if redis:
+        from chatcache.chat.store_redis import RedisStore, look_at
+
+        look_at(redis)
+        store: ConversationStore = RedisStore(redis, timeout_s=PATIENCE_S)
+    else:
+        store = SqliteStore(db, beside_server=True)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, force: bool) -> Iterator[Path]:
+    """A file to write beside `path`, for us alone to read; it takes that name when all of it is on the disk.
+
+    Raises: StoreUnusable where it cannot be written, or is there already.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        if path.exists() and not force:
+            raise FileExistsError
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            yield partial
+            with partial.open("rb") as written:
+                os.fsync(written.fileno())
+            _put_in_place(partial, path, force)
+        finally:
+            partial.unlink(missing_ok=True)
+    except FileExistsError:
+        raise StoreUnusable(f"{path} is there already; --force replaces it") from None
+    except OSError as error:
+        raise StoreUnusable(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _put_in_place(partial: Path, path: Path, force: bool) -> None:
+    """Raises: FileExistsError if somebody else made the file meanwhile."""
+    if force:
+        partial.replace(path)
+    else:
+        path.hardlink_to(partial)  # which, unlike renaming, replaces nothing
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
