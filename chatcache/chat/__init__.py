@@ -20,12 +20,14 @@ last one.
     store.py          the storage contract
     search.py         what a query finds in a text, whatever stores it
     removal.py        what taking a message or a response out of a tree changes
-    store_sqlite.py   the contract on one SQLite file; sqlite_schema.py, sqlite_rows.py, sqlite_search.py are its parts,
-                      sqlite_writer.py its threads, sqlite_claims.py idempotency keys
+    store_sqlite.py   the contract on one SQLite file; sqlite_schema.py, sqlite_rows.py, sqlite_reads.py,
+                      sqlite_search.py, sqlite_writer.py (threads), sqlite_claims.py (idempotency keys) are its parts
     store_redis.py    the contract on a Redis server; redis_link.py (connections, transactions), redis_rows.py (layout),
                       redis_reads.py, redis_search.py, redis_leases.py (who runs what) are its parts
     open_store.py     which of the two
     keys.py           API keys and their contract; keys_sqlite.py and keys_redis.py keep them beside the conversations
+    archive.py        all that a store holds as one file; archive_reader.py and restore.py back into a store
+    sqlite_backup.py  the SQLite file copied, or read, while a server writes it
     portable.py       a conversation as a file, and portable_reader.py back; chatgpt.py reads ChatGPT's
     drafts.py         what such a file says, checked; adoption.py makes it an owner's conversation, once
     markdown.py       a conversation to read

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from chatcache.chat.portable import PortableHead, PortableItem, PortableTurn
 from chatcache.chat.tree import Conversation, ConversationTree
+from chatcache.errors import NotFound
 
 VERSION: Literal[1] = 1
 PAGE = 100
@@ -146,8 +147,6 @@ def conversation_of(archived: ArchivedConversation) -> Conversation:
 
 
 async def _every(source: ConversationSource) -> AsyncIterator[ConversationTree]:
-    from chatcache.errors import NotFound
-
     for owner in await source.owners():
         after: str | None = None
         while ids := await source.ids(owner, PAGE, after):

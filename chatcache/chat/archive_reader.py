@@ -51,7 +51,7 @@ class ArchiveReader:
             raise self._damaged("an archive begins otherwise", "archive")
         while True:
             expected = self._counts.end()
-            data, line = self._next()
+            _, line = self._next()
             if line.end is not None:
                 self._check_end(line.end, expected)
                 return

@@ -41,9 +41,7 @@ class RedisLink:
     `greet` runs whenever the server is found again, on a server that may hold anything by then.
     """
 
-    def __init__(
-        self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S) -> None:
         """Raises: StoreUnusable for a URL that is none, or a server that does not let us in."""
         try:
             self._client = _client(url, timeout_s)

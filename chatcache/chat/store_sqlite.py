@@ -15,17 +15,10 @@ from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
 from chatcache.chat.sqlite_claims import find_claim, put_claim, try_writing
 from chatcache.chat.sqlite_rows import (
-    CONVERSATION,
-    ITEM,
-    TURN,
-    conversation_of,
     insert_conversation,
     insert_item,
-    item_of,
-    listing,
     move_item,
     put_turn,
-    turn_of,
     update_conversation,
 )
 from chatcache.chat.sqlite_schema import prepare, prepare_reader

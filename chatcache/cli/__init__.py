@@ -6,6 +6,7 @@ server.py    the listening socket, the engine process, uvicorn, signals, exit co
 banner.py    what a terminal sees while the model loads and when it is ready
 chat.py      `chatcache chat`; backends.py: an engine in this process, or a server by URL
 bench.py     `chatcache bench`
+db.py        `chatcache db`: copies of all conversations
 doctor/      `chatcache doctor`: what this machine has and lacks
 exits.py     exit codes
 """
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from chatcache import __version__
-from chatcache.cli import bench, chat, exits, serve
+from chatcache.cli import bench, chat, db, exits, serve
 from chatcache.cli.doctor.command import doctor
 from chatcache.cli.options import env
 from chatcache.errors import ChatcacheError, InvalidRequest, ModelFolderError
@@ -36,6 +37,7 @@ app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(doctor)
+app.add_typer(db.app)
 
 
 def _version(wanted: bool) -> None:
@@ -55,15 +57,32 @@ def settings(
     """Read the settings file into the defaults of the commands."""
     try:
         values = read_file(config)
-        context.default_map = per_command(values, _flags(context), config)
+        context.default_map = _nested(per_command(values, _flags(context.command), config))
     except InvalidRequest as error:
         raise typer.BadParameter(error.message, param_hint="--config") from None
 
 
-def _flags(context: typer.Context) -> dict[str, list[str]]:
-    """Each command and the names of its parameters."""
-    commands = getattr(context.command, "commands", {})
-    return {name: [str(param.name) for param in command.params] for name, command in commands.items()}
+def _flags(group: object, above: str = "") -> dict[str, list[str]]:
+    """Each command and the names of its parameters; those of a group come behind its name."""
+    found: dict[str, list[str]] = {}
+    for name, command in getattr(group, "commands", {}).items():
+        if hasattr(command, "commands"):
+            found |= _flags(command, f"{above}{name} ")
+        else:
+            found[above + name] = [str(param.name) for param in command.params]
+    return found
+
+
+def _nested(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Settings by command as click takes them: those of a group's commands within the group's."""
+    nested: dict[str, Any] = {}
+    for path, settings in values.items():
+        *groups, name = path.split()
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[name] = settings
+    return nested
 
 
 def main() -> None:
