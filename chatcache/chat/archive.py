@@ -3,6 +3,7 @@
 JSON, an object a line. The first says what the file is, the last that it is whole:
 
     {"archive": {"version": 1}}
+    {"key": {..}}      who could come in; it opens nothing
     {"conversation": {"owner": .., "rev": .., "head": {..}, "num_items": 2, "num_turns": 1, "sha256": ..}}
     {"item": {..}} {"item": {..}} {"turn": {..}}      a line each; `sha256` is of these
     {"end": {"num_conversations": 1, "num_items": 2, "num_turns": 1, "sha256": ..}}      of all lines above
@@ -13,13 +14,14 @@ Equal stores give equal files. `portable.py` is what one owner takes along to an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from chatcache.chat.portable import PortableHead, PortableItem, PortableTurn
+from chatcache.chat.keys import KeyRecord
+from chatcache.chat.portable import PortableHead, PortableItem, PortableTurn, ShortText, TimeS
 from chatcache.chat.tree import Conversation, ConversationTree
 from chatcache.errors import NotFound
 
@@ -45,6 +47,22 @@ class ArchivedConversation(msgspec.Struct, frozen=True):
     sha256: Digest
 
 
+class NamedKey(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`keys.KeyRecord` without the digest, with which one could make session cookies."""
+
+    id: ShortText
+    tenant: ShortText
+    created_at: TimeS
+    user: ShortText = ""
+    name: ShortText = ""
+    is_admin: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    tokens_per_day: int | None = None
+    revoked_at: TimeS | None = None
+
+
 class ArchiveEnd(msgspec.Struct, frozen=True):
     """`num_keys`: records of keys, which say who could come in and let nobody in."""
 
@@ -62,7 +80,7 @@ class ArchiveLine(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     conversation: ArchivedConversation | None = None
     item: PortableItem | None = None
     turn: PortableTurn | None = None
-    key: dict[str, Any] | None = None
+    key: NamedKey | None = None
     end: ArchiveEnd | None = None
 
 
@@ -76,6 +94,8 @@ class ConversationSource(Protocol):
     async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]: ...
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree: ...
+
+    async def key_records(self) -> Sequence[KeyRecord]: ...
 
 
 class Counts:
@@ -96,9 +116,7 @@ class Counts:
         return ArchiveEnd(self.num_conversations, self.num_items, self.num_turns, self.num_keys, digest)
 
 
-async def write_archive(
-    source: ConversationSource, write: Callable[[bytes], object], keys: Sequence[Mapping[str, object]] = ()
-) -> ArchiveEnd:
+async def write_archive(source: ConversationSource, write: Callable[[bytes], object]) -> ArchiveEnd:
     """Write all that a source holds, one conversation in memory at a time; each as it is at one moment."""
     counts = Counts()
 
@@ -107,9 +125,9 @@ async def write_archive(
         write(line)
 
     put(_line(ArchiveLine(archive=ArchiveHeader(VERSION))))
-    for key in keys:
+    for key in await source.key_records():
         counts.num_keys += 1
-        put(_line(ArchiveLine(key=dict(key))))
+        put(_line(ArchiveLine(key=_portable(key, NamedKey))))
     async for tree in _every(source):
         lines = conversation_lines(tree)
         counts.num_conversations += 1

@@ -25,7 +25,7 @@ class SqliteKeys:
         await self._writer.run(lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount)
 
     async def list(self) -> Sequence[KeyRecord]:
-        return await self._writer.run(_list)
+        return await self._writer.run(listed)
 
     async def revoke(self, key_id: str, at: float) -> KeyRecord:
         def job(db: sqlite3.Connection) -> KeyRecord:
@@ -62,7 +62,7 @@ class SqliteKeys:
         )
 
 
-def _list(db: sqlite3.Connection) -> Sequence[KeyRecord]:
+def listed(db: sqlite3.Connection) -> Sequence[KeyRecord]:
     return [_record(row) for row in db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_at, id")]
 
 

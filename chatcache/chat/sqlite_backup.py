@@ -6,7 +6,9 @@ import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
+from chatcache.chat import keys_sqlite
 from chatcache.chat import sqlite_reads as reads
+from chatcache.chat.keys import KeyRecord
 from chatcache.chat.sqlite_schema import MIGRATIONS
 from chatcache.chat.store import StoreUnusable
 from chatcache.chat.tree import ConversationTree
@@ -68,9 +70,8 @@ class SqliteSnapshot:
         self._db.execute("BEGIN")
         self._db.execute("SELECT 1 FROM conversations").fetchone()  # from here on it stands still
 
-    @property
-    def connection(self) -> sqlite3.Connection:
-        return self._db
+    async def key_records(self) -> Sequence[KeyRecord]:
+        return keys_sqlite.listed(self._db)
 
     async def owners(self) -> Sequence[str]:
         return reads.owners(self._db)

@@ -69,7 +69,7 @@ MIGRATIONS = (
 
 
 def prepare(db: sqlite3.Connection, path: Path, *, ends_running: bool = True) -> None:
-    """Make the file that of a server which starts: up to date, whole, and (`ends_running`) with nothing under way any more.
+    """Make the file that of a server which starts: up to date, whole, and with nothing under way (`ends_running`).
 
     Raises: StoreUnusable for a file of a newer version, or a damaged one.
     """

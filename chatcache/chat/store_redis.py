@@ -14,6 +14,7 @@ from dataclasses import replace
 from chatcache.chat import redis_reads as reads
 from chatcache.chat import redis_rows as rows
 from chatcache.chat import redis_writes as writes
+from chatcache.chat.keys import KeyRecord
 from chatcache.chat.keys_redis import RedisKeys
 from chatcache.chat.redis_leases import LEASE_S, Leases
 from chatcache.chat.redis_link import TIMEOUT_S, Client, Pipe, RedisLink, Result, first_look
@@ -84,6 +85,9 @@ class RedisStore:
     async def owners(self) -> Sequence[str]:
         """Whoever has a conversation, in order. Reads the names of all keys of the server."""
         return await self._read(reads.owners)
+
+    async def key_records(self) -> Sequence[KeyRecord]:
+        return await self.keys.list()
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
         key = rows.head_key(conversation_id)

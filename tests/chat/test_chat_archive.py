@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import random
@@ -15,6 +16,7 @@ import pytest
 
 from chatcache.chat.archive import ConversationSource, write_archive
 from chatcache.chat.archive_reader import DamagedArchive
+from chatcache.chat.keys import new_key
 from chatcache.chat.restore import check_archive, restore
 from chatcache.chat.sqlite_backup import SqliteSnapshot
 from chatcache.chat.store import ConversationStore
@@ -85,6 +87,22 @@ async def test_sqlite_to_redis_to_sqlite_is_the_same_to_the_byte(tmp_path: Path,
     await last.close()
     assert await export_file(tmp_path / "last.db", tmp_path / "c.jsonl") == data
     assert rows_of(tmp_path / "last.db") == rows_of(tmp_path / "first.db")
+
+
+async def test_keys_are_named_and_open_nothing(store: ConversationStore, tmp_path: Path) -> None:
+    keyed = SqliteStore(tmp_path / "a.db")
+    key, record = new_key("acme", "ada", "laptop", requests_per_minute=9)
+    await keyed.keys.create(record)
+    await fill(keyed, 40)
+    await keyed.close()
+    data = await export_file(tmp_path / "a.db", tmp_path / "a")
+    named = json.loads(data.splitlines()[1])["key"]
+    assert named["id"] == record.id and named["tenant"] == "acme" and named["requests_per_minute"] == 9
+    digest = record.digest
+    for secret in (key, key.rpartition("_")[2], digest.hex(), base64.b64encode(digest).decode()[:20]):
+        assert secret.encode() not in data
+    assert await bring_in(store, tmp_path / "a") == (1, 0, 0, 0)
+    assert check_archive(tmp_path / "a").num_keys == 1
 
 
 async def test_the_comparison_has_teeth(tmp_path: Path) -> None:
@@ -206,7 +224,7 @@ class Hoarder:
     """Planted: it keeps every conversation that it has read."""
 
     def __init__(self, source: SqliteSnapshot) -> None:
-        self.owners, self.ids, self._source = source.owners, source.ids, source
+        self.owners, self.ids, self.key_records, self._source = source.owners, source.ids, source.key_records, source
         self.kept: list[ConversationTree] = []
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
