@@ -59,6 +59,26 @@ class Overloaded(ChatcacheError):
     code = "overloaded"
 
 
+class RateLimited(ChatcacheError):
+    """More than a key or a tenant may take for now; the server itself has room. Waiting `retry_after_s` helps."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self, message: str, *, retry_after_s: int = 1, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExhausted(RateLimited):
+    """A key's tokens of the day are used up. Trying again before the day is over is no use."""
+
+    code = "insufficient_quota"
+
+
 class EngineFault(ChatcacheError):
     """Something failed while this request was executing; only this request ends."""
 

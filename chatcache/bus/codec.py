@@ -23,6 +23,7 @@ from chatcache.errors import (
     ModelFolderError,
     NotFound,
     Overloaded,
+    RateLimited,
     UnsupportedParameter,
 )
 from chatcache.logs import LogFormat
@@ -50,6 +51,7 @@ _KINDS: dict[str, type[ChatcacheError]] = {
         ContextTooLong,
         NotFound,
         Overloaded,
+        RateLimited,
         EngineFault,
         DeviceLost,
         ModelFolderError,

@@ -45,7 +45,8 @@ class EngineClient(Protocol):
     async def submit(self, request: GenerateRequest) -> None:
         """Accept a request; from here exactly one terminal event will come.
 
-        Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full.
+        Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full, RateLimited
+        when the namespace's share of it is.
         """
         ...
 

@@ -25,6 +25,7 @@ from chatcache.engine.outbox import Outbox
 from chatcache.engine.page_gauge import PageGauge
 from chatcache.engine.preparing import Preparing
 from chatcache.engine.results import candidates_of
+from chatcache.engine.room import Queued, check_queue, check_share
 from chatcache.engine.selfcheck import SelfCheck
 from chatcache.errors import DeviceLost, EngineFault, InvalidRequest, Overloaded
 from chatcache.kv.audit import PageUsage, check, page_usage
@@ -106,14 +107,14 @@ class Engine:
         """Accept a request; from here exactly one terminal event will come.
 
         Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full or the device
-        is gone.
+        is gone, RateLimited when the namespace's share of the queue is.
         """
         if self._lost is not None:
             raise Overloaded(self._lost.message, code="engine_unavailable")
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
         max_tokens = self._intake.check(request)
-        self._check_room(len(request.prompt))
+        self._check_room(request.namespace, len(request.prompt))
         ticket = self._intake.grammar(request)
         live = self._intake.accept(request, max_tokens, ticket)
         self._namespaces.remember(request.namespace)
@@ -124,15 +125,15 @@ class Engine:
         else:
             self._preparing.add(live, ticket)
 
-    def _check_room(self, num_tokens: int) -> None:
-        """Raises: Overloaded when as many requests or prompt tokens wait as may; a first one is never too long."""
-        waiting, preparing = self._scheduler.waiting, self._preparing
-        num_waiting, most = len(waiting) + len(preparing), self._config.max_waiting_tokens
-        if num_waiting >= self._config.max_num_waiting:
-            raise Overloaded(f"{num_waiting} requests are waiting already; try again later")
-        num_before = waiting.num_prompt_tokens + preparing.num_prompt_tokens
-        if num_waiting and num_before + num_tokens > most:
-            raise Overloaded(f"{num_before} prompt tokens are waiting already, of at most {most}; try again later")
+    def _check_room(self, namespace: str, num_tokens: int) -> None:
+        """Raises: RateLimited, Overloaded when as many requests or prompt tokens wait as may."""
+        waiting, preparing, config = self._scheduler.waiting, self._preparing, self._config
+        most = Queued(config.max_num_waiting, config.max_waiting_tokens)
+        if namespace:
+            (num, size), (num_more, size_more) = waiting.of(namespace), preparing.of(namespace)
+            check_share(Queued(num + num_more, size + size_more), num_tokens, most)
+        everybody = Queued(len(waiting) + len(preparing), waiting.num_prompt_tokens + preparing.num_prompt_tokens)
+        check_queue(everybody, num_tokens, most)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages are free when this returns. Unknown and finished ids are ignored."""

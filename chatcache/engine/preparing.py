@@ -24,6 +24,11 @@ class Preparing:
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt) for request in self._tickets)
 
+    def of(self, namespace: str) -> tuple[int, int]:
+        """Count a namespace's requests, and the tokens of their prompts."""
+        sizes = [len(request.prompt) for request in self._tickets if request.namespace == namespace]
+        return len(sizes), sum(sizes)
+
     def add(self, request: LiveRequest, ticket: Ticket) -> None:
         self._tickets[request] = ticket
 

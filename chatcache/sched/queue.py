@@ -43,6 +43,7 @@ class WaitingQueue:
         self._lines: dict[str, list[LiveRequest]] = {}  # each in turn, none empty
         self._num_requests = 0
         self.num_prompt_tokens = 0
+        self._sizes: dict[str, tuple[int, int]] = {}  # of each namespace that waits: requests, tokens of their prompts
         self.num_forks = 0  # requests that hope to fork a running one
         self._worn: set[LiveRequest] = set()  # living ones that were preempted often, running or not
 
@@ -53,6 +54,10 @@ class WaitingQueue:
         for line in self._lines.values():
             yield from line
 
+    def of(self, namespace: str) -> tuple[int, int]:
+        """Count a namespace's requests, and the tokens of their prompts."""
+        return self._sizes.get(namespace, (0, 0))
+
     def push(self, request: LiveRequest, *, is_new: bool = True) -> None:
         """Queue a request that is new, or was sent back: its namespace then does not count as having been away."""
         name = self._line_of(request)
@@ -61,6 +66,8 @@ class WaitingQueue:
         insort(self._lines.setdefault(name, []), request, key=_turn)
         self._num_requests += 1
         self.num_prompt_tokens += len(request.prompt)
+        num_requests, num_tokens = self.of(request.namespace)
+        self._sizes[request.namespace] = num_requests + 1, num_tokens + len(request.prompt)
         self.num_forks += request.fork_of is not None
         if request.num_preemptions >= MAX_CHEAP_PREEMPTIONS:
             self._worn.add(request)
@@ -75,6 +82,10 @@ class WaitingQueue:
         line.remove(request)
         self._num_requests -= 1
         self.num_prompt_tokens -= len(request.prompt)
+        num_requests, num_tokens = self.of(request.namespace)
+        self._sizes[request.namespace] = num_requests - 1, num_tokens - len(request.prompt)
+        if num_requests == 1:
+            del self._sizes[request.namespace]
         self.num_forks -= request.fork_of is not None
         if not line:
             del self._lines[name]
