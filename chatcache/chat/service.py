@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Protocol
 
 import anyio
 
@@ -144,10 +145,21 @@ class ChatService:
         self.transcripts.remember(request.namespace, rendering, candidate.said, ids, candidate.raw)
 
 
+class ReplyWatcher(Protocol):
+    """Told of each reply that it started, and that it is over, however it ended: not `is_whole` if it was cut short.
+
+    What is not told that it started is told its end.
+    """
+
+    def started(self, reply: Reply) -> None: ...
+
+    def ended(self, reply: Reply, *, is_whole: bool) -> None: ...
+
+
 class Reply:
     """One accepted request while it is answered. An async context manager: leaving it early aborts the request.
 
-    `is_read`: candidates may have parts beside their text.
+    `is_read`: candidates may have parts beside their text. `num_computed_prompt_tokens`: those that the cache lacked.
     """
 
     def __init__(
@@ -163,6 +175,8 @@ class Reply:
         self._rendering = rendering
         self.is_read = speech.is_read
         self.ended = False
+        self.watcher: ReplyWatcher | None = None
+        self.num_computed_prompt_tokens = 0
         self.num_tokens = 0
         self.candidates = tuple(
             Candidate(index, speech, request, prefix) for index in range(num_candidates(request.params))
@@ -186,6 +200,9 @@ class Reply:
                 if delta is not None:
                     yield delta
             elif isinstance(event, Started):
+                self.num_computed_prompt_tokens = event.num_prompt_tokens - event.num_cached_tokens
+                if self.watcher is not None:
+                    self.watcher.started(self)
                 yield ReplyStarted(
                     event.num_prompt_tokens, event.num_cached_tokens, event.prompt_logprobs, report=event.report
                 )
@@ -198,7 +215,7 @@ class Reply:
                 self._end()
                 raise ReplyFailed(event)
             elif isinstance(event, Finished):
-                self._end()
+                self._end(is_whole=not event.cancelled)
                 for candidate in self.candidates:
                     if event.cancelled and not candidate.done:
                         for each in candidate.finish(None):
@@ -213,9 +230,12 @@ class Reply:
                 )
                 return
 
-    def _end(self) -> None:
+    def _end(self, *, is_whole: bool = False) -> None:
         self.ended = True
         self._service.forget(self.request)
+        watcher, self.watcher = self.watcher, None
+        if watcher is not None:
+            watcher.ended(self, is_whole=is_whole)
 
     def _settle(self, event: CandidateDone) -> tuple[ReplyDelta | ReplyDone, ...]:
         candidate = self.candidates[event.index]

@@ -38,6 +38,7 @@ from chatcache.gateway.context import Gateway
 from chatcache.gateway.door import Door
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
 from chatcache.gateway.guard import Guard
+from chatcache.gateway.limits import RATE_HEADERS, Limiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.middleware import BodyLimit, RequestContext
 from chatcache.gateway.openai_chat import chat_completions
@@ -61,7 +62,7 @@ def create_app(
     `model_name` is the served name ("": the engine's own, known once it is ready). `load_tokenizer` runs once, in a
     thread, when the app starts. Without `store`, the one that `config` names is opened then.
     """
-    metrics = Metrics()
+    metrics, limiter = Metrics(), Limiter()
     gateway = Gateway(
         config=config,
         engine=engine,
@@ -69,7 +70,8 @@ def create_app(
         version=_version(),
         started_at=int(time.time()),
         metrics=metrics,
-        door=Door(engine),
+        limiter=limiter,
+        door=Door(engine, limiter),
     )
 
     @asynccontextmanager
@@ -77,17 +79,20 @@ def create_app(
         opened = store if store is not None else await asyncio.to_thread(open_store, config)
         gateway.store = opened
         loading = asyncio.create_task(gateway.load(load_tokenizer, opened))
+        tidying = asyncio.create_task(limiter.keep_tidy())
         try:
             yield
         finally:
             await gateway.settle_runs()
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            for task in (loading, tidying):
+                task.cancel()
+            await asyncio.gather(loading, tidying, return_exceptions=True)
+            await limiter.tidy()
             await opened.close()
 
     app = Starlette(
         routes=_routes(),
-        middleware=_middleware(config, metrics),
+        middleware=_middleware(config, metrics, limiter),
         exception_handlers={ChatcacheError: on_chatcache_error, HTTPException: on_http_exception},
         lifespan=lifespan,
     )
@@ -136,9 +141,9 @@ def _routes() -> list[BaseRoute]:
     ]
 
 
-def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
+def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter) -> list[Middleware]:
     """Outermost first."""
-    stack = [Middleware(RequestContext, metrics)]
+    stack = [Middleware(RequestContext, metrics, limiter)]
     if config.cors_origins:
         stack.append(
             Middleware(
@@ -146,7 +151,13 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
                 allow_origins=config.cors_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["authorization", "content-type", "idempotency-key", "x-request-id"],
-                expose_headers=["x-request-id", "x-chatcache-ignored", "retry-after", "idempotent-replayed"],
+                expose_headers=[
+                    "x-request-id",
+                    "x-chatcache-ignored",
+                    "retry-after",
+                    "idempotent-replayed",
+                    *RATE_HEADERS,
+                ],
             )
         )
     return [

@@ -17,7 +17,7 @@ from chatcache.chat.service import ChatService, Reply, is_ranked, num_candidates
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.body import read_json, until_disconnect
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.door import CHARS_PER_TOKEN
+from chatcache.gateway.door import CHARS_PER_TOKEN, work_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import CompletionLogprobs, cut_tops, joined, prompt_logprobs
@@ -42,7 +42,8 @@ async def completions(request: Request) -> Response:
     asked = _asked(base, fields, sampling)
     model = await gateway.ready(base.model)
     params = to_params(sampling, asked, model.tokenizer.vocab_size)
-    async with gateway.door.entering(_num_chars(fields.prompt)):
+    work = work_of(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
+    async with gateway.door.entering(principal, work) as permit:
         prompts = await _prompts(fields, model.service)
         width = num_candidates(params)
         _check_width(len(prompts), width, sampling)
@@ -79,6 +80,7 @@ async def completions(request: Request) -> Response:
         echoed = known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
         with echoed, named_after(sampling.structured_outputs, "response_format"):
             replies = await until_disconnect(request, _start(model.service, requests, principal.owner))
+        permit.cover(*replies)
 
     def events() -> AsyncIterator[ReplyEvent]:
         return merged([generation(reply, gateway.metrics) for reply in replies], width)
@@ -124,6 +126,11 @@ def _num_chars(prompt: Sequence[object]) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(_num_chars(part) if isinstance(part, (str, list)) else CHARS_PER_TOKEN for part in prompt)
+
+
+def _num_prompts(prompt: Sequence[object]) -> int:
+    """How many prompts there seem to be; what is none will be refused."""
+    return len(prompt) if not isinstance(prompt, str) and prompt and isinstance(prompt[0], (str, list)) else 1
 
 
 async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:

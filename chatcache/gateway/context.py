@@ -21,6 +21,7 @@ from chatcache.errors import ChatcacheError, NotFound, Overloaded, UnsupportedPa
 from chatcache.gateway.door import Door
 from chatcache.gateway.errors import ModelLoading
 from chatcache.gateway.hub import ConversationHub
+from chatcache.gateway.limits import Limiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.repeats import KeyLocks
 from chatcache.gateway.response_registry import ResponseRegistry
@@ -54,6 +55,7 @@ class Gateway:
     version: str
     started_at: int
     metrics: Metrics
+    limiter: Limiter
     door: Door
     store: ConversationStore | None = None
     model: Model | None = None

@@ -14,18 +14,21 @@ from chatcache.errors import EngineFault
 from chatcache.gateway.body import read_json_or_nothing, until_disconnect
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.conversations import store_of, usage_json
+from chatcache.gateway.door import CHARS_PER_TOKEN
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.heads import conversation_json
+from chatcache.gateway.limits import Work
 from chatcache.gateway.metering import metered
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.principal import owner_of
+from chatcache.gateway.principal import principal_of
 from chatcache.gateway.wire import TitleFields
 
 
 async def name_conversation(request: Request) -> Response:
     """Ask the model for a title and store it, unless it says nothing useful or somebody was faster."""
-    gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
+    gateway, store, principal = gateway_of(request), store_of(request), principal_of(request)
+    owner = principal.owner
     body = await read_json_or_nothing(request)
     fields = read(body, TitleFields)
     ignored = unknown_fields(body, TitleFields)
@@ -35,7 +38,10 @@ async def name_conversation(request: Request) -> Response:
     if fields.rev is not None and fields.rev != before.rev:
         raise StaleRevision(before, fields.rev)
     tasks = SideTasks(model.conversations, model.service)
-    reply = await tasks.start(TITLE, tree, gateway.model_name, gateway.lowest_priority)
+    work = Work(len(TITLE.question) // CHARS_PER_TOKEN, max_tokens=TITLE.max_tokens)
+    async with gateway.door.entering(principal, work) as permit:
+        reply = await tasks.start(TITLE, tree, gateway.model_name, gateway.lowest_priority)
+        permit.cover(reply)
     text, usage = await until_disconnect(request, _heard(reply, gateway.metrics))
     title = clean_title(text)
     conversation = await _named(store, before, title) if title else await store.get(owner, before.id)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.chat.store import StaleRevision
-from chatcache.errors import ChatcacheError, Overloaded
+from chatcache.errors import ChatcacheError, Overloaded, QuotaExhausted, RateLimited
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.jsonio import encode
 
@@ -67,10 +67,18 @@ def error_body(error: ChatcacheError) -> dict[str, object]:
     return body | {"conversation": conversation_json(error.present)} if isinstance(error, StaleRevision) else body
 
 
+def retry_after_s(error: ChatcacheError) -> int | None:
+    """When to try again; None where that does not help."""
+    if isinstance(error, RateLimited):
+        return error.retry_after_s
+    return _RETRY_AFTER_S if error.status in (429, 503) else None
+
+
 def error_headers(error: ChatcacheError) -> dict[str, str]:
     """Headers that tell a client what to do about it."""
     if error.status in (429, 503):
-        return {"retry-after": str(_RETRY_AFTER_S)}
+        stop = {"x-should-retry": "false"} if isinstance(error, QuotaExhausted) else {}
+        return {"retry-after": str(retry_after_s(error)), **stop}
     if error.status == 409:
         return {"x-should-retry": "false"}
     if error.status == 401:

@@ -9,6 +9,7 @@ so long is let in, unless the same key took more meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from chatcache.gateway.usage import DayUsage
 
 RESERVED_TOKENS = 256  # of a candidate that may get as long as the context allows: few do
 SECOND_NS = 1_000_000_000
+TIDY_INTERVAL_S = 5.0
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,9 @@ class KeyAccount:
         if most is None or not work.num_requests:
             return
         if work.width > most:
-            raise InvalidRequest(f"this key may have {most} candidates at once, and this asks for {work.width}", param="n")
+            raise InvalidRequest(
+                f"this key may have {most} candidates at once, and this asks for {work.width}", param="n"
+            )
         if self._num_running + work.width > most:
             raise RateLimited(
                 f"{self._num_running} candidates of this key are running, of at most {most} at once; "
@@ -196,8 +203,14 @@ class Limiter:
         """`x-ratelimit-*` of an answer; none for a key without limits."""
         return {} if principal.limits == Limits() else self._account(principal).headers()
 
+    async def keep_tidy(self) -> None:
+        """Tidy every few seconds, for ever."""
+        while True:
+            await asyncio.sleep(TIDY_INTERVAL_S)
+            await self.tidy()
+
     async def tidy(self) -> None:
-        """Store what was used, forget who is as good as new. Raises: what the store raises."""
+        """Store what was used; forget who is as good as new."""
         for key_id in [key_id for key_id, account in self._accounts.items() if account.is_idle]:
             del self._accounts[key_id]
         await self.usage.flush()

@@ -16,8 +16,9 @@ from chatcache.gateway.context import gateway_of
 from chatcache.gateway.conversation_items import find_item
 from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import json_response
+from chatcache.gateway.limits import Work
 from chatcache.gateway.logprobs import FLOOR, token_text
-from chatcache.gateway.principal import owner_of
+from chatcache.gateway.principal import owner_of, principal_of
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types import MAX_TOP_LOGPROBS
 
@@ -44,7 +45,9 @@ async def one_token(request: Request) -> Response:
     tree, item = await _message(request)
     generated(tree, item, "item_id")
     index = _number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
-    reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
+    async with gateway_of(request).door.entering(principal_of(request), Work(0, max_tokens=1)) as permit:
+        reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
+        permit.cover(reply)
     look = await until_disconnect(request, heard(reply, item.token_ids[index]))
     return json_response(_look_json(model.tokenizer, index, look, top))
 

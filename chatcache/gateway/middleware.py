@@ -17,7 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chatcache.chat.ids import new_id
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.errors import INTERNAL, BodyTooLarge, BodyTooSlow, error_response
+from chatcache.gateway.limits import Limiter
 from chatcache.gateway.metrics import Metrics
+from chatcache.gateway.principal import admitted
 from chatcache.logs import REQUEST_ID as LOGGED_ID
 
 log = logging.getLogger(__name__)
@@ -32,9 +34,10 @@ _STARTS = ("http.response.start", "websocket.http.response.start", "websocket.ac
 class RequestContext:
     """Outermost: names the request, answers what escapes the rooms inside, logs one line when it is over."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, limiter: Limiter) -> None:
         self._app = app
         self._metrics = metrics
+        self._limiter = limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -51,7 +54,10 @@ class RequestContext:
             nonlocal status
             if message["type"] in _STARTS:
                 status = message.get("status", 101)
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                named = MutableHeaders(scope=message)
+                named["x-request-id"] = request_id
+                if (principal := admitted(scope)) is not None:
+                    named.update(self._limiter.headers(principal))
             await send(message)
 
         try:

@@ -16,6 +16,7 @@ from chatcache.chat.service import is_ranked, num_candidates
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.body import read_json, until_disconnect
 from chatcache.gateway.context import gateway_of
+from chatcache.gateway.door import work_of
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.jsonio import encoded
 from chatcache.gateway.logprobs import chat_logprobs, prompt_logprobs
@@ -42,7 +43,8 @@ async def chat_completions(request: Request) -> Response:
     form = model.service.form
     use = tool_use(form, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     principal = principal_of(request)
-    async with gateway.door.entering(sum(len(message["content"]) for message in messages)):
+    work = work_of(asked, sum(len(message["content"]) for message in messages))
+    async with gateway.door.entering(principal, work) as permit:
         prompt = await model.service.prompt(messages, principal.tenant, use.functions)
         params = held_to(asked, use, form, model.tokenizer, prompt.token_ids)
         engine_request = GenerateRequest(
@@ -73,6 +75,7 @@ async def chat_completions(request: Request) -> Response:
         )
         with names, named_after(sampling.structured_outputs, "response_format", "tools" if use.limits else None):
             reply = await until_disconnect(request, starting)
+        permit.cover(reply)
     return await respond(
         request,
         lambda: generation(reply, gateway.metrics),

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from chatcache.chat.ids import new_id
-from chatcache.errors import ChatcacheError
+from chatcache.errors import ChatcacheError, RateLimited
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.fields import read, unknown_fields
+from chatcache.gateway.limits import Work
 from chatcache.gateway.principal import Principal
 from chatcache.gateway.response_run import response_tools, turn_request
 from chatcache.gateway.wire import ResponseFields
@@ -68,7 +69,15 @@ class Prewarmer:
         prompt = planned.prompt
         num_done, num_cached, idle = 0, 0, True
         while num_done < len(prompt.token_ids) and (idle := await self._is_idle()):
-            num_cached_here = await self._compute(prompt.token_ids[: num_done + PIECE_TOKENS], prompt.num_public_tokens)
+            piece = prompt.token_ids[: num_done + PIECE_TOKENS]
+            try:
+                async with self._gateway.door.entering(self._principal, Work(0, max_tokens=0, is_side=True)) as permit:
+                    permit.count(len(piece))
+                    num_cached_here = await self._compute(piece, prompt.num_public_tokens)
+                    permit.count(-num_cached_here)
+            except RateLimited:  # nobody asked for this: it is left out, and not worth an error
+                idle = False
+                break
             num_cached = num_cached_here if num_done == 0 else num_cached
             # what was there already costs nothing: go on behind it
             num_done = max(num_done + PIECE_TOKENS, num_cached_here)

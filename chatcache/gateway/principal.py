@@ -44,10 +44,15 @@ def admit(scope: Scope, principal: Principal | None) -> None:
     scope[_IN_SCOPE] = principal
 
 
+def admitted(scope: Scope) -> Principal | None:
+    """Who a connection is of, or None for somebody without a key, or whom nobody has let in."""
+    found = scope.get(_IN_SCOPE)
+    return found if isinstance(found, Principal) else None
+
+
 def signed_in(connection: HTTPConnection) -> Principal | None:
     """Who asks, or None for somebody without a key."""
-    found = connection.scope.get(_IN_SCOPE)
-    return found if isinstance(found, Principal) else None
+    return admitted(connection.scope)
 
 
 def principal_of(connection: HTTPConnection) -> Principal:

@@ -15,6 +15,7 @@ from chatcache.chat.store import Claim, KeyTaken
 from chatcache.chat.tools import Function
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.context import Gateway, Model
+from chatcache.gateway.door import work_of
 from chatcache.gateway.fields import read, unknown_fields
 from chatcache.gateway.live_response import LiveResponse, Order
 from chatcache.gateway.messages import input_messages
@@ -89,7 +90,8 @@ async def _start(
     asked = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
     if fields.generate is False:
         asked = SamplingParams(temperature=0.0, max_tokens=1)  # its one token is thrown away
-    async with gateway.door.entering(sum(len(message["content"]) for message in request.input)):
+    work = work_of(asked, sum(len(message["content"]) for message in request.input))
+    async with gateway.door.entering(principal, work) as permit:
         planned = await model.conversations.plan(request)
         if planned.prefix is not None:  # a reply goes on as it began
             use = replace(use, names=frozenset(each.name for each in planned.request.functions) or None, limits=None)
@@ -111,6 +113,7 @@ async def _start(
         named = named_after(sampling.structured_outputs, "text", "tools" if use.limits else None)
         with known_as(max_tokens="max_output_tokens"), named:
             reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks, principal.owner)
+        permit.cover(reply)
 
     async def succeed(successor: Mapping[str, Any]) -> str:
         return (await _start(gateway, principal, successor, watched)).id

@@ -18,7 +18,6 @@ from chatcache.chat.store import StoreUnavailable
 log = logging.getLogger(__name__)
 
 DAY_S = 86_400
-FLUSH_INTERVAL_S = 5.0
 
 
 class UsageStore(Protocol):
@@ -85,12 +84,6 @@ class DayUsage:
                     self._stored[key] = await self.store.usage(*key)
             except StoreUnavailable:
                 log.warning("the store takes no usage just now; it is kept")
-
-    async def keep_flushing(self) -> None:
-        """Flush every few seconds, for ever."""
-        while True:
-            await asyncio.sleep(FLUSH_INTERVAL_S)
-            await self.flush()
 
     def _day(self) -> str:
         return time.strftime("%Y-%m-%d", time.gmtime(self._wall_s()))

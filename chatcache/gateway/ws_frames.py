@@ -10,7 +10,7 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.errors import error_body
+from chatcache.gateway.errors import error_body, retry_after_s
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.log_frames import LogFrame
 
@@ -43,7 +43,9 @@ class Outbox:
     async def refuse(self, error: ChatcacheError, lane: object = None) -> None:
         """An error frame; the connection stays usable."""
         named = lane if isinstance(lane, str) and len(lane) <= MAX_LANE_NAME else None
-        await self.send({"type": "error", "status": error.status, "error": error_body(error)}, named)
+        wait_s = retry_after_s(error)
+        wait = {"retry_after": wait_s} if wait_s is not None else {}
+        await self.send({"type": "error", "status": error.status, "error": error_body(error), **wait}, named)
 
     async def close(self, code: int, reason: str) -> None:
         """Close, unless the client was faster."""
