@@ -123,6 +123,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
 Params = SamplingParams | BeamSearchParams
 
 
+def num_branches(params: Params) -> int:
+    """Return how many branches the request may have alive at once."""
+    if isinstance(params, BeamSearchParams):
+        return params.beam_width
+    return params.n if params.best_of is None else params.best_of
+
+
 class ForkPoint(msgspec.Struct, frozen=True):
     """Candidate `index` of a request that may still be running."""
 

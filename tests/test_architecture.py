@@ -36,7 +36,7 @@ SEAMS: dict[tuple[str, str], set[str]] = {
     ("model", "sched"): {"sched.plan"},
     ("model", "builtin"): {"builtin"},
     ("chat", "engine"): {"engine.client"},
-    ("gateway", "engine"): {"engine.client"},
+    ("gateway", "engine"): {"engine.client", "engine.room"},
 }
 COMPOSITION = {"__init__", "__main__", "cli", "llm", "compose", "settings", "bench"}
 PURE = {"kv", "sched", "decode", "engine"}

@@ -10,16 +10,16 @@ from chatcache.sched.cost import PREEMPTIONS, SWAP
 from chatcache.sched.fairness import SCHEDULING_POLICIES
 from chatcache.sched.limits import most_tokens, worst_case_pages
 from chatcache.sched.plan import KVCapacity
-from chatcache.types import MAX_PRIORITY, MAX_PROMPT_LOGPROBS, BeamSearchParams, GenerateRequest, Params
+from chatcache.types import (
+    MAX_PRIORITY,
+    MAX_PROMPT_LOGPROBS,
+    BeamSearchParams,
+    GenerateRequest,
+    Params,
+    num_branches,
+)
 
 MAX_REQUEST_ID_CHARS = 256
-
-
-def num_branches(params: Params) -> int:
-    """Return how many branches the request may have alive at once."""
-    if isinstance(params, BeamSearchParams):
-        return params.beam_width
-    return params.n if params.best_of is None else params.best_of
 
 
 def check_request_id(request_id: str) -> None:

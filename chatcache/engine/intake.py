@@ -15,14 +15,13 @@ from chatcache.engine.admission import (
     check_prompt,
     check_prompt_logprobs,
     check_request_id,
-    num_branches,
     resolve_max_tokens,
 )
 from chatcache.sched.fairness import PRIORITY
 from chatcache.sched.limits import worst_case_pages
 from chatcache.sched.plan import KVCapacity
 from chatcache.sched.request import LiveRequest
-from chatcache.types import GenerateRequest, ModelFacts
+from chatcache.types import GenerateRequest, ModelFacts, num_branches
 
 StrategyFactory = Callable[..., Strategy]
 

@@ -78,6 +78,7 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         opened = store if store is not None else await asyncio.to_thread(open_store, config)
         gateway.store = opened
+        limiter.usage.store = opened.keys
         loading = asyncio.create_task(gateway.load(load_tokenizer, opened))
         tidying = asyncio.create_task(limiter.keep_tidy())
         try:

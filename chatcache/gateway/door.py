@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from chatcache.chat.service import Reply, is_ranked, num_candidates
-from chatcache.engine.admission import num_branches
 from chatcache.engine.client import EngineClient
 from chatcache.engine.room import Queued, check_queue, check_share
 from chatcache.errors import Overloaded, RateLimited
 from chatcache.gateway.limits import Hold, Limiter, Work
 from chatcache.gateway.principal import Principal
-from chatcache.types import EngineHealth, Params
+from chatcache.types import EngineHealth, Params, num_branches
 
 CHARS_PER_TOKEN = 4  # of text that nobody has tokenised yet; the engine counts again, exactly
 NOTHING = Queued(0, 0)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from chatcache.errors import InvalidRequest, QuotaExhausted, RateLimited
 from chatcache.gateway.bucket import Bucket
@@ -100,9 +101,9 @@ class KeyAccount:
         """
         now_ns = self._clock_ns()
         self._check_running(work)
-        self._check_day()
-        self._check_bucket(self._requests, work.num_requests, "requests", now_ns)
-        self._check_bucket(self._tokens, work.num_tokens, "tokens", now_ns)
+        waits_s = self._waits_s(work, now_ns)
+        self._check_day(max((wait_s for wait_s, *_ in waits_s), default=0))
+        self._check_minute(waits_s)
         if self._requests is not None:
             self._requests.take(work.num_requests, now_ns)
         if self._tokens is not None:
@@ -152,7 +153,8 @@ class KeyAccount:
                 "try again when one has ended"
             )
 
-    def _check_day(self) -> None:
+    def _check_day(self, wait_s: int) -> None:
+        """`wait_s`: how long the minute's limits ask to wait anyway."""
         most = self.limits.tokens_per_day
         if most is None:
             return
@@ -160,22 +162,31 @@ class KeyAccount:
         if used >= most:
             raise QuotaExhausted(
                 f"this key's {most} tokens of the day are used up; the next day begins at 00:00 UTC",
-                retry_after_s=self._usage.day_ends_in_s(),
+                retry_after_s=max(self._usage.day_ends_in_s(), wait_s),
             )
         if used + self._num_reserved >= most:
             raise RateLimited(
                 f"what is running may use up this key's {most} tokens of the day; try again when it has ended"
             )
 
-    def _check_bucket(self, bucket: Bucket | None, cost: int, kind: str, now_ns: int) -> None:
-        wait_ns = bucket.wait_ns(cost, now_ns) if bucket is not None else 0
-        if bucket is not None and wait_ns:
-            retry_after_s = -(-wait_ns // SECOND_NS)
+    def _check_minute(self, waits_s: Sequence[tuple[int, str, Bucket, int]]) -> None:
+        """Raises: RateLimited for the limit that takes longest."""
+        wait_s, kind, bucket, cost = max(waits_s, key=itemgetter(0), default=(0, "", None, 0))
+        if bucket is not None and wait_s:
             raise RateLimited(
                 f"this key may take {bucket.limit} {kind} a minute, and this needs {cost}; "
-                f"{bucket.remaining(now_ns)} are left; try again in {retry_after_s} s",
-                retry_after_s=retry_after_s,
+                f"{bucket.remaining(self._clock_ns())} are left; try again in {wait_s} s",
+                retry_after_s=wait_s,
             )
+
+    def _waits_s(self, work: Work, now_ns: int) -> list[tuple[int, str, Bucket, int]]:
+        """Of each limit of the minute: how long to wait, whole seconds, and for what."""
+        wanted = (("requests", self._requests, work.num_requests), ("tokens", self._tokens, work.num_tokens))
+        return [
+            (-(-bucket.wait_ns(cost, now_ns) // SECOND_NS), kind, bucket, cost)
+            for kind, bucket, cost in wanted
+            if bucket is not None
+        ]
 
 
 class Limiter:
@@ -183,13 +194,18 @@ class Limiter:
 
     def __init__(self, usage: DayUsage | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.usage = usage if usage is not None else DayUsage()
-        self._clock_ns = clock_ns
+        self.clock_ns = clock_ns
         self._accounts: dict[str, KeyAccount] = {}
+
+    @property
+    def num_accounts(self) -> int:
+        """Keys that took something lately."""
+        return len(self._accounts)
 
     async def know(self, principal: Principal) -> None:
         """Have the store tell, once a day, what the key has used of it."""
         if principal.limits.tokens_per_day is not None:
-            await self.usage.look(principal.key_id)
+            await self.usage.look()
 
     def admit(self, principal: Principal, work: Work) -> Hold:
         """Raises: as `KeyAccount.admit`."""
@@ -218,7 +234,7 @@ class Limiter:
     def _account(self, principal: Principal) -> KeyAccount:
         account = self._accounts.get(principal.key_id)
         if account is None or account.limits != principal.limits:
-            account = KeyAccount(principal.key_id, principal.limits, self.usage, self._clock_ns)
+            account = KeyAccount(principal.key_id, principal.limits, self.usage, self.clock_ns)
             self._accounts[principal.key_id] = account
         return account
 

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from chatcache.engine.admission import num_branches
 from chatcache.sched.limits import worst_case_pages
 from chatcache.types import (
     BeamSearchParams,
     ForkPoint,
     GenerateRequest,
     SamplingParams,
+    num_branches,
 )
 from tests.engine.oracle import NARROW, VOCAB, WANDER, Wander, alone
 from tests.engine.workloads import Arrival, Workload

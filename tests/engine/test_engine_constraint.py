@@ -15,7 +15,7 @@ from chatcache.decode.constraint import Guide
 from chatcache.decode.constraint_checker import GrammarChecker
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
-from chatcache.errors import InvalidRequest, Overloaded
+from chatcache.errors import InvalidRequest, Overloaded, RateLimited
 from chatcache.types import (
     BeamSearchParams,
     CandidateDone,
@@ -217,6 +217,25 @@ def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(monkeypatch: p
         finished = terminal(events, name)
         assert isinstance(finished, Finished) and not finished.cancelled
     assert len(checked) <= 3  # the one under way, and the two that are still wanted
+
+
+def test_requests_whose_grammar_is_compiled_are_part_of_their_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(30) else "?")
+
+    def add(name: str, tenant: str) -> None:
+        params = SamplingParams(structured_outputs=StructuredOutputs(choice=("a", "ab")))
+        eng.add(GenerateRequest(request_id=name, prompt=(1, 2), params=params, namespace=tenant))
+
+    eng = engine(max_num_waiting=4)
+    for at in range(2):
+        add(f"mine{at}", "a")
+    with pytest.raises(RateLimited):
+        add("mine2", "a")
+    add("theirs", "b")
+    gate.set()
+    assert isinstance(terminal(drain(eng), "theirs"), Finished)
+    add("mine2", "a")
 
 
 def test_a_tenants_many_grammars_do_not_hold_up_another_tenant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
-from chatcache.engine.admission import num_branches
 from chatcache.kv.cache import KVCache
 from chatcache.kv.host import HostTier, Load
 from chatcache.kv.keys import TOKEN_BYTES, PageContent
@@ -16,7 +15,7 @@ from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
 from chatcache.sched.limits import worst_case_pages
 from chatcache.sched.swap import Swaps
-from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams, num_branches
 from tests.engine.oracle import VOCAB
 from tests.engine.workloads import Arrival, Workload, assert_equals_alone
 
