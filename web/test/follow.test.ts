@@ -120,6 +120,27 @@ describe("Follower", () => {
     expect(reads()).toBe(before);
   });
 
+  it("marks an answer that could not be stored, until it is", async () => {
+    await openIt();
+    chat.send("Two");
+    const stream_id = sent("response.create")[0]!["stream_id"];
+    const response = { id: "resp_2", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u2"] };
+    push({ type: "response.created", response, stream_id });
+    push({ type: "conversation.updated", conversation: head(3, "msg_u2"), stream_id });
+    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a2" }, stream_id });
+    push({ type: "response.output_text.done", output_index: 0, text: "second", stream_id });
+    push({ type: "response.completed", response: { ...response, status: "completed" }, saved: false, stream_id });
+    const turn = () => chat.thread.value.turnOf(chat.thread.value.tree.value.leaf.value!)!;
+    expect(turn().unsaved.value).toBe(true);
+    const asked = [...FIRST, user("msg_u2", "msg_a1", "Two")];
+    store(asked, "msg_u2", 4);
+    await told(4, "msg_u2"); // something else changed
+    expect([texts().at(-1), turn().unsaved.value]).toEqual(["second", true]);
+    store([...asked, said("msg_a2", "msg_u2", "second", "resp_2")], "msg_a2", 5);
+    await told(5, "msg_a2");
+    expect([texts().at(-1), turn().unsaved.value]).toEqual(["second", false]);
+  });
+
   it("leaves who looks at another branch where they are", async () => {
     const both = [...FIRST, said("msg_b1", "msg_u1", "other", "resp_b")];
     store(both, "msg_b1", 3);

@@ -61,6 +61,12 @@ export class Thread {
     return this.isLoaded && this.live.value === null && id.value !== null && !this.listed.has(id.value);
   }
 
+  /** The server lists what it said. */
+  private saved(response: string): void {
+    const turn = this.turnOfResponse(response);
+    if (turn?.unsaved.value) turn.unsaved.value = false;
+  }
+
   /** Take what the server stored. Who was looking at the active branch follows it; nobody else is moved. */
   load(items: readonly StoredItem[], head: WireConversation): void {
     const shown = this.tree.value.leaf.value;
@@ -68,6 +74,7 @@ export class Thread {
     this.isLoaded = true;
     const { tree, responses } = merge(this.tree.value, this.turns.values(), items, this.listed);
     for (const [key, response] of responses) this.turns.set(key, storedTurn(key, response));
+    for (const item of items) if (item.response_id !== null && item.status !== "in_progress") this.saved(item.response_id);
     const leaf = head.active_leaf === null ? undefined : tree.byId(head.active_leaf);
     if (leaf && this.follows) tree.reveal(leaf);
     const moved = leaf && shown !== null && tree.leaf.value !== shown ? this.turnOf(leaf) : undefined;

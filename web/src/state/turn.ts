@@ -29,6 +29,7 @@ export class Turn {
   readonly dropped = signal<ReadonlyMap<Message, Receipt>>(new Map());
   readonly firstTokenMs = signal<number | null>(null); // after sending
   readonly decodeMs = signal<number | null>(null); // first token to the end
+  readonly unsaved = signal(false); // it ended while the store took nothing; the server keeps it until it does
   readonly open = signal(true); // candidates stand side by side until one is picked
   readonly beamTree = signal<BeamTree | null>(null); // once live beams were told
   stopWanted = false;
@@ -125,13 +126,16 @@ export class Turn {
         this.update(frame.output_index, frame.item, STATUS_OF_REASON[frame.item.finish_reason ?? "stop"] ?? "done");
         break;
       case "response.completed":
+        this.unsaved.value = frame.saved === false;
         this.end(frame.response, "done", batcher);
         break;
       case "response.incomplete":
+        this.unsaved.value = frame.saved === false;
         this.receipt.value = frame.receipt ?? null;
         this.end(frame.response, frame.response.status === "cancelled" ? "stopped" : "length", batcher);
         break;
       case "response.failed":
+        this.unsaved.value = frame.saved === false;
         this.fail(frame.response.error?.message ?? "The answer failed.", batcher);
         break;
       case "error":

@@ -5,7 +5,7 @@ import type { Message } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { useChat } from "./context";
 import { CopyButton } from "./CopyButton";
-import { Figures } from "./Figures";
+import { Figures, Unsaved } from "./Figures";
 import { Again, Columns, Fork } from "./icons";
 import { Markdown } from "./Markdown";
 import { Switcher } from "./Switcher";
@@ -69,6 +69,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
               </button>
             )}
           </div>
+          {turn && <Unsaved turn={turn} />}
           {turn && <Figures turn={turn} />}
         </div>
       )}

@@ -5,7 +5,7 @@ import type { Turn } from "../state/turn";
 import { Ending } from "./Answer";
 import { useChat } from "./context";
 import { Dropped } from "./Dropped";
-import { Figures } from "./Figures";
+import { Figures, Unsaved } from "./Figures";
 import { Again, Close } from "./icons";
 import { Markdown } from "./Markdown";
 import { PageStrip } from "./PageStrip";
@@ -45,6 +45,7 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
           </button>
           <span class="hint">Pick one to go on<span class="key-hint">: click it, or Alt+1 … Alt+{count}</span></span>
         </div>
+        <Unsaved turn={turn} />
         <Figures turn={turn} strip={false} />
       </footer>
     </section>

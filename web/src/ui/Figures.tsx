@@ -5,6 +5,13 @@ import type { Turn } from "../state/turn";
 import type { Miss } from "../wire/frames";
 import { PageStrip } from "./PageStrip";
 
+/** Said of an answer that the server holds in memory because its store is away. */
+export function Unsaved({ turn }: { turn: Turn }) {
+  if (!turn.unsaved.value) return null;
+  const title = "The server cannot store conversations right now. It keeps this answer in memory and stores it as soon as it can.";
+  return <span class="badge badge-warning" role="status" title={title}>Not saved yet</span>;
+}
+
 export function Figures({ turn, strip = true }: { turn: Turn; strip?: boolean }) {
   const usage = turn.usage.value;
   if (!showStats.value || !usage) return null;
