@@ -56,9 +56,13 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
 
     Raises: ModelFolderError naming the file and the reason.
     """
+    from chatcache.model.folder import check_inside, naming
     from chatcache.text.tokenizer import Tokenizer
 
-    return Tokenizer.from_folder(model_folder(config))
+    folder = model_folder(config)
+    check_inside(folder)
+    with naming(folder):
+        return Tokenizer.from_folder(folder)
 
 
 def has_tokenizer(config: EngineConfig) -> bool:
@@ -79,13 +83,14 @@ def check_model_folder(config: EngineConfig) -> None:
 
     Raises: ModelFolderError naming the file and the reason.
     """
-    from chatcache.model.folder import read_config, weight_files
+    from chatcache.model.folder import naming, read_config, weight_files
 
     if config.model.count("/") == 1 and not Path(config.model).exists() and config.model[0] not in "./~":
         return  # a Hugging Face id: the engine fetches it
     folder = model_folder(config)
-    read_config(folder)
-    weight_files(folder)
+    with naming(folder):
+        read_config(folder)
+        weight_files(folder)
 
 
 def served_name(config: EngineConfig) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from chatcache.errors import ModelFolderError
 
+MAX_NUMBER = 1e30
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -103,6 +104,8 @@ class _Reader:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(f"{name} must be a number, got {value!r}")
+        if not abs(value) < MAX_NUMBER:
+            raise self.fail(f"{name} must be a finite number, got {value!r:.40}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chatcache.errors import ModelFolderError
+from chatcache.errors import ChatcacheError, ModelFolderError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+MAX_JSON_BYTES = 64 << 20
+MAX_LAYERS = 4096
+MAX_POSITIONS = 1 << 24
+MAX_DIMENSION = (1 << 31) - 1
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.npy", "*.npz")
+_OTHER = ("*.gguf", "*.ggml", "*.onnx", "*.h5", "*.msgpack")
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length", "seq_length")
 
 
 def model_name(model: str) -> str:
@@ -53,15 +63,30 @@ def _fetch(model: str) -> Path:
         ) from error
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Say of whatever goes wrong within, if it does not say so itself, that it is this file's or folder's fault."""
+    try:
+        yield
+    except (ChatcacheError, ConnectionError):  # a connection: of whoever hears of the progress
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+        raise ModelFolderError(f"{path}: cannot be loaded: {reason}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises: ModelFolderError if it is absent, unreadable or not an object."""
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelFolderError(f"{path}: is larger than {MAX_JSON_BYTES} bytes")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelFolderError(f"{path}: missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFolderError(f"{path}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise ModelFolderError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFolderError(f"{path}: holds a {type(value).__name__}, not a JSON object")
@@ -72,7 +97,51 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return `config.json`. Raises: ModelFolderError, also when the folder itself is absent."""
     if not folder.is_dir():
         raise ModelFolderError(f"{folder}: no such folder")
-    return read_json(folder / "config.json")
+    check_inside(folder)
+    config = read_json(folder / "config.json")
+    _check_sizes(folder / "config.json", config)
+    return config
+
+
+def check_inside(folder: Path) -> None:
+    """Verify that no file of a model is a link to somewhere else; the Hugging Face cache's own layout is fine.
+
+    Raises: ModelFolderError naming the file.
+    """
+    home = folder.resolve()
+    homes = [home]
+    if home.parent.name == "snapshots":  # of the cache: files are links into the repository's blobs
+        homes.append(home.parent.parent / "blobs")
+    for file in sorted(path for pattern in PATTERNS for path in folder.glob(pattern)):
+        if not file.is_symlink():
+            continue
+        try:
+            target = file.resolve(strict=True)
+        except (OSError, RuntimeError) as error:
+            raise ModelFolderError(f"{file}: is a link that leads nowhere") from error
+        if not any(target.is_relative_to(each) for each in homes):
+            raise ModelFolderError(f"{file}: is a link to {target}, outside the folder; put the file itself there")
+
+
+def _check_sizes(where: Path, config: dict[str, Any]) -> None:
+    """Refuse numbers that no model has, before anything is made that large."""
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, dict) else {}):
+        for name, value in fields.items():
+            most = _most(name)
+            if most is None or isinstance(value, bool) or not isinstance(value, int) or -most <= value <= most:
+                continue
+            shown = value if value.bit_length() < 128 else "a far larger number"
+            raise ModelFolderError(f"{where}: {name} is {shown}; at most {most} is sensible")
+
+
+def _most(name: str) -> int | None:
+    """Return the largest number that a field of config.json may be, None if nothing is made that large."""
+    if name in _LAYERS:
+        return MAX_LAYERS
+    if name in _POSITIONS:
+        return MAX_POSITIONS
+    return MAX_DIMENSION if name.endswith(("_size", "_dim")) or name.startswith(("num_", "n_")) else None
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -97,9 +166,12 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _no_weights(folder: Path) -> str:
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
         return f"{folder}: has {pickled[0]} but no {WEIGHTS}; pickled weights are refused, convert them to safetensors"
+    other = sorted(path.name for pattern in _OTHER for path in folder.glob(pattern))
+    if other:
+        return f"{folder}: has {other[0]} but no {WEIGHTS}; of weights only safetensors can be read"
     return f"{folder / WEIGHTS}: missing (and there is no {INDEX})"
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionStep, Geometry
+from chatcache.model.weights import is_finite
 
 NAME = "chatcache_paged"
 ALIBI_TYPES = ("bloom", "mpt")
@@ -129,6 +130,9 @@ def load_transformers(
         raise ModelFolderError(_explain(folder, raw, error)) from error
     if info["missing_keys"]:
         raise ModelFolderError(f"{folder}: tensor {sorted(info['missing_keys'])[0]} is missing")
+    for name, weight in model.named_parameters():
+        if not is_finite(weight):
+            raise ModelFolderError(f"{folder}: tensor {name} holds what is not a number, or infinite")
     return _wrap(model.to(device).eval(), where, dtype, device)
 
 

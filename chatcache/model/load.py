@@ -19,7 +19,7 @@ from chatcache.model.attention import AttentionBackend, Geometry, Network, alloc
 from chatcache.model.choose import choose_linear, choose_plain, choose_sampler
 from chatcache.model.decoder import Decoder, check_unused, load_decoder
 from chatcache.model.deterministic import TokenByToken, check_determinism
-from chatcache.model.folder import eos_token_ids, model_name, read_config, resolve_model_path, weight_files
+from chatcache.model.folder import eos_token_ids, model_name, naming, read_config, resolve_model_path, weight_files
 from chatcache.model.heap import keep_freed_memory
 from chatcache.model.linear import MakeLinear, fast_linear
 from chatcache.model.memory import Budget, CudaGauge, host_kv_bytes, measure_budget
@@ -49,11 +49,18 @@ def load_model(
     """Load `config.model`. `progress(fraction, what)` is called from 0 to 1; `weights` replace those of the folder
     (for native models); `ahead` says how to get ahead of the device, if not as the device suggests.
 
-    Raises: ModelFolderError naming the file and the reason; no other error is expected of bad input.
+    Raises: ModelFolderError naming the file and the reason, also for what nobody has thought of.
     """
     say = progress or (lambda fraction, what: None)
     say(0.0, "reading the model folder")
     folder = resolve_model_path(config.model)
+    with naming(folder):
+        return _load(config, folder, say, weights, ahead)
+
+
+def _load(
+    config: EngineConfig, folder: Path, say: Progress, weights: WeightSource | None, ahead: Ahead | None
+) -> Runner:
     raw = read_config(folder)
     eos = eos_token_ids(folder, raw)
     weights = Weights(weight_files(folder)) if weights is None else weights
@@ -69,7 +76,9 @@ def load_model(
     elif dtype == torch.float32:
         torch.set_float32_matmul_precision("highest")  # float32 means float32, whatever the process did before
     make_linear: MakeLinear = fast_linear
-    if is_native(raw, folder / "config.json"):
+    with naming(folder / "config.json"):
+        native = is_native(raw, folder / "config.json")
+    if native:
         make_linear = choose_linear(config, weights.num_parameters * dtype.itemsize, dtype, device)
     elif config.quantization != "none":
         raise ModelFolderError(
@@ -134,7 +143,8 @@ def _load_network(
 
     where = folder / "config.json"
     if is_native(raw, where):
-        arch = read_architecture(raw, where)
+        with naming(where):
+            arch = read_architecture(raw, where)
         check_unused(weights, arch, folder)
         length = context_length(config, arch)
         decoder = load_decoder(arch, weights, dtype, device, part, make_linear)

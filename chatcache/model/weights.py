@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,13 @@ DTYPES = {
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 WHOLE_FILE_DIGEST_BYTES = 64 * 1024 * 1024
 SAMPLE_BYTES = 1024
+EXPONENTS = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F80_0000,
+    torch.float64: 0x7FF0_0000_0000_0000,
+}
+CHUNK = 1 << 18
 
 
 class WeightSource(Protocol):
@@ -106,7 +114,10 @@ class Weights:
             )
         if not entry.dtype.is_floating_point:
             raise ModelFolderError(f"{entry.file}: tensor {name} is {entry.dtype}; quantised weights are not supported")
-        return torch.frombuffer(entry.view, dtype=entry.dtype).view(shape)
+        tensor = torch.frombuffer(entry.view, dtype=entry.dtype).view(shape)
+        if not is_finite(tensor):
+            raise ModelFolderError(f"{entry.file}: tensor {name} holds what is not a number, or infinite")
+        return tensor
 
     def digest(self) -> str:
         """Return a hex digest of headers and contents: whole files up to 64 MiB, else samples of every tensor."""
@@ -133,23 +144,60 @@ class Weights:
             raise ModelFolderError(f"{path}: not safetensors or truncated: header of {length} bytes in {size}")
         raw = bytes(mapped[8 : 8 + length])
         try:
-            header = json.loads(raw)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            header = json.loads(raw, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
             raise ModelFolderError(f"{path}: not safetensors, its header is no JSON: {error}") from error
         if not isinstance(header, dict):
             raise ModelFolderError(f"{path}: not safetensors, its header is no JSON object")
         data = mapped[8 + length :]
+        header.pop("__metadata__", None)
         for name, fields in header.items():
-            if name != "__metadata__":
-                self._entries[name] = _entry(path, name, fields, data)
+            if name in self._entries:
+                raise ModelFolderError(f"{path}: tensor {name} is in {self._entries[name].file.name} too")
+            self._entries[name] = _entry(path, name, fields, data)
+        _check_layout(path, header, len(data))
         self._headers.append(raw)
         self._data.append(data)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether all elements of a tensor in host memory are finite: no exponent has all its bits set."""
+    exponent = EXPONENTS.get(tensor.dtype)
+    if exponent is None:
+        return bool(tensor.to(torch.float32).isfinite().all())
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    bits = tensor.detach().contiguous().view(-1).view(whole).numpy().view(f"u{tensor.itemsize}")
+    room = np.empty(min(CHUNK, bits.size), bits.dtype)
+    for start in range(0, bits.size, CHUNK):
+        part = bits[start : start + CHUNK]
+        if np.bitwise_and(part, bits.dtype.type(exponent), out=room[: part.size]).max() == exponent:
+            return False
+    return True
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _check_layout(path: Path, header: dict[str, Any], num_bytes: int) -> None:
+    """Verify that the tensors lie side by side from the first byte to the last, as safetensors promises."""
+    end, before = 0, ""
+    for begin, last, name in sorted((*fields["data_offsets"], name) for name, fields in header.items()):
+        if begin != end:
+            how = "overlaps" if begin < end else "leaves a gap behind"
+            raise ModelFolderError(f"{path}: tensor {name} {how} {before or 'the header'}, at byte {begin} of the data")
+        end, before = last, name
+    if end != num_bytes:
+        raise ModelFolderError(f"{path}: {num_bytes - end} bytes behind the last tensor belong to none")
 
 
 def _entry(path: Path, name: str, fields: Any, data: memoryview) -> Entry:
     try:
         dtype, shape, (begin, end) = DTYPES[fields["dtype"]], tuple(fields["shape"]), fields["data_offsets"]
-        if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+        if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)):
             raise ValueError
     except KeyError as error:
         raise ModelFolderError(f"{path}: tensor {name}: unknown or missing {error}") from error

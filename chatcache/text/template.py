@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -11,14 +12,25 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from chatcache.errors import InvalidRequest, ModelFolderError
+from chatcache.text.template_limits import (
+    JOIN,
+    MAX_RENDER_CHARS,
+    TICK,
+    BoundedEnvironment,
+    Meter,
+    Metered,
+    TemplateTooCostly,
+)
 from chatcache.text.verbatim import dumped
 
 Message = Mapping[str, Any]
 _FINAL_MARK = "\ue000chatcache-final\ue000"
+MAX_CHECK_S = 0.25  # of computing; one message takes a hundredth of that
+
+log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
@@ -30,11 +42,27 @@ class ChatTemplate:
     def __init__(self, source: str, *, origin: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         try:
-            self._template = _environment().from_string(source)
+            self._template = _compile(source)
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", None)
-            raise ModelFolderError(f"{origin}: the chat template does not compile (line {line}): {error}") from error
+            raise ModelFolderError(
+                f"{origin}: the chat template does not compile (line {line}): {error.message}"
+            ) from error
+        except Exception as error:  # nested too deeply, a number of too many digits, ...
+            raise ModelFolderError(f"{origin}: the chat template does not compile: {type(error).__name__}") from error
         self._variables = dict(variables)
+
+    def check(self, origin: str) -> None:
+        """Render the shortest chat. Raises: ModelFolderError if that breaks out of the sandbox or has no end.
+
+        What a template merely refuses is for its users to hear.
+        """
+        try:
+            self._render([{"role": "user", "content": "Hi"}], True, {}, Meter(MAX_CHECK_S))
+        except SecurityError as error:
+            raise ModelFolderError(f"{origin}: the chat template is refused: {error}") from error
+        except Exception:
+            log.debug("%s: the chat template does not render one user message", origin, exc_info=True)
 
     def render(
         self,
@@ -53,11 +81,7 @@ class ChatTemplate:
             add_generation_prompt = False
             _mark_final(chat)
         try:
-            text = self._template.render(
-                **{**self._variables, "tools": None, "documents": None, **variables},
-                messages=chat,
-                add_generation_prompt=add_generation_prompt,
-            )
+            text = self._render(chat, add_generation_prompt, variables, Meter())
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # a template is a program of its author's: whatever it trips over is these messages
@@ -70,6 +94,34 @@ class ChatTemplate:
         if cut < 0:
             raise InvalidRequest("this chat template cannot continue the final message", param="messages")
         return text[:cut]
+
+    def _render(
+        self, chat: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any], meter: Meter
+    ) -> str:
+        given = {**self._variables, "tools": None, "documents": None, **variables, TICK: meter}
+        context = self._template.new_context(
+            {**given, "messages": chat, "add_generation_prompt": add_generation_prompt}
+        )
+        pieces: list[str] = []
+        length = 0
+        for piece in self._template.root_render_func(context):
+            length += len(piece)
+            if length > MAX_RENDER_CHARS:
+                raise TemplateTooCostly(f"the chat template writes more than {MAX_RENDER_CHARS} characters")
+            meter()
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = _environment()
+    for name in (TICK, JOIN):
+        if name in source:
+            raise jinja2.TemplateSyntaxError(f"{name} is not for templates", 1)
+    tree = environment.parse(source)
+    if any(tree.find(kind) is not None for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+        raise jinja2.TemplateSyntaxError("a chat template may not load others", 1)
+    return environment.from_string(Metered().visit(tree))
 
 
 def _mark_final(chat: list[dict[str, Any]]) -> None:
@@ -108,17 +160,15 @@ class _PublicNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     extras: dict[str, Callable[..., Any]] = {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _PublicNamespace,
     }
     environment.globals.update(extras)
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     return environment
 
 

@@ -18,6 +18,7 @@ from chatcache.text.template import ChatTemplate, Message
 
 _ANCHOR = "\ue000"  # private use: no token of any vocabulary joins it to what follows
 _LONG_CHARS = 4_000
+_PROBES = ("a" * 64 + "!", "A" * 64 + "\n", " " * 64 + "x", "0" * 64 + ".", "é" * 32 + "😀", "a b" * 32 + "\x00")
 _OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "sentencepiece.bpe.model")
 
 
@@ -113,6 +114,10 @@ class Tokenizer:
                 (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("text must be valid Unicode (a lone surrogate was found)", param="messages") from None
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise InvalidRequest("this model's tokenizer cannot encode this text", param="messages") from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -215,13 +220,23 @@ class Tokenizer:
         return ids[: len(head)] == head and ids[len(head) :] != self.encode("a")
 
 
+def _is_panic(error: BaseException) -> bool:
+    """Whether the library in Rust gave up (`pyo3_runtime.PanicException`, which is no Exception and has no home)."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _load_backend(folder: Path) -> Backend:
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
-            return Backend.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelFolderError(f"{file}: not a tokenizer file: {error}") from error
+            backend = Backend.from_file(str(file))
+            for text in _PROBES:  # a pattern that gives up, gives up at something like this
+                backend.encode(text)
+        except BaseException as error:  # the library raises bare Exception, and panics
+            if not _is_panic(error):
+                raise
+            raise ModelFolderError(f"{file}: not a tokenizer file: {_first_line(error)}") from error
+        return backend
     if not any((folder / name).is_file() for name in _OLDER_FILES):
         raise ModelFolderError(f"{file}: missing; the folder has no tokenizer")
     return _convert_backend(folder)
@@ -235,6 +250,11 @@ def _mark_special(backend: Backend, tokens: Iterable[str]) -> None:
     )
 
 
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
 def _convert_backend(folder: Path) -> Backend:
     """Let transformers convert an older tokenizer format. Slow to import, hence only where it is needed."""
     from transformers import AutoTokenizer
@@ -243,7 +263,9 @@ def _convert_backend(folder: Path) -> Backend:
         converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         backend: Backend = converted.backend_tokenizer
     except Exception as error:
-        raise ModelFolderError(f"{folder}: no tokenizer.json, and its older files do not convert: {error}") from error
+        raise ModelFolderError(
+            f"{folder}: no tokenizer.json, and its older files do not convert: {_first_line(error)}"
+        ) from error
     return backend
 
 
@@ -311,4 +333,6 @@ def _load_template(folder: Path, config: dict[str, Any], variables: dict[str, st
         return None
     if not isinstance(source, str):
         raise ModelFolderError(f"{file}: chat_template must be text")
-    return ChatTemplate(source, origin=str(file), variables=variables)
+    template = ChatTemplate(source, origin=str(file), variables=variables)
+    template.check(str(file))
+    return template
