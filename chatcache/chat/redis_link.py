@@ -32,6 +32,7 @@ PATIENCE_S = 30.0
 _NUM_CONNECTIONS = 32
 _PROBE_S = 0.2
 _MAX_TRIES = 64
+_CLOSED = "the handler is closed"  # uvloop's word, no OSError, for a connection that was reset a moment ago
 _NO_ANSWER = "the store does not answer now"  # the log says which and why
 
 
@@ -134,7 +135,9 @@ class RedisLink:
                 raise StoreUnavailable(_NO_ANSWER)
             try:
                 return await work(self._patient if is_patient else self._client)
-            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            except (redis.ConnectionError, redis.TimeoutError, OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and _CLOSED not in str(error):
+                    raise
                 self._lose(error)
                 raise StoreUnavailable(_NO_ANSWER) from error
             except redis.RedisError as error:  # read only, out of memory, cannot write its own file, not allowed
@@ -167,7 +170,9 @@ class RedisLink:
                 await client.connection_pool.disconnect(inuse_connections=False)
             await self._client.ping()
             await self._greet(self._client)
-        except (redis.RedisError, OSError) as error:
+        except (redis.RedisError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and _CLOSED not in str(error):
+                raise
             self._down = _said(error)
         except StoreUnusable as error:
             self._down = error.message

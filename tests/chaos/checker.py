@@ -54,6 +54,7 @@ class Checker:
         found = [*self._streams_in_order(), *self._acks(), *self._ends(), *self._refusals()]
         if self._by_kind["stored"]:
             found += [*self._stored_turns(), *self._stored_texts()]
+        found += [Violation("hung", entry["t"], f"{entry['op']} never ends") for entry in self._by_kind["hung"]]
         for entry in self._by_kind["ledger"]:
             found += [Violation("ledger", entry["t"], f"{entry['gateway']}: {each}") for each in entry["problems"]]
         return sorted(found, key=lambda each: each.t)
@@ -199,8 +200,9 @@ class Checker:
         """Stored replies are what was sent, and answer the very messages they follow."""
         by_response: dict[str, list[Entry]] = defaultdict(list)
         for item in self._items.values():
-            if item["role"] == "assistant" and item["response_id"]:
+            if item["role"] == "assistant" and item["response_id"] and item["finish_reason"] != "fork":
                 by_response[item["response_id"]].append(item)
+            if item["role"] == "assistant":
                 yield from self._one_reply(item)
         asked_to_go = {entry["op"] for entry in self._by_kind["delete"]}
         for response_id, response in self._responses.items():

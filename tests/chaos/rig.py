@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from tests.chaos.proxy import Proxy
 from tests.chaos.served import CLOCK
 from tests.chaos.speaker import STEP_S
+from tests.chaos.wire import Lost, ask
 from tests.chat.redis_servers import RedisServer
 
 START_TIMEOUT_S = 120.0
@@ -24,7 +24,7 @@ LOG_LINES = 40
 
 
 class Gateway:
-    """One gateway of its own port, however often it is started. `log`: the last it said."""
+    """One gateway of its own port, however often it is started."""
 
     def __init__(self, number: int, store: str, folder: Path, *, step_s: float) -> None:
         self.number = number
@@ -34,7 +34,8 @@ class Gateway:
         self.lock = asyncio.Lock()  # one fault at a time
         self.is_meant_to_run = False
         self.engines: set[int] = set()
-        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self.num_fds = 0  # of this process, when it was first seen to be ready
+        self._counted = 0
         self._store = store
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._environment |= {CLOCK: str(self.clock), STEP_S: str(step_s), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
@@ -60,6 +61,23 @@ class Gateway:
                     self.engines.add(int(child))
                     return int(child)
         return None
+
+    async def is_ready(self) -> bool:
+        try:
+            return (await ask(self.port, "GET", "/readyz")).status == 200
+        except Lost:
+            return False
+
+    async def wait_ready(self) -> None:
+        """Wait until it serves. Raises: TimeoutError."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not await self.is_ready():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"gateway {self.number} is not ready:\n{self.last_words()}")
+            await asyncio.sleep(0.05)
+        self.engine()
+        if self._counted != self.pid:
+            self._counted, self.num_fds = self.pid, len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def kill(self) -> None:
         self.engine()
@@ -104,7 +122,7 @@ class Rig:
         if self._is_redis:
             folder = self._folder / "redis"
             folder.mkdir()
-            self.redis = RedisServer(folder, appendfsync="always")
+            self.redis = RedisServer(folder, "--logfile", str(folder / "redis.log"), appendfsync="always")
             await asyncio.to_thread(self.redis.start)
             self.proxy = await Proxy(self.redis.port).start()
             store = with_port(self.redis.url, self.proxy.port)

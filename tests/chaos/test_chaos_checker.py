@@ -50,7 +50,7 @@ def turn(tags: list[str], t: float, parent: str | None) -> tuple[list[Entry], li
     for index, text in enumerate(texts):
         items.append(
             {"id": f"{user}_{index}", "parent_id": user, "role": "assistant", "text": text, "response_id": response}
-            | {"index": index}
+            | {"index": index, "finish_reason": "stop"}
         )
     return [{"t": t + place / 1000, **entry} for place, entry in enumerate(seen)], items
 

@@ -68,13 +68,18 @@ class Exchange:
 
     async def whole(self) -> Answer:
         """The rest of the answer as JSON. Raises: what `Lost` has."""
+        data = await self.text()
+        return Answer(self.status, json.loads(data) if data[:1] in ("{", "[") else None)
+
+    async def text(self) -> str:
+        """The rest of the answer. Raises: what `Lost` has."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             if self._is_chunked:
                 data = b"".join([piece async for piece in self._chunks()])
             else:
                 data = await self._reader.readexactly(self._length)
         self.finish()
-        return Answer(self.status, json.loads(data) if data[:1] in (b"{", b"[") else None)
+        return data.decode()
 
     async def events(self) -> AsyncIterator[Frame]:
         """Frames until the server ends the stream. Raises: what `Lost` has where it is torn off."""

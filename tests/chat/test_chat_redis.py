@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import redis
+import uvloop
 from redis.crc import key_slot
 
 from chatcache.chat import redis_link, redis_rows
@@ -198,6 +199,32 @@ async def test_cancelled_callers_leave_nothing_for_others(empty_redis: RedisServ
             assert result is None or isinstance(result, asyncio.CancelledError)
     assert num_cancelled > 500
     await store.close()
+
+
+def test_a_connection_that_is_reset_while_it_is_written_to_is_one_that_was_lost(empty_redis: RedisServer) -> None:
+    """uvloop, which the server runs on, says so by a RuntimeError that redis-py lets through."""
+
+    async def write_behind_a_reset(client: Any) -> None:
+        connection = await client.connection_pool.get_connection()
+        try:
+            connection._writer.transport.abort()
+            await connection._writer.wait_closed()
+            await connection.send_command("PING")
+        finally:
+            await client.connection_pool.release(connection)
+
+    async def main() -> None:
+        store = RedisStore(empty_redis.url)
+        try:
+            await store.create(HEAD)
+            with pytest.raises(StoreUnavailable):
+                await store._link.run(write_behind_a_reset)
+            await until(lambda: answers(store), "an answer")
+        finally:
+            await store.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 async def test_a_full_server_refuses_writes_and_goes_on_reading(empty_redis: RedisServer) -> None:

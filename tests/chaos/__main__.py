@@ -1,0 +1,37 @@
+"""`python -m tests.chaos --minutes 10 --seed N`: load, with a fault every few seconds, and a ledger that balances."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.chaos.plan import NUM_CLIENTS, make_plan
+from tests.chaos.run import report, run_plan
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--store", choices=("sqlite", "redis"), help="default: as the seed draws it")
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
+    parser.add_argument("--until-step", type=int, metavar="K", help="only the faults before step K")
+    parser.add_argument("--out", type=Path, help="folder for the history and what the processes say")
+    args = parser.parse_args(argv)
+    plan = make_plan(args.seed, args.minutes, args.store, args.clients).up_to(args.until_step)
+    print(f"seed {plan.seed}: {plan.num_gateways} gateway(s) on {plan.store}, {plan.num_clients} clients")
+    for fault in plan.faults:
+        print(f"  {fault}")
+    folder = args.out or Path(tempfile.mkdtemp(prefix=f"chaos-{plan.seed}-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        parser.error(f"--out {folder}: there is something in it")
+    violations = asyncio.run(run_plan(plan, folder))
+    return report(plan, args.minutes, folder, violations)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""A client that says one thing after another, in every way there is, and writes down what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.chaos.history import History
+from tests.chaos.sources import SOURCES, Lost, Refused, Source
+from tests.chaos.speech import length_of, said
+from tests.chaos.watching import Leave, Watch, watch
+from tests.chaos.wire import Answer, ask
+
+MAX_PATH = 5
+MAX_KEPT = 6
+SETTLE_TIMEOUT_S = 120.0
+PASSING = (429, 503)
+# What a gateway that does not have the log (any more) says to who wants the stream; the response itself is there.
+GONE = ("stream_expired", "not_found")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A reply that can be continued."""
+
+    response: str
+    conversation: str
+    tags: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Turn:
+    """One thing said. `manner`: what the client does while it is answered."""
+
+    op: str
+    tags: tuple[str, ...]
+    words: int
+    n: int
+    transport: str
+    manner: str
+    body: dict[str, Any]
+    response: str = ""
+    conversation: str = ""
+    is_bold: bool = False  # it may be refused: what it continues is still on its way
+    seen: int = -1  # the newest frame
+    ended: str = ""  # its status, once known
+
+
+@dataclass
+class Client:
+    """`ports`: of the gateways, which keep the same conversations. Belongs to one event loop."""
+
+    number: int
+    ports: Sequence[int]
+    history: History
+    draw: random.Random
+    stop: asyncio.Event
+    places: list[Place] = field(default_factory=list)
+    tags_in: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # by conversation
+    num_said: int = 0
+
+    async def run(self) -> None:
+        """Until told to stop; what was begun is seen through."""
+        while not self.stop.is_set():
+            await self.once()
+            await asyncio.sleep(self.draw.uniform(0, 0.2))
+
+    async def once(self) -> None:
+        turn = self._next()
+        if turn.manner == "twice":
+            await asyncio.gather(self._say(turn), self._say(turn))
+        else:
+            await self._say(turn)
+        if not turn.response:
+            return
+        if not turn.ended:
+            await self._settle(turn)
+        if turn.ended == "completed":
+            self.places = [*self.places, Place(turn.response, turn.conversation, turn.tags)][-MAX_KEPT:]
+        if self.draw.random() < 0.08:
+            await self._delete(turn)
+
+    def _next(self) -> Turn:
+        draw = self.draw
+        base = draw.choice(self.places) if self.places and draw.random() < 0.65 else None
+        if base is not None and len(base.tags) >= MAX_PATH:
+            base = None
+        manner = draw.choices(
+            ("stay", "fin", "rst", "stall", "cancel", "fork", "twice", "leave"), (8, 3, 3, 2, 2, 2, 2, 1)
+        )[0]
+        return self.turn(base, draw.randrange(1, 9), draw.choice((1, 1, 1, 2, 3)), manner)
+
+    def turn(self, base: Place | None, words: int, n: int, manner: str) -> Turn:
+        """A thing to say next, after `base` or in a new conversation."""
+        self.num_said += 1
+        tag = f"c{self.number}t{self.num_said}"
+        transport = self.draw.choice(("sse", "sse", "ws", "ws", "plain"))
+        body: dict[str, Any] = {"input": said(tag, words), "n": n, "temperature": 1}
+        body["max_output_tokens"] = length_of(tag, words) + 8
+        if base is not None:
+            body["previous_response_id"] = base.response
+        return Turn(tag, (*(base.tags if base else ()), tag), words, n, transport, manner, body)
+
+    def as_request(self, port: int) -> bytes:
+        """The bytes of a request for an answer that nobody will read."""
+        turn = self.turn(None, 8, 2, "stay")
+        self.history.note("invoke", op=turn.op, key="", tags=turn.tags, words=turn.words, n=turn.n, transport="unread")
+        data = json.dumps({**turn.body, "stream": True}).encode()
+        head = f"POST /v1/responses HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+    # -- saying it --------------------------------------------------------------------------------------------------
+
+    async def _say(self, turn: Turn) -> None:
+        """Until it is acknowledged or definitely refused; then read on, as far as that goes."""
+        first = self.draw.randrange(len(self.ports))
+        for number in range(10_000):
+            port = self.ports[(first + number) % len(self.ports)]
+            self.history.note(
+                "invoke", op=turn.op, key=turn.op, tags=turn.tags, words=turn.words, n=turn.n, transport=turn.transport
+            )
+            try:
+                if turn.transport == "plain":
+                    await self._say_plainly(turn, port)
+                else:
+                    source = await SOURCES[turn.transport].create(port, turn.body, turn.op)
+                    await self._watch(turn, source, port, Watch(turn.op, "", -1), first=number == 0)
+                return
+            except Refused as refused:
+                if refused.answer.code == "stream_expired":  # it was acknowledged, and we did not hear that
+                    turn.transport = "plain"
+                    continue
+                self.refused(turn, refused.answer)
+                if refused.answer.status not in PASSING:
+                    return
+            except Lost as lost:
+                self.history.note("lost", op=turn.op, why=type(lost).__name__)
+                if turn.response:
+                    return
+            await asyncio.sleep(self.draw.uniform(0.1, 0.5))
+
+    async def _say_plainly(self, turn: Turn, port: int) -> None:
+        asking = asyncio.create_task(ask(port, "POST", "/v1/responses", turn.body, turn.op))
+        if turn.manner in ("fin", "rst", "leave"):  # gone before there is an answer; and then asked again
+            await asyncio.wait([asking], timeout=self.draw.uniform(0, 0.5))
+            turn.manner = "stay"
+            if not asking.done():
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                raise ConnectionError("left")
+        answer = await asking
+        if answer.status != 200:
+            raise Refused(answer)
+        self._acknowledged(turn, answer.body)
+        self._ended(turn, answer.body)
+
+    async def _watch(self, turn: Turn, source: Source, port: int, state: Watch, *, first: bool) -> None:
+        """Read frames, and do beside that whatever the turn's manner is."""
+        leave: Leave | None = None
+        if first and turn.manner in ("fin", "rst", "stall", "leave"):
+            leave = Leave(turn.manner, after=self.draw.randrange(1, 25), for_s=self.draw.uniform(0.5, 2.5))
+        other: asyncio.Task[None] | None = None
+        try:
+            async for frame in watch(self.history, source, state, leave):
+                if frame["type"] == "response.created":
+                    self._acknowledged(turn, frame["response"])
+                turn.seen = max(turn.seen, state.seen)
+                if first and turn.manner in ("cancel", "fork") and other is None and state.seen > 6:
+                    other = asyncio.create_task(self._meanwhile(turn, port))
+                if "response" in frame and frame["type"] in ("response.completed", "response.incomplete"):
+                    self._ended(turn, frame["response"], is_saved=frame.get("saved", True))
+                elif frame["type"] == "response.failed":
+                    self._ended(turn, frame["response"])
+        finally:
+            if other is not None:
+                await other
+
+    async def _meanwhile(self, turn: Turn, port: int) -> None:
+        """While it runs: cancel it, or say something behind what it has said so far."""
+        if turn.manner == "cancel":
+            self.history.note("leave", op=turn.op, response=turn.response)
+            try:
+                await ask(port, "POST", f"/v1/responses/{turn.response}/cancel")
+            except Lost as lost:
+                self.history.note("lost", op=turn.op, why=f"cancel: {type(lost).__name__}")
+            return
+        fork = self.turn(Place(turn.response, turn.conversation, turn.tags), 2, 1, "stay")
+        fork.transport, fork.is_bold = "sse", True
+        await self._say(fork)
+        if fork.response and not fork.ended:
+            await self._settle(fork)
+
+    # -- what came of it --------------------------------------------------------------------------------------------
+
+    async def _settle(self, turn: Turn) -> None:
+        """It was acknowledged, and we do not know its end: read on where we were, or ask how it stands."""
+        deadline_s = self.history.now_s + SETTLE_TIMEOUT_S
+        can_stream = turn.transport != "plain" and turn.manner != "leave"
+        number = self.draw.randrange(len(self.ports))
+        while not turn.ended:
+            if self.history.now_s > deadline_s:
+                self.history.note("hung", op=turn.op, response=turn.response)
+                return
+            number += 1
+            port = self.ports[number % len(self.ports)]
+            try:
+                if can_stream:
+                    source = await SOURCES[turn.transport].resume(port, turn.response, turn.seen)
+                    await self._watch(turn, source, port, Watch(turn.op, turn.response, turn.seen), first=False)
+                else:
+                    answer = await ask(port, "GET", f"/v1/responses/{turn.response}")
+                    if answer.status != 200:
+                        raise Refused(answer)
+                    if answer.body["status"] != "in_progress":
+                        self._ended(turn, answer.body)
+            except Refused as refused:
+                if can_stream and (refused.answer.code in GONE or refused.answer.status == 404):
+                    can_stream = len(self.ports) > 1 and self.draw.random() < 0.5
+                else:
+                    self.refused(turn, refused.answer)
+                    if refused.answer.status not in PASSING:
+                        return
+            except Lost as lost:
+                self.history.note("lost", op=turn.op, why=type(lost).__name__)
+            if not turn.ended:
+                await asyncio.sleep(self.draw.uniform(0.1, 0.4))
+
+    async def _delete(self, turn: Turn) -> None:
+        """The response, or its whole conversation; until that is acknowledged."""
+        whole = self.draw.random() < 0.5
+        tags = self.tags_in[turn.conversation] if whole else {turn.op}
+        self.places = [place for place in self.places if not tags & set(place.tags)]
+        self._note_delete(turn, tags, whole, done=False)
+        path = f"/v1/conversations/{turn.conversation}" if whole else f"/v1/responses/{turn.response}"
+        for number in range(10_000):
+            try:
+                answer = await ask(self.ports[number % len(self.ports)], "DELETE", path)
+            except Lost:
+                pass
+            else:
+                if answer.status in (200, 404):
+                    self._note_delete(turn, tags, whole, done=True)
+                    return
+                self.refused(turn, answer)
+                if answer.status not in PASSING:
+                    return
+            await asyncio.sleep(0.3)
+
+    def _note_delete(self, turn: Turn, tags: set[str], whole: bool, *, done: bool) -> None:
+        conversation = turn.conversation if whole else None
+        for tag in sorted(tags):
+            self.history.note("delete", op=tag, conversation=conversation, response=turn.response, done=done)
+
+    def _acknowledged(self, turn: Turn, response: dict[str, Any]) -> None:
+        turn.response, turn.conversation = response["id"], response["conversation"]["id"]
+        self.tags_in[turn.conversation].add(turn.op)
+        self.history.note("ack", op=turn.op, response=turn.response, conversation=turn.conversation)
+
+    def _ended(self, turn: Turn, response: dict[str, Any], *, is_saved: bool = True) -> None:
+        texts = {item["id"]: item["content"][0]["text"] for item in response["output"] if item["type"] == "message"}
+        saved = is_saved and response.get("saved", True)
+        status = response["status"]
+        if status == "in_progress":  # somebody else's gateway runs it
+            return
+        turn.ended = status if saved else "unsaved"
+        self.history.note("ended", op=turn.op, response=turn.response, status=status, texts=texts, saved=saved)
+
+    def refused(self, turn: Turn, answer: Answer) -> None:
+        if turn.is_bold and 400 <= answer.status < 500:
+            return
+        self.history.note("refused", op=turn.op, status=answer.status, code=answer.code)

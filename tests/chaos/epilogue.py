@@ -1,0 +1,140 @@
+"""After the last fault: everything comes to rest, gives back what it held, and tells what it has kept."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.history import History
+from tests.chaos.nemesis import DRAIN_GRACE_S
+from tests.chaos.rig import Gateway, Rig
+from tests.chaos.sources import Lost
+from tests.chaos.wire import Exchange, ask
+
+REST_TIMEOUT_S = 60.0
+POLL_S = 0.1
+MOST_MORE_FDS = 96  # connections to a Redis server are kept: 64 at most, and those of the command line
+GAUGES = {
+    "chatcache_requests_running": "requests are running",
+    "chatcache_requests_waiting": "requests are waiting",
+    "chatcache_ws_connections": "sockets are open",
+    "chatcache_broken_invariants_total": "invariants are broken",
+}
+
+
+async def epilogue(rig: Rig, history: History) -> None:
+    """Note in the history what is not at rest, and all that is stored, as a gateway reads it that has just started."""
+    for gateway in rig.gateways:
+        problems = await rest(gateway)
+        history.note("ledger", gateway=gateway.number, problems=problems)
+    for gateway in rig.gateways:  # whatever they have in memory only does not count
+        gateway.kill()
+    reader = rig.gateways[0]
+    reader.start()
+    await reader.wait_ready()
+    await _note_stored(reader.port, history)
+    status = await reader.end(DRAIN_GRACE_S)
+    last = [] if status == 0 else [f"at last it ended with {status}:\n{reader.last_words()}"]
+    if rig.is_any_engine_left():
+        last.append("an engine outlived its gateway")
+    if rig.redis is None:
+        last += integrity(rig.db)
+    history.note("ledger", gateway=reader.number, problems=last)
+
+
+async def rest(gateway: Gateway, timeout_s: float = REST_TIMEOUT_S) -> list[str]:
+    """What of a gateway does not come to rest in time."""
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        try:
+            await gateway.wait_ready()
+            problems = await unrest(gateway)
+        except Lost as lost:
+            problems = [f"it does not answer: {type(lost).__name__} {lost}"]
+        if not problems or asyncio.get_running_loop().time() > deadline_s:
+            return problems
+        await asyncio.sleep(POLL_S)
+
+
+async def unrest(gateway: Gateway) -> list[str]:
+    """What is not at rest right now."""
+    problems = []
+    ready = (await ask(gateway.port, "GET", "/readyz")).body
+    problems += [
+        f"{name} is {ready[name]}" for name in ("num_running", "num_waiting", "kv_pages_in_use") if ready[name]
+    ]
+    cells = (await ask(gateway.port, "GET", "/v1/cache/map")).body["cells"]
+    held = len(cells) - cells.count("f") - cells.count("i")
+    if held:
+        problems.append(f"{held} pages are neither free nor cached: {cells}")
+    accounts = (await ask(gateway.port, "GET", "/v1/cache/accounts")).body
+    pool: dict[str, Any] = accounts["pool"]
+    if pool["active"] or pool["shared"] or pool["cached"] + pool["free"] != ready["kv_pages"]:
+        problems.append(f"the accounts do not balance: {pool}, {ready['kv_pages']} pages")
+    text = await _metrics(gateway.port)
+    problems += [f"{int(value)} {GAUGES[name]}" for name in GAUGES if (value := _value(text, name))]
+    num_clients, num_fds = fds(gateway)
+    if num_clients:
+        problems.append(f"{num_clients} connections of clients are open")
+    if num_fds > gateway.num_fds + MOST_MORE_FDS:
+        problems.append(f"{num_fds} files are open, {gateway.num_fds} at the start")
+    return problems
+
+
+def fds(gateway: Gateway) -> tuple[int, int]:
+    """Connections that clients have to it, and all its open files."""
+    links = [_target(path) for path in Path(f"/proc/{gateway.pid}/fd").iterdir()]
+    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [line.split() for line in Path(f"/proc/{gateway.pid}/net/tcp").read_text().splitlines()[1:]]
+    local = f":{gateway.port:04X}"
+    own = [row for row in rows if row[9] in mine and row[1].endswith(local) and row[3] != "0A"]  # 0A: it listens
+    return len(own), len(links)
+
+
+def _target(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
+
+
+def integrity(db: Path) -> list[str]:
+    """What SQLite has to say against the file."""
+    connection = sqlite3.connect(db)
+    try:
+        told = [row[0] for row in connection.execute("PRAGMA integrity_check")]
+        told += [f"foreign key {row}" for row in connection.execute("PRAGMA foreign_key_check")]
+    finally:
+        connection.close()
+    return [f"the file: {each}" for each in told if each != "ok"]
+
+
+async def _metrics(port: int) -> str:
+    exchange = await Exchange.begin(port, "GET", "/metrics")
+    return await exchange.text()
+
+
+def _value(text: str, name: str) -> float:
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.M))
+
+
+async def _note_stored(port: int, history: History) -> None:
+    """Every conversation, with every message of every branch."""
+    after = ""
+    while True:
+        page = (await ask(port, "GET", f"/v1/conversations?limit=100{after}")).body
+        for head in page["data"]:
+            path = f"/v1/conversations/{head['id']}/items?branches=all"
+            items = (await ask(port, "GET", path)).body["data"]
+            history.note("stored", conversation=head["id"], items=[_item(each) for each in items])
+        if not page["has_more"]:
+            return
+        after = f"&after={page['next']}"
+
+
+def _item(item: dict[str, Any]) -> dict[str, Any]:
+    names = ("id", "parent_id", "role", "response_id", "index", "finish_reason", "status")
+    return {name: item.get(name) for name in names} | {"text": item["content"][0]["text"]}

@@ -1,0 +1,150 @@
+"""What is done to the processes of a run: each fault of the plan at its time, and undone when its time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+
+from tests.chaos.client import Client
+from tests.chaos.history import History
+from tests.chaos.plan import Fault
+from tests.chaos.rig import Gateway, Rig
+
+DRAIN_GRACE_S = 30.0  # the server's own is 20 s
+TINY_BUFFER_BYTES = 4096
+
+
+class Nemesis:
+    """Does the faults of a plan. `problems`: what of it came out as it should not, an exit status for instance."""
+
+    def __init__(self, rig: Rig, history: History, stallers: Client) -> None:
+        self.problems: list[str] = []
+        self._rig = rig
+        self._history = history
+        self._stallers = stallers
+        self._does: dict[str, Callable[[Fault], Awaitable[None]]] = {
+            "kill_gateway": self._kill_gateway,
+            "kill_engine": self._kill_engine,
+            "stop_engine": self._stop_engine,
+            "drain": self._drain,
+            "slow_clients": self._slow_clients,
+            "clock": self._clock,
+            "kill_redis": self._kill_redis,
+            "stop_redis": self._stop_redis,
+            "proxy_delay": self._proxy,
+            "proxy_refuse": self._proxy,
+            "proxy_stall": self._proxy,
+            "proxy_cut": self._proxy,
+            "proxy_lose": self._proxy,
+        }
+
+    async def do(self, fault: Fault) -> None:
+        """One fault, from its beginning to its end; behind another one of the same process."""
+        is_of_store = "redis" in fault.name or "proxy" in fault.name
+        lock = self._rig.redis_lock if is_of_store else self._rig.gateways[fault.target].lock
+        async with lock if fault.name != "slow_clients" else contextlib.nullcontext():
+            print(f"        {self._history.now_s:7.1f} s  {fault}", flush=True)
+            self._note(fault, "begin")
+            await self._does[fault.name](fault)
+            self._note(fault, "end")
+
+    def _note(self, fault: Fault, phase: str) -> None:
+        target = fault.target
+        self._history.note("fault", step=fault.step, name=fault.name, phase=phase, target=target)
+
+    def _gateway(self, fault: Fault) -> Gateway:
+        gateway = self._rig.gateways[fault.target]
+        self.look_at(gateway)
+        return gateway
+
+    def look_at(self, gateway: Gateway) -> None:
+        """A gateway ends when it is told to, and never else; one that did is started again."""
+        status = gateway.process.poll() if gateway.process is not None else 0
+        if gateway.is_meant_to_run and status is not None:
+            self.problems.append(f"gateway {gateway.number} ended by itself ({status}):\n{gateway.last_words()}")
+            gateway.start()
+
+    async def _kill_gateway(self, fault: Fault) -> None:
+        gateway = self._gateway(fault)
+        gateway.kill()
+        await asyncio.sleep(fault.for_s)
+        gateway.start()
+
+    async def _kill_engine(self, fault: Fault) -> None:
+        engine = self._gateway(fault).engine()
+        if engine is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
+
+    async def _stop_engine(self, fault: Fault) -> None:
+        engine = self._gateway(fault).engine()
+        if engine is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGSTOP)
+            await asyncio.sleep(fault.for_s)
+            os.kill(engine, signal.SIGCONT)
+
+    async def _drain(self, fault: Fault) -> None:
+        gateway = self._gateway(fault)
+        is_ready = await gateway.is_ready()
+        status = await gateway.end(DRAIN_GRACE_S)
+        if status != 0 and is_ready:  # of one that was still starting, SIGTERM may come before it listens for it
+            self.problems.append(f"gateway {gateway.number} drained with {status}:\n{gateway.last_words()}")
+        await asyncio.sleep(fault.for_s)
+        gateway.start()
+
+    async def _slow_clients(self, fault: Fault) -> None:
+        """Some ask, and never read what they are answered."""
+        gateway, open_ = self._rig.gateways[fault.target], []
+        for _ in range(int(fault.amount)):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, TINY_BUFFER_BYTES)
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", gateway.port))
+                await asyncio.get_running_loop().sock_sendall(sock, self._stallers.as_request(gateway.port))
+            open_.append(sock)
+        await asyncio.sleep(fault.for_s)
+        for sock in open_:
+            sock.close()
+
+    async def _clock(self, fault: Fault) -> None:
+        """An hour on, or back, and back again with the next jump."""
+        path = self._rig.gateways[fault.target].clock
+        is_off = path.read_text() != "0"
+        path.write_text("0" if is_off else str(int(fault.amount)))
+
+    async def _kill_redis(self, fault: Fault) -> None:
+        redis = self._rig.redis
+        assert redis is not None
+        await asyncio.to_thread(redis.kill)
+        await asyncio.sleep(fault.for_s)
+        await asyncio.to_thread(redis.start)
+
+    async def _stop_redis(self, fault: Fault) -> None:
+        redis = self._rig.redis
+        assert redis is not None
+        redis.signal(signal.SIGSTOP)
+        await asyncio.sleep(fault.for_s)
+        redis.signal(signal.SIGCONT)
+
+    async def _proxy(self, fault: Fault) -> None:
+        proxy = self._rig.proxy
+        assert proxy is not None
+        if fault.name == "proxy_delay":
+            proxy.delay_s = fault.amount
+        elif fault.name == "proxy_refuse":
+            await proxy.refuse()
+        elif fault.name == "proxy_stall":
+            proxy.stall()
+        elif fault.name == "proxy_cut":
+            proxy.cut(int(fault.amount))
+        else:
+            proxy.lose()
+        await asyncio.sleep(fault.for_s)
+        await proxy.heal()

@@ -1,0 +1,104 @@
+"""One run: processes, clients and faults of a plan side by side, then the epilogue, then the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.chaos.checker import Checker, Violation
+from tests.chaos.client import Client
+from tests.chaos.epilogue import epilogue
+from tests.chaos.history import History, entries_of
+from tests.chaos.nemesis import Nemesis
+from tests.chaos.plan import Plan
+from tests.chaos.rig import Rig
+
+STALLERS = 99  # the number of the client whose requests nobody reads
+END_TIMEOUT_S = 240.0
+MOST_SHOWN = 12
+
+
+async def run_plan(plan: Plan, folder: Path, *, step_s: float = 0.01) -> list[Violation]:
+    """Do it all; the history is left in the folder. What speaks against it."""
+    history = History(folder / "history.jsonl")
+    rig = Rig(folder, plan.num_gateways, is_redis=plan.store == "redis", step_s=step_s)
+    try:
+        await rig.start()
+        for gateway in rig.gateways:
+            await gateway.wait_ready()
+        await _live(plan, rig, history)
+        await epilogue(rig, history)
+    finally:
+        await rig.close()
+        history.close()
+    checker = Checker(entries_of(history.path))
+    print("checked: " + ", ".join(f"{count} {what}" for what, count in checker.num_checked().items()), flush=True)
+    return checker.violations()
+
+
+async def _live(plan: Plan, rig: Rig, history: History) -> None:
+    stop = asyncio.Event()
+    ports = [gateway.port for gateway in rig.gateways]
+    clients = [
+        Client(number, ports, history, random.Random(f"chaos/{plan.seed}/client/{number}"), stop)
+        for number in range(plan.num_clients)
+    ]
+    stallers = Client(STALLERS, ports, history, random.Random(f"chaos/{plan.seed}/stallers"), stop)
+    nemesis = Nemesis(rig, history, stallers)
+    living = [asyncio.create_task(client.run()) for client in clients]
+    began_s = history.now_s
+    doing: list[asyncio.Task[None]] = []
+    try:
+        for fault in plan.faults:
+            await _until(history, began_s + fault.at_s, living)
+            doing.append(asyncio.create_task(nemesis.do(fault)))
+        await _until(history, began_s + plan.length_s, living)
+        await asyncio.gather(*doing)
+        for gateway in rig.gateways:
+            nemesis.look_at(gateway)
+            gateway.clock.write_text("0")
+        stop.set()
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await asyncio.gather(*living)
+    except TimeoutError:
+        nemesis.problems.append("clients are not done long after the last fault")
+    finally:
+        for task in (*living, *doing):
+            task.cancel()
+        await asyncio.gather(*living, *doing, return_exceptions=True)
+    history.note("ledger", gateway="the run", problems=nemesis.problems)
+
+
+async def _until(history: History, at_s: float, living: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for a time; a client that breaks ends the run at once."""
+    while history.now_s < at_s:
+        await asyncio.sleep(min(0.1, max(0.0, at_s - history.now_s)))
+        for task in living:
+            if task.done():
+                task.result()
+
+
+def replay_command(plan: Plan, minutes: float, history: Path, violation: Violation) -> str:
+    """The one command that does all that was done until this was seen."""
+    begun = [entry for entry in entries_of(history) if entry["kind"] == "fault" and entry["phase"] == "begin"]
+    num_steps = max((entry["step"] + 1 for entry in begun if entry["t"] <= violation.t), default=0)
+    command = ["python", "-m", "tests.chaos", "--minutes", f"{minutes:g}", "--seed", str(plan.seed)]
+    command += ["--store", plan.store, "--clients", str(plan.num_clients), "--until-step", str(num_steps)]
+    return shlex.join(command)
+
+
+def report(plan: Plan, minutes: float, folder: Path, violations: Sequence[Violation]) -> int:
+    """Print the verdict; the exit code."""
+    history = folder / "history.jsonl"
+    if not violations:
+        print(f"seed {plan.seed}: every promise was kept, and the ledger balances")
+        return 0
+    for violation in violations[:MOST_SHOWN]:
+        print(f"{violation.rule} at {violation.t:.1f} s: {violation.what}", file=sys.stderr)
+        print(f"    again: {replay_command(plan, minutes, history, violation)}", file=sys.stderr)
+    print(f"seed {plan.seed}: {len(violations)} violations; the history: {history}", file=sys.stderr)
+    return 1

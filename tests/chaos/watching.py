@@ -1,0 +1,76 @@
+"""Reading one stream of frames into the history, and leaving it in the middle where that is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from tests.chaos.history import History
+from tests.chaos.sources import Refused, Source
+from tests.chaos.wire import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """How (fin | rst | leave | stall) and after how many frames. Who stalls reads on after `for_s`."""
+
+    how: str
+    after: int
+    for_s: float
+
+
+@dataclass(slots=True)
+class Watch:
+    """Where a reader is. `response` is "" until the first frame has told it."""
+
+    op: str
+    response: str
+    seen: int
+
+
+async def watch(history: History, source: Source, state: Watch, leave: Leave | None) -> AsyncIterator[Frame]:
+    """Yield the numbered frames of one response. Raises: what the source does; ConnectionError for who left."""
+    stream = f"{state.op}-{id(source):x}-{history.now_s:.4f}"
+    if state.response:
+        history.note("open", op=state.op, stream=stream, response=state.response, after=state.seen)
+    num_frames, how = 0, "lost"
+    try:
+        async for frame in source.frames():
+            if frame["type"] == "response.snapshot":
+                state.seen = frame["sequence_number"]
+                history.note("jump", stream=stream, seq=state.seen)
+                continue
+            if "sequence_number" not in frame or frame["type"] == "response.resumed":
+                continue
+            if not state.response:
+                state.response = frame["response"]["id"]
+                history.note("open", op=state.op, stream=stream, response=state.response, after=state.seen)
+            note_frame(history, stream, frame)
+            state.seen = frame["sequence_number"]
+            yield frame
+            num_frames += 1
+            if leave is not None and num_frames == leave.after:
+                if leave.how != "stall":
+                    how = "cut"
+                    raise ConnectionError("left")
+                await asyncio.sleep(leave.for_s)
+        how = "end"
+    except Refused:
+        how = "refused"
+        raise
+    finally:
+        if how == "cut" and leave is not None and leave.how == "rst":
+            source.reset()
+        else:
+            source.finish()
+        if state.response:
+            history.note("close", stream=stream, how=how)
+
+
+def note_frame(history: History, stream: str, frame: Frame) -> None:
+    kind = frame["type"]
+    text = frame["delta"] if kind.endswith("output_text.delta") else None
+    text = frame["text"] if kind.endswith("output_text.done") else text
+    number, index = frame["sequence_number"], frame.get("output_index")
+    history.note("frame", stream=stream, seq=number, type=kind, index=index, text=text)
