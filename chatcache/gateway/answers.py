@@ -256,6 +256,22 @@ class Version(msgspec.Struct):
     version: str
 
 
+class Session(msgspec.Struct):
+    """Who one is. `key_id` is null on an open server; `expires_at` (since 1970) is the cookie's, null with a key."""
+
+    object: Literal["session"]
+    key_id: str | None
+    tenant: str
+    user: str
+    is_admin: bool
+    expires_at: int | None
+
+
+class SessionDeleted(msgspec.Struct):
+    object: Literal["session"]
+    deleted: bool
+
+
 class Alive(msgspec.Struct):
     status: Literal["alive"]
 

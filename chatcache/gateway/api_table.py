@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from chatcache.gateway import answers, answers_responses, answers_stored, wire
+from chatcache.gateway.access import ACCESS
 from chatcache.types import MAX_TOP_LOGPROBS
 
 # The page and its files: not an API.
@@ -96,7 +97,7 @@ class Operation:
     `answer`: the type of a 200, None for text that is not JSON. `stream`: the type of each event where SSE is offered.
     `also`: media types of text that it can be instead. `takes`: those of a body that is a file. `errors`: statuses
     beside those every route may answer with; `failures`: bodies that are more than the envelope. `once`: takes an
-    `Idempotency-Key`.
+    `Idempotency-Key`. Whether it needs a key is in `access.py`.
     """
 
     method: str
@@ -111,8 +112,11 @@ class Operation:
     takes: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
     failures: Mapping[int, object] = field(default_factory=dict)
-    needs_key: bool = True
     once: bool = False
+
+    @property
+    def needs_key(self) -> bool:
+        return ACCESS[self.path] != "open"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,14 +386,13 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers_stored.CacheWarmth,
         errors=_STARTING,
     ),
-    Operation(method="GET", path="/livez", summary="The process answers", answer=answers.Alive, needs_key=False),
+    Operation(method="GET", path="/livez", summary="The process answers", answer=answers.Alive),
     Operation(
         method="GET",
         path="/readyz",
         summary="Whether the next request would be answered, and how far loading is",
         answer=answers.Ready,
         failures=_NOT_READY,
-        needs_key=False,
     ),
     Operation(
         method="GET",
@@ -397,17 +400,25 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="The same as /readyz",
         answer=answers.Ready,
         failures=_NOT_READY,
-        needs_key=False,
     ),
     Operation(
         method="GET",
         path="/metrics",
-        summary="Prometheus metrics",
+        summary="Prometheus metrics; on a server with keys, for those of administrators",
         answer=None,
         media_type="text/plain",
     ),
-    Operation(method="GET", path="/version", summary="The server's version", answer=answers.Version, needs_key=False),
-    Operation(method="GET", path="/openapi.json", summary="This document", answer=dict[str, object], needs_key=False),
+    Operation(method="GET", path="/v1/session", summary="Who one is", answer=answers.Session, errors=(401, 503)),
+    Operation(
+        method="POST",
+        path="/v1/session",
+        summary="Take a key for a cookie that opens the same, until it expires or the key is revoked",
+        answer=answers.Session,
+        errors=(401, 503),
+    ),
+    Operation(method="DELETE", path="/v1/session", summary="Forget the cookie", answer=answers.SessionDeleted),
+    Operation(method="GET", path="/version", summary="The server's version", answer=answers.Version),
+    Operation(method="GET", path="/openapi.json", summary="This document", answer=dict[str, object]),
 )
 
 SOCKETS: tuple[Socket, ...] = (

@@ -31,18 +31,22 @@ from chatcache.gateway import (
     models,
     responses_http,
     responses_stored,
+    sessions,
     static,
 )
+from chatcache.gateway.access import Unmatched, protected
 from chatcache.gateway.completions import completions
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.door import Door
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
 from chatcache.gateway.guard import Guard
+from chatcache.gateway.keyring import Keyring
 from chatcache.gateway.limits import RATE_HEADERS, Limiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.middleware import BodyLimit, RequestContext
 from chatcache.gateway.openai_chat import chat_completions
 from chatcache.gateway.openapi import openapi
+from chatcache.gateway.revocation import EndRevoked
 from chatcache.gateway.ws import responses_socket
 from chatcache.text.tokenizer import Tokenizer
 
@@ -62,7 +66,7 @@ def create_app(
     `model_name` is the served name ("": the engine's own, known once it is ready). `load_tokenizer` runs once, in a
     thread, when the app starts. Without `store`, the one that `config` names is opened then.
     """
-    metrics, limiter = Metrics(), Limiter()
+    metrics, limiter, keyring = Metrics(), Limiter(), Keyring(config.api_keys)
     gateway = Gateway(
         config=config,
         engine=engine,
@@ -72,6 +76,7 @@ def create_app(
         metrics=metrics,
         limiter=limiter,
         door=Door(engine, limiter),
+        keyring=keyring,
     )
 
     @asynccontextmanager
@@ -79,11 +84,13 @@ def create_app(
         opened = store if store is not None else await asyncio.to_thread(open_store, config)
         gateway.store = opened
         limiter.usage.store = opened.keys
+        await keyring.open(opened.keys)
         loading = asyncio.create_task(gateway.load(load_tokenizer, opened))
         tidying = asyncio.create_task(limiter.keep_tidy())
         try:
             yield
         finally:
+            await keyring.close()
             await gateway.settle_runs()
             for task in (loading, tidying):
                 task.cancel()
@@ -92,12 +99,13 @@ def create_app(
             await opened.close()
 
     app = Starlette(
-        routes=_routes(),
-        middleware=_middleware(config, metrics, limiter),
+        routes=protected(_routes()),
+        middleware=_middleware(config, metrics, limiter, keyring),
         exception_handlers={ChatcacheError: on_chatcache_error, HTTPException: on_http_exception},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect would repeat whatever Host it was asked by
+    app.router.default = Unmatched(app.router.default)
     app.state.gateway = gateway
     return app
 
@@ -112,6 +120,7 @@ def _routes() -> list[BaseRoute]:
         Route("/metrics", health.metrics),
         Route("/version", models.version),
         Route("/openapi.json", openapi),
+        Route("/v1/session", sessions.Sessions),
         Route("/tokenize", models.tokenize, methods=["POST"]),
         Route("/detokenize", models.detokenize, methods=["POST"]),
         Route("/v1/models", models.list_models),
@@ -142,7 +151,7 @@ def _routes() -> list[BaseRoute]:
     ]
 
 
-def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter) -> list[Middleware]:
+def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter, keyring: Keyring) -> list[Middleware]:
     """Outermost first."""
     stack = [Middleware(RequestContext, metrics, limiter)]
     if config.cors_origins:
@@ -163,7 +172,8 @@ def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter) -> lis
         )
     return [
         *stack,
-        Middleware(Guard, config),
+        Middleware(Guard, config, keyring),
+        Middleware(EndRevoked, keyring),
         Middleware(BodyLimit, config.max_body_bytes, config.body_timeout_s, {IMPORT_PATH: config.max_import_bytes}),
     ]
 

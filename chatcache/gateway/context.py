@@ -21,6 +21,7 @@ from chatcache.errors import ChatcacheError, NotFound, Overloaded, UnsupportedPa
 from chatcache.gateway.door import Door
 from chatcache.gateway.errors import ModelLoading
 from chatcache.gateway.hub import ConversationHub
+from chatcache.gateway.keyring import Keyring
 from chatcache.gateway.limits import Limiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.repeats import KeyLocks
@@ -57,6 +58,7 @@ class Gateway:
     metrics: Metrics
     limiter: Limiter
     door: Door
+    keyring: Keyring
     store: ConversationStore | None = None
     model: Model | None = None
     load_error: str | None = None
@@ -72,7 +74,7 @@ class Gateway:
     @property
     def is_open(self) -> bool:
         """Whether everybody is let in, and so nobody is a tenant."""
-        return not self.config.api_keys
+        return self.keyring.is_open
 
     @property
     def fingerprint(self) -> str:

@@ -1,34 +1,38 @@
-"""Who may speak: Host and Origin allow-lists, then API keys. One answer for HTTP and WebSocket."""
+"""Who speaks: Host and Origin allow-lists, then keys and sessions. One answer for HTTP and WebSocket.
+
+What each route wants of them is `access.py`'s affair.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chatcache.config import ServerConfig
-from chatcache.gateway.errors import Forbidden, Unauthorized
+from chatcache.errors import ChatcacheError
+from chatcache.gateway.cookies import NAME, Session, read_session
+from chatcache.gateway.errors import Forbidden
+from chatcache.gateway.keyring import Keyring
 from chatcache.gateway.principal import EVERYBODY, Principal, admit
-from chatcache.gateway.static import PAGE_FILE
 
-OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/version"})
-OPEN_PREFIX = "/assets/"
 KEY_PROTOCOL = "openai-insecure-api-key."
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
-    """Refuses before routing. Raises: Forbidden, Unauthorized (the request context turns them into answers).
+    """Refuses foreign hosts and origins before routing. Raises: Forbidden (the request context makes it an answer).
 
-    Sets who asks (`principal_of`): derived from the key, so that the key itself goes no further.
+    Sets who asks (`principal.who`): derived from the key, so that the key itself goes no further.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring) -> None:
         self._app = app
+        self._keyring = keyring
         self._hosts = frozenset(host.lower() for host in (*_LOOPBACK_HOSTS, *config.allowed_hosts))
         self._any_host = "*" in self._hosts
         # A page that rebinds DNS sends its own name, never an address: on a public bind, addresses are safe.
@@ -36,14 +40,16 @@ class Guard:
         if not self._any_address:
             self._hosts |= {config.host.lower()}
         self._origins = frozenset(origin.lower().rstrip("/") for origin in config.cors_origins)
-        self._keys = tuple(hashlib.sha256(key.encode()).digest() for key in config.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             headers = Headers(scope=scope)
             self._check_host(headers)
             self._check_origin(headers)
-            admit(scope, self._principal(scope, headers))
+            try:
+                admit(scope, self._principal(scope, headers))
+            except ChatcacheError as error:  # of no account where everybody may go
+                admit(scope, error)
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
@@ -60,26 +66,30 @@ class Guard:
             return
         raise Forbidden("this Origin is not allowed; allow it with --cors-origin", code="origin_not_allowed")
 
-    def _principal(self, scope: Scope, headers: Headers) -> Principal | None:
-        if not self._keys:
+    def _principal(self, scope: Scope, headers: Headers) -> Principal:
+        """Raises: Unauthorized, Forbidden, StoreUnavailable."""
+        if self._keyring.is_open:
             return EVERYBODY
-        offered = _offered_key(scope, headers)
+        offered = offered_key(scope, headers)
         if offered is not None:
-            digest = hashlib.sha256(offered.encode("utf-8", "surrogateescape")).digest()
-            # Every key is compared, whichever matches: the time taken tells nothing.
-            if any([hmac.compare_digest(digest, key) for key in self._keys]):  # noqa: C419
-                name = digest.hex()[:32]
-                return Principal(name, name, name, is_admin=True)
-        if scope["type"] == "http" and _is_open(scope["path"].removeprefix(scope.get("root_path", ""))):
-            return None
-        raise Unauthorized("a valid API key is required: Authorization: Bearer KEY")
+            return self._keyring.of_key(offered)
+        session = offered_session(headers)
+        if session is None:
+            return self._keyring.nobody()
+        principal = self._keyring.of_session(session)
+        # The browser adds the cookie to whatever a page asks for: what changes something must be this server's page.
+        if (scope["type"] == "websocket" or scope["method"] not in _SAFE) and not _is_same_origin(headers):
+            raise Forbidden("a session needs the Origin of this server's page", code="origin_not_allowed")
+        return principal
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX) or PAGE_FILE.fullmatch(path) is not None
+def offered_session(headers: Headers) -> Session | None:
+    """The cookie, if it looks like one of ours."""
+    return read_session(cookie_parser(headers.get("cookie", "")).get(NAME, ""))
 
 
-def _offered_key(scope: Scope, headers: Headers) -> str | None:
+def offered_key(scope: Scope, headers: Headers) -> str | None:
+    """The key that came along, whatever it is worth."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -89,6 +99,13 @@ def _offered_key(scope: Scope, headers: Headers) -> str | None:
             if protocol.startswith(KEY_PROTOCOL):
                 return protocol.removeprefix(KEY_PROTOCOL)
     return None
+
+
+def _is_same_origin(headers: Headers) -> bool:
+    origin = headers.get("origin")
+    if origin is not None:
+        return _netloc(origin) == headers.get("host", "").lower()
+    return headers.get("sec-fetch-site") == "same-origin"  # which no page can set
 
 
 def _netloc(origin: str) -> str | None:

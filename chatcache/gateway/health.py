@@ -25,6 +25,7 @@ async def readyz(request: Request) -> Response:
     health = await gateway.health()
     if health.ready and gateway.model is not None:
         try:
+            gateway.keyring.check_known()
             await store_of(request).check()
         except StoreUnavailable as unsaved:
             return _not_ready(gateway, "unavailable", 1.0, unsaved)
@@ -35,7 +36,7 @@ async def readyz(request: Request) -> Response:
             "kv_pages_in_use": health.num_pages_in_use,
         }
         # Probes come without a key; how busy others are is for those who have one.
-        shown = load if gateway.is_open or signed_in(request) else {}
+        shown = load if signed_in(request) is not None else {}
         ready = {"status": "ready", "model": gateway.model_name, "max_model_len": health.max_model_len}
         return json_response({**ready, **shown})
     detail = gateway.load_error or (health.detail if not health.ready else "loading the tokenizer")

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from chatcache.gateway.answers import Error
 from chatcache.gateway.api_table import OPERATIONS, SOCKETS, Body, Operation
 from chatcache.gateway.context import gateway_of
+from chatcache.gateway.cookies import NAME
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.repeats import HEADER, KEY
 
@@ -22,6 +23,7 @@ Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _ALWAYS = (403, 500)  # a Host or Origin that is not served; a bug
+_OF_KEYS = (401, 503)  # none that opens this; keys that cannot be read now
 _OF_BODIES = (400, 408, 413, 415)
 _DESCRIPTION = """A chat backend that owns its KV cache. OpenAI's fields and shapes, and more beside them.
 
@@ -63,7 +65,10 @@ def document(version: str, root_path: str = "") -> Schema:
                     "schema": {"type": "string"},
                 }
             },
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "session": {"type": "apiKey", "in": "cookie", "name": NAME},
+            },
         },
         "x-websockets": {
             socket.path: {
@@ -109,7 +114,7 @@ def _operation(operation: Operation) -> Schema:
         "summary": operation.summary,
         "parameters": [*_path_parameters(operation), *_query_parameters(operation), *_headers(operation)],
         "responses": _responses(operation),
-        "security": [{}, {"key": []}] if operation.needs_key else [],
+        "security": [{}, {"key": []}, {"session": []}] if operation.needs_key else [],
     }
     if operation.body is not None:
         content = {"application/json": {"schema": _ref(operation.body.name)}}
@@ -126,7 +131,7 @@ def _responses(operation: Operation) -> Schema:
     content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.also}
     if operation.stream is not None:
         content["text/event-stream"] = {"schema": _event(operation.stream)}
-    statuses = {*operation.errors, *_ALWAYS, *((401,) if operation.needs_key else ())}
+    statuses = {*operation.errors, *_ALWAYS, *(_OF_KEYS if operation.needs_key else ())}
     statuses |= set(_OF_BODIES if operation.body is not None else ())
     failures = {
         str(status): _response(status, {"application/json": {"schema": _schema(kind)}})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
+from chatcache.errors import ChatcacheError
 from chatcache.gateway.errors import Unauthorized
 
 _IN_SCOPE = "chatcache.principal"
@@ -39,9 +40,17 @@ class Principal:
 EVERYBODY = Principal("", "", "", is_admin=True)  # on an open server
 
 
-def admit(scope: Scope, principal: Principal | None) -> None:
-    """Note who a connection is of; None for somebody without a key, at a door that is open to all."""
-    scope[_IN_SCOPE] = principal
+def admit(scope: Scope, found: Principal | ChatcacheError) -> None:
+    """Note who a connection is of, or why nobody: doors that are open to all let those in too."""
+    scope[_IN_SCOPE] = found
+
+
+def who(scope: Scope) -> Principal:
+    """Who asks. Raises: why nobody is known to (Unauthorized, Forbidden, StoreUnavailable)."""
+    found = scope.get(_IN_SCOPE)
+    if isinstance(found, Principal):
+        return found
+    raise found if isinstance(found, ChatcacheError) else Unauthorized("nobody looked at who asks")
 
 
 def admitted(scope: Scope) -> Principal | None:
@@ -56,18 +65,15 @@ def signed_in(connection: HTTPConnection) -> Principal | None:
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
-    """Who asks. Raises: Unauthorized for somebody without a key."""
-    found = signed_in(connection)
-    if found is None:
-        raise Unauthorized("a valid API key is required: Authorization: Bearer KEY")
-    return found
+    """Who asks. Raises: as `who`."""
+    return who(connection.scope)
 
 
 def owner_of(connection: HTTPConnection) -> str:
-    """Whose conversations are meant; "" on an open server. Raises: Unauthorized."""
+    """Whose conversations are meant; "" on an open server. Raises: as `who`."""
     return principal_of(connection).owner
 
 
 def tenant_of(connection: HTTPConnection) -> str:
-    """The namespace of pages; "" on an open server. Raises: Unauthorized."""
+    """The namespace of pages; "" on an open server. Raises: as `who`."""
     return principal_of(connection).tenant

@@ -14,7 +14,7 @@ from starlette.routing import Match, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# No API route has a dot in it; the guard lets these through without a key.
+# No API route has a dot in it.
 PAGE_FILE = re.compile(r"/[A-Za-z0-9_-]{1,64}\.(?:css|html|ico|js|json|png|svg|txt|webmanifest|woff2)")
 STATIC = Path(__file__).with_name("static")
 MIN_GZIP_BYTES = 1024

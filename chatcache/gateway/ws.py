@@ -29,9 +29,12 @@ from chatcache.types import MAX_N
 
 PROTOCOL = "chatcache.v1"
 BAD_MESSAGE = 4400
+NOT_LET_IN = 4401
 TOO_MANY = 4429
 MAX_FRAMES_PER_S = 200.0
 MAX_BURST = 1000.0
+# What ends something, or tells how far one has read, goes by what is known already; the rest asks the store.
+_UNASKED = frozenset({"response.ack", "response.cancel", "response.drop"})
 
 Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[None]]
@@ -61,13 +64,14 @@ class Connection:
         self._gateway = gateway
         self._extended = extended
         principal = principal_of(socket)
-        self._owner = principal.owner
+        self._principal, self._owner = principal, principal.owner
         self._outbox = Outbox(socket)
         self._lanes = Lanes(gateway, principal, self._outbox, extended)
         self._prewarmer = Prewarmer(gateway, principal, self._outbox)
         self._cancelling: dict[str, asyncio.Task[None]] = {}
         self._dropping: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._telling: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._handlers: dict[str, Handler] = {
             "response.create": self._create,
             "response.cancel": self._cancel,
@@ -83,7 +87,16 @@ class Connection:
             }
 
     async def serve(self) -> None:
-        """Read frames until the client leaves. Raises: one of `GONE`."""
+        """Read frames until the client leaves, or is let in no more. Raises: one of `GONE`."""
+        with self._gateway.keyring.watching(self._principal, self._leave):
+            await self._serve()
+
+    def _leave(self) -> None:
+        """The key was revoked."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._outbox.close(NOT_LET_IN, "the API key was revoked"))
+
+    async def _serve(self) -> None:
         if self._extended:
             await self._gateway.health()  # so that the limits are known as soon as they can be
             await self._outbox.send(session(self._gateway))
@@ -104,6 +117,8 @@ class Connection:
                 await self._outbox.refuse(error)
                 await self._outbox.close(BAD_MESSAGE, "bad message")
                 return
+            if not await self._is_let_in(body):
+                return
             await self._handle(body)
 
     async def close(self) -> None:
@@ -111,11 +126,26 @@ class Connection:
         tasks = [
             *self._cancelling.values(),
             *self._dropping.values(),
-            *([self._telling] if self._telling is not None else []),
+            *(task for task in (self._telling, self._leaving) if task is not None),
         ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(self._lanes.close(), self._prewarmer.close(), *tasks, return_exceptions=True)
+
+    async def _is_let_in(self, body: Body) -> bool:
+        """Whether the key still opens anything: asked at every message."""
+        keyring = self._gateway.keyring
+        try:
+            if body.get("type") in _UNASKED:
+                keyring.check(self._principal)
+            else:
+                await keyring.recheck(self._principal)
+        except ChatcacheError as error:
+            with suppress(*GONE):
+                await self._outbox.refuse(error, body.get("stream_id"))
+            await self._outbox.close(NOT_LET_IN, "the API key was revoked")
+            return False
+        return True
 
     async def _handle(self, body: Body) -> None:
         kind = body.get("type")

@@ -131,6 +131,7 @@ class Server:
         self.engine = ThreadedEngine(self._build)
         await self.engine.start()
         app = create_app(self.config, self.engine, lambda: self.load_tokenizer(), MODEL, store=self.store)
+        self.app = app
         self.gateway: Gateway = app.state.gateway
         settings = uvicorn.Config(
             app,
