@@ -32,7 +32,7 @@ class DayUsage:
 
     def __init__(self, *, wall_s: Callable[[], float] = time.time) -> None:
         self.store: UsageStore | None = None
-        self._wall_s = wall_s
+        self.wall_s = wall_s
         self._stored: Mapping[str, int] = {}
         self._stored_day = -1
         self._unstored: dict[int, Counter[str]] = {}
@@ -40,7 +40,7 @@ class DayUsage:
 
     @property
     def today(self) -> int:
-        return day_of(self._wall_s())
+        return day_of(self.wall_s())
 
     def used(self, key_id: str) -> int:
         """Tokens used today, as far as known."""
@@ -49,7 +49,7 @@ class DayUsage:
 
     def day_ends_in_s(self) -> int:
         """Seconds to the next day, rounded up."""
-        return DAY_S - int(self._wall_s()) % DAY_S
+        return DAY_S - int(self.wall_s()) % DAY_S
 
     def add(self, key_id: str, num_tokens: int) -> None:
         if num_tokens:

@@ -1,0 +1,146 @@
+"""A tenant that asks for more than half of the queue is refused for itself, before anything is made of its text."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatcache.config import EngineConfig
+from chatcache.gateway import door
+from chatcache.gateway.principal import Limits
+from chatcache.text.tokenizer import Tokenizer
+from tests.gateway.clocks import Clock
+from tests.gateway.limited import bearer, limited_server, tenant_of_key
+from tests.gateway.serving import CHATML, Server, post_bytes, tokenizer_with, wait_until
+
+CHAT = "/v1/chat/completions"
+MOST, MOST_TOKENS = 4, 1000
+TENANTS = {f"sk-{name}": Limits() for name in ("one", "two", "three")}
+LONG = "word " * 150
+
+
+class Crowd:
+    """A server where one request runs, ever so slowly; so many more may queue. All connections are kept open."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.opened: list[socket.socket] = []
+
+    def stream(self, key: str, content: str) -> None:
+        body = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": 3000}
+        connection = self.server.connect()
+        self.opened.append(connection)
+        data = json.dumps({**body, "ignore_eos": True}).encode()
+        connection.sendall(post_bytes(self.server.port, CHAT, data, f"authorization: Bearer {key}\r\n"))
+
+    def num_waiting(self) -> int:
+        return self.server.call(self.server.engine.health()).num_waiting
+
+    def queue(self, key: str, count: int, content: str = "Hi") -> None:
+        """Open streams and wait until the engine has queued them."""
+        before = self.num_waiting()
+        for _ in range(count):
+            self.stream(key, content)
+        wait_until(lambda: self.num_waiting() == before + count, f"{count} more in the queue", 60)
+
+    def leave(self, count: int | None = None) -> None:
+        """Close the oldest of the connections, all but the one that runs, and wait until the engine knows."""
+        gone = self.opened[1 : None if count is None else 1 + count]
+        left = self.num_waiting() - len(gone)
+        for each in gone:
+            self.opened.remove(each)
+            each.close()
+        wait_until(lambda: self.num_waiting() == left, f"{left} left in the queue", 60)
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> Iterator[Crowd]:
+    engine = EngineConfig(max_num_seqs=1, max_num_waiting=MOST, max_waiting_tokens=MOST_TOKENS)
+    tokenizer = tokenizer_with(CHATML)
+    with limited_server(
+        str(tmp_path / "chat.db"),
+        Clock(),
+        TENANTS,
+        engine_config=engine,
+        tokenizer=tokenizer,
+        load_tokenizer=lambda: tokenizer,
+        eos_every=0,
+        max_model_len=4096,
+    ) as server:
+        server.runner.delay_s = 0.02
+        crowd = Crowd(server)
+        crowd.stream("sk-three", "Hi")
+        wait_until(lambda: server.num_pages_in_use() > 0, "one runs", 60)
+        yield crowd
+        for each in crowd.opened:
+            each.close()
+
+
+def refusal(server: Server, key: str, content: str = "Hi") -> tuple[int, str]:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    status, headers, answer = server.request("POST", CHAT, body, bearer(key))
+    assert headers["retry-after"] == "1"
+    return status, answer["error"]["code"]
+
+
+def check_shares(crowd: Crowd, made: list[str]) -> None:
+    """Fill the queue from two sides. Raises: AssertionError where a share does not hold."""
+    server = crowd.server
+    crowd.queue("sk-one", MOST // 2)
+    made.clear()
+    assert refusal(server, "sk-one") == (429, "rate_limit_exceeded")
+    assert made == [], "before tokenising"
+    crowd.queue("sk-two", MOST // 2)
+    assert refusal(server, "sk-two") == (429, "rate_limit_exceeded")
+    assert refusal(server, "sk-three") == (503, "overloaded")
+    crowd.leave(1)
+    crowd.queue("sk-three", 1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the tokenizer was asked to do."""
+    calls: list[str] = []
+    for name in ("encode", "render"):
+        original = getattr(Tokenizer, name)
+
+        def spied(self: Tokenizer, *args: Any, _name: str = name, _original: Any = original, **more: Any) -> Any:
+            calls.append(_name)
+            return _original(self, *args, **more)
+
+        monkeypatch.setattr(Tokenizer, name, spied)
+    return calls
+
+
+def test_half_of_the_queue_for_one_tenant(crowd: Crowd, made: list[str]) -> None:
+    check_shares(crowd, made)
+
+
+def test_without_the_doors_share_the_text_would_be_tokenised_first(
+    crowd: Crowd, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "check_share", lambda *_: None)
+    with pytest.raises(AssertionError, match="before tokenising"):
+        check_shares(crowd, made)
+
+
+def test_long_prompts_fill_a_share_sooner(crowd: Crowd) -> None:
+    crowd.queue("sk-one", 1, LONG)
+    assert refusal(crowd.server, "sk-one", LONG) == (429, "rate_limit_exceeded")
+    crowd.queue("sk-two", 1, LONG)
+    assert refusal(crowd.server, "sk-three", LONG) == (503, "overloaded")
+
+
+def test_what_has_started_or_left_is_no_part_of_it(crowd: Crowd) -> None:
+    door = crowd.server.gateway.door
+    assert door.waiting_of(tenant_of_key("sk-three")) == (0, 0), "it runs"
+    crowd.queue("sk-one", 2)
+    assert door.waiting_of(tenant_of_key("sk-one")).num_requests == 2
+    crowd.leave()
+    wait_until(lambda: door.waiting_of(tenant_of_key("sk-one")) == (0, 0), "they left", 60)
+    crowd.queue("sk-one", 2)
