@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import pytest
-
 from chatcache.config import ServerConfig
-from chatcache.gateway import guard, principal
-from chatcache.gateway.principal import Limits, Principal
+from chatcache.gateway.principal import Limits
 from tests.gateway.clocks import Clock
+from tests.gateway.keyed import Headers, Held, give
 from tests.gateway.serving import Server
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
+@dataclass
+class LimitedServer(Server):
+    """`held`: a key by its tenant's name."""
+
+    held: Mapping[str, Held] = field(default_factory=dict)
+
+    def bearer(self, tenant: str) -> Headers:
+        return self.held[tenant].bearer
 
 
-def tenant_of_key(key: str) -> str:
-    """What `--api-key` makes of it."""
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+def keys_with(db: str, limits: Mapping[str, Limits]) -> dict[str, Held]:
+    """Make a key for each tenant, stored in `db`."""
+    config = ServerConfig(db=db)
+    return {tenant: give(config, tenant, **asdict(most)) for tenant, most in limits.items()}
 
 
 @contextmanager
-def limited_server(db: str, clock: Clock, keys: Mapping[str, Limits], **settings: Any) -> Iterator[Server]:
-    """Serve so many tenants, one for each key, each with its limits."""
-    limits = {tenant_of_key(key): most for key, most in keys.items()}
-    original = principal.admit
-
-    def admit(scope: Any, who: Any) -> None:
-        original(scope, replace(who, limits=limits[who.tenant]) if isinstance(who, Principal) else who)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "admit", admit)
-        with Server(ServerConfig(db=db, api_keys=tuple(keys), detach_ttl_s=0.2), **settings) as server:
-            server.gateway.limiter.clock_ns = clock.now_ns
-            server.gateway.limiter.usage.wall_s = clock.wall_s
-            yield server.wait_ready()
-            server.runner.delay_s = 0
-            server.wait_idle()
+def limited_server(db: str, clock: Clock, held: Mapping[str, Held], **settings: Any) -> Iterator[LimitedServer]:
+    config = ServerConfig(db=db, detach_ttl_s=0.2, sse_keep_alive_interval_s=0)
+    with LimitedServer(config, held=held, **settings) as server:
+        server.gateway.limiter.clock_ns = clock.now_ns
+        server.gateway.limiter.usage.wall_s = clock.wall_s
+        yield server.wait_ready()  # type: ignore[misc]
+        server.runner.delay_s = 0
+        server.wait_idle()

@@ -16,14 +16,13 @@ from chatcache.gateway.limits import RATE_HEADERS, RESERVED_TOKENS
 from chatcache.gateway.principal import Limits
 from tests.gateway.clocks import Clock
 from tests.gateway.frames import receive, send, until_end
-from tests.gateway.limited import bearer, limited_server
-from tests.gateway.serving import Server, post_bytes, slowed, wait_until
+from tests.gateway.limited import LimitedServer, keys_with, limited_server
+from tests.gateway.serving import post_bytes, slowed, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 DAY_S = 86_400
 SHORT = {"max_tokens": 3, "ignore_eos": True}
-FREE = "sk-free"
-PER_MINUTE, TOKENS, AT_ONCE, DAILY, SIDE = "sk-requests", "sk-tokens", "sk-at-once", "sk-daily", "sk-side"
+FREE, PER_MINUTE, TOKENS, AT_ONCE, DAILY, SIDE = "free", "requests", "tokens", "at-once", "daily", "side"
 KEYS = {
     FREE: Limits(),
     PER_MINUTE: Limits(requests_per_minute=5),
@@ -42,8 +41,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[Server]:
-    with limited_server(str(tmp_path_factory.mktemp("limits") / "chat.db"), clock, KEYS) as running:
+def server(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[LimitedServer]:
+    db = str(tmp_path_factory.mktemp("limits") / "chat.db")
+    with limited_server(db, clock, keys_with(db, KEYS)) as running:
         yield running
 
 
@@ -53,45 +53,45 @@ def later(clock: Clock) -> None:
     clock.pass_s(7200)
 
 
-def chat(server: Server, key: str, content: str = "Hi", **fields: Any) -> Answer:
+def chat(server: LimitedServer, key: str, content: str = "Hi", **fields: Any) -> Answer:
     body = {"messages": [{"role": "user", "content": content}], **SHORT, **fields}
-    return server.request("POST", CHAT, body, bearer(key))
+    return server.request("POST", CHAT, body, server.bearer(key))
 
 
-def socket_of(server: Server, key: str) -> ClientConnection:
+def socket_of(server: LimitedServer, key: str) -> ClientConnection:
     return connect(
         f"ws://127.0.0.1:{server.port}/v1/responses",
-        additional_headers=bearer(key),
+        additional_headers=server.bearer(key),
         subprotocols=[Subprotocol("chatcache.v1")],
         max_queue=None,
     )
 
 
-def left(server: Server, key: str, kind: str = "tokens") -> int:
+def left(server: LimitedServer, key: str, kind: str = "tokens") -> int:
     """What a GET says is left; it costs nothing."""
-    status, headers, _ = server.request("GET", "/v1/models", headers=bearer(key))
+    status, headers, _ = server.request("GET", "/v1/models", headers=server.bearer(key))
     assert status == 200
     return int(headers[f"x-ratelimit-remaining-{kind}"])
 
 
-def settled(server: Server, key: str) -> None:
+def settled(server: LimitedServer, key: str) -> None:
     """Wait until nothing of the key is reserved."""
     accounts = server.gateway.limiter._accounts
     found = [account for account in accounts.values() if account.limits == KEYS[key]]
     wait_until(lambda: all(not account._num_reserved for account in found), "settled", 60)
 
 
-def conversation_of(server: Server, key: str) -> tuple[str, str]:
+def conversation_of(server: LimitedServer, key: str) -> tuple[str, str]:
     """A stored conversation and its reply."""
     body = {"input": "Hi", "max_output_tokens": 3, "ignore_eos": True}
-    status, _, answer = server.request("POST", RESPONSES, body, bearer(key))
+    status, _, answer = server.request("POST", RESPONSES, body, server.bearer(key))
     assert status == 200, answer
     return answer["conversation"]["id"], answer["output"][0]["id"]
 
 
-def ways_in(server: Server, conversation_id: str, item_id: str) -> dict[str, Callable[[], Answer]]:
+def ways_in(server: LimitedServer, conversation_id: str, item_id: str) -> dict[str, Callable[[], Answer]]:
     """Every way to make the engine work, once."""
-    key = bearer(PER_MINUTE)
+    key = server.bearer(PER_MINUTE)
 
     def stored(**fields: Any) -> Answer:
         return server.request("POST", RESPONSES, {"input": "Hi", "max_output_tokens": 3, **fields}, key)
@@ -119,7 +119,7 @@ def ways_in(server: Server, conversation_id: str, item_id: str) -> dict[str, Cal
     }
 
 
-def test_every_way_in_counts_and_is_refused_with_a_wait_that_suffices(server: Server, clock: Clock) -> None:
+def test_every_way_in_counts_and_is_refused_with_a_wait_that_suffices(server: LimitedServer, clock: Clock) -> None:
     ways = ways_in(server, *conversation_of(server, PER_MINUTE))
     server.wait_idle()
     for name, ask in ways.items():
@@ -155,15 +155,15 @@ def test_every_way_in_counts_and_is_refused_with_a_wait_that_suffices(server: Se
         (RESPONSES, {"generate": False}, 1),
     ],
 )
-def test_candidates_count(server: Server, path: str, fields: dict[str, Any], cost: int) -> None:
+def test_candidates_count(server: LimitedServer, path: str, fields: dict[str, Any], cost: int) -> None:
     common = {CHAT: {"messages": [{"role": "user", "content": "Hi"}], **SHORT}, COMPLETIONS: {"prompt": "Hi", **SHORT}}
     body = {**common.get(path, {"input": "Hi", "max_output_tokens": 3}), **fields}
-    status, headers, answer = server.request("POST", path, body, bearer(PER_MINUTE))
+    status, headers, answer = server.request("POST", path, body, server.bearer(PER_MINUTE))
     assert status == 200, answer
     assert int(headers["x-ratelimit-remaining-requests"]) == 5 - cost
 
 
-def test_what_is_wrong_counts_once_it_was_looked_at_and_its_tokens_do_not(server: Server) -> None:
+def test_what_is_wrong_counts_once_it_was_looked_at_and_its_tokens_do_not(server: LimitedServer) -> None:
     assert chat(server, TOKENS, "word " * 3000)[0] == 400
     assert left(server, TOKENS) == 100_000
     assert chat(server, PER_MINUTE, n=0)[0] == 400
@@ -177,7 +177,7 @@ def usage_of(answer: Answer) -> int:
     return int(usage["total_tokens"]) - int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_tokens_cost_what_was_computed(server: Server) -> None:
+def test_tokens_cost_what_was_computed(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     costs = [usage_of(chat(server, TOKENS, "What is charged here?", n=count)) for count in (1, 1, 3)]
     settled(server, TOKENS)
@@ -185,7 +185,7 @@ def test_tokens_cost_what_was_computed(server: Server) -> None:
     assert costs[1] < costs[0] and costs[2] == costs[1] + 6, "what the cache has is free"
 
 
-def test_a_search_costs_all_its_beams(server: Server) -> None:
+def test_a_search_costs_all_its_beams(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     answer = chat(server, TOKENS, "Search for this", beam_width=4, n=1)
     settled(server, TOKENS)
@@ -193,12 +193,12 @@ def test_a_search_costs_all_its_beams(server: Server) -> None:
     assert left(server, TOKENS) == before - usage_of(answer) - 3 * num_drawn
 
 
-def test_who_leaves_pays_for_what_was_said(server: Server) -> None:
+def test_who_leaves_pays_for_what_was_said(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     body = {"messages": [{"role": "user", "content": "Tell me much"}], "stream": True, "ignore_eos": True}
     with slowed(server, 0.02), server.connect() as connection:
         data = json.dumps({**body, "max_tokens": 900}).encode()
-        connection.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {TOKENS}\r\n"))
+        connection.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {server.held[TOKENS].key}\r\n"))
         wait_until(lambda: server.num_pages_in_use() > 0, "it runs", 60)
         assert b"200 OK" in connection.recv(4096)
         assert left(server, TOKENS) <= before - 900, "reserved"
@@ -207,19 +207,19 @@ def test_who_leaves_pays_for_what_was_said(server: Server) -> None:
     assert before - 900 < left(server, TOKENS) < before
 
 
-def test_who_leaves_a_search_pays_what_was_reserved(server: Server) -> None:
+def test_who_leaves_a_search_pays_what_was_reserved(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     body = {"messages": [{"role": "user", "content": "Search long"}], "beam_width": 2, "max_tokens": 400}
     with slowed(server, 0.02), server.connect() as connection:
         data = json.dumps({**body, "ignore_eos": True}).encode()
-        connection.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {TOKENS}\r\n"))
+        connection.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {server.held[TOKENS].key}\r\n"))
         wait_until(lambda: server.num_pages_in_use() > 0, "it runs", 60)
     server.wait_idle()
     settled(server, TOKENS)
     assert left(server, TOKENS) <= before - 800
 
 
-def test_so_many_at_once_however_they_came(server: Server) -> None:
+def test_so_many_at_once_however_they_came(server: LimitedServer) -> None:
     with slowed(server, 0.01), socket_of(server, AT_ONCE) as socket:
         receive(socket)
         for lane in ("one", "two"):
@@ -245,13 +245,14 @@ def test_so_many_at_once_however_they_came(server: Server) -> None:
     server.wait_idle()
 
 
-def test_a_day_is_used_up_and_survives_a_restart(server: Server, clock: Clock, tmp_path: Path) -> None:
+def test_a_day_is_used_up_and_survives_a_restart(server: LimitedServer, clock: Clock, tmp_path: Path) -> None:
     db = str(tmp_path / "chat.db")
-    with limited_server(db, clock, {DAILY: KEYS[DAILY]}) as first:
+    held = keys_with(db, {DAILY: KEYS[DAILY]})
+    with limited_server(db, clock, held) as first:
         assert chat(first, DAILY, "First of the day", max_tokens=40)[0] == 200
         settled(first, DAILY)
         assert left(first, DAILY) < 160
-    with limited_server(db, clock, {DAILY: KEYS[DAILY]}) as second:
+    with limited_server(db, clock, held) as second:
         assert chat(second, DAILY, "More", max_tokens=160)[0] == 200
         settled(second, DAILY)
         status, headers, answer = chat(second, DAILY, "And more")
@@ -266,8 +267,8 @@ def test_a_day_is_used_up_and_survives_a_restart(server: Server, clock: Clock, t
         assert chat(second, DAILY, "Morning")[0] == 200
 
 
-def test_every_answer_of_a_limited_key_tells_what_is_left(server: Server) -> None:
-    key = bearer(SIDE)
+def test_every_answer_of_a_limited_key_tells_what_is_left(server: LimitedServer) -> None:
+    key = server.bearer(SIDE)
     big = {"content-length": str(2**30)}
     answers = {
         "fine": server.request("GET", "/v1/models", headers=key),
@@ -282,15 +283,15 @@ def test_every_answer_of_a_limited_key_tells_what_is_left(server: Server) -> Non
     with socket_of(server, SIDE) as socket:
         assert socket.response is not None and set(RATE_HEADERS) <= {name.lower() for name in socket.response.headers}
     for headers in (
-        server.request("GET", "/v1/models", headers=bearer(FREE))[1],
+        server.request("GET", "/v1/models", headers=server.bearer(FREE))[1],
         server.request("GET", "/livez")[1],
         server.request("GET", "/v1/models")[1],
     ):
         assert not any(name.startswith("x-ratelimit") for name in headers)
 
 
-def test_the_real_client_hears_of_it(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=PER_MINUTE, max_retries=0)
+def test_the_real_client_hears_of_it(server: LimitedServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.held[PER_MINUTE].key, max_retries=0)
     with client:
         asked = {"model": "org/tiny-hash", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "n": 5}
         raw = client.chat.completions.with_raw_response.create(**asked)  # type: ignore[call-overload]
@@ -300,7 +301,7 @@ def test_the_real_client_hears_of_it(server: Server) -> None:
     assert refusal.value.code == "rate_limit_exceeded" and refusal.value.response.headers["retry-after"] == "60"
 
 
-def test_prewarming_costs_no_request_and_its_turn_finds_it_paid(server: Server, clock: Clock) -> None:
+def test_prewarming_costs_no_request_and_its_turn_finds_it_paid(server: LimitedServer, clock: Clock) -> None:
     with socket_of(server, SIDE) as socket:
         receive(socket)
         text = "Something that takes its time to type, and is computed while it is typed. " * 4
@@ -326,7 +327,7 @@ def test_prewarming_costs_no_request_and_its_turn_finds_it_paid(server: Server, 
         assert (none["type"], none["status"], none["warm_tokens"]) == ("prompt.prewarmed", "busy", 0)
 
 
-def test_whoever_goes_on_beyond_what_was_reserved_pays_for_it(server: Server) -> None:
+def test_whoever_goes_on_beyond_what_was_reserved_pays_for_it(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     answer = chat(server, TOKENS, "On and on", max_tokens=None)
     settled(server, TOKENS)
@@ -335,7 +336,7 @@ def test_whoever_goes_on_beyond_what_was_reserved_pays_for_it(server: Server) ->
     assert left(server, TOKENS) == before - usage_of(answer)
 
 
-def test_a_check_left_out_would_be_seen(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_left_out_would_be_seen(server: LimitedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One door for all: without it nothing counts, and the test of the ways in fails."""
     monkeypatch.setattr(type(server.gateway.limiter), "admit", lambda self, principal, work: _unlimited())
     with pytest.raises(AssertionError):

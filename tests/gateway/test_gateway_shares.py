@@ -15,37 +15,39 @@ from chatcache.gateway import door
 from chatcache.gateway.principal import Limits
 from chatcache.text.tokenizer import Tokenizer
 from tests.gateway.clocks import Clock
-from tests.gateway.limited import bearer, limited_server, tenant_of_key
-from tests.gateway.serving import CHATML, Server, post_bytes, tokenizer_with, wait_until
+from tests.gateway.limited import LimitedServer, keys_with, limited_server
+from tests.gateway.serving import CHATML, post_bytes, tokenizer_with, wait_until
 
 CHAT = "/v1/chat/completions"
 MOST, MOST_TOKENS = 4, 1000
-TENANTS = {f"sk-{name}": Limits() for name in ("one", "two", "three")}
+TENANTS = {name: Limits() for name in ("one", "two", "three")}
 LONG = "word " * 150
 
 
 class Crowd:
     """A server where one request runs, ever so slowly; so many more may queue. All connections are kept open."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: LimitedServer) -> None:
         self.server = server
         self.opened: list[socket.socket] = []
 
-    def stream(self, key: str, content: str) -> None:
+    def stream(self, tenant: str, content: str) -> None:
         body = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": 3000}
         connection = self.server.connect()
         self.opened.append(connection)
         data = json.dumps({**body, "ignore_eos": True}).encode()
-        connection.sendall(post_bytes(self.server.port, CHAT, data, f"authorization: Bearer {key}\r\n"))
+        connection.sendall(
+            post_bytes(self.server.port, CHAT, data, f"authorization: Bearer {self.server.held[tenant].key}\r\n")
+        )
 
     def num_waiting(self) -> int:
         return self.server.call(self.server.engine.health()).num_waiting
 
-    def queue(self, key: str, count: int, content: str = "Hi") -> None:
+    def queue(self, tenant: str, count: int, content: str = "Hi") -> None:
         """Open streams and wait until the engine has queued them."""
         before = self.num_waiting()
         for _ in range(count):
-            self.stream(key, content)
+            self.stream(tenant, content)
         wait_until(lambda: self.num_waiting() == before + count, f"{count} more in the queue", 60)
 
     def leave(self, count: int | None = None) -> None:
@@ -62,10 +64,11 @@ class Crowd:
 def crowd(tmp_path: Path) -> Iterator[Crowd]:
     engine = EngineConfig(max_num_seqs=1, max_num_waiting=MOST, max_waiting_tokens=MOST_TOKENS)
     tokenizer = tokenizer_with(CHATML)
+    db = str(tmp_path / "chat.db")
     with limited_server(
-        str(tmp_path / "chat.db"),
+        db,
         Clock(),
-        TENANTS,
+        keys_with(db, TENANTS),
         engine_config=engine,
         tokenizer=tokenizer,
         load_tokenizer=lambda: tokenizer,
@@ -74,16 +77,16 @@ def crowd(tmp_path: Path) -> Iterator[Crowd]:
     ) as server:
         server.runner.delay_s = 0.02
         crowd = Crowd(server)
-        crowd.stream("sk-three", "Hi")
+        crowd.stream("three", "Hi")
         wait_until(lambda: server.num_pages_in_use() > 0, "one runs", 60)
         yield crowd
         for each in crowd.opened:
             each.close()
 
 
-def refusal(server: Server, key: str, content: str = "Hi") -> tuple[int, str]:
+def refusal(server: LimitedServer, tenant: str, content: str = "Hi") -> tuple[int, str]:
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
-    status, headers, answer = server.request("POST", CHAT, body, bearer(key))
+    status, headers, answer = server.request("POST", CHAT, body, server.bearer(tenant))
     assert headers["retry-after"] == "1"
     return status, answer["error"]["code"]
 
@@ -91,15 +94,15 @@ def refusal(server: Server, key: str, content: str = "Hi") -> tuple[int, str]:
 def check_shares(crowd: Crowd, made: list[str]) -> None:
     """Fill the queue from two sides. Raises: AssertionError where a share does not hold."""
     server = crowd.server
-    crowd.queue("sk-one", MOST // 2)
+    crowd.queue("one", MOST // 2)
     made.clear()
-    assert refusal(server, "sk-one") == (429, "rate_limit_exceeded")
+    assert refusal(server, "one") == (429, "rate_limit_exceeded")
     assert made == [], "before tokenising"
-    crowd.queue("sk-two", MOST // 2)
-    assert refusal(server, "sk-two") == (429, "rate_limit_exceeded")
-    assert refusal(server, "sk-three") == (503, "overloaded")
+    crowd.queue("two", MOST // 2)
+    assert refusal(server, "two") == (429, "rate_limit_exceeded")
+    assert refusal(server, "three") == (503, "overloaded")
     crowd.leave(1)
-    crowd.queue("sk-three", 1)
+    crowd.queue("three", 1)
 
 
 @pytest.fixture
@@ -130,17 +133,17 @@ def test_without_the_doors_share_the_text_would_be_tokenised_first(
 
 
 def test_long_prompts_fill_a_share_sooner(crowd: Crowd) -> None:
-    crowd.queue("sk-one", 1, LONG)
-    assert refusal(crowd.server, "sk-one", LONG) == (429, "rate_limit_exceeded")
-    crowd.queue("sk-two", 1, LONG)
-    assert refusal(crowd.server, "sk-three", LONG) == (503, "overloaded")
+    crowd.queue("one", 1, LONG)
+    assert refusal(crowd.server, "one", LONG) == (429, "rate_limit_exceeded")
+    crowd.queue("two", 1, LONG)
+    assert refusal(crowd.server, "three", LONG) == (503, "overloaded")
 
 
 def test_what_has_started_or_left_is_no_part_of_it(crowd: Crowd) -> None:
     door = crowd.server.gateway.door
-    assert door.waiting_of(tenant_of_key("sk-three")) == (0, 0), "it runs"
-    crowd.queue("sk-one", 2)
-    assert door.waiting_of(tenant_of_key("sk-one")).num_requests == 2
+    assert door.waiting_of("three") == (0, 0), "it runs"
+    crowd.queue("one", 2)
+    assert door.waiting_of("one").num_requests == 2
     crowd.leave()
-    wait_until(lambda: door.waiting_of(tenant_of_key("sk-one")) == (0, 0), "they left", 60)
-    crowd.queue("sk-one", 2)
+    wait_until(lambda: door.waiting_of("one") == (0, 0), "they left", 60)
+    crowd.queue("one", 2)
