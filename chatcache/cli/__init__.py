@@ -7,6 +7,7 @@ banner.py    what a terminal sees while the model loads and when it is ready
 chat.py      `chatcache chat`; backends.py: an engine in this process, or a server by URL
 bench.py     `chatcache bench`
 db.py        `chatcache db`: copies of all conversations
+keys.py      `chatcache keys`: who may use a server
 doctor/      `chatcache doctor`: what this machine has and lacks
 exits.py     exit codes
 """
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from chatcache import __version__
-from chatcache.cli import bench, chat, db, exits, serve
+from chatcache.cli import bench, chat, db, exits, keys, serve
 from chatcache.cli.doctor.command import doctor
 from chatcache.cli.options import env
 from chatcache.errors import ChatcacheError, InvalidRequest, ModelFolderError
@@ -38,6 +39,7 @@ app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(doctor)
 app.add_typer(db.app)
+app.add_typer(keys.app)
 
 
 def _version(wanted: bool) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
+from chatcache.gateway.keyring import Keyring
 from chatcache.settings import format_size
 from chatcache.types import EngineHealth, ModelFacts
 
@@ -24,12 +25,18 @@ class Banner:
     """Prints to a terminal in colour (unless NO_COLOR), to a log file in plain lines."""
 
     def __init__(
-        self, engine: EngineConfig, server: ServerConfig, address: tuple[Any, ...], console: Console | None = None
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        address: tuple[Any, ...],
+        console: Console | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
         self._name = escape(engine.served_model_name or engine.model)
         self._kv_memory_bytes = engine.kv_memory_bytes
         self._deterministic = ", deterministic" if engine.deterministic else ""
         self._server = server
+        self._keyring = keyring
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         self._url = f"http://{host}:{address[1]}{server.root_path}"
         self._console = console or Console(stderr=True, highlight=False)
@@ -99,11 +106,11 @@ class Banner:
         return f"{format_size(max(unused, 0))} of the memory hold no page ({share:.1%}); {text}"
 
     def _access(self) -> str:
-        if self._server.api_keys:
-            return f"{len(self._server.api_keys)} API key(s)"
+        if self._keyring is not None and not self._keyring.is_open:
+            return f"{self._keyring.num_keys} API key(s)"
         if _is_loopback(self._server.host):
             return "open, from this machine only"
-        return "[bold yellow]open to everyone who can reach this address; set --api-key[/]"
+        return "[bold yellow]open to everyone who can reach this address; see `chatcache keys`[/]"
 
     def show_draining(self, drain_s: int) -> None:
         self._console.print(f"Draining: open answers have {drain_s} s to finish. Once more kills.")

@@ -73,7 +73,7 @@ def run_server(
         server_config, engine, lambda: load(engine_config), engine_config.served_model_name or "", store=store
     )
     console = Console(file=logs.LoggedLines(log), width=1000) if server_config.log_format == "json" else None
-    banner = Banner(engine_config, server_config, sock.getsockname(), console)
+    banner = Banner(engine_config, server_config, sock.getsockname(), console, app.state.gateway.keyring)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(app, engine, server_config, sock, banner))
 

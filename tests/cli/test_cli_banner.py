@@ -7,8 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
+from chatcache.chat.keys import new_key
+from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.cli.banner import Banner
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.gateway.keyring import Keyring
 from chatcache.types import EngineHealth, ModelFacts
 
 FACTS = ModelFacts(name="m", digest="00", vocab_size=10, max_model_len=2048, dtype="float32", attention="cpu")
@@ -45,3 +48,29 @@ def test_what_is_not_there_has_no_row() -> None:
     text = shown(EngineConfig(), ServerConfig(), EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=2**19))
     assert "host pages" not in text and "public" not in text
     assert "2 system prompt(s)" in shown(EngineConfig(), ServerConfig(public_prompts=("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("host", "api_keys", "said"),
+    [
+        ("127.0.0.1", (), "open, from this machine only"),
+        ("0.0.0.0", (), "open to everyone who can reach this address"),
+        ("0.0.0.0", ("sk-one", "sk-two"), "2 API key(s)"),
+    ],
+)
+async def test_who_may_come_in_is_said(host: str, api_keys: tuple[str, ...], said: str) -> None:
+    store = SqliteStore(":memory:")
+    ring = Keyring(api_keys)
+    await ring.open(store.keys)
+    told = io.StringIO()
+    config = ServerConfig(host=host, api_keys=api_keys)
+    banner = Banner(EngineConfig(), config, (host, 1), Console(file=told, width=200), ring)
+    banner.show_ready(FACTS, HEALTH)
+    assert said in told.getvalue()
+    if not api_keys:
+        await store.keys.create(new_key("acme")[1])
+        await ring.look()
+        banner.show_ready(FACTS, HEALTH)
+        assert "1 API key(s)" in told.getvalue(), "those of the store count too"
+    await ring.close()
+    await store.close()

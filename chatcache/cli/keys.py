@@ -1,0 +1,178 @@
+"""`chatcache keys`: who may use a server, while it runs or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chatcache.chat.keys import KeyRecord, KeyStore, new_key
+from chatcache.chat.open_store import open_keys
+from chatcache.cli import options
+from chatcache.config import ServerConfig
+from chatcache.errors import ChatcacheError, InvalidRequest
+
+DB = ServerConfig().db
+
+app = typer.Typer(
+    name="keys",
+    help="""Who may use a server. Works beside a running one, which knows of it within seconds.
+
+    A server is open until it has a key, and closed from the first one on, even if that is revoked. Keys belong to a
+    tenant, or to one of its users: users of a tenant share cached pages; conversations are each user's own.
+    """,
+    no_args_is_help=True,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Write JSON.", show_default=False)]
+
+
+def _limit(name: str, help: str) -> Any:
+    return typer.Option(f"--{name}", help=help, min=1, show_default="no limit")
+
+
+@app.command()
+def create(
+    tenant: Annotated[str, typer.Option("--tenant", help="Whose: a company, a team, an app.", show_default=False)],
+    user: Annotated[str, typer.Option("--user", help="Which of its users; none: the tenant itself.")] = "",
+    name: Annotated[str, typer.Option("--name", help="What you call the key: laptop, ci ...")] = "",
+    admin: Annotated[bool, typer.Option("--admin", help="May also read /metrics.", show_default=False)] = False,
+    requests_per_minute: Annotated[int | None, _limit("requests-per-minute", "Requests in any minute.")] = None,
+    tokens_per_minute: Annotated[int | None, _limit("tokens-per-minute", "Tokens, in and out, in any minute.")] = None,
+    max_concurrent: Annotated[int | None, _limit("max-concurrent", "Requests at once.")] = None,
+    tokens_per_day: Annotated[int | None, _limit("tokens-per-day", "Tokens, in and out, in a day (UTC).")] = None,
+    db: options.Db = DB,
+    redis: options.RedisUrl = "",
+    as_json: Json = False,
+) -> None:
+    """Make a key and write it to stdout, this once: only its SHA-256 is stored.
+
+    Example: chatcache keys create --tenant acme --user ann --requests-per-minute 60
+    """
+    try:
+        key, record = new_key(
+            tenant,
+            user,
+            name,
+            is_admin=admin,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            max_concurrent=max_concurrent,
+            tokens_per_day=tokens_per_day,
+        )
+    except InvalidRequest as error:
+        hint = f"--{(error.param or '').replace('_', '-')}"
+        raise typer.BadParameter(f"{error.message}.", param_hint=hint) from None
+
+    async def run() -> None:
+        async with _keys(db, redis) as keys:
+            await keys.create(record)
+
+    asyncio.run(run())
+    if as_json:
+        typer.echo(json.dumps({"key": key, **_shown(record)}))
+        return
+    typer.echo(key)
+    where = "the Redis server" if redis else str(Path(db).absolute())
+    typer.echo(f"{record.id} for {record.owner}, in {where}. The key is not shown again.", err=True)
+    typer.echo("Clients send it as `Authorization: Bearer KEY`; the page asks for it once.", err=True)
+
+
+@app.command("list")
+def list_(db: options.Db = DB, redis: options.RedisUrl = "", as_json: Json = False) -> None:
+    """Show all keys, revoked ones too, without what opens anything."""
+
+    async def run() -> list[KeyRecord]:
+        async with _keys(db, redis, must_exist=True) as keys:
+            return list(await keys.list())
+
+    records = asyncio.run(run())
+    if as_json:
+        for record in records:
+            typer.echo(json.dumps(_shown(record)))
+        return
+    rows = [("ID", "OWNER", "NAME", "MADE", "MAY", "LIMITS"), *map(_row, records)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@app.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it: key_...", show_default=False)],
+    db: options.Db = DB,
+    redis: options.RedisUrl = "",
+    as_json: Json = False,
+) -> None:
+    """Let nobody in with a key any more, for ever.
+
+    Within 5 s running servers refuse it, close its sockets and end what streams to it. What its owner said stays.
+    """
+
+    async def run() -> KeyRecord:
+        async with _keys(db, redis, must_exist=True) as keys:
+            return await keys.revoke(key_id, time.time())
+
+    record = asyncio.run(run())
+    typer.echo(json.dumps(_shown(record)) if as_json else f"{record.id} of {record.owner} is revoked")
+
+
+@contextlib.asynccontextmanager
+async def _keys(db: str, redis: str, *, must_exist: bool = False) -> AsyncIterator[KeyStore]:
+    """Raises: StoreUnusable, StoreUnavailable, saying why."""
+    if redis:
+        from chatcache.chat.store_redis import look_at
+
+        await asyncio.to_thread(look_at, redis)
+    elif must_exist:
+        await asyncio.to_thread(_check_there, Path(db))
+    async with open_keys(ServerConfig(db=db, redis=redis)) as keys:
+        yield keys
+
+
+def _check_there(db: Path) -> None:
+    """Raises: ChatcacheError where opening it would only make a new one."""
+    if not db.is_file():
+        raise ChatcacheError(f"there is no file {db.absolute()}; --db names that of the server")
+
+
+def _shown(record: KeyRecord) -> dict[str, object]:
+    """What may be seen of a key."""
+    return {
+        "id": record.id,
+        "tenant": record.tenant,
+        "user": record.user,
+        "name": record.name,
+        "is_admin": record.is_admin,
+        "requests_per_minute": record.requests_per_minute,
+        "tokens_per_minute": record.tokens_per_minute,
+        "max_concurrent": record.max_concurrent,
+        "tokens_per_day": record.tokens_per_day,
+        "created_at": record.created_at,
+        "revoked_at": record.revoked_at,
+    }
+
+
+def _row(record: KeyRecord) -> tuple[str, ...]:
+    limits = {
+        "requests/min": record.requests_per_minute,
+        "tokens/min": record.tokens_per_minute,
+        "at once": record.max_concurrent,
+        "tokens/day": record.tokens_per_day,
+    }
+    may = "admin" if record.is_admin else "use"
+    if record.revoked_at is not None:
+        may = f"nothing, since {_time(record.revoked_at)}"
+    told = ", ".join(f"{limit:,} {what}" for what, limit in limits.items() if limit is not None)
+    return record.id, record.owner, record.name or "-", _time(record.created_at), may, told or "-"
+
+
+def _time(since_1970_s: float) -> str:
+    return datetime.fromtimestamp(since_1970_s, UTC).strftime("%Y-%m-%d %H:%M")
