@@ -354,6 +354,17 @@ class PageMap(msgspec.Struct, frozen=True, kw_only=True):
     cells: str
 
 
+# Bounds of the histograms that the engine keeps, and the gateway's of the same kind.
+DURATION_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Durations(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram: how many lie up to each of `DURATION_BOUNDS_S` and above the one before, and how many beyond."""
+
+    counts: tuple[int, ...] = (0,) * (len(DURATION_BOUNDS_S) + 1)
+    total_s: float = 0.0
+
+
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     """What `/readyz`, `/metrics`, `chatcache bench` and the page show of the engine. Counters since start."""
 
@@ -388,4 +399,12 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_evictions: int = 0
+    num_candidate_forks: int = 0
+    num_beam_forks: int = 0
+    num_live_forks: int = 0
+    num_restarts: int = 0
+    queue: Durations = Durations()
+    prefill: Durations = Durations()
+    decode: Durations = Durations()
     load_fraction: float = 0.0

@@ -146,6 +146,9 @@ class EngineProcess:
 
     async def health(self) -> EngineHealth:
         """What the engine last said (at most a moment ago), or why it cannot say anything."""
+        return msgspec.structs.replace(self._health(), num_restarts=self.num_restarts)
+
+    def _health(self) -> EngineHealth:
         if not self._ready or self._board.health is None:
             return EngineHealth(
                 ready=False, detail=self._detail, model=self._boot.config.model, load_fraction=self._load_fraction

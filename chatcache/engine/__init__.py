@@ -15,7 +15,7 @@ the promise is kept that every accepted request ends in exactly one terminal eve
     scoring.py    prompt log-probabilities, step by step
     outbox.py     events, numbered 1, 2, 3, ... per request
     selfcheck.py  the books, checked whenever the engine falls idle
-    health.py     what the engine tells of itself
+    health.py     what the engine tells of itself; durations.py how long its requests took
     accounts.py   who holds the pages
     fake.py       a runner without a model, which reads its history back through simulated pages
     fake_device.py  its queue of steps, when it runs ahead

@@ -270,14 +270,14 @@ class Engine:
     def _report(self, request: LiveRequest, advance: Advance) -> None:
         if not request.started:
             request.started = True
-            self._totals.num_prompt_tokens += request.num_prompt_tokens
-            self._totals.num_cached_tokens += request.num_cached_tokens or 0
+            self._totals.begin(request)
             self._outbox.started(request)
         num_before = request.num_output_tokens
         for output in advance.outputs:
             self._outbox.output(request, output)
         self._totals.num_output_tokens += request.num_output_tokens - num_before
         if advance.finished:
+            self._totals.end(request)
             del self._requests[request.request_id]
             num_pages = self._scheduler.finish(request)
             self._outbox.finished(request, num_pages_freed=num_pages)

@@ -42,6 +42,7 @@ from chatcache.gateway.errors import on_chatcache_error, on_http_exception
 from chatcache.gateway.guard import Guard
 from chatcache.gateway.keyring import Keyring
 from chatcache.gateway.limits import RATE_HEADERS, Limiter
+from chatcache.gateway.metered_store import metered_store
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.middleware import BodyLimit, RequestContext
 from chatcache.gateway.openai_chat import chat_completions
@@ -82,10 +83,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         opened = store if store is not None else await asyncio.to_thread(open_store, config)
-        gateway.store = opened
+        gateway.store = metered_store(opened, metrics)
         limiter.usage.store = opened.keys
         await keyring.open(opened.keys)
-        loading = asyncio.create_task(gateway.load(load_tokenizer, opened))
+        loading = asyncio.create_task(gateway.load(load_tokenizer, gateway.store))
         tidying = asyncio.create_task(limiter.keep_tidy())
         try:
             yield

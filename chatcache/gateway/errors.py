@@ -96,13 +96,13 @@ def error_response(error: ChatcacheError) -> Response:
 
 
 async def on_chatcache_error(request: Request, error: Exception) -> Response:
-    return error_response(error if isinstance(error, ChatcacheError) else INTERNAL)
+    return _refusal(request, error if isinstance(error, ChatcacheError) else INTERNAL)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router in the envelope."""
     if not isinstance(error, HTTPException):
-        return error_response(INTERNAL)
+        return _refusal(request, INTERNAL)
     status, path = error.status_code, request.url.path
     wire = ChatcacheError(error.detail or HTTPStatus(status).phrase)
     if status == 404:
@@ -114,6 +114,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         wire.code = HTTPStatus(status).phrase.lower().replace(" ", "_")
     wire.status = status
     wire.type = "invalid_request_error" if status < 500 else "server_error"
-    response = error_response(wire)
+    response = _refusal(request, wire)
     response.headers.update(error.headers or {})
     return response
+
+
+def _refusal(request: Request, error: ChatcacheError) -> Response:
+    request.app.state.gateway.metrics.refuse(error)
+    return error_response(error)

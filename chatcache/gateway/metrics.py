@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from chatcache.types import EngineHealth
+from chatcache.errors import ChatcacheError
+from chatcache.types import DURATION_BOUNDS_S, Durations, EngineHealth
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+MAX_REASONS = 64
+_LATENCY_S = DURATION_BOUNDS_S
+_STORE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -37,7 +40,16 @@ class Metrics:
         self.inter_token = Tally("inter_token_latency_seconds", "Between deltas of one request.", _INTER_TOKEN_S)
         self.registry.register(self.inter_token)
         self.stop_latency = self._histogram("stop_latency_seconds", "Cancel to its receipt.", _LATENCY_S)
-        self.sockets = Gauge("chatcache_ws_connections", "Open WebSockets.", registry=self.registry)
+        self.sockets = self._gauge("ws_connections", "Open WebSockets.")
+        self.streams = self._gauge("sse_streams", "Open SSE streams.")
+        self.store_up = self._gauge("store_up", "1 while the last call of the conversation store was answered.")
+        self.store_failures = self._counter("store_failures", "Calls that the conversation store did not answer.")
+        self.store_outages = self._counter("store_outages", "Times that the conversation store stopped answering.")
+        self.store_seconds = self._histogram(
+            "store_seconds", "Calls of the conversation store, until acknowledged.", _STORE_S, ("operation",)
+        )
+        self._refusals = self._counter("refusals", "Requests and frames refused, by error code.", ("reason",))
+        self._reasons: set[str] = set()
         self._engine = _EngineCollector()
         self.registry.register(self._engine)
 
@@ -45,6 +57,15 @@ class Metrics:
         """The exposition text."""
         self._engine.health = health
         return generate_latest(self.registry)
+
+    def refuse(self, error: ChatcacheError) -> None:
+        """Count an answer that is an error. Codes come from our own code alone, and there are few."""
+        if error.code not in self._reasons and len(self._reasons) < MAX_REASONS:
+            self._reasons.add(error.code)
+        self._refusals.labels(reason=error.code if error.code in self._reasons else "other").inc()
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"chatcache_{name}", text, registry=self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"chatcache_{name}", text, labels, registry=self.registry)
@@ -66,9 +87,7 @@ class Tally(Collector):
         self._sum += value
 
     def collect(self) -> Iterator[Metric]:
-        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+        yield _histogram(self._name, self._text, self._bounds, self._counts, self._sum)
 
 
 class _EngineCollector(Collector):
@@ -98,6 +117,13 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("chatcache_prefix_lookup_tokens", "Prompt tokens sought.", health.num_prompt_tokens)
         yield CounterMetricFamily("chatcache_prefix_hit_tokens", "Prompt tokens found.", health.num_cached_tokens)
         yield CounterMetricFamily("chatcache_output_tokens", "Tokens generated.", health.num_output_tokens)
+        yield CounterMetricFamily("chatcache_kv_evictions", "Cached pages that made room.", health.num_evictions)
+        forks = {"n": health.num_candidate_forks, "beam": health.num_beam_forks, "branch": health.num_live_forks}
+        yield _labelled(CounterMetricFamily, "chatcache_forks", "Branches forked off others.", "kind", forks)
+        yield CounterMetricFamily("chatcache_engine_restarts", "Engine processes started anew.", health.num_restarts)
+        yield _durations("queue", "Accepted to admitted, of requests that got a token.", health.queue)
+        yield _durations("prefill", "Admitted to first token.", health.prefill)
+        yield _durations("decode", "First token to last.", health.decode)
 
 
 def page_states(health: EngineHealth) -> dict[str, int]:
@@ -118,6 +144,15 @@ def _pages(health: EngineHealth) -> Iterator[Metric]:
     num_held = health.num_host_pages_in_use
     host = {"active": num_held, "free": health.num_host_pages - num_held}
     yield _labelled(GaugeMetricFamily, "chatcache_kv_host_pages", "Host pages for swapping.", "state", host)
+
+
+def _durations(name: str, text: str, found: Durations) -> Metric:
+    return _histogram(f"chatcache_{name}_seconds", text, DURATION_BOUNDS_S, found.counts, found.total_s)
+
+
+def _histogram(name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return HistogramMetricFamily(name, text, list(zip(names, accumulate(counts), strict=True)), total)
 
 
 def _labelled(

@@ -48,16 +48,19 @@ class RequestContext:
         request_id = offered if _ACCEPTED_ID.fullmatch(offered) else new_id("req")
         scope[REQUEST_ID] = request_id
         LOGGED_ID.set(request_id)
-        started_s, status = time.perf_counter(), 0
+        started_s, status, is_stream = time.perf_counter(), 0, False
 
         async def send_named(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_stream
             if message["type"] in _STARTS:
                 status = message.get("status", 101)
                 named = MutableHeaders(scope=message)
                 named["x-request-id"] = request_id
                 if (principal := admitted(scope)) is not None:
                     named.update(self._limiter.headers(principal))
+                if named.get("content-type", "").startswith("text/event-stream"):
+                    is_stream = True
+                    self._metrics.streams.inc()
             await send(message)
 
         try:
@@ -68,8 +71,12 @@ class RequestContext:
             if not isinstance(error, ChatcacheError):
                 log.exception("%s failed", request_id)
             if not status:
-                await _answer(error, scope, receive, send_named)
+                wire = error if isinstance(error, ChatcacheError) else INTERNAL
+                self._metrics.refuse(wire)
+                await _answer(wire, scope, receive, send_named)
         finally:
+            if is_stream:
+                self._metrics.streams.dec()
             self._record(scope, status or CLIENT_LEFT, time.perf_counter() - started_s)
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
@@ -135,8 +142,8 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
-async def _answer(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-    response: Response = error_response(error if isinstance(error, ChatcacheError) else INTERNAL)
+async def _answer(error: ChatcacheError, scope: Scope, receive: Receive, send: Send) -> None:
+    response: Response = error_response(error)
     # On a WebSocket scope Starlette sends this as a denial: a plain HTTP answer to the handshake.
     await response(scope, receive, send)
 

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from chatcache.errors import ChatcacheError
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import error_body, retry_after_s
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.log_frames import LogFrame
@@ -42,6 +43,7 @@ class Outbox:
 
     async def refuse(self, error: ChatcacheError, lane: object = None) -> None:
         """An error frame; the connection stays usable."""
+        gateway_of(self._socket).metrics.refuse(error)
         named = lane if isinstance(lane, str) and len(lane) <= MAX_LANE_NAME else None
         wait_s = retry_after_s(error)
         wait = {"retry_after": wait_s} if wait_s is not None else {}

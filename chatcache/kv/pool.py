@@ -49,6 +49,7 @@ class PagePool:
         self._index: dict[bytes, int] = {}
         self._children = Children()  # the published pages by what they follow
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names, oldest first, for `was_evicted`
+        self.num_evictions = 0
         self._max_evicted = min(4 * num_pages, MAX_EVICTED_KEYS)
 
     @property
@@ -94,6 +95,7 @@ class PagePool:
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)  # out of the idle first, so that withdrawing does not blank it
         key = self._content_of(page).key
+        self.num_evictions += 1
         self._evicted[key] = None
         self._evicted.move_to_end(key)
         if len(self._evicted) > self._max_evicted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from struct import Struct
@@ -72,7 +73,8 @@ class LiveRequest:
     `priority` goes before age: a smaller one is served first. `num_prompt_top`: how many alternatives to report for
     each prompt token, None for no report; `prompt_scores` are the reports so far, from the second token on.
     `num_worst_pages`: the most pages it can come to hold. `explain`: note what its first start misses
-    (`miss`). `host_pages`: what it holds of the host tier.
+    (`miss`). `host_pages`: what it holds of the host tier. `accepted_s`, `admitted_s` (for the first time) and
+    `first_token_s` are of `time.perf_counter`.
 
     `chain` names the pages of the first branch while the request waits; `in_flight` holds the keys of those pages
     that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner and
@@ -110,6 +112,9 @@ class LiveRequest:
     num_preemptions: int = 0
     prompt_scores: list[TokenLogprob] = field(default_factory=list)
     host_pages: list[int] = field(default_factory=list)
+    accepted_s: float = field(default_factory=time.perf_counter)
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.max_branches = self.strategy.max_branches

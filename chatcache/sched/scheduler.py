@@ -9,6 +9,7 @@ before it gets here. Hence no deadlock and no livelock; and nobody is preempted 
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
@@ -53,6 +54,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_page_copies = 0
+        self.num_live_forks = 0  # requests that began with what a running branch had, forked off it
         self.running: list[LiveRequest] = []  # oldest first
         self.swaps = Swaps(kv, cost or CostModel())
         self._meter = Meter(counters) if counters is not None else None
@@ -165,12 +167,14 @@ class Scheduler:
             request.miss = first_miss(self.kv, start)
         self.waiting.remove(request)
         self._started.add(request)
+        request.admitted_s = request.admitted_s or time.perf_counter()
         self.swaps.start(request)
         self._steady.unsettled.add(request)
         insort(self.running, request, key=_turn)
         self._slots.promised += request.max_branches
         self._num_branches += len(request.branches)
         if fork is not None:
+            self.num_live_forks += 1
             self._branches.start_as_fork(request.leader, fork.branch, fork.num_tokens)
         else:
             self._branches.start(request.leader, match)

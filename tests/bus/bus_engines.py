@@ -156,6 +156,11 @@ def build_fake(config: EngineConfig, progress: Callable[[float, str], None]) -> 
     return Engine(FakeRunner(delay_s=0.001), fake_facts(), config)
 
 
+def build_small(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
+    """The same with few pages."""
+    return Engine(FakeRunner(fake_capacity(64, 4)), fake_facts(), config)
+
+
 class _Patient(Engine):
     """Stands still at its fortieth step until one branch is left, or its patience ends."""
 

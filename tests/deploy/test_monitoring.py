@@ -12,6 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from chatcache.config import ServerConfig
+from chatcache.errors import ChatcacheError
 from chatcache.gateway.metrics import Metrics
 from chatcache.types import EngineHealth
 from tests.gateway.serving import Server
@@ -22,8 +23,8 @@ LABEL = re.compile(r"\{\{(\w+)\}\}|by \(([\w, ]+)\)")
 
 
 @pytest.fixture(scope="module")
-def samples() -> dict[str, set[str]]:
-    """The labels of every sample that a server which has seen everything tells."""
+def exposition() -> str:
+    """What a server that has seen everything tells."""
     metrics = Metrics()
     metrics.requests.labels("chat", "200").inc()
     metrics.finished.labels("stop").inc()
@@ -31,12 +32,141 @@ def samples() -> dict[str, set[str]]:
     metrics.resumed.labels("ws").inc()
     metrics.duration.labels("chat").observe(1.0)
     metrics.first_token.labels("hit").observe(1.0)
-    text = metrics.render(EngineHealth(ready=True)).decode()
+    metrics.store_seconds.labels("append").observe(0.001)
+    metrics.refuse(ChatcacheError("no"))
+    return metrics.render(EngineHealth(ready=True)).decode()
+
+
+@pytest.fixture(scope="module")
+def samples(exposition: str) -> dict[str, set[str]]:
+    """The labels of every sample."""
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def _told(exposition: str) -> dict[str, tuple[str, set[str]]]:
+    """Type and labels of each metric; when each series began is the library's own."""
+    families = text_string_to_metric_families(exposition)
+    parsed = {each.name: each for each in families if not each.name.endswith("_created")}
+    inner = {"le"}  # a histogram's own
+    return {
+        name: (family.type, {label for sample in family.samples for label in sample.labels} - inner)
+        for name, family in parsed.items()
+    }
+
+
+def _documented(readme: str) -> dict[str, tuple[str, set[str]]]:
+    """The same by the table in the docs; a row of several metrics may have a type for each."""
+    table = readme.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    found: dict[str, tuple[str, set[str]]] = {}
+    for row in table.splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if not row.startswith("| `"):
+            continue
+        names, types = re.findall(r"`(\w+)`", cells[0]), cells[1].split(", ")
+        labels = set(re.findall(r"`(\w+)`", cells[2]))
+        for at, name in enumerate(names):
+            of_second = cells[2].endswith("of the second")
+            found[name] = types[at % len(types)], labels if not of_second or at == 1 else set()
+    return found
+
+
+def test_the_docs_name_every_metric_its_type_and_its_labels(exposition: str) -> None:
+    readme = (ROOT / "chatcache" / "gateway" / "README.md").read_text()
+    told = _told(exposition)
+    assert _documented(readme) == told
+    # Planted: a metric that nobody told of, and one of another type.
+    assert _documented(readme) != _told(exposition + "# TYPE chatcache_new gauge\nchatcache_new 1\n")
+    assert _documented(readme.replace("_up` | gauge", "_up` | counter")) != told
+
+
+def _broken_rules(exposition: str) -> list[str]:
+    """What `promtool check metrics` complains of, and samples of one name and labels that come twice."""
+    wrong: list[str] = []
+    seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+    for family in text_string_to_metric_families(exposition):
+        if not family.documentation:
+            wrong.append(f"{family.name} has no help")
+        if not re.fullmatch(r"chatcache_[a-z0-9_]+", family.name) or family.name.endswith(("_total", "_count", "_sum")):
+            wrong.append(f"{family.name} is no name for a {family.type}")
+        if family.type == "histogram" and not family.name.endswith("_seconds"):
+            wrong.append(f"{family.name} has no unit")
+        for sample in family.samples:
+            if family.type == "counter" and not sample.name.endswith("_total"):
+                wrong.append(f"{sample.name} does not end in _total")
+            key = (sample.name, frozenset(sample.labels.items()))
+            wrong += [f"{sample.name} comes twice"] if key in seen else []
+            seen.add(key)
+        if family.type == "histogram":
+            wrong += _broken_buckets(family.name, family.samples)
+    return wrong
+
+
+def _broken_buckets(name: str, samples: list[Any]) -> list[str]:
+    rows: dict[frozenset[tuple[str, str]], list[float]] = {}
+    for sample in samples:
+        if sample.name == f"{name}_bucket":
+            labels = frozenset((label, value) for label, value in sample.labels.items() if label != "le")
+            rows.setdefault(labels, []).append(sample.value)
+    counts = [sample.value for sample in samples if sample.name == f"{name}_count"]
+    is_whole = all(row == sorted(row) for row in rows.values()) and [row[-1] for row in rows.values()] == counts
+    return [] if is_whole else [f"{name}: its buckets do not add up"]
+
+
+def test_the_exposition_is_well_formed(exposition: str) -> None:
+    assert exposition.endswith("\n") and _broken_rules(exposition) == []
+    assert _broken_rules(exposition + "# TYPE chatcache_x counter\nchatcache_x 1\n")
+    assert _broken_rules(exposition + "# HELP chatcache_x x\n# TYPE chatcache_x gauge\n" + "chatcache_x 1\n" * 2)
+    assert _broken_rules(
+        exposition.replace('queue_seconds_bucket{le="+Inf"} 0.0', 'queue_seconds_bucket{le="+Inf"} 9.0')
+    )
+
+
+WORDS = "zyxwv"
+
+
+def _labels_of(text: str) -> set[tuple[str, str, str]]:
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, label, value)
+        for family in families
+        for sample in family.samples
+        for label, value in sample.labels.items()
+    }
+
+
+def _talk(server: Server, number: int) -> None:
+    """A conversation, a refused field, a route and a model that there is not, each with words of its own."""
+    said = f"{WORDS}{number}"
+    turn = server.post("/v1/responses", input=said, max_output_tokens=2, metadata={"tag": said})[2]
+    server.post("/v1/responses", input=said, max_output_tokens=2, previous_response_id=turn["id"])
+    server.stream("/v1/chat/completions", messages=[{"role": "user", "content": said}], max_tokens=2)
+    server.post("/v1/chat/completions", messages=[{"role": "user", "content": said}], model=said)
+    server.post("/v1/completions", prompt=said, max_tokens=said)
+    server.request("GET", f"/v1/conversations/{said}")
+    server.request("GET", f"/{said}")
+    server.request("DELETE", f"/v1/responses/{said}")
+
+
+def test_no_label_grows_with_who_asks_or_what_they_say() -> None:
+    with Server(ServerConfig(db=":memory:")) as server:
+        server.wait_ready()
+        for _ in range(2):  # the route that tells is one of them
+            _talk(server, 0)
+            server.request("GET", "/metrics")
+        before = _labels_of(server.request("GET", "/metrics")[2])
+        for number in range(1, 6):
+            _talk(server, number)
+        text = server.request("GET", "/metrics")[2]
+        new = _labels_of(text) - before
+        assert {value for _, _, value in new} <= {"stop", "length", "hit", "partial", "miss"}
+        assert WORDS not in text and "org/" not in text
+        # Planted: a label of what was asked for.
+        server.gateway.metrics.requests.labels(route=f"/{WORDS}", status="404").inc()
+        assert WORDS in server.request("GET", "/metrics")[2]
 
 
 def _targets() -> list[tuple[str, str]]:
