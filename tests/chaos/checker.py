@@ -171,7 +171,8 @@ class Checker:
     def _refusals(self) -> Iterator[Violation]:
         """Only what may pass is refused: 429, 503. Whatever else is no is a mistake of ours."""
         for entry in self._by_kind["refused"]:
-            if entry["status"] not in (429, 503):
+            at_death = entry["code"] == "engine_error" and self._is_explained(entry)
+            if entry["status"] not in (429, 503) and not at_death:
                 yield Violation("refused", entry["t"], f"{entry['op']}: {entry['status']} {entry['code']}")
 
     # -- what is stored ---------------------------------------------------------------------------------------------

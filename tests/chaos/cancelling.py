@@ -1,0 +1,45 @@
+"""G13's check with redis-py alone, whichever version: `python cancelling.py PORT NUM SEED` prints what came of it.
+
+Many readers share few connections and are cancelled while they wait; whoever comes next must read their own answer.
+Imports nothing of ours, so that it runs in an environment that has an old redis-py and nothing else.
+"""
+
+import asyncio
+import json
+import random
+import sys
+
+import redis
+import redis.asyncio
+
+NUM_KEYS, NUM_READERS, NUM_CONNECTIONS = 20, 40, 4
+
+
+async def main(port: int, num_to_cancel: int, seed: int) -> dict[str, object]:
+    pool = redis.asyncio.BlockingConnectionPool(port=port, max_connections=NUM_CONNECTIONS, timeout=60)
+    client = redis.asyncio.Redis(connection_pool=pool)
+    draw = random.Random(seed)
+    names = [f"cancelling-{number}" for number in range(NUM_KEYS)]
+    for name in names:
+        await client.set(name, name)
+    found = {"cancelled": 0, "right": 0, "wrong": 0, "failed": 0}
+
+    async def read(name: str) -> None:
+        try:
+            value = await client.get(name)
+        except (redis.RedisError, OSError, RuntimeError):
+            found["failed"] += 1
+        else:
+            found["right" if value == name.encode() else "wrong"] += 1
+
+    while found["cancelled"] < num_to_cancel:
+        tasks = [asyncio.create_task(read(draw.choice(names))) for _ in range(NUM_READERS)]
+        await asyncio.sleep(draw.uniform(0, 0.02))
+        for task in draw.sample(tasks, NUM_READERS // 2):
+            found["cancelled"] += task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return {**found, "version": redis.__version__}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(*map(int, sys.argv[1:])))))
