@@ -1,11 +1,13 @@
-"""A gateway in a process of its own, to be killed: `python -m tests.gateway.killable STORE PORT [forgetful]`."""
+"""A gateway in a process of its own, to be killed: `python -m tests.gateway.killable STORE PORT [forgetful] [mute]`."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 from chatcache.config import ServerConfig
+from chatcache.gateway.live_response import LiveResponse
 from chatcache.gateway.repeats import Once
 from tests.gateway.serving import Server
 
@@ -14,8 +16,13 @@ async def _know_nothing(*_: object) -> None:
     return None
 
 
-def main(store: str, port: int, *, is_forgetful: bool) -> None:
-    """Serve until killed. `is_forgetful`: the planted bug, a gateway that does not look whether it did this before."""
+def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
+    """Serve until killed. `is_forgetful`: the planted bug, a gateway that does not look whether it did this before.
+
+    `is_mute`: it dies when it has stored its first turn, before anybody is told.
+    """
+    if is_mute:
+        LiveResponse.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if is_forgetful:
         Once.earlier = _know_nothing  # type: ignore[method-assign, assignment]
         Once.claim = lambda *_: None  # type: ignore[method-assign, assignment]
@@ -28,4 +35,4 @@ def main(store: str, port: int, *, is_forgetful: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), is_forgetful="forgetful" in sys.argv)
+    main(sys.argv[1], int(sys.argv[2]), is_forgetful="forgetful" in sys.argv, is_mute="mute" in sys.argv)
