@@ -91,6 +91,12 @@ class DeviceLost(EngineFault):
     code = "device_lost"
 
 
+class RequestPoisoned(EngineFault):
+    """The engine died of this request, and died again when it ran alone; it is not tried once more."""
+
+    code = "request_poisoned"
+
+
 class ModelFolderError(ChatcacheError):
     """The model folder cannot be served. The message names the file and the reason."""
 

@@ -137,6 +137,26 @@ class ForkPoint(msgspec.Struct, frozen=True):
     index: int = 0
 
 
+class ToldCandidate(msgspec.Struct, frozen=True):
+    """Candidate `index` as far as it was told: its tokens (little-endian int32), the score of its last `Tokens`."""
+
+    index: int
+    tokens: bytes = b""
+    score: float = 0.0
+    is_done: bool = False
+
+
+class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine that has died told of a request, for the next one to go on behind event `last_seq`.
+
+    `num_cached_tokens` as of `Started`, None if that was not told. `candidates`: all of them, once anything was.
+    """
+
+    last_seq: int = 0
+    num_cached_tokens: int | None = None
+    candidates: tuple[ToldCandidate, ...] = ()
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue. `namespace` comes from the authenticated tenant on the server, never from a client.
 
@@ -144,7 +164,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `conversation_id` groups requests for accounting only. `priority`: smaller is served sooner (under
     `scheduling_policy="priority"`). `fork_of`: a hint that the prompt begins like that candidate, of the same
     namespace; while it runs its pages are forked as they are, else the hint changes nothing. `explain`: tell in
-    `Started` what the start found in the cache, and why not more.
+    `Started` what the start found in the cache, and why not more. `resumed`: it was accepted before, by an engine that
+    died.
     """
 
     request_id: str
@@ -156,6 +177,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     fork_of: ForkPoint | None = None
     explain: bool = False
+    resumed: Resumed | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -222,13 +244,17 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
-    """New tokens of candidate `index`, in order. `logprobs` is empty unless asked for, else one per token."""
+    """New tokens of candidate `index`, in order. `logprobs` is empty unless asked for, else one per token.
+
+    `score`: of a sampled candidate, its cumulative log-probability so far, so that another engine can go on from here.
+    """
 
     request_id: str
     seq: int
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    score: float = 0.0
 
 
 class LiveBeam(msgspec.Struct, frozen=True):

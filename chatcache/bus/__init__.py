@@ -7,6 +7,9 @@ Why: the gateway must never touch engine objects, and a crash of the engine must
     log.py          one append-only event log per request, read by cursor
     loop.py         the loop around an engine: read commands -> step -> send notices; sleeps when idle
     switchboard.py  the client's half: calls awaiting answers, logs of running requests, the last health heard
+    told.py         what a running request was told, so that another engine can go on with it
+    survivors.py    requests that outlive their engine; which of them killed it
+    supervision.py  when a child is given up, and when another one is started
     inproc.py       ThreadedEngine: the loop in a thread of this process
     child.py        one child process and its socket
     pipe.py         EngineProcess: the loop in a supervised child process

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 from chatcache.bus.codec import Boot, Command, FrameBuffer, Notice, decode_notice, encode
+
+KILL_GRACE_S = 5.0
+
+log = logging.getLogger(__name__)
 
 
 class Child(asyncio.Protocol):
     """Spawned once, reaped once. `receive` gets each notice; `ended` is set when the socket closes.
 
-    A frame that is no notice closes the socket: a child that garbles is a dead child.
+    A frame that is no notice closes the socket: a child that garbles is a dead child. So is one that was `cut_off`:
+    should it ever wake, nobody hears it.
     """
 
     def __init__(self, receive: Callable[[Notice], None]) -> None:
@@ -25,6 +32,7 @@ class Child(asyncio.Protocol):
         self._frames = FrameBuffer()
         self._transport: asyncio.WriteTransport | None = None
         self.process: subprocess.Popen[bytes] | None = None
+        self._is_cut_off = False
         self.ended = asyncio.Event()
         self.born_at = time.monotonic()
 
@@ -44,7 +52,8 @@ class Child(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for body in self._frames.feed(data):
-            self._receive(decode_notice(body))
+            if not self._is_cut_off:
+                self._receive(decode_notice(body))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended.set()
@@ -55,17 +64,30 @@ class Child(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
-    async def reap(self, grace_s: float) -> int:
-        """Close the socket, wait for the process, kill it after `grace_s`. Returns its exit status, -N for signal N."""
+    def cut_off(self) -> None:
+        """Hear nothing from it any more, and end it."""
+        self._is_cut_off = True
+        if self._transport is not None:
+            self._transport.abort()
+        self.kill()
+
+    async def reap(self, grace_s: float) -> int | None:
+        """Close the socket, wait for the process, kill it after `grace_s`. Returns its exit status, -N for signal N.
+
+        None: not even that ended it; it is left to itself.
+        """
+        self._is_cut_off = True
         if self._transport is not None:
             self._transport.close()
         if self.process is None:
             return 0
-        try:
+        with suppress(subprocess.TimeoutExpired):
             return await asyncio.to_thread(self.process.wait, grace_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return await asyncio.to_thread(self.process.wait)
+        self.kill()
+        with suppress(subprocess.TimeoutExpired):
+            return await asyncio.to_thread(self.process.wait, KILL_GRACE_S)
+        log.error("engine process %d does not die; it is left to itself", self.process.pid)
+        return None
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:

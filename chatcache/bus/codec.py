@@ -24,6 +24,7 @@ from chatcache.errors import (
     NotFound,
     Overloaded,
     RateLimited,
+    RequestPoisoned,
     UnsupportedParameter,
 )
 from chatcache.logs import LogFormat
@@ -54,6 +55,7 @@ _KINDS: dict[str, type[ChatcacheError]] = {
         RateLimited,
         EngineFault,
         DeviceLost,
+        RequestPoisoned,
         ModelFolderError,
     )
 }

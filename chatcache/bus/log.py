@@ -143,10 +143,10 @@ class EventLogs:
         if timer is not None:
             timer.cancel()
 
-    def fail_open(self, message: str) -> None:
+    def fail_open(self, message: str, code: str) -> None:
         """End every open log with one `Failed`."""
         for log in [log for log in self._logs.values() if not log.closed]:
-            self.append(Failed(log.request_id, log.last_seq + 1, message))
+            self.append(Failed(log.request_id, log.last_seq + 1, message, code))
 
     async def read(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
         """Yield a request's events with seq > `after`, to the terminal one.

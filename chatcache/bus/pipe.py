@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from chatcache.bus.codec import (
     Stop,
     from_fault,
 )
+from chatcache.bus.supervision import RestartPolicy, wait_hung
+from chatcache.bus.survivors import Survivors
 from chatcache.bus.switchboard import Switchboard
 from chatcache.config import EngineConfig
 from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
@@ -45,30 +48,15 @@ from chatcache.types import (
 log = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 5.0
-STALL_S = 120.0
-
-
-class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How to answer a child's death: wait `first_delay_s`, doubling to `max_delay_s`; give up at `max_deaths` in a row.
-
-    A finished request, or `healthy_after_s` of life, ends the row.
-    """
-
-    max_deaths: int = 5
-    first_delay_s: float = 0.5
-    max_delay_s: float = 30.0
-    healthy_after_s: float = 60.0
-
-    def delay_s(self, num_deaths: int) -> float:
-        return float(min(self.first_delay_s * 2 ** (num_deaths - 1), self.max_delay_s))
+STALL_S = 60.0
 
 
 class EngineProcess:
     """EngineClient over a child process that loads the model and steps the engine.
 
-    When the child dies, every running request ends with one `Failed`, health tells why, and a new child is started as
-    `policy` allows. A fault while the first child loads is final: `wait_loaded` raises it. Belongs to one event loop.
-    `factory` is "module:function", see `bus.worker`.
+    When the child dies, or hangs, health tells why, a new child is started as `policy` allows, and running requests go
+    on with it (see `survivors`). A fault while the first child loads is final: `wait_loaded` raises it. Belongs to one
+    event loop. `factory` is "module:function", see `bus.worker`.
     """
 
     def __init__(
@@ -82,13 +70,15 @@ class EngineProcess:
     ) -> None:
         self._boot = Boot(factory, config, log_level, log_format)
         self._policy = policy or RestartPolicy()
-        self._board = Switchboard(self._send)
+        self._survivors = Survivors(self._send, lambda notice: self._board.receive(notice))
+        self._board = Switchboard(self._survivors.send)
         self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._detail = "starting"
         self._load_fraction = 0.0
         self._ready = False
         self._heard_at = time.monotonic()
+        self._num_heard = 0
         self._last_words: ChatcacheError | None = None
         self._error: ChatcacheError | None = None
         self._loaded = asyncio.Event()
@@ -130,7 +120,7 @@ class EngineProcess:
 
     async def submit(self, request: GenerateRequest) -> None:
         self._check(request.prompt)
-        if not self._board.num_open:
+        if not self._is_owed():
             self._heard_at = time.monotonic()  # an idle engine owes no sign of life until now
         await self._board.submit(request)
 
@@ -153,10 +143,10 @@ class EngineProcess:
             return EngineHealth(
                 ready=False, detail=self._detail, model=self._boot.config.model, load_fraction=self._load_fraction
             )
-        silent_s = time.monotonic() - self._heard_at
-        if self._board.num_open and silent_s > STALL_S:
-            return msgspec.structs.replace(self._board.health, ready=False, detail=f"no step for {silent_s:.0f} s")
-        return self._board.health
+        health, silent_s = self._survivors.with_held(self._board.health), time.monotonic() - self._heard_at
+        if self._is_owed() and silent_s > STALL_S:
+            return msgspec.structs.replace(health, ready=False, detail=f"no step for {silent_s:.0f} s")
+        return health
 
     async def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
@@ -226,7 +216,7 @@ class EngineProcess:
     async def _supervise(self) -> None:
         num_deaths = 0
         while True:
-            finished_before = self._board.num_finished
+            told_before = self._survivors.num_told
             child, self._last_words = Child(self._receive), None
             self._child = child
             try:
@@ -234,39 +224,67 @@ class EngineProcess:
             except OSError as reason:
                 self._give_up(EngineFault(f"the engine process could not be started: {reason}"))
                 return
-            await child.ended.wait()
+            is_hung = await self._outlived(child)
             self._ready = False
-            status = await child.reap(EXIT_GRACE_S)
-            served = self._board.num_finished > finished_before
+            status = await child.reap(0.0 if is_hung else EXIT_GRACE_S)
+            served = self._survivors.num_told > told_before
             lived_s = time.monotonic() - child.born_at
             num_deaths = 1 if served or lived_s >= self._policy.healthy_after_s else num_deaths + 1
-            error = self._last_words or EngineFault(f"the engine process died ({_describe(status)})")
+            how = f"said nothing for {self._policy.hung_after_s:g} s" if is_hung else f"died ({_describe(status)})"
+            error = self._last_words or EngineFault(f"the engine process {how}")
             if num_deaths >= self._policy.max_deaths or (self._last_words and self.facts is None):
                 self._give_up(error)
                 return
-            delay_s = self._policy.delay_s(num_deaths)
-            self._down(error, f"{error.message}; starting a new one in {delay_s:g} s")
+            num_poisoned = self._survivors.died(error, is_sure=is_hung or status != -signal.SIGKILL)
+            num_deaths = 0 if num_poisoned else num_deaths  # it will not happen again
+            delay_s = self._policy.delay_s(num_deaths) if num_deaths else 0.0
+            self._pause(error, f"{error.message}; starting a new one in {delay_s:g} s")
             log.error("%s; starting a new one in %g s", error.message, delay_s)
             await asyncio.sleep(delay_s)
             self.num_restarts += 1
 
+    async def _outlived(self, child: Child) -> bool:
+        """Wait for the end of a child; say whether it came to that because it hung."""
+        hanging = asyncio.create_task(wait_hung(self._is_owed, lambda: self._num_heard, self._policy.hung_after_s))
+        ended = asyncio.create_task(child.ended.wait())
+        try:
+            await asyncio.wait((hanging, ended), return_when=asyncio.FIRST_COMPLETED)
+            is_hung = not ended.done()
+            if is_hung:
+                child.cut_off()
+            return is_hung
+        finally:
+            hanging.cancel()
+            ended.cancel()
+
+    def _is_owed(self) -> bool:
+        """Whether the child has anything to say something about."""
+        return self._ready and bool(self._survivors.num_in_engine or self._board.num_calls)
+
     def _receive(self, notice: Notice) -> None:
         self._heard_at = time.monotonic()
+        self._num_heard += 1
         if isinstance(notice, Reply | Scored | Events):
-            self._board.receive(notice)
+            self._survivors.receive(notice)
         elif isinstance(notice, Loading):
             self._load_fraction, self._detail = notice.fraction, notice.detail
         elif isinstance(notice, Loaded):
             self.facts, self._board.health, self._last_words = notice.facts, notice.health, None
             self._ready, self._detail, self._load_fraction = True, "", 1.0
             self._loaded.set()
+            self._survivors.up()
         elif isinstance(notice, LoadFailed | Ending):
             self._last_words = from_fault(notice.fault)
 
-    def _down(self, error: ChatcacheError, detail: str = "") -> None:
+    def _pause(self, error: ChatcacheError, detail: str) -> None:
+        """Not ready for a while. Running requests wait; who asked something is told to ask again."""
+        self._ready, self._load_fraction, self._detail = False, 0.0, detail
+        self._board.fail_calls(Overloaded(error.message, code="engine_unavailable"), keep=self._survivors.calls)
+
+    def _down(self, error: ChatcacheError) -> None:
         """Not ready from here on; everybody waiting is told."""
-        self._ready, self._load_fraction = False, 0.0
-        self._detail = detail or error.message
+        self._ready, self._load_fraction, self._detail = False, 0.0, error.message
+        self._survivors.forget_all()
         self._board.hang_up(error)
 
     def _give_up(self, error: ChatcacheError) -> None:
@@ -277,5 +295,7 @@ class EngineProcess:
         self._failed.set()
 
 
-def _describe(status: int) -> str:
+def _describe(status: int | None) -> str:
+    if status is None:
+        return "it does not end"
     return f"signal {-status}" if status < 0 else f"exit status {status}"

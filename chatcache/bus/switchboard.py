@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -29,7 +29,6 @@ from chatcache.types import (
     EngineEvent,
     EngineHealth,
     Explanation,
-    Finished,
     GenerateRequest,
     PackedPrompt,
     PageAccounts,
@@ -51,7 +50,6 @@ class Switchboard:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self.health: EngineHealth | None = None
-        self.num_finished = 0
 
     @property
     def num_open(self) -> int:
@@ -124,15 +122,23 @@ class Switchboard:
         if notice.health is not None:
             self.health = notice.health
         for event in notice.events:
-            self.num_finished += isinstance(event, Finished)
             self._logs.append(event)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls without an answer yet."""
+        return len(self._calls)
+
+    def fail_calls(self, error: ChatcacheError, keep: Container[int] = ()) -> None:
+        """Every pending call raises `error`, but for those to `keep`."""
+        for call, future in self._calls.items():
+            if call not in keep and not future.done():
+                future.set_exception(error)
 
     def hang_up(self, error: ChatcacheError) -> None:
         """The engine is gone: every open request ends with one `Failed`, every pending call raises `error`."""
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
-        self._logs.fail_open(error.message)
+        self.fail_calls(error)
+        self._logs.fail_open(error.message, error.code)
 
 
 def _shares(prompts: Sequence[PackedPrompt]) -> Iterator[tuple[PackedPrompt, ...]]:

@@ -90,11 +90,12 @@ BranchAction = Extend | Fork | Retire
 
 
 class Emit(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of candidate `index` that are now final, for the caller."""
+    """Tokens of candidate `index` that are now final, for the caller; `score` as of `types.Tokens`."""
 
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    score: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

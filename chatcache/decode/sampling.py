@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from struct import iter_unpack
 
 from chatcache.decode.actions import (
     Advance,
@@ -25,8 +26,8 @@ from chatcache.decode.actions import (
 from chatcache.decode.constraint import Constraint, Guide, follow
 from chatcache.decode.drawing import Drawing
 from chatcache.decode.penalties import LogitEdits
-from chatcache.decode.stop import START, StopRules, Trail
-from chatcache.types import SamplingParams, TokenLogprob
+from chatcache.decode.stop import START, Ended, StopRules, Trail
+from chatcache.types import SamplingParams, TokenLogprob, ToldCandidate
 
 ROOT = 0
 
@@ -107,15 +108,42 @@ class SamplingStrategy:
             return Dropped()
         return Dropped(index, self._lanes.pop(index).score)
 
+    def resume(self, candidates: Sequence[ToldCandidate]) -> tuple[Done, ...]:
+        """Go on with candidates as another strategy of this request left them; call before anything is drawn.
+
+        Each that lives is a branch of its index. Returns the ends that were not told. Raises: what a grammar raises.
+        """
+        gone = {each.index for each in candidates if each.is_done}
+        if not any(each.tokens for each in candidates):
+            self._wanted -= gone
+            return ()
+        self._started = True
+        ends: list[Done] = []
+        for each in candidates:
+            if each.index in gone:
+                continue
+            lane, ended = self._lane(each.index), None
+            for (token,) in iter_unpack("<i", each.tokens):
+                ended = self._follow(lane, token)
+            lane.score = each.score
+            if ended is None:
+                self._lanes[lane.index] = lane
+            else:
+                ends.append(Done(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
+        return tuple(ends)
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The candidates that have begun and not ended."""
+        return tuple(self._lanes)
+
     def _split(self, candidates: tuple[Candidates, ...], actions: list[BranchAction], outputs: list[Output]) -> None:
         """Turn the root's draws into lanes: forks first, then the root's own step."""
         self._started = True
         for index, candidate in enumerate(candidates):
             if index not in self._wanted:
                 continue  # drawn and dropped: the draws are those of its siblings, too
-            guide = None if self._constraint is None else self._constraint.fork(None)
-            lane = _Lane(index, replace(self._drawing.spec, lane=index), self._drawing.edits.fork(), guide)
-            self._lanes[index] = lane
+            lane = self._lanes[index] = self._lane(index)
             if not self._take(lane, candidate, outputs):
                 del self._lanes[index]
             elif index != ROOT:
@@ -126,13 +154,21 @@ class SamplingStrategy:
         """Give `lane` its next token; say whether it goes on."""
         token, logprob = candidate.tokens[0], candidate.logprobs[0]
         lane.score += logprob
-        lane.edits.record(token)
-        lane.trail, ended = follow(self._rules, lane.trail, token, lane.guide)
+        ended = self._follow(lane, token)
         logprobs = (TokenLogprob(logprob, candidate.top),) if self._num_top is not None else ()
-        outputs.append(Emit(lane.index, (token,), logprobs))
+        outputs.append(Emit(lane.index, (token,), logprobs, lane.score))
         if ended is not None:
             outputs.append(Done(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
         return ended is None
+
+    def _lane(self, index: int) -> _Lane:
+        guide = None if self._constraint is None else self._constraint.fork(None)
+        return _Lane(index, replace(self._drawing.spec, lane=index), self._drawing.edits.fork(), guide)
+
+    def _follow(self, lane: _Lane, token: int) -> Ended | None:
+        lane.edits.record(token)
+        lane.trail, ended = follow(self._rules, lane.trail, token, lane.guide)
+        return ended
 
     def _retire(self, branch: int) -> Retire:
         del self._lanes[branch]

@@ -10,6 +10,7 @@ the promise is kept that every accepted request ends in exactly one terminal eve
     admission.py  what is refused at the door, with the numbers
     intake.py     from a caller's request to a live one
     namespaces.py whose requests came lately
+    resuming.py   requests that an engine which died had begun
     preparing.py  requests whose grammar is still being compiled
     results.py    a step's result, read with suspicion
     scoring.py    prompt log-probabilities, step by step

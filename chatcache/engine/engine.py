@@ -25,6 +25,7 @@ from chatcache.engine.outbox import Outbox
 from chatcache.engine.page_gauge import PageGauge
 from chatcache.engine.preparing import Preparing
 from chatcache.engine.results import candidates_of
+from chatcache.engine.resuming import take_up
 from chatcache.engine.room import Queued, check_queue, check_share
 from chatcache.engine.selfcheck import SelfCheck
 from chatcache.errors import DeviceLost, EngineFault, InvalidRequest, Overloaded
@@ -114,14 +115,15 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
         max_tokens = self._intake.check(request)
-        self._check_room(request.namespace, len(request.prompt))
+        if request.resumed is None:
+            self._check_room(request.namespace, len(request.prompt))
         ticket = self._intake.grammar(request)
         live = self._intake.accept(request, max_tokens, ticket)
         self._namespaces.remember(request.namespace)
         self._requests[request.request_id] = live
-        self._outbox.open(request.request_id)
+        self._outbox.open(request.request_id, 0 if request.resumed is None else request.resumed.last_seq)
         if ticket is None or (ticket.ready and ticket.failure() is None):
-            self._scheduler.add(live)
+            self._queue(live)
         else:
             self._preparing.add(live, ticket)
 
@@ -134,6 +136,13 @@ class Engine:
             check_share(Queued(num + num_more, size + size_more), num_tokens, most)
         everybody = Queued(len(waiting) + len(preparing), waiting.num_prompt_tokens + preparing.num_prompt_tokens)
         check_queue(everybody, num_tokens, most)
+
+    def _queue(self, request: LiveRequest) -> None:
+        try:
+            if not take_up(request, self._scheduler, self._outbox):
+                del self._requests[request.request_id]
+        except Exception as error:
+            self._close_failed(request, error)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages are free when this returns. Unknown and finished ids are ignored."""
@@ -216,7 +225,7 @@ class Engine:
         alone = len(self._preparing) == len(self._requests)
         for request, failure in self._preparing.take(PREPARING_WAIT_S if alone else 0.0):
             if failure is None:
-                self._scheduler.add(request)
+                self._queue(request)
             else:
                 self._close_failed(request, failure)
 

@@ -104,6 +104,7 @@ class Intake:
             priority=request.priority if self._config.scheduling_policy == PRIORITY else 0,
             fork_of=request.fork_of,
             explain=request.explain,
+            resumed=request.resumed,
             num_prompt_top=request.params.prompt_logprobs,
             num_worst_pages=worst_case_pages(len(request.prompt), max_tokens, branches, page_size),
         )

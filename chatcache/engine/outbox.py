@@ -34,8 +34,9 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._events)
 
-    def open(self, request_id: str) -> None:
-        self._last_seq[request_id] = 0
+    def open(self, request_id: str, last_seq: int = 0) -> None:
+        """Number a request's events from behind `last_seq` on."""
+        self._last_seq[request_id] = last_seq
 
     def take(self) -> list[EngineEvent]:
         events, self._events = self._events, []
@@ -68,12 +69,12 @@ class Outbox:
         self._events.append(done)
 
     def _tokens(self, request: LiveRequest, emit: Emit) -> None:
-        index, token_ids, logprobs = emit.index, emit.token_ids, emit.logprobs
+        index, token_ids, logprobs, score = emit.index, emit.token_ids, emit.logprobs, emit.score
         request.num_output_tokens += len(token_ids)
         for start in range(0, len(token_ids), MAX_TOKENS_PER_EVENT):
             part = slice(start, start + MAX_TOKENS_PER_EVENT)
             seq = self._next(request)
-            self._events.append(Tokens(request.request_id, seq, index, token_ids[part], logprobs[part]))
+            self._events.append(Tokens(request.request_id, seq, index, token_ids[part], logprobs[part], score))
 
     def finished(self, request: LiveRequest, *, cancelled: bool = False, num_pages_freed: int = 0) -> None:
         if not cancelled:

@@ -14,7 +14,7 @@ from chatcache.kv.chain import Chain, Scope
 from chatcache.kv.keys import TOKEN_BYTES, token_bytes
 from chatcache.kv.table import PageTable
 from chatcache.sched.plan import I32
-from chatcache.types import ForkPoint, Miss, TokenLogprob
+from chatcache.types import ForkPoint, Miss, Resumed, TokenLogprob
 
 ARRIVAL_BITS = 31
 
@@ -73,8 +73,8 @@ class LiveRequest:
     `priority` goes before age: a smaller one is served first. `num_prompt_top`: how many alternatives to report for
     each prompt token, None for no report; `prompt_scores` are the reports so far, from the second token on.
     `num_worst_pages`: the most pages it can come to hold. `explain`: note what its first start misses
-    (`miss`). `host_pages`: what it holds of the host tier. `accepted_s`, `admitted_s` (for the first time) and
-    `first_token_s` are of `time.perf_counter`.
+    (`miss`). `resumed`: where it is to go on, until it is queued. `host_pages`: what it holds of the host tier.
+    `accepted_s`, `admitted_s` (for the first time) and `first_token_s` are of `time.perf_counter`.
 
     `chain` names the pages of the first branch while the request waits; `in_flight` holds the keys of those pages
     that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner and
@@ -93,6 +93,7 @@ class LiveRequest:
     num_prompt_top: int | None = None
     num_worst_pages: int = 0
     explain: bool = False
+    resumed: Resumed | None = None
     max_branches: int = field(init=False)
     lockstep: bool = field(init=False)
     prompt_bytes: bytes = field(init=False)

@@ -8,7 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from chatcache.bus.codec import MAX_FRAME_BYTES
-from chatcache.bus.pipe import EngineProcess, RestartPolicy
+from chatcache.bus.pipe import EngineProcess
+from chatcache.bus.supervision import RestartPolicy
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
@@ -60,7 +61,9 @@ class CountingEngine:
     def add(self, request: GenerateRequest) -> None:
         if len(request.prompt) > 1000:
             raise ContextTooLong(f"{len(request.prompt)} tokens do not fit", param="prompt")
-        self._running[request.request_id] = (request, 0, 0)
+        resumed = request.resumed
+        produced = len(resumed.candidates[0].tokens) // 4 if resumed is not None and resumed.candidates else 0
+        self._running[request.request_id] = (request, produced, resumed.last_seq if resumed is not None else 0)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._running:
@@ -199,9 +202,9 @@ def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)
     return GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens))
 
 
-def process(model: str = "") -> EngineProcess:
+def process(model: str = "", policy: RestartPolicy = FAST) -> EngineProcess:
     """A client over a child that runs `build`."""
-    return EngineProcess(EngineConfig(model=model), "tests.bus.bus_engines:build", policy=FAST, log_level="error")
+    return EngineProcess(EngineConfig(model=model), "tests.bus.bus_engines:build", policy=policy, log_level="error")
 
 
 def build_spelling(config: EngineConfig, progress: object) -> Engine:

@@ -7,12 +7,13 @@ import logging
 import pytest
 
 from chatcache.bus.inproc import ThreadedEngine
-from chatcache.bus.pipe import EngineProcess, RestartPolicy
+from chatcache.bus.pipe import EngineProcess
+from chatcache.bus.supervision import RestartPolicy
 from chatcache.bus.worker import EXIT_DEVICE_LOST
 from chatcache.config import EngineConfig
 from chatcache.errors import DeviceLost, Overloaded
-from chatcache.types import EngineEvent, Failed, Tokens
-from tests.bus.bus_engines import LOST, build_losing, request, until
+from chatcache.types import EngineEvent, Failed, Finished, Tokens
+from tests.bus.bus_engines import FAST, LOST, build_losing, request, until
 
 AHEAD = pytest.mark.parametrize("model", ["", "ahead"])
 PATIENT = RestartPolicy(max_deaths=3, first_delay_s=600.0)
@@ -23,7 +24,7 @@ def failures(events: list[EngineEvent]) -> list[tuple[str, str]]:
 
 
 @AHEAD
-async def test_the_process_ends_after_its_events_and_health_says_why(
+async def test_the_process_ends_and_health_says_why_while_requests_wait(
     model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -32,11 +33,6 @@ async def test_the_process_ends_after_its_events_and_health_says_why(
         await engine.wait_loaded()
         for name in ("a", "b"):
             await engine.submit(request(name, 1000, prompt=tuple(range(1, 20))))
-        for name in ("a", "b"):
-            events = [event async for event in engine.events(name)]
-            assert [event.seq for event in events] == list(range(1, len(events) + 1))
-            assert failures(events) == [("device_lost", LOST)] and isinstance(events[-1], Failed)
-            assert name == "b" or any(isinstance(event, Tokens) for event in events)
         child = engine._child
         assert child is not None and child.process is not None
         await child.ended.wait()
@@ -52,6 +48,25 @@ async def test_the_process_ends_after_its_events_and_health_says_why(
         with pytest.raises(Overloaded, match="device is lost") as caught:
             await engine.submit(request("late"))
         assert caught.value.code == "engine_unavailable"
+        streams = [engine.events(name) for name in ("a", "b")]
+        await engine.close()
+        for stream in streams:
+            events = [event async for event in stream]
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+            assert any(isinstance(event, Tokens) for event in events)
+            assert failures(events) == [("engine_error", "the engine was closed")]
+
+
+@AHEAD
+async def test_a_request_goes_on_from_device_to_device(model: str) -> None:
+    factory = "tests.bus.bus_engines:build_losing"
+    async with EngineProcess(EngineConfig(model=model), factory, policy=FAST, log_level="critical") as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("a", 21))
+        events = [event async for event in engine.events("a")]
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert isinstance(events[-1], Finished) and events[-1].num_output_tokens == 21
+        assert engine.num_restarts >= 2
 
 
 async def test_a_row_of_lost_devices_is_given_up_and_told() -> None:

@@ -98,8 +98,8 @@ async def test_failing_ends_each_open_log_once() -> None:
     logs = EventLogs()
     logs.open("r")
     logs.append(tokens(1))
-    logs.fail_open("gone")
-    logs.fail_open("gone again")
+    logs.fail_open("gone", "engine_error")
+    logs.fail_open("gone again", "engine_error")
     assert await collect(logs) == [tokens(1), Failed("r", 2, "gone")]
 
 

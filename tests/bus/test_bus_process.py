@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 from chatcache.bus.codec import MAX_FRAME_BYTES
-from chatcache.bus.pipe import EngineProcess, RestartPolicy
+from chatcache.bus.pipe import EngineProcess
+from chatcache.bus.supervision import RestartPolicy
 from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, ModelFolderError, Overloaded
 from chatcache.types import Failed, Finished, Started, Tokens
 from tests.bus.bus_engines import FAST, expected_tokens, process, request, until
@@ -42,42 +43,66 @@ async def ready_again(engine: EngineProcess, restarts: int) -> None:
     await until(condition)
 
 
-async def test_kill_9_mid_stream_ends_each_request_once_and_a_new_child_serves() -> None:
+async def test_kill_9_mid_stream_is_a_pause_and_a_new_child_goes_on() -> None:
     async with process("slow") as engine:
         await engine.wait_loaded()
         names = [f"r{number}" for number in range(5)]
         streams = {}
-        for name in names:
-            await engine.submit(request(name, 1_000_000))
+        for number, name in enumerate(names):
+            await engine.submit(request(name, 50, prompt=(number, 7)))
             streams[name] = engine.events(name)
             assert isinstance(await anext(streams[name]), Started)
         first = engine.pid
         os.kill(first or 0, signal.SIGKILL)
-        for name in names:
+        for number, name in enumerate(names):
             events = [event async for event in streams[name]]
             assert [event.seq for event in events] == list(range(2, len(events) + 2))
-            assert [type(event) for event in events if not isinstance(event, Tokens)] == [Failed]
-            assert events[-1].code == "engine_error" and "signal 9" in events[-1].message  # type: ignore[union-attr]
+            assert isinstance(events[-1], Finished)
+            tokens = [event.token_ids[0] for event in events if isinstance(event, Tokens)]
+            assert tokens == expected_tokens((number, 7), 50)
+        assert engine.num_restarts == 1 and engine.pid != first and not alive(first or 0)
+
+
+async def test_while_no_engine_runs_new_requests_are_refused_and_held_ones_can_be_ended() -> None:
+    async with process("slow", RestartPolicy(first_delay_s=600)) as engine:
+        await engine.wait_loaded()
+        for name in ("held", "aborted"):
+            await engine.submit(request(name, 1_000_000))
+            assert isinstance(await anext(engine.events(name)), Started)
+        os.kill(engine.pid or 0, signal.SIGSTOP)
+        late_stats = asyncio.create_task(engine.stats())
+        await asyncio.sleep(0)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+
+        async def told() -> bool:
+            return "starting a new one" in (await engine.health()).detail
+
+        await until(told)
         health = await engine.health()
         assert not health.ready and "signal 9" in health.detail
         with pytest.raises(Overloaded, match="signal 9"):
+            await late_stats
+        with pytest.raises(Overloaded, match="signal 9"):
             await engine.submit(request("late"))
-        await ready_again(engine, restarts=1)
-        assert engine.pid != first and not alive(first or 0)
-        await engine.submit(request("again", 3))
-        tokens = [event.token_ids[0] async for event in engine.events("again") if isinstance(event, Tokens)]
-        assert tokens == expected_tokens((1, 2, 3), 3)
+        await engine.abort("aborted")
+        end = [event async for event in engine.events("aborted")][-1]
+        assert isinstance(end, Finished) and end.cancelled and end.num_prompt_tokens == 3
+        reader = engine.events("held")
+        await engine.close()
+        end = [event async for event in reader][-1]
+        assert isinstance(end, Failed) and end.message == "the engine was closed"
 
 
-async def test_a_submit_in_flight_when_the_child_dies_raises() -> None:
+async def test_a_submit_in_flight_when_the_child_dies_is_answered_by_the_next() -> None:
     async with process("slow") as engine:
         await engine.wait_loaded()
         os.kill(engine.pid or 0, signal.SIGSTOP)
-        submit = asyncio.create_task(engine.submit(request("r")))
-        await asyncio.sleep(0.01)
+        submit = asyncio.create_task(engine.submit(request("r", 3)))
+        await asyncio.sleep(0)
         os.kill(engine.pid or 0, signal.SIGKILL)
-        with pytest.raises(EngineFault, match="signal 9"):
-            await submit
+        await submit
+        tokens = [event.token_ids[0] async for event in engine.events("r") if isinstance(event, Tokens)]
+        assert tokens == expected_tokens((1, 2, 3), 3) and engine.num_restarts == 1
 
 
 async def test_a_row_of_deaths_is_given_up_and_told() -> None:

@@ -117,7 +117,7 @@ def test_it_drains_while_loading(folder: Path, tmp_path: Path) -> None:
         assert not alive(child)
 
 
-def test_a_killed_engine_is_replaced(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_engine_is_replaced_and_goes_on(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path) as server:
         url, child = server.ready(), server.child()
         sock, received = slow_stream(url)
@@ -125,7 +125,8 @@ def test_a_killed_engine_is_replaced(folder: Path, tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
             while chunk := sock.recv(65536):
                 received += chunk
-        assert received.count(b'"error"') == 1 and b"[DONE]" not in received
+        assert b'"error"' not in received and received.count(b"[DONE]") == 1
+        assert received.count(b'"finish_reason":"length"') == 8
         until_status(f"{url}/readyz", 200)
         assert server.child() != child
         body = {"messages": MESSAGES, "max_tokens": 2, "ignore_eos": True}

@@ -242,7 +242,7 @@ def test_a_computer_that_slept_reads_on(chat: Watched, endless: None) -> None:
 def test_a_killed_engine_is_told_and_comes_back(
     chat: Watched, endless: None, server_process: tuple[str, int | None]
 ) -> None:
-    """The answer under way fails, visibly; the page recovers by itself and the answer is asked for again."""
+    """The page says that the model is not running; then the answer under way goes on, as if nothing had been."""
     pid = server_process[1]
     if pid is None:
         pytest.skip("the engine of a server that is not ours is not ours to kill")
@@ -250,15 +250,12 @@ def test_a_killed_engine_is_told_and_comes_back(
     begin(chat)
     engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
     os.kill(engine, signal.SIGKILL)
-    chat.page.wait_for_selector(".banner >> text=The model is not running")
-    chat.page.wait_for_selector(".answer[data-status=error] [role=alert]")
-    assert len(chat.answers()[0]) > 40  # what was said stays on the page
-    assert chat.page.locator("button[aria-label=Send]").is_disabled()
+    before = chat.answers()[0]
+    chat.until(f"{WRITTEN} > {len(before) + 400}")
+    assert chat.page.locator(".answer[data-status=error]").count() == 0
     chat.page.wait_for_selector(".banner", state="detached", timeout=60_000)
-    chat.page.click("text=Try again")
-    chat.until("document.querySelector('.answer[data-status=streaming] .prose')?.textContent.length > 40")
     stop(chat)
-    assert_as_stored(chat)
+    assert_as_stored(chat, before)
     chat.forgive()  # readiness was asked for while there was none
 
 
