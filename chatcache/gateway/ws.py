@@ -33,8 +33,8 @@ NOT_LET_IN = 4401
 TOO_MANY = 4429
 MAX_FRAMES_PER_S = 200.0
 MAX_BURST = 1000.0
-# What ends something, or tells how far one has read, goes by what is known already; the rest asks the store.
-_UNASKED = frozenset({"response.ack", "response.cancel", "response.drop"})
+# What comes with every few frames goes by what is known already; the rest asks the store.
+_UNASKED = frozenset({"response.ack"})
 
 Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[None]]
