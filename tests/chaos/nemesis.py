@@ -115,9 +115,8 @@ class Nemesis:
 
     async def _clock(self, fault: Fault) -> None:
         """An hour on, or back, and back again with the next jump."""
-        path = self._rig.gateways[fault.target].clock
-        is_off = path.read_text() != "0"
-        path.write_text("0" if is_off else str(int(fault.amount)))
+        gateway = self._rig.gateways[fault.target]
+        gateway.set_clock(int(fault.amount) if gateway.clock.read_text() == "+0" else 0)
 
     async def _kill_redis(self, fault: Fault) -> None:
         redis = self._rig.redis

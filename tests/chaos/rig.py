@@ -30,7 +30,7 @@ class Gateway:
         self.number = number
         self.port = free_port()
         self.clock = folder / f"clock-{number}"
-        self.clock.write_text("0")
+        self.set_clock(0)
         self.lock = asyncio.Lock()  # one fault at a time
         self.is_meant_to_run = False
         self.engines: set[int] = set()
@@ -46,6 +46,10 @@ class Gateway:
     def pid(self) -> int:
         assert self.process is not None
         return self.process.pid
+
+    def set_clock(self, off_s: int) -> None:
+        """Let its wall clock be off."""
+        self.clock.write_text(f"{off_s:+d}")
 
     def start(self) -> None:
         command = [sys.executable, "-m", "tests.chaos.served", self._store, str(self.port)]

@@ -60,7 +60,7 @@ async def _live(plan: Plan, rig: Rig, history: History) -> None:
         await asyncio.gather(*doing)
         for gateway in rig.gateways:
             nemesis.look_at(gateway)
-            gateway.clock.write_text("0")
+            gateway.set_clock(0)
         stop.set()
         async with asyncio.timeout(END_TIMEOUT_S):
             await asyncio.gather(*living)

@@ -1,6 +1,7 @@
 """A gateway with its engine child as `chatcache serve` runs them: `python -m tests.chaos.served STORE PORT [more]`.
 
-With CHAOS_CLOCK naming a file, its wall clock is off by as many seconds as the file says.
+With CHAOS_CLOCK naming a file, its wall clock is off by as many seconds as the file says. (libfaketime 0.9.10 would do
+that from outside, but under it every `time.sleep` of Python 3.11 fails with EINVAL.)
 """
 
 from __future__ import annotations
