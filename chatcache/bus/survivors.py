@@ -262,7 +262,7 @@ class Survivors:
         if self._by_id.get(trial.id) is not trial or trial.place is Place.HELD:
             return True
         if trial.place is Place.TRIAL and trial.is_past:
-            trial.is_suspect = False
+            trial.is_suspect, trial.num_lone_deaths = False, 0
             if next(self._suspects(), None) is None:
                 trial.place = Place.ENGINE
                 return True

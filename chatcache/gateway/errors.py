@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.chat.store import StaleRevision
-from chatcache.errors import ChatcacheError, Overloaded, QuotaExhausted, RateLimited
+from chatcache.errors import ChatcacheError, Overloaded, QuotaExhausted, RateLimited, RequestPoisoned
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.jsonio import encode
 
@@ -79,7 +79,7 @@ def error_headers(error: ChatcacheError) -> dict[str, str]:
     if error.status in (429, 503):
         stop = {"x-should-retry": "false"} if isinstance(error, QuotaExhausted) else {}
         return {"retry-after": str(retry_after_s(error)), **stop}
-    if error.status == 409:
+    if error.status == 409 or error.code == RequestPoisoned.code:
         return {"x-should-retry": "false"}
     if error.status == 401:
         return {"www-authenticate": "Bearer"}

@@ -1,0 +1,227 @@
+"""Engine children that are killed, hang, or die of a request: whoever is innocent says all, once, to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from chatcache.bus.child import Child
+from chatcache.bus.codec import Notice
+from chatcache.bus.pipe import EngineProcess
+from chatcache.bus.supervision import RestartPolicy
+from chatcache.bus.survivors import Survivors
+from chatcache.bus.told import Told
+from chatcache.types import BeamSearchParams, Failed, Finished, GenerateRequest, Resumed, SamplingParams
+from tests.bus.dying import Crowd, a_request, check_same, poison, process, undisturbed, until
+from tests.bus.test_bus_process import alive
+
+ZOMBIES = RestartPolicy(max_deaths=4, first_delay_s=0.01, hung_after_s=1.0)
+
+
+async def killed_under_streams(num_kills: int, num_streams: int = 20) -> None:
+    requests = [a_request(number, 50 * num_kills) for number in range(num_streams)]
+    expected = undisturbed(requests)
+    async with process(step_ms=5) as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        for number in range(num_kills):
+            await crowd.grown()
+            assert crowd.open_ones, "nobody is left to be disturbed"
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await until(lambda number=number: engine.num_restarts > number)  # type: ignore[misc]
+        await crowd.end()
+        assert engine.num_restarts == num_kills
+    for name, events in crowd.events.items():
+        check_same(events, expected[name])
+
+
+async def test_kills_under_streams_disturb_nobody() -> None:
+    await killed_under_streams(10)
+
+
+@pytest.mark.long
+async def test_fifty_kills_under_streams_disturb_nobody() -> None:
+    await killed_under_streams(50)
+
+
+def _without_tokens(told: Told) -> GenerateRequest:
+    resumed = Resumed(last_seq=told.last_seq, num_cached_tokens=0)
+    return GenerateRequest(
+        request_id=told.request.request_id, prompt=told.request.prompt, params=told.request.params, resumed=resumed
+    )
+
+
+async def test_a_bus_that_forgets_what_was_told_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: everything is said twice."""
+    monkeypatch.setattr(Told, "resumed", _without_tokens)
+    with pytest.raises(AssertionError):
+        await killed_under_streams(1, num_streams=3)
+
+
+async def poisoned(num_poison: int, num_good: int) -> EngineProcess:
+    requests = [a_request(number, 30) for number in range(num_good)]
+    expected = undisturbed(requests)
+    every = num_good // num_poison
+    for number in range(num_poison):  # some kill at once, some when they have said something
+        requests.insert(number * (every + 1) + 2, poison(1000 + number, at=(number % 3) * 5))
+    async with process() as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        await crowd.end()
+        assert engine.num_restarts <= 2 * num_poison
+    for name, events in crowd.events.items():
+        if name in expected:
+            check_same(events, expected[name])
+        else:
+            end = events[-1]
+            assert isinstance(end, Failed) and end.code == "request_poisoned"
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    return engine
+
+
+async def test_poison_ends_alone() -> None:
+    await poisoned(2, 20)
+
+
+@pytest.mark.long
+async def test_ten_poison_among_two_hundred_end_alone() -> None:
+    await poisoned(10, 200)
+
+
+async def test_without_quarantine_poison_takes_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: whatever was running is thought innocent."""
+    monkeypatch.setattr(Survivors, "_suspects", lambda self: iter(()))
+    with pytest.raises((AssertionError, Exception)):
+        await poisoned(1, 5)
+
+
+async def test_poison_that_hangs_is_ended_too() -> None:
+    requests = [a_request(1, 200), a_request(2, 5, seed=7770)]
+    expected = undisturbed(requests[:1])
+    async with process(policy=ZOMBIES) as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        await crowd.end()
+        check_same(crowd.events["r1"], expected["r1"])
+        end = crowd.events["r2"][-1]
+        assert isinstance(end, Failed) and end.code == "request_poisoned" and engine.num_restarts <= 2
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
+    """Notices that were heard from a child which is not the present one."""
+    heard: list[Notice] = []
+    children: list[Child] = []
+    spawn, receive = Child.spawn, EngineProcess._receive
+
+    async def spawned(self: Child, boot: object) -> None:
+        children.append(self)
+        through = self._receive
+
+        def from_it(notice: Notice) -> None:
+            if children[-1] is not self:
+                heard.append(notice)
+            else:
+                through(notice)
+
+        self._receive = from_it
+        await spawn(self, boot)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Child, "spawn", spawned)
+    assert receive is EngineProcess._receive
+    monkeypatch.setattr("chatcache.bus.child.KILL_GRACE_S", 0.01)
+    monkeypatch.setattr(Child, "kill", lambda self: None)  # it is stopped, and nothing reaches it
+    return iter([heard])
+
+
+async def woken_zombies(num_zombies: int, heard: list[Notice]) -> None:
+    requests = [a_request(number, 150 * num_zombies) for number in range(4)]
+    expected = undisturbed(requests)
+    async with process(step_ms=5, policy=ZOMBIES) as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        for number in range(num_zombies):
+            await crowd.grown()
+            assert crowd.open_ones
+            child = engine._child
+            assert child is not None and child.process is not None
+            os.kill(child.process.pid, signal.SIGSTOP)
+            await until(lambda number=number: engine.num_restarts > number)  # type: ignore[misc]
+            await crowd.grown()
+            os.kill(child.process.pid, signal.SIGCONT)
+            try:
+                await until(lambda child=child: bool(heard) or not alive(child.process.pid))  # type: ignore[misc]
+                assert not heard, "a zombie was heard"
+            finally:
+                os.kill(child.process.pid, signal.SIGKILL)
+                child.process.wait()
+        await crowd.end()
+        pid = engine.pid or 0
+        await _stop(engine)
+        assert not alive(pid)
+    for name, events in crowd.events.items():
+        check_same(events, expected[name])
+
+
+async def _stop(engine: EngineProcess) -> None:
+    await until(lambda: engine._ready)
+    await engine.close()
+
+
+async def test_a_zombie_that_wakes_is_heard_by_nobody(strangers: Iterator[list[Notice]]) -> None:
+    await woken_zombies(1, next(strangers))
+
+
+@pytest.mark.long
+async def test_twenty_zombies_that_wake_are_heard_by_nobody(strangers: Iterator[list[Notice]]) -> None:
+    await woken_zombies(20, next(strangers))
+
+
+async def test_a_bus_that_leaves_the_zombie_its_socket_is_caught(
+    strangers: Iterator[list[Notice]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: what hung is replaced, and not cut off."""
+    reap = Child.reap
+
+    async def left(self: Child, grace_s: float) -> int | None:
+        return None if grace_s == 0.0 else await reap(self, grace_s)
+
+    monkeypatch.setattr(Child, "cut_off", lambda self: None)
+    monkeypatch.setattr(Child, "reap", left)
+    with pytest.raises(AssertionError, match="a zombie was heard"):
+        await woken_zombies(1, next(strangers))
+
+
+async def test_searches_end_in_one_error_and_new_ones_run() -> None:
+    def search(number: int) -> GenerateRequest:
+        params = (
+            BeamSearchParams(beam_width=3, max_tokens=1000),
+            SamplingParams(n=1, best_of=3, max_tokens=1000),
+            SamplingParams(n=3, distinct=True, max_tokens=1000),
+        )[number]
+        return GenerateRequest(request_id=f"s{number}", prompt=(1, 2, 3), params=params)
+
+    searches = [search(number) for number in range(3)]
+    async with process(step_ms=5) as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, searches)
+        await crowd.begin()
+        await until(lambda: all(crowd.events.values()))
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        await crowd.end()
+        for events in crowd.events.values():
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+            end = events[-1]
+            assert isinstance(end, Failed) and end.code == "engine_error" and "signal 9" in end.message
+        await until(lambda: engine._ready)
+        after = Crowd(engine, [a_request(1, 5)])
+        await after.begin()
+        await after.end()
+        assert isinstance(after.events["r1"][-1], Finished)
