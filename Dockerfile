@@ -1,29 +1,38 @@
 # One image for GPU and CPU: the web page is built in its own stage, Python sees only the result.
 #   docker build -t chatcache .                                  CUDA build of torch (the default on PyPI for Linux)
 #   docker build -t chatcache:cpu --build-arg TORCH_INDEX=URL .  another index, e.g. PyTorch's CPU wheels: gigabytes smaller
-FROM node:22-slim AS web
+# What changes seldom comes first: an edit of the source rebuilds the last layers only, and installs no dependency anew.
+ARG NODE_IMAGE=node:22.20.0-bookworm-slim
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+
+FROM ${NODE_IMAGE} AS web
 WORKDIR /src/web
 COPY web/package.json web/package-lock.json ./
 RUN npm ci --no-audit --no-fund
 COPY web/ ./
 RUN npm run build
 
-FROM python:3.12-slim AS app
+FROM ${PYTHON_IMAGE} AS app
 ARG TORCH_INDEX=""
-ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Triton compiles its launcher with the system's C compiler the first time a kernel runs.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN groupadd --gid 10001 chatcache && useradd --uid 10001 --gid 10001 --create-home chatcache \
+    && mkdir -p /data /cache /secret && chown chatcache:chatcache /data /cache /secret && chmod 0750 /secret
 WORKDIR /app
 RUN if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"; fi
-COPY pyproject.toml hatch_build.py README.md LICENSE ./
-COPY chatcache ./chatcache
+COPY pyproject.toml ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > /tmp/requirements.txt && pip install -r /tmp/requirements.txt && rm /tmp/requirements.txt
+COPY hatch_build.py README.md LICENSE ./
 COPY kernels/chatcache_kernels ./kernels/chatcache_kernels
+COPY chatcache ./chatcache
 COPY --from=web /src/chatcache/gateway/static ./chatcache/gateway/static
-RUN pip install . && useradd --create-home --uid 10001 chatcache \
-    && mkdir -p /data /cache && chown chatcache /data /cache
+RUN pip install --no-deps .
 USER chatcache
-ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton NUMBA_CACHE_DIR=/cache/numba \
-    CHATCACHE_DB=/data/chatcache.db CHATCACHE_HOST=0.0.0.0
+# All that is written lies in /data (conversations), /cache (models, compiled kernels), /secret and /tmp.
+ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton NUMBA_CACHE_DIR=/cache/numba CUDA_CACHE_PATH=/cache/nv \
+    XDG_CACHE_HOME=/cache CHATCACHE_DB=/data/chatcache.db CHATCACHE_HOST=0.0.0.0
 VOLUME ["/data", "/cache"]
 EXPOSE 8000
 ENTRYPOINT ["python", "-m", "chatcache"]

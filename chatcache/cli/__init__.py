@@ -8,6 +8,7 @@ chat.py      `chatcache chat`; backends.py: an engine in this process, or a serv
 bench.py     `chatcache bench`
 db.py        `chatcache db`: copies of all conversations
 keys.py      `chatcache keys`: who may use a server
+redis_user.py  `chatcache redis-user`: a password and rights for a Redis server; redis_url.py: URLs that name its file
 doctor/      `chatcache doctor`: what this machine has and lacks
 exits.py     exit codes
 """
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from chatcache import __version__
-from chatcache.cli import bench, chat, db, exits, keys, serve
+from chatcache.cli import bench, chat, db, exits, keys, redis_user, serve
 from chatcache.cli.doctor.command import doctor
 from chatcache.cli.options import env
 from chatcache.errors import ChatcacheError, InvalidRequest, ModelFolderError
@@ -38,6 +39,7 @@ app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(doctor)
+app.command("redis-user")(redis_user.redis_user)
 app.add_typer(db.app)
 app.add_typer(keys.app)
 

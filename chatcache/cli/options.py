@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from chatcache.cli.redis_url import with_password
 from chatcache.config import PAGE_SIZES
 from chatcache.errors import InvalidRequest
 from chatcache.settings import parse_size
@@ -35,6 +36,15 @@ def _swap_memory(text: str) -> int:
         return parse_size(text, high=2**44)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from None
+
+
+def _redis_url(text: str) -> str:
+    try:
+        return with_password(text)
+    except OSError as error:
+        raise typer.BadParameter(f"password_file {error.filename}: {error.strerror}.") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from None
 
 
 def _page_size(text: str) -> int:
@@ -130,7 +140,9 @@ RedisUrl = Annotated[
     str,
     _flag(
         "redis",
-        "Redis server that keeps the conversations instead of --db, like redis://user:password@host:6379/0.",
+        "Redis server that keeps the conversations instead of --db, like redis://user:password@host:6379/0 "
+        "or redis://user@host:6379/0?password_file=FILE.",
+        parser=_redis_url,
         metavar="URL",
         show_default=False,
     ),

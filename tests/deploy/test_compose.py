@@ -2,66 +2,127 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from chatcache.bus.pipe import EXIT_GRACE_S
+from chatcache.cli.server import DRAIN_S
+from tests.deploy.composed import ROOT, compose_binary, dockerfile, resolved
+
+SERVED = ("chatcache", "chatcache-cpu")
 
 
 @pytest.fixture(scope="module")
-def compose() -> str:
-    path = shutil.which("docker-compose")
-    if path is None:
-        pytest.skip("needs a compose parser: apt-get install docker-compose")
-    return path
-
-
-def _config(compose: str, *args: str) -> dict[str, Any]:
-    done = subprocess.run([compose, *args, "config"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    parsed = yaml.safe_load(done.stdout)
-    assert isinstance(parsed, dict)
-    return parsed
+def services() -> dict[str, Any]:
+    return resolved("gpu", "cpu", "monitoring")
 
 
 @pytest.mark.parametrize(
-    ("profile", "services"),
+    ("profiles", "names"),
     [
-        ("gpu", {"chatcache"}),
-        ("cpu", {"chatcache-cpu"}),
-        ("redis", {"redis"}),
-        ("monitoring", {"prometheus", "grafana"}),
+        (("gpu",), {"chatcache", "redis", "redis-user"}),
+        (("cpu",), {"chatcache-cpu", "redis", "redis-user"}),
+        (("monitoring",), {"prometheus", "grafana"}),
+        (("gpu", "monitoring"), {"chatcache", "redis", "redis-user", "prometheus", "grafana"}),
     ],
 )
-def test_every_profile_parses(compose: str, profile: str, services: set[str]) -> None:
-    every = _config(compose, "--profile", profile)["services"]
-    assert {name for name, service in every.items() if profile in service["profiles"]} == services
+def test_every_profile_parses(profiles: tuple[str, ...], names: set[str]) -> None:
+    every = resolved(*profiles)
+    assert {name for name, service in every.items() if set(profiles) & set(service["profiles"])} == names
 
 
-def test_a_broken_file_is_refused(compose: str, tmp_path: Path) -> None:
+def test_up_alone_is_the_gpu_profile() -> None:
+    settings = [line for line in (ROOT / ".env").read_text().splitlines() if line and not line.startswith("#")]
+    assert settings == ["COMPOSE_PROFILES=gpu"]  # and it has no secret
+
+
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     """The oracle can fail: the parser refuses the same file with one key misspelt."""
     (tmp_path / "docker-compose.yml").write_text(
         (ROOT / "docker-compose.yml").read_text().replace("healthcheck:", "healthchek:")
     )
-    done = subprocess.run([compose, "config"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    done = subprocess.run([compose_binary(), "config"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert done.returncode != 0
 
 
-def test_the_gpu_service_asks_for_a_gpu_and_the_cpu_one_does_not(compose: str) -> None:
-    services = _config(compose)["services"]
+def test_the_gpu_service_asks_for_a_gpu_and_the_cpu_one_does_not(services: dict[str, Any]) -> None:
     devices = services["chatcache"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices[0]["driver"] == "nvidia"
     assert "deploy" not in services["chatcache-cpu"]
 
 
-@pytest.mark.parametrize("service", ["chatcache", "chatcache-cpu"])
-def test_services_are_healthchecked_and_published_on_loopback_only(compose: str, service: str) -> None:
-    config = _config(compose)["services"][service]
-    assert "/readyz" in config["healthcheck"]["test"][-1]
-    assert all(str(port).startswith("127.0.0.1:") for port in config["ports"])
-    assert config["init"] is True
+@pytest.mark.parametrize("name", SERVED)
+def test_services_wait_for_redis_and_are_published_on_loopback_only(services: dict[str, Any], name: str) -> None:
+    service = services[name]
+    assert "/readyz" in service["healthcheck"]["test"][-1]
+    assert all(str(port).startswith("127.0.0.1:") for port in service["ports"])
+    assert service["depends_on"]["redis"]["condition"] == "service_healthy"
+    assert service["environment"]["CHATCACHE_REDIS"].startswith("redis://chatcache@redis:6379/")
+    grace_s = float(re.fullmatch(r"(\d+)s", service["stop_grace_period"])[1])  # type: ignore[index]
+    assert grace_s > DRAIN_S + EXIT_GRACE_S
+
+
+def test_every_service_is_held_tight(services: dict[str, Any]) -> None:
+    """No rights, a root that cannot be written (but Grafana's), logs that end, an init; and nobody is root."""
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["init"] is True and set(service["logging"]["options"]) == {"max-size", "max-file"}
+        assert service["read_only"] is (name != "grafana")
+        assert ":" in str(service.get("image", "")).rpartition("/")[2], f"{name}'s image has no version"
+        if "build" not in service:
+            assert name in ("prometheus", "grafana") or service["user"].startswith("redis:")
+    assert dockerfile()["USER"] == "chatcache"
+
+
+def test_redis_is_reached_by_these_services_alone_and_keeps_what_it_says(services: dict[str, Any]) -> None:
+    redis = services["redis"]
+    assert "ports" not in redis and "ports" not in services["redis-user"]
+    words = redis["command"]
+    settings = {word: words[at + 1] for at, word in enumerate(words) if word.startswith("--")}
+    assert settings["--appendonly"] == "yes" and settings["--appendfsync"] == "always"
+    assert settings["--maxmemory-policy"] == "noeviction" and settings["--aclfile"] == "/secret/users.acl"
+    assert redis["depends_on"]["redis-user"]["condition"] == "service_completed_successfully"
+    assert all(str(volume).endswith(":ro") for volume in redis["volumes"] if "secret" in str(volume))
+
+
+def test_an_empty_setting_keeps_conversations_in_the_file() -> None:
+    assert not resolved("cpu", CHATCACHE_REDIS="")["chatcache-cpu"]["environment"]["CHATCACHE_REDIS"]
+    assert dockerfile()["ENV"]["CHATCACHE_DB"].startswith("/data/")
+
+
+def test_what_is_written_lies_in_a_volume(services: dict[str, Any]) -> None:
+    paths = {path: value for path, value in dockerfile()["ENV"].items() if str(value).startswith("/")}
+    for name in SERVED:
+        mounted = tuple(str(volume).split(":")[1] + "/" for volume in services[name]["volumes"])
+        for variable, path in paths.items():
+            assert f"{path}/".startswith(mounted), f"{variable} is outside the volumes of {name}"
+        assert services[name]["tmpfs"] == ["/tmp"]
+    for variable in ("HF_HOME", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR", "CHATCACHE_DB"):
+        assert variable in paths
+
+
+def test_the_image_is_pinned_and_its_layers_cache() -> None:
+    """Bases by version; dependencies installed before the source comes; nothing secret goes in."""
+    image = dockerfile()
+    bases = [line.partition("=")[2] for line in image["lines"] if line.startswith("ARG ") and "IMAGE=" in line]
+    assert len(bases) == 2 and all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
+    lines = image["last stage"]
+
+    def place(pattern: str) -> int:
+        return next(at for at, line in enumerate(lines) if re.search(pattern, line))
+
+    assert (
+        place("COPY pyproject.toml")
+        < place("pip install -r")
+        < place("COPY chatcache ")
+        < place("pip install --no-deps")
+    )
+    copied = {word for line in image["lines"] if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert not copied & {".", "./", ".env"}
+    assert not re.search(r"(?i)(password|token|secret|api_key)\w*=", " ".join(line for line in lines if "ENV" in line))
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".env*", ".git", "*.db*"} <= set(ignored)

@@ -1,0 +1,182 @@
+"""What compose would start, started by hand: the commands and environments of the resolved file and of the Dockerfile.
+
+Of what a container gives, this gives folders for volumes and loopback ports for host names; the rest is as written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILES = ("gpu", "cpu", "monitoring")
+PATIENCE_S = 120.0
+
+
+def compose_binary() -> str:
+    path = shutil.which("docker-compose")
+    if path is None:
+        pytest.skip("needs a compose parser: apt-get install docker-compose")
+    return path
+
+
+def resolved(*profiles: str, folder: Path = ROOT, **environment: str) -> dict[str, Any]:
+    """The services as compose understands the file."""
+    flags = [word for profile in profiles for word in ("--profile", profile)]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CHATCACHE_", "COMPOSE_"))}
+    done = subprocess.run(
+        [compose_binary(), *flags, "config"],
+        cwd=folder,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    services: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return services
+
+
+def dockerfile() -> dict[str, Any]:
+    """What the last stage of the Dockerfile says: `ENTRYPOINT`, `CMD`, `USER`, `ENV`, and every instruction."""
+    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    last = max(at for at, line in enumerate(lines) if line.startswith("FROM "))
+    told: dict[str, Any] = {"ENV": {}, "lines": lines, "last stage": lines[last:]}
+    for line in lines[last:]:
+        word, _, rest = line.partition(" ")
+        if word == "ENV":
+            told["ENV"] |= dict(re.findall(r"(\w+)=(\S+)", rest))
+        elif word in ("ENTRYPOINT", "CMD"):
+            told[word] = yaml.safe_load(rest)
+        elif word == "USER":
+            told[word] = rest
+    return told
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+class ByHand:
+    """Processes of the services, over one folder with a folder for each volume."""
+
+    def __init__(self, folder: Path, services: Mapping[str, Any], gentle: Mapping[str, str]) -> None:
+        """`gentle`: what the machine of a test needs besides, or otherwise than the file says."""
+        self._folder = folder
+        self._services = services
+        self._gentle = gentle
+        self.port, self.redis_port = free_port(), free_port()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        service = self._services[name]
+        command = [self._here(str(word), service) for word in self._command(service)]
+        port = ("--port", str(self.redis_port)) if command[0] == "redis-server" else ()
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [*command, *port],
+                cwd=self._place("cwd"),
+                env=self._environment(service),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self._processes[name]
+
+    def run(self, name: str) -> str:
+        """A service that ends by itself, well."""
+        assert self.start(name).wait(PATIENCE_S) == 0, self.log(name)
+        return self.log(name)
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text(errors="replace")
+
+    def is_healthy(self, name: str) -> bool:
+        """What the service's own healthcheck says."""
+        kind, *words = self._services[name]["healthcheck"]["test"]
+        command = ["sh", "-c", *words] if kind == "CMD-SHELL" else words
+        service = self._services[name]
+        told = [self._here(word, service) for word in command]
+        done = subprocess.run(told, env=self._environment(service), capture_output=True, timeout=60, check=False)
+        return done.returncode == 0
+
+    def wait_healthy(self, name: str) -> None:
+        self.wait(lambda: self.is_healthy(name), name)
+
+    def wait(self, condition: Callable[[], bool], name: str) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self._processes[name].poll() is None, f"{name} ended:\n{self.log(name)}"
+            assert time.monotonic() < deadline_s, f"{name}:\n{self.log(name)}"
+            time.sleep(0.1)
+
+    def kill(self, name: str) -> None:
+        """`kill -9` of the service's own process; its children have to see to themselves."""
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+    def stop(self, name: str) -> int:
+        """As `docker compose stop` does; the exit code."""
+        self._processes[name].terminate()
+        return self._processes[name].wait(PATIENCE_S)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def __enter__(self) -> ByHand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _command(self, service: Mapping[str, Any]) -> Sequence[str]:
+        if "build" not in service:
+            return [str(word) for word in service["command"]]
+        image = dockerfile()
+        return [*image["ENTRYPOINT"], *(service.get("command") or image["CMD"])]
+
+    def _environment(self, service: Mapping[str, Any]) -> dict[str, str]:
+        given = {name: str(value) for name, value in (service.get("environment") or {}).items() if value is not None}
+        image = dockerfile()["ENV"] if "build" in service else {}
+        system = {"PATH": os.environ["PATH"], "HOME": str(self._place("home")), "TMPDIR": str(self._place("tmp"))}
+        ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CHATCACHE_PORT": str(self.port)}
+        told = {name: self._here(value, service) for name, value in {**image, **given}.items()}
+        return {**system, **told, **ours, **self._gentle}
+
+    def _here(self, text: str, service: Mapping[str, Any]) -> str:
+        """Volumes are folders of ours, `redis` and the published port are on the loopback."""
+        for volume in service.get("volumes") or ():
+            name, path, *_ = str(volume).split(":")
+            text = re.sub(rf"(?<![\w/]){path}(?![\w])", str(self._place(name)), text)
+        text = text.replace("redis:6379", f"127.0.0.1:{self.redis_port}").replace(":8000", f":{self.port}")
+        text = text.replace("redis-cli ", f"redis-cli -p {self.redis_port} ").replace("$$", "$")
+        return sys.executable if text == "python" else text
+
+    def _place(self, name: str) -> Path:
+        place = self._folder / name
+        place.mkdir(exist_ok=True)
+        return place
+
+    def names(self, name: str) -> set[str]:
+        return {path.name for path in self._place(name).iterdir()}
