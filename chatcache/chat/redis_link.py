@@ -32,6 +32,7 @@ PATIENCE_S = 30.0
 _NUM_CONNECTIONS = 32
 _PROBE_S = 0.2
 _MAX_TRIES = 64
+_LOST = (redis.ConnectionError, redis.TimeoutError, OSError)
 _CLOSED = "the handler is closed"  # uvloop's word, no OSError, for a connection that was reset a moment ago
 _NO_ANSWER = "the store does not answer now"  # the log says which and why
 
@@ -94,8 +95,10 @@ class RedisLink:
                         result = await work(pipe)
                         await pipe.execute()
                         return result
-                    except redis.WatchError:
-                        continue
+                    except redis.WatchError as error:
+                        lost = error.__context__
+                        if isinstance(lost, _LOST):  # redis-py would have us try again, but it may have been done
+                            raise redis.ConnectionError(_said(lost)) from None
             raise StoreUnavailable("others change the same all the time")
 
         return await self.run(attempt, order=order, is_patient=is_patient)
@@ -135,7 +138,7 @@ class RedisLink:
                 raise StoreUnavailable(_NO_ANSWER)
             try:
                 return await work(self._patient if is_patient else self._client)
-            except (redis.ConnectionError, redis.TimeoutError, OSError, RuntimeError) as error:
+            except (*_LOST, RuntimeError) as error:
                 if isinstance(error, RuntimeError) and _CLOSED not in str(error):
                     raise
                 self._lose(error)

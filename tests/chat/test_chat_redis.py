@@ -21,6 +21,8 @@ from chatcache.chat.removal import without_item
 from chatcache.chat.store import Claim, StoreUnavailable, StoreUnusable
 from chatcache.chat.store_redis import RedisStore
 from chatcache.chat.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, Item, Turn
+from tests.chaos.proxy import proxied
+from tests.chaos.rig import with_port
 from tests.chat.redis_servers import RedisServer, redis_server
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
@@ -175,6 +177,30 @@ async def test_without_watching_writers_would_lose(empty_redis: RedisServer, mon
     monkeypatch.setattr(redis.asyncio.client.Pipeline, "watch", watch_nothing)
     with pytest.raises(AssertionError):
         await test_two_gateways_write_one_conversation(empty_redis)
+
+
+async def test_a_change_whose_answer_is_lost_is_not_done_again(empty_redis: RedisServer) -> None:
+    """It may have come through, and here it did: nobody knows, so nobody tries again by himself."""
+    async with proxied(empty_redis.port) as proxy:
+        store = RedisStore(with_port(empty_redis.url, proxy.port))
+        await store.create(HEAD)
+
+        async def work(pipe: Any) -> None:
+            pipe.multi()
+            pipe.rpush("chatcache:done", "once")
+            proxy.lose()  # the answer, that is: what goes to the server still comes through
+
+        async def is_done() -> bool:
+            return bool(empty_redis.admin.llen("chatcache:done"))
+
+        changing = asyncio.create_task(store._link.transact(["chatcache:watched"], work, order=""))
+        await until(is_done, "the change to come through")
+        await proxy.heal()
+        with pytest.raises(StoreUnavailable):
+            await changing
+        await until(lambda: answers(store), "an answer")
+        await store.close()
+    assert empty_redis.admin.llen("chatcache:done") == 1
 
 
 async def test_cancelled_callers_leave_nothing_for_others(empty_redis: RedisServer) -> None:
