@@ -135,16 +135,3 @@ def test_the_loadtest_speaks_the_wire_only() -> None:
 )
 def test_the_check_can_fail(room: str, name: str) -> None:
     assert violations(Path("planted.py"), room, [(1, name)])
-
-
-def test_no_assert_guards_pickle_or_eval_in_the_package() -> None:
-    """Asserts vanish under -O, and pickle/eval/torch.load turn data into code."""
-    bad: list[str] = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name == "torch.load" and "weights_only=True" in ast.unparse(node):
-                continue  # the training script's own state, read as tensors and plain containers only
-            if name in {"eval", "exec", "torch.load", "pickle.load", "pickle.loads"} or isinstance(node, ast.Assert):
-                bad.append(f"{path}:{node.lineno}: {name or 'assert'}")  # type: ignore[attr-defined]
-    assert not bad, "\n".join(bad)

@@ -25,7 +25,14 @@ async def read_json(request: Request) -> dict[str, Any]:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType("send JSON with content-type: application/json")
+    refuse_encoding(request)
     return await parse_json(await request.body())
+
+
+def refuse_encoding(request: Request) -> None:
+    """Raises: UnsupportedMediaType for a compressed body: what a few bytes would become is nobody's to find out."""
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType("send the body as it is, without content-encoding")
 
 
 async def read_json_or_nothing(request: Request) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from chatcache.chat.portable import end_of_export, portable
 from chatcache.chat.store import ConversationStore
 from chatcache.chat.tree import ConversationTree, Item
 from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.gateway.body import refuse_encoding
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import UnsupportedMediaType, error_body, json_response
@@ -200,6 +201,7 @@ def _check_media_type(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _IMPORTED_TYPES:
         raise UnsupportedMediaType(f"send the file with one of these content types: {', '.join(_IMPORTED_TYPES)}")
+    refuse_encoding(request)
 
 
 def _flag(request: Request, name: str) -> bool:

@@ -103,7 +103,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router in the envelope."""
     if not isinstance(error, HTTPException):
         return _refusal(request, INTERNAL)
-    status, path = error.status_code, request.url.path
+    status, path = error.status_code, request.scope["path"]
     wire = ChatcacheError(error.detail or HTTPStatus(status).phrase)
     if status == 404:
         wire = ChatcacheError(f"no route {request.method} {path}", code="not_found")

@@ -10,7 +10,8 @@ spin for the next parallel region and starve the other pool. `GOMP_parallel` is 
 thread. Where torch has no such entry (macOS, Windows) the kernel runs on the calling thread.
 
 Compiled code is kept in NUMBA_CACHE_DIR or the user's cache folder, under a digest of this package's source: numba
-alone would not notice a change in an imported helper. Where neither can be written, each process compiles anew.
+alone would not notice a change in an imported helper. What lies there is run, so nobody else may write there. Where
+neither can be written, each process compiles anew.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def cache_folder() -> pathlib.Path | None:
     folder = pathlib.Path(numba.config.CACHE_DIR or os.path.join(user, "chatcache", "kernels")) / digest
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # refused where it is another user's
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None

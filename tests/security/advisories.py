@@ -1,0 +1,320 @@
+"""Advisories against engines and chat servers like this one, and the tests that show it is not among them.
+
+`Class.tests`: "file::test", below tests/. `not_ours`: why an advisory has nothing here that could be tested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Class:
+    """Advisories of one kind."""
+
+    what: str
+    ids: tuple[str, ...]
+    tests: tuple[str, ...] = ()
+    not_ours: str = ""
+
+
+def _cves(text: str) -> tuple[str, ...]:
+    """Spell out "2025-1 -2 2024-3" as CVE-2025-1, CVE-2025-2, CVE-2024-3."""
+    found: list[str] = []
+    year = ""
+    for part in text.split():
+        year, number = part.split("-", 1) if not part.startswith("-") else (year, part[1:])
+        found.append(f"CVE-{year}-{number}")
+    return tuple(found)
+
+
+CLASSES = (
+    Class(
+        "a prefix hash that collides hands out another prompt's pages",
+        ("CVE-2025-25183", "GHSA-rm76-4mrf-v9r8", "vllm#29163", "vllm#54727"),
+        (
+            "kv/test_kv_pool.py::test_equal_keys_do_not_hit_when_the_tokens_differ",
+            "security/test_security_lint.py::test_nothing_forbidden_is_said",
+        ),
+    ),
+    Class(
+        "cached pages of another tenant show in time or in usage",
+        ("CVE-2025-46570", "GHSA-4qjh-9fv9-r85r"),
+        (
+            "kv/test_kv_namespaces.py::test_ten_thousand_probes_find_nothing_foreign",
+            "gateway/test_gateway_tenants.py::test_an_undeclared_one_is_not",
+        ),
+    ),
+    Class(
+        "a salt or cache key chosen by the client",
+        ("CVE-2026-105756", "CVE-2026-111392", "CVE-2026-105754", "PYSEC-2026-4198"),
+        (
+            "security/test_security_regressions.py::test_no_field_of_the_wire_names_a_page_a_hash_or_a_namespace",
+            "security/test_security_regressions.py::test_fields_that_ended_others_are_refused_by_name",
+            "gateway/test_gateway_tenants.py::test_no_field_of_a_client_makes_tokens_public",
+        ),
+    ),
+    Class(
+        "state of one row reaches another, or a fault of one request the engine",
+        (
+            *("GHSA-v97p-wpxp-px84", "CVE-2026-114049", "CVE-2026-93840", "GHSA-fpch-3xrf-7q96"),
+            *("CVE-2026-105757", "PYSEC-2026-4353"),
+        ),
+        (
+            "security/test_security_crowd.py::test_no_request_ends_the_engine_or_reaches_a_canary",
+            "security/test_security_crowd.py::test_nor_with_a_model_that_computes",
+            "engine/test_engine_faults.py::test_a_result_of_the_wrong_shape_ends_the_requests_of_its_step",
+        ),
+    ),
+    Class(
+        "log-probabilities of cached prompt tokens are whatever was in memory",
+        ("CVE-2026-116180",),
+        ("engine/test_engine_prompt_logprobs.py::test_exact_with_any_part_cached_and_any_chunks",),
+    ),
+    Class(
+        "logits that are no numbers become noise, and poison the cache",
+        ("sglang#33187", "sglang#33206", "sglang#33263", "vllm#50283", "tokenspeed#434"),
+        (
+            "engine/test_engine_faults.py::test_one_spoilt_row_in_thirty_two",
+            "security/test_security_not_finite.py::test_one_of_thirty_two_rows_goes_and_the_others_stay",
+        ),
+    ),
+    Class(
+        "a cancelled command leaves its reply to the next user of the connection",
+        _cves("2023-28858 -28859"),
+        ("chat/test_chat_redis.py::test_cancelled_callers_leave_nothing_for_others",),
+    ),
+    Class(
+        "rights looked at once, or an id taken for a right",
+        _cves("2026-44553 -44564 -59216 -111630 2024-41703"),
+        (
+            "gateway/test_gateway_tenants.py::test_nobody_reads_stops_steers_or_hears_of_what_is_not_theirs",
+            "gateway/test_gateway_guard.py::test_tenants_do_not_see_each_other",
+            "gateway/test_gateway_guard.py::test_tenants_cannot_stop_each_other",
+        ),
+    ),
+    Class(
+        "pickle, cloudpickle or dill over a socket",
+        _cves(
+            "2024-9053 -11041 2025-29783 -32444 -30165 -47277 -59953 -66455 2026-3059 -14890 -86793 -93034 -93088 -7304"
+        ),
+        (
+            "security/test_security_lint.py::test_nothing_forbidden_is_said",
+            "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "bus/test_bus_codec.py::test_what_is_no_command_is_refused",
+        ),
+    ),
+    Class(
+        "an inner socket open to everybody",
+        ("CVE-2025-30202",),
+        (
+            "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "deploy/test_compose.py::test_services_are_healthchecked_and_published_on_loopback_only",
+        ),
+    ),
+    Class(
+        "weights that are a pickle",
+        _cves("2025-24357 -32434 2026-24747 2024-11392 -11394 2025-14924"),
+        ("security/test_security_model_folder.py::test_a_spoilt_folder_is_refused",),
+    ),
+    Class(
+        "code or paths that a model's files name",
+        (*_cves("2026-22807 2025-66448"), "transformers weight_map"),
+        (
+            "security/test_security_model_folder.py::test_code_beside_a_model_that_needs_none_is_left_alone",
+            "security/test_security_model_folder.py::test_a_spoilt_folder_is_refused",
+        ),
+    ),
+    Class(
+        "a guard that is an assert, gone under -O",
+        ("CVE-2026-41523",),
+        (
+            "security/test_security_lint.py::test_a_planted_line_is_found",
+            "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+        ),
+    ),
+    Class(
+        "a chat template breaks out of its sandbox, or has none",
+        _cves("2026-5760 2024-56326 -56201 2025-27516"),
+        (
+            "security/test_security_model_folder.py::test_a_spoilt_folder_is_refused",
+            "security/test_security_regressions.py::test_libraries_are_newer_than_their_known_holes",
+        ),
+    ),
+    Class(
+        "scripts in Redis",
+        _cves("2025-49844 -46817 -46818 -46819"),
+        ("chat/test_chat_redis.py::test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing",),
+    ),
+    Class(
+        "state read back from a file or from another machine, unchecked",
+        _cves("2026-43629 -34159 -118375"),
+        not_ours="keys and values are never read from a file or a network",
+    ),
+    Class(
+        "threads of the wire touch what the engine owns",
+        _cves("2026-43631 -43632"),
+        ("test_architecture.py::test_layers_hold", "test_architecture.py::test_the_check_can_fail"),
+    ),
+    Class(
+        "a number below zero",
+        ("CVE-2026-21869",),
+        ("gateway/test_gateway_bad_input.py::test_both_bounds",),
+    ),
+    Class(
+        "candidates without number",
+        _cves("2026-34756 2024-8939"),
+        ("security/test_security_regressions.py::test_how_many_is_bounded_before_anything_is_made",),
+    ),
+    Class(
+        "lists without number",
+        _cves("2026-73559 -71486"),
+        ("security/test_security_regressions.py::test_many_things_in_one_request_are_refused_as_a_whole",),
+    ),
+    Class(
+        "a rule across fields that null jumps over, or that another door forgot",
+        _cves("2026-114051 -116173"),
+        (
+            "security/test_security_regressions.py::test_any_fields_together_and_any_of_them_null_are_answered",
+            "engine/test_engine_door.py::test_what_is_refused_at_the_door",
+        ),
+    ),
+    Class(
+        "grammars that take for ever, or are kept for ever",
+        (
+            *_cves("2026-55574 2025-29770 -32381 -69872"),
+            *("PYSEC-2026-3933", "GHSA-389x-67px-mjg3", "GHSA-hf3c-wxg2-49q9"),
+        ),
+        (
+            "decode/test_decode_constraint_limits.py::test_a_compile_that_takes_too_long_is_stopped",
+            "decode/test_decode_constraint_limits.py::test_a_compile_that_takes_too_much_memory_is_stopped",
+            "decode/test_decode_constraint_limits.py::test_endless_new_schemas_take_no_more_memory",
+        ),
+    ),
+    Class(
+        "a template, or its variables, of the request's",
+        (*_cves("2025-62426 2026-115911 -115918"), "PYSEC-2026-2013"),
+        ("security/test_security_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
+    ),
+    Class(
+        "tensors of the request's",
+        _cves("2025-62164 2026-56340 -73557"),
+        ("security/test_security_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
+    ),
+    Class(
+        "little that inflates to much",
+        _cves("2026-54233 -100650 -109225 -109229"),
+        (
+            "security/test_security_regressions.py::test_compressed_bodies_are_refused_unread",
+            "security/test_security_regressions.py::test_no_websocket_inflates",
+            "gateway/test_gateway_guard.py::test_bodies_are_counted_while_read",
+        ),
+    ),
+    Class(
+        "a head without end",
+        ("CVE-2025-48956",),
+        (
+            "cli/test_cli_http.py::test_heads_up_to_the_limit_and_bodies_beyond_it",
+            "cli/test_cli_http.py::test_a_head_without_end_is_refused",
+        ),
+    ),
+    Class(
+        "a tokenizer that panics, past every `except Exception`",
+        ("pyo3 PanicException",),
+        (
+            "security/test_security_regressions.py::test_a_tokenizer_that_panics_ends_the_request_only",
+            "decode/test_decode_constraint_limits.py::test_a_library_that_panics_ends_the_request",
+        ),
+    ),
+    Class(
+        "text cut inside a character",
+        ("vllm#44620", "vllm#17448", "vllm#48853", "rapid-mlx#730"),
+        (
+            "text/test_text_stream.py::test_every_split_point",
+            "text/test_text_stream.py::test_behind_a_prompt_the_text_is_what_the_prompt_lacks",
+            "gateway/test_gateway_json.py::test_over_the_wire",
+        ),
+    ),
+    Class(
+        "news of a request that is gone, or that is there twice",
+        (
+            *("lmcache#4185", "vllm#25991", "vllm#42157", "vllm#10583", "vllm#15041", "vllm#27987"),
+            *("CVE-2026-94627", "CVE-2026-112266"),
+        ),
+        (
+            "bus/test_bus_clients.py::test_unknown_aborts_are_ignored_and_unknown_events_are_not_found",
+            "bus/test_bus_clients.py::test_an_id_in_use_is_refused",
+            "security/test_security_regressions.py::test_ids_that_clients_choose_meet_nobody_elses",
+            "security/test_security_regressions.py::test_a_beginning_of_an_id_names_nothing",
+        ),
+    ),
+    Class(
+        "a reply of no tokens",
+        ("vllm#52693",),
+        ("security/test_security_regressions.py::test_a_reply_of_no_words_is_a_reply",),
+    ),
+    Class(
+        "a Host header that changes the path, a range or a form without number",
+        (*_cves("2026-48710 -48746 2025-62727 2023-30798"), "PYSEC-2026-248"),
+        (
+            "gateway/test_gateway_guard.py::test_foreign_hosts_are_refused",
+            "security/test_security_lint.py::test_nothing_forbidden_is_said",
+            "security/test_security_regressions.py::test_ranges_without_number_cost_nothing",
+            "security/test_security_regressions.py::test_libraries_are_newer_than_their_known_holes",
+        ),
+    ),
+    Class(
+        "keys that are compared, or asked for on some routes only",
+        ("CVE-2025-59425",),
+        ("gateway/test_gateway_guard.py::test_keys",),
+    ),
+    Class(
+        "any web page talks to a server on this machine",
+        (*_cves("2026-44211 2024-28224"), "GHSA-5jx5-hqx5-2vrj"),
+        (
+            "gateway/test_gateway_guard.py::test_foreign_origins_are_refused",
+            "gateway/test_gateway_guard.py::test_foreign_hosts_are_refused",
+        ),
+    ),
+    Class(
+        "what the model says becomes an event",
+        ("GHSA-22cc-p3c6-wpvm", "CVE-2025-64496"),
+        ("contracts/test_sse_framing_matrix.py::test_every_client_reads_every_event",),
+    ),
+    Class(
+        "what the model says becomes a page's code",
+        _cves("2026-70492 -109288 -45314 -109286"),
+        (
+            "e2e/test_page_hostile.py::test_stored_words_stay_words",
+            "e2e/test_page_hostile.py::test_streamed_words_stay_words",
+            "e2e/test_page_safety.py::test_the_policy_is_sent_and_the_page_keeps_it",
+        ),
+    ),
+    Class(
+        "the server fetches what a request names",
+        _cves("2026-45400 -45331 2025-69222"),
+        (
+            "security/test_security_regressions.py::test_nothing_is_fetched",
+            "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+        ),
+    ),
+)
+
+# What was published until November 2026 and is of our kind; the classes above must hold each of them.
+KNOWN = frozenset(
+    (
+        *_cves(
+            "2023-28858 -28859 -30798 2024-8939 -9053 -11041 -11392 -11394 -28224 -41703 -56201 -56326 "
+            "2025-14924 -24357 -25183 -27516 -29770 -29783 -30165 -30202 -32381 -32434 -32444 -46570 -46817 "
+            "-46818 -46819 -47277 -48956 -49844 -59425 -59953 -62164 -62426 -62727 -64496 -66448 -66455 -69222 "
+            "-69872 2026-3059 -5760 -7304 -14890 -21869 -22807 -24747 -34159 -34756 -41523 -43629 -43631 "
+            "-43632 -44211 -44553 -44564 -45314 -45331 -45400 -48710 -48746 -54233 -55574 -56340 -59216 -70492 "
+            "-71486 -73557 -73559 -86793 -93034 -93088 -93840 -94627 -100650 -105754 -105756 -105757 -109225 "
+            "-109229 -109286 -109288 -111392 -111630 -112266 -114049 -114051 -115911 -115918 -116173 -116180 "
+            "-118375"
+        ),
+        *("GHSA-22cc-p3c6-wpvm", "GHSA-389x-67px-mjg3", "GHSA-4qjh-9fv9-r85r", "GHSA-5jx5-hqx5-2vrj"),
+        *("GHSA-fpch-3xrf-7q96", "GHSA-hf3c-wxg2-49q9", "GHSA-rm76-4mrf-v9r8", "GHSA-v97p-wpxp-px84"),
+        *("PYSEC-2026-248", "PYSEC-2026-2013", "PYSEC-2026-3933", "PYSEC-2026-4198", "PYSEC-2026-4353"),
+    )
+)
