@@ -109,7 +109,7 @@ CLASSES = (
         ("CVE-2025-30202",),
         (
             "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
-            "deploy/test_compose.py::test_services_are_healthchecked_and_published_on_loopback_only",
+            "deploy/test_compose.py::test_services_wait_for_redis_and_are_published_on_loopback_only",
         ),
     ),
     Class(
