@@ -24,6 +24,7 @@ last one.
                       sqlite_search.py, sqlite_writer.py (threads), sqlite_claims.py (idempotency keys) are its parts
     store_redis.py    the contract on a Redis server; redis_link.py (connections, transactions), redis_rows.py (layout),
                       redis_reads.py, redis_search.py, redis_leases.py (who runs what) are its parts
+    redis_rights.py   what a Redis server lets its user see and do
     open_store.py     which of the two
     keys.py           API keys and their contract; keys_sqlite.py and keys_redis.py keep them beside the conversations
     archive.py        all that a store holds as one file; archive_reader.py and restore.py back into a store

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -35,6 +36,13 @@ _MAX_TRIES = 64
 _LOST = (redis.ConnectionError, redis.TimeoutError, OSError)
 _CLOSED = "the handler is closed"  # uvloop's word, no OSError, for a connection that was reset a moment ago
 _NO_ANSWER = "the store does not answer now"  # the log says which and why
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A server's own words for why it does not do something."""
+
+    reason: str
 
 
 class RedisLink:
@@ -218,6 +226,27 @@ def first_look(url: str, key: str) -> bytes | None:
     finally:
         client.close()
     return value
+
+
+def answers(url: str, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
+    """What a server answers to each command, before there is an event loop: a value, or what it says of a refusal.
+
+    Raises: StoreUnavailable.
+    """
+    options = {"socket_timeout": PATIENCE_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
+    client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
+    found: list[Any] = []
+    try:
+        for command in commands:
+            try:
+                found.append(client.execute_command(*command))
+            except redis.ResponseError as error:
+                found.append(Refusal(_said(error)))
+    except (redis.RedisError, OSError) as error:
+        raise StoreUnavailable(_said(error)) from None
+    finally:
+        client.close()
+    return found
 
 
 def _said(error: BaseException) -> str:

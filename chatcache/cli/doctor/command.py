@@ -33,7 +33,9 @@ def doctor(
     findings = (
         _server(url, api_key)
         if url is not None
-        else _here(model, ServerConfig(host=host, port=port, db=db, redis=redis))
+        else _here(
+            model, ServerConfig(host=host, port=port, db=db, redis=redis, api_keys=(api_key,) if api_key else ())
+        )
     )
     worst = State.GOOD
     for finding in findings:

@@ -96,9 +96,12 @@ def _compiled_kernels() -> Finding:
     return good("Compiled kernels", f"kept in {folder.parent}")
 
 
-def room_on_disk(what: str, folder: Path) -> Finding:
-    """Tell how much room a folder's disk has."""
+def room_on_disk(what: str, folder: Path, needed_bytes: int = 0) -> Finding:
+    """Tell how much room a folder's disk has. `needed_bytes`: of the largest file that is to be written there."""
     free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        size = format_size(needed_bytes)
+        return warning(what, f"{format_size(free_bytes)} free in {folder}, where a copy takes {size}", "make room")
     if free_bytes < LEAST_DISK_BYTES:
         return warning(what, f"{format_size(free_bytes)} free in {folder}", "make room: a full disk refuses new turns")
     return good(what, f"{format_size(free_bytes)} free in {folder}")

@@ -13,6 +13,7 @@ from chatcache.chat.sqlite_schema import MIGRATIONS
 from chatcache.chat.store import StoreUnavailable, StoreUnusable
 from chatcache.cli.doctor.findings import Finding, bad, good, warning
 from chatcache.cli.doctor.machine import room_on_disk
+from chatcache.cli.doctor.store import keys_finding
 from chatcache.cli.server import listen
 from chatcache.compose import check_model_folder, has_tokenizer, served_name
 from chatcache.config import EngineConfig, ServerConfig
@@ -24,7 +25,7 @@ ASK_TIMEOUT_S = 2.0
 
 def settings(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
     yield _model(engine)
-    yield from (_redis(server.redis),) if server.redis else _conversations(Path(server.db))
+    yield from _redis(server) if server.redis else _conversations(server)
     yield _address(server)
     if (STATIC / "index.html").is_file():
         yield good("Chat page", "built")
@@ -63,31 +64,51 @@ def _fetched(model: str) -> Finding:
         return bad("Model", f"{model}: {error}", "an id is NAMESPACE/NAME")
 
 
-def _redis(url: str) -> Finding:
+def _redis(config: ServerConfig) -> Iterator[Finding]:
     """Look at a Redis server without changing it."""
+    from chatcache.chat.redis_rights import look_around
     from chatcache.chat.store_redis import look_at
+    from chatcache.cli.doctor.store import redis_findings
 
-    try:
-        look_at(url)
-    except StoreUnusable as error:
-        return bad("Conversations", error.message, "see Stores in chatcache/gateway/README.md for the user it takes")
-    except StoreUnavailable as error:
-        return warning("Conversations", f"no Redis server yet: {error.message}", "chatcache serve waits for it")
-    return good("Conversations", "in the Redis server of --redis")
-
-
-def _conversations(path: Path) -> Iterator[Finding]:
-    """Look at the database without changing it."""
     what = "Conversations"
+    try:
+        look_at(config.redis)
+        rights = look_around(config.redis)
+    except StoreUnusable as error:
+        yield bad(what, error.message, "see Stores in chatcache/gateway/README.md for the user it takes")
+    except StoreUnavailable as error:
+        yield warning(what, f"no Redis server yet: {error.message}", "chatcache serve waits for it")
+    else:
+        yield good(what, "in the Redis server of --redis")
+        yield from redis_findings(rights)
+        yield keys_finding(config, rights.num_keys)
+
+
+def _conversations(config: ServerConfig) -> Iterator[Finding]:
+    """Look at the database without changing it."""
+    what, path = "Conversations", Path(config.db)
     folder = path.absolute().parent
     if not folder.is_dir():
         yield bad(what, f"there is no folder {folder}", "make it, or name another file with --db")
         return
     if not path.exists():
         yield good(what, f"{path} will be made")
+        yield keys_finding(config, 0)
     else:
         yield _database(what, path)
-    yield room_on_disk("Disk", folder)
+        yield keys_finding(config, *_num_keys(path))
+    # A newer version copies the file before it changes it, and so does a backup.
+    yield room_on_disk("Disk", folder, path.stat().st_size if path.exists() else 0)
+
+
+def _num_keys(path: Path) -> tuple[int, int]:
+    """How many keys the file has, and how many of them are revoked; none where it cannot be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=2)) as db:
+            num_keys, num_revoked = db.execute("SELECT count(*), count(revoked_at) FROM keys").fetchone()
+            return num_keys, num_revoked
+    except sqlite3.Error:  # which `_database` tells, or the file is of before there were keys
+        return 0, 0
 
 
 def _database(what: str, path: Path) -> Finding:
