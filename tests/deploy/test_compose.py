@@ -89,6 +89,11 @@ def test_redis_is_reached_by_these_services_alone_and_keeps_what_it_says(service
     assert all(str(volume).endswith(":ro") for volume in redis["volumes"] if "secret" in str(volume))
 
 
+def test_the_name_of_a_proxy_is_let_in_beside_our_own() -> None:
+    environment = resolved("cpu", CHATCACHE_ALLOWED_HOST="chat.example.org")["chatcache-cpu"]["environment"]
+    assert environment["CHATCACHE_ALLOWED_HOST"].split() == ["chatcache", "chat.example.org"]
+
+
 def test_an_empty_setting_keeps_conversations_in_the_file() -> None:
     assert not resolved("cpu", CHATCACHE_REDIS="")["chatcache-cpu"]["environment"]["CHATCACHE_REDIS"]
     assert dockerfile()["ENV"]["CHATCACHE_DB"].startswith("/data/")

@@ -227,7 +227,10 @@ def test_the_scraped_name_is_let_in() -> None:
     key = "sk-scrape-12345678"
     with Server(
         ServerConfig(
-            host="0.0.0.0", allowed_hosts=(environment["CHATCACHE_ALLOWED_HOST"],), api_keys=(key,), db=":memory:"
+            host="0.0.0.0",
+            allowed_hosts=(environment["CHATCACHE_ALLOWED_HOST"].split()[0],),
+            api_keys=(key,),
+            db=":memory:",
         )
     ) as server:
         server.wait_ready()
