@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from chatcache.engine.selfcheck import SelfCheck
 from chatcache.kv.cache import KVCache
@@ -18,8 +18,11 @@ from chatcache.sched.scheduler import Scheduler
 
 MAX_STRICT_PAGES = 20_000
 
-# How long an example takes says more of what else the machine does than of the code.
-settings.register_profile("suite", deadline=None)
+# How long an example takes, or the making of one, says more of what else the machine does than of the code. Every run
+# tries the same examples: what fails is what was changed.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 
 # Some cases are drawn anew in every run; every process of one run, and whoever repeats it, draws the same.

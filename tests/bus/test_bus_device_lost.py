@@ -85,7 +85,7 @@ async def test_an_engine_in_a_thread_raises_to_whoever_asks_next(model: str) -> 
         await engine.submit(request("a", 1000))
         assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]
         assert engine._thread is not None
-        engine._thread.join(20)
+        engine._thread.join(60)
         with pytest.raises((DeviceLost, Overloaded), match="device is lost"):
             await engine.submit(request("late"))
         with pytest.raises(DeviceLost):

@@ -107,7 +107,7 @@ async def test_a_submit_in_flight_when_the_child_dies_is_answered_by_the_next() 
 
 async def test_a_row_of_deaths_is_given_up_and_told() -> None:
     async with process("dies") as engine:
-        error = await asyncio.wait_for(engine.wait_failed(), 30)
+        error = await asyncio.wait_for(engine.wait_failed(), 60)
         assert "exit status 9" in error.message
         assert engine.num_restarts == FAST.max_deaths - 1
         with pytest.raises(EngineFault):

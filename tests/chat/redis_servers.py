@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import redis
+
+from tests.ports import free_port
 
 USER = "user chatcache on >secret ~chatcache:* &chatcache:* +@all -@scripting -@admin -@dangerous"
 
@@ -30,9 +31,7 @@ class RedisServer:
 
     def __init__(self, folder: Path, *settings: str, appendfsync: str = "everysec") -> None:
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self._command = [
             redis_binary(),
             *("--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(folder), "--save", ""),
@@ -51,7 +50,7 @@ class RedisServer:
 
     def start(self) -> RedisServer:
         self._process = subprocess.Popen(self._command, cwd=self._folder)
-        deadline_s = time.monotonic() + 15
+        deadline_s = time.monotonic() + 60
         while True:
             with contextlib.suppress(redis.RedisError):
                 self.admin.ping()

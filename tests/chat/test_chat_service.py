@@ -57,7 +57,7 @@ async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
     async with rig.engine:
         yield rig
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await rig.pages_in_use():  # noqa: ASYNC110 - the engine has no event for it
                 await asyncio.sleep(0.01)
 

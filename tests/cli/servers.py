@@ -49,7 +49,7 @@ class Server:
             if match:
                 return match
             if self.process.poll() is not None:
-                self._reader.join(5)
+                self._reader.join(60)
                 match = re.search(pattern, self.output)
                 if match:
                     return match
@@ -76,7 +76,7 @@ class Server:
 
     def wait(self) -> int:
         code = self.process.wait(60)
-        self._reader.join(5)
+        self._reader.join(60)
         return code
 
     def stop(self) -> None:
@@ -84,7 +84,7 @@ class Server:
             self.process.kill()
             self.process.wait()
         if self.process.stdout:
-            self._reader.join(5)
+            self._reader.join(60)
             self.process.stdout.close()
 
 
@@ -101,7 +101,7 @@ def until_status(url: str, status: int) -> httpx.Response:
     """Poll a route until it answers with `status`."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
-        response = httpx.get(url, timeout=10)
+        response = httpx.get(url, timeout=60)
         if response.status_code == status:
             return response
         assert time.monotonic() < deadline, response.text

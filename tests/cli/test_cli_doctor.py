@@ -178,7 +178,7 @@ def proxy(upstream: str) -> contextlib.AbstractContextManager[int]:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             kept = ("authorization", "content-type")
             headers = {name: value for name in kept if (value := self.headers.get(name))}
-            answer = httpx.request(self.command, upstream + self.path, content=body, headers=headers, timeout=30)
+            answer = httpx.request(self.command, upstream + self.path, content=body, headers=headers, timeout=60)
             self.send_response(answer.status_code)
             self.send_header("content-length", str(len(answer.content)))
             self.end_headers()

@@ -70,7 +70,7 @@ def test_the_declared_prompt_is_shared_by_the_tenants(tuned: Server) -> None:
 
 def test_accounts_reach_through_the_pipe(tuned: Server) -> None:
     headers = {"authorization": f"Bearer {KEYS[0]}"}
-    held = httpx.get(f"{tuned.url}/v1/cache/accounts", headers=headers, timeout=30).json()
+    held = httpx.get(f"{tuned.url}/v1/cache/accounts", headers=headers, timeout=60).json()
     assert (held["scope"], held["pages_in_use"], held["requests"]) == ("tenant", 0, [])
     assert held["page_bytes"] == 8192
 
@@ -95,7 +95,7 @@ def test_an_openai_client_asks_for_it_all(client: openai.OpenAI) -> None:
 
 
 def test_metrics_name_the_host_pages(tuned: Server) -> None:
-    text = httpx.get(f"{tuned.url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=30).text
+    text = httpx.get(f"{tuned.url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=60).text
     assert 'chatcache_kv_host_pages{state="free"} 128.0' in text
     assert "chatcache_broken_invariants_total 0.0" in text and 'chatcache_preemptions_total{kind="swap"} 0.0' in text
 

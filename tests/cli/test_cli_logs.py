@@ -54,7 +54,7 @@ def _use(server: Server) -> None:
         for frame in ({"type": "response.create", "input": CANARY, "max_output_tokens": 2}, {"type": CANARY}):
             socket.send(json.dumps(frame))
         for _ in range(4):
-            socket.recv(timeout=30)
+            socket.recv(timeout=60)
 
 
 def test_every_line_is_an_object_of_either_process(logged: list[dict[str, Any]]) -> None:

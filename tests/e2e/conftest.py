@@ -41,8 +41,9 @@ def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     need(BUILT_PAGE.is_file(), "the built page", "make web")
     folder = tmp_path_factory.mktemp("server")
     # some 1,600 pages: the page map has a cell for each
-    command = [sys.executable, "-m", "chatcache", "serve", "--kv-memory", "64MiB"]
-    with serving(command, folder, cwd=ROOT) as process:
+    command = [sys.executable, "-m", "tests.e2e.paced", "serve", "--kv-memory", "64MiB"]
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))
+    with serving(command, folder, cwd=ROOT, environment={"PYTHONPATH": path}) as process:
         yield process
 
 
@@ -77,13 +78,13 @@ def open_page(server: str, browser: Any) -> Iterator[Any]:
         watched = Watched(browser.new_context(**options), server)
         opened.append(watched)
         watched.page.goto(server + path)
-        watched.page.wait_for_selector("#composer")
+        watched.connected()
         return watched
 
     yield open_page
     complaints = [complaint for watched in opened for complaint in watched.complaints()]
     for watched in opened:
-        watched.context.close()
+        watched.leave()
     assert complaints == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
@@ -23,7 +24,7 @@ def serving(
     command: Sequence[str], folder: Path, *, cwd: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, int]]:
     """Run `command` on a free port, database and log in `folder`; gives address and process id once it is ready."""
-    url = f"http://127.0.0.1:{(port := _free_port())}"
+    url = f"http://127.0.0.1:{(port := free_port())}"
     log = folder / "server.log"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CHATCACHE_")}
     # the browser needs a core too; spinning threads would take both
@@ -41,12 +42,6 @@ def serving(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -28,8 +28,7 @@ def searching(open_page: Callable[..., Watched]) -> Watched:
 def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, picture: Any) -> None:
     chat = searching
     chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
-    chat.page.reload()
-    chat.page.wait_for_selector(".dot-on")
+    chat.reload()
     chat.page.keyboard.press("Alt+Shift+2")
     chat.page.wait_for_selector(".teach >> text=Watch a search think")
     chat.say("Tell me a story about a dragon")
@@ -62,13 +61,16 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, pict
     assert _squeeze(said) == _squeeze(chat.page.locator(".card .prose").first.inner_text())
 
 
-def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched) -> None:
-    """A server that says when: the frames come from the test, step by step."""
+@pytest.mark.parametrize("is_late", [False, True])
+def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_late: bool) -> None:
+    """A server that says when: the frames come from the test, step by step. The renderer may come behind the text."""
     chat = searching
     script = Script()
+    asked: list[Any] = []
+    if is_late:
+        chat.page.route(re.compile("/assets/renderer-"), asked.append)
     chat.page.route_web_socket(re.compile("/v1/responses"), script.serve)
-    chat.page.reload()
-    chat.page.wait_for_selector(".dot-on")
+    chat.reload()
     chat.page.keyboard.press("Alt+Shift+2")
     chat.say("Hello")
     chat.until("document.querySelector('.answer-beams .waiting') !== null")
@@ -78,6 +80,9 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched) -> N
 
     script.beams([(3, 1, " upon", -0.2), (4, 1, " more", -0.9)], [3, 4])
     script.says("Once")
+    if is_late:
+        chat.page.wait_for_selector("[data-figure=agreed] >> text=1")
+        asked.pop().continue_()
     chat.until(f"{_GHOST} === ' upon'")
     solid = "document.querySelector('.answer-beams .prose').cloneNode(true)"
     assert _without_ghost(chat, solid) == "Once"
@@ -114,8 +119,7 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched) -> N
 def test_a_page_without_the_panel_shows_the_search_and_offers_the_tree(searching: Watched) -> None:
     chat = searching
     chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
-    chat.page.reload()
-    chat.page.wait_for_selector(".dot-on")
+    chat.reload()
     chat.say("Tell me a story about an owl")
     chat.page.click("text=Watch the tree")
     chat.page.wait_for_selector(".beam-tree")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from tests.e2e.watched import Watched
+from tests.e2e.watched import Watched, tells_leaf
 
 
 def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched, endless: None) -> None:
     page = chat.page
-    page.goto(chat.server)
+    chat.reload()
     for _ in range(2):
         page.click("[aria-label='More answers']")
     chat.say("Tell me a story about a dragon")
-    chat.until("[...document.querySelectorAll('.card .prose')].every(card => card.textContent.length > 20)")
+    cards = "[...document.querySelectorAll('.card .prose')]"
+    chat.until(f"{cards}.length === 3 && {cards}.every(card => card.textContent.length > 20)")
     page.click("[aria-label='Drop answer 1']")
     gone = page.locator(".card").nth(0)
     gone.locator("[data-dropped]").wait_for()
@@ -37,14 +37,14 @@ def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched
     page.keyboard.press("Alt+Delete")
     page.locator(".card").nth(1).locator("[data-dropped]").wait_for()
     page.keyboard.press("Alt+3")
-    page.keyboard.press("Escape")
-    ended = chat.wait_end(0)
+    with page.expect_response(tells_leaf):
+        page.keyboard.press("Escape")
+        ended = chat.wait_end(0)
     by_candidate = {item["candidate"]: item for item in ended["output"]}
     assert [by_candidate[index]["finish_reason"] for index in range(3)] == ["cancelled"] * 3
     page.wait_for_selector(".answer")
     assert page.locator(".answer .switcher-place").inner_text() == "3/3"
-    with page.expect_response(re.compile("/v1/conversations/conv_")):
-        page.reload()
+    chat.reload()
     page.wait_for_selector(".answer")
     assert page.locator(".answer .switcher-place").inner_text() == "3/3"
 

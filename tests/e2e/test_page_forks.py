@@ -49,7 +49,7 @@ def test_a_click_on_a_word_shows_its_alternatives_and_one_of_them_is_a_branch(ch
 
     chat.page.click("[aria-label='Previous version']")
     assert _squeeze(chat.answers()[0]) == _squeeze(whole)
-    chat.page.reload()
+    chat.reload()
     chat.page.wait_for_selector(".answer .switcher-place")
     assert chat.page.locator(".answer .switcher-place").inner_text().endswith("/2")
 
@@ -83,7 +83,7 @@ def test_forks_by_keyboard_alone(chat: Watched) -> None:
     page.wait_for_selector(".token")
     assert "".join(page.locator(".token").all_text_contents()).replace("↵", "") == whole
     tokens = page.locator(".token")
-    assert page.evaluate("document.activeElement.className") == "token"
+    chat.until("document.activeElement.className === 'token'")
     for _ in range(4):
         page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
@@ -176,7 +176,7 @@ def _word_in_the_middle(text: str) -> tuple[str, int]:
 def _click_word(chat: Watched, word: str, whole: str, last: bool = False) -> None:
     """Click in the middle of a word, where it is drawn."""
     box = chat.page.evaluate(
-        """([word, last]) => {
+        """async ([word, last]) => {
             const root = [...document.querySelectorAll('.answer .prose')].at(-1);
             const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
             let found = null;
@@ -187,6 +187,14 @@ def _click_word(chat: Watched, word: str, whole: str, last: bool = False) -> Non
                     found.setStart(node, match.index);
                     found.setEnd(node, match.index + word.length);
                 }
+            }
+            const frame = () => new Promise(done => requestAnimationFrame(done));
+            let still = 0;
+            for (let seen = found.getBoundingClientRect(); still < 3; still++) {
+                await frame();
+                const now = found.getBoundingClientRect();
+                if (now.x !== seen.x || now.y !== seen.y) still = -1;
+                seen = now;
             }
             const {x, y, width, height} = found.getBoundingClientRect();
             return {x: x + width / 2, y: y + height / 2};

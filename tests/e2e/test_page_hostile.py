@@ -66,7 +66,7 @@ def test_streamed_words_stay_words(browser: Any, server: str) -> None:
     chat = Watched(browser.new_context(), server)
     chat.page.route_web_socket(re.compile("/v1/responses"), _say("\n\n".join(CORPUS)))
     chat.page.goto(server)
-    chat.page.wait_for_selector(".dot-on")
+    chat.connected()
     chat.say("\n\n".join(CORPUS))
     chat.page.wait_for_selector(".answer[data-status=done]")
     _look(chat)

@@ -12,9 +12,7 @@ FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeE
 
 def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     page = chat.page
-    page.wait_for_selector(".dot-on")  # a socket that is cut while it opens is told in the console
-    page.goto(chat.server)
-    page.wait_for_selector(".dot-on")
+    chat.reload()
     chat.until("document.activeElement.id === 'composer'")
 
     page.keyboard.type("Tell me a story about an owl")
@@ -31,7 +29,7 @@ def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     page.keyboard.press("Alt+2")
     place = page.locator(".answer .switcher-place")
     assert place.inner_text() == "2/2"
-    assert page.locator("#status").inner_text() == "Picked answer 2."
+    chat.until("document.querySelector('#status').textContent === 'Picked answer 2.'")
     page.keyboard.press("Alt+ArrowLeft")
     assert place.inner_text() == "1/2"
     _reach(chat, "Next version", back=True)

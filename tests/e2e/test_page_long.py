@@ -99,10 +99,9 @@ def test_an_answer_grows_below_without_moving_who_reads_above(chat: Watched) -> 
     """A hundred messages: enough to leave some out, few enough for the model's context."""
     page = chat.page
     many = talk(chat.server, ["Hi", "Hello."] * 50)
-    page.wait_for_selector(".dot-on")  # a socket that is cut while it opens is told in the console
     page.route_web_socket(re.compile("/v1/responses"), _pass_on)
     page.goto(f"{chat.server}/#{many}")
-    page.reload()
+    chat.reload()
     page.wait_for_selector(".row >> text=Hello.")
     assert page.locator(".row").count() < 100
     chat.say("Tell me a story about a dragon")

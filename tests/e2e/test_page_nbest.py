@@ -9,13 +9,15 @@ from tests.e2e.watched import PICTURES, Watched
 ENOUGH = 180 if PICTURES else 60  # characters in every card
 
 
-def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, picture: Any) -> None:
+def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, endless: None, picture: Any) -> None:
+    chat.reload()
     for _ in range(3):
         chat.page.click("[aria-label='More answers']")
     chat.say("Tell me a story about a dragon")
     everyone = "[...document.querySelectorAll('.card .prose')]"
     chat.until(f"{everyone}.length === 4 && {everyone}.every(card => card.textContent.length > {ENOUGH})")
     picture(chat.page, "nbest")
+    chat.page.keyboard.press("Escape")
     chat.wait_end(0)
     deltas = [frame["output_index"] for frame in chat.received if frame["type"] == "response.output_text.delta"]
     assert set(deltas) == {0, 1, 2, 3}
@@ -28,7 +30,10 @@ def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, pi
     assert chat.page.locator(".answer .switcher-place").inner_text() == "3/4"
     for _ in range(3):
         chat.page.click("[aria-label='Fewer answers']")
-    chat.ask("Thank you")
+    chat.say("Thank you")
+    chat.until("document.querySelectorAll('.answer .prose')[1]?.textContent.length > 20")
+    chat.page.keyboard.press("Escape")
+    chat.wait_end(1)
     picked = next(frame["item"]["id"] for frame in chat.received if _is_item(frame, 2))
     items = chat.page.evaluate(
         "fetch(`v1/conversations/${location.hash.slice(1)}/items?branches=all`).then(reply => reply.json())"
@@ -36,7 +41,7 @@ def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, pi
     thanks = next(item for item in items["data"] if item["content"][0]["text"] == "Thank you")
     assert thanks["parent_id"] == picked
 
-    chat.page.reload()
+    chat.reload()
     chat.page.wait_for_selector(".answer >> nth=1")
     assert chat.answers()[0] == texts[2]
 

@@ -10,6 +10,7 @@ from typing import Any
 from tests.e2e.watched import Watched
 
 SIDE = ".side-panel"
+MAP = re.compile("/v1/cache/map")
 TABS = ["Candidates", "Beams", "Branches", "Pages"]
 
 
@@ -32,7 +33,7 @@ def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(cha
     assert _shown_tab(chat) == "Candidates"
     assert page.evaluate("document.activeElement.id") == "tab-candidates"
     page.click("#tab-branches")
-    page.reload()
+    chat.reload()
     page.wait_for_selector(SIDE)
     assert _shown_tab(chat) == "Branches"
     page.keyboard.press("Control+,")
@@ -40,7 +41,7 @@ def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(cha
     page.keyboard.press("Escape")
     page.keyboard.press("Control+.")
     page.keyboard.press("Escape")
-    page.reload()
+    chat.reload()
     page.wait_for_selector("#composer")
     assert page.locator(SIDE).count() == 0
 
@@ -89,7 +90,7 @@ def test_the_branch_map_has_every_message_and_goes_to_it(chat: Watched) -> None:
     page.keyboard.press("Enter")
     chat.wait_end(3)
     spots = page.locator(".spot")
-    assert spots.count() == 7
+    chat.until("document.querySelectorAll('.spot').length === 7")
     assert page.locator("[data-figure=branches]").inner_text() == "3"
     assert page.locator(".spot-on").count() == 2
     items = page.evaluate(
@@ -139,37 +140,48 @@ def test_the_branch_map_of_a_thousand_messages(chat: Watched) -> None:
 
 def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
     """Maps that the test gives: the drawing, the counts and the table say the same, and a hidden tab does not ask."""
-    maps = ["ssaapio" + "f" * 93]
-    looks: list[str] = []
+    map_1, map_2 = "ssaapio" + "f" * 93, "sssspio" + "f" * 93
+    held: list[Any] = []  # looks that wait for the test
 
     def answer(route: Any) -> None:
-        looks.append(maps[-1])
-        route.fulfill(body=_map_of(maps[-1]))
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks > most_looks:
+            held.append(route)
+        else:
+            route.fulfill(body=_map_of(map_1))
 
+    num_looks, most_looks = 0, 1
     page = chat.page
-    page.route(re.compile("/v1/cache/map"), answer)
+    page.clock.install()
+    chat.reload()
+    page.route(MAP, answer)
     page.keyboard.press("Alt+Shift+4")
     page.wait_for_selector("[data-count=shared] >> text=2")
     counts = {"shared": 2, "held": 2, "pinned": 1, "idle": 1, "other": 1, "free": 93}
     assert {name: _count(chat, name) for name in counts} == counts
     drawn = {name: page.locator(f".page-map .page-{name}").get_attribute("d") or "" for name in counts}
     assert {name: path.count("M") for name, path in drawn.items()} == counts
-    maps.append("sssspio" + "f" * 93)
+    _until_held(chat, held)
+    held.pop().fulfill(body=_map_of(map_2))
     page.wait_for_selector("[data-count=shared] >> text=4")
     assert (page.locator(".page-changed").get_attribute("d") or "").count("M") == 2
 
+    _until_held(chat, held)
     page.click("#tab-branches")
-    page.wait_for_timeout(1200)  # a look that was under way has come
-    seen = len(looks)
-    page.wait_for_timeout(1500)
-    assert len(looks) == seen, "asked while nobody looks"
+    page.wait_for_selector("#tab-branches[aria-selected=true]")
+    with page.expect_response(MAP):
+        held.pop().fulfill(body=_map_of(map_1))
+    seen = num_looks
+    page.clock.run_for(60_000)
+    chat.until("document.querySelector('.page-map') === null")
+    assert num_looks == seen, "asked while nobody looks"
 
 
 def test_the_page_map_shows_what_four_answers_share(chat: Watched, endless: None, picture: Any) -> None:
     """The real map: while four answers run they share the prompt's pages and each holds its own; then all is idle."""
     page = chat.page
-    page.goto(chat.server)
-    page.wait_for_selector(".dot-on")
+    chat.reload()
     for _ in range(3):
         page.click("[aria-label='More answers']")
     page.keyboard.press("Alt+Shift+4")
@@ -200,22 +212,30 @@ def test_a_phone_shows_the_panel_over_the_thread(open_page: Callable[..., Watche
         page.tap(f"#tab-{name.lower()}")
         assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
     page.tap("#tab-branches")
-    page.tap(".spot >> nth=0")  # goes to the message, which is what one wants to see
+    with chat.sighting(".row-found .said-text"):  # goes to the message, which is what one wants to see
+        page.tap(".spot >> nth=0")
     page.wait_for_selector(SIDE, state="detached")
-    page.wait_for_selector(".row-found .said-text")
-    page.reload()
+    chat.reload()
     page.wait_for_selector(".said")
     assert page.locator(SIDE).count() == 0, "a panel over the thread is no way to begin"
 
 
 def test_four_thousand_cells_are_six_paths(chat: Watched) -> None:
     cells = "sapiof" * 683
-    chat.page.route(re.compile("/v1/cache/map"), lambda route: route.fulfill(body=_map_of(cells, 8)))
+    chat.page.route(MAP, lambda route: route.fulfill(body=_map_of(cells, 8)))
     chat.page.keyboard.press("Alt+Shift+4")
     chat.page.wait_for_selector("text=One cell stands for 8 pages")
     assert chat.page.locator(".page-map *").count() == 6
     box = chat.page.locator(".page-map").bounding_box()
     assert box and box["height"] < 1.2 * box["width"]
+
+
+def _until_held(chat: Watched, held: list[Any]) -> None:
+    for _ in range(1200):
+        if held:
+            return
+        chat.page.wait_for_timeout(50)
+    raise AssertionError("nobody looks")
 
 
 def _shown_tab(chat: Watched) -> str:
@@ -254,7 +274,7 @@ def _open_long(chat: Watched, num_turns: int) -> None:
         _post(chat, f"v1/conversations/{conversation}/items", other)
     _post(chat, f"v1/conversations/{conversation}", {"active_leaf": listed[-1]["id"]})
     chat.page.goto(f"{chat.server}/#{conversation}")
-    chat.page.reload()
+    chat.reload()
     chat.page.wait_for_selector(".row")
 
 

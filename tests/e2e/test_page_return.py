@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.watched import Watched, endless_create, pass_endless
+from tests.e2e.watched import Watched, endless_create, pass_endless, tells_leaf
 
 WRITTEN = "(document.querySelector('.answer .prose')?.textContent.length ?? 0)"
 
@@ -57,10 +57,10 @@ def stop(chat: Watched) -> None:
 
 
 def test_a_reload_in_the_middle_reads_on(chat: Watched, endless: None) -> None:
-    chat.page.goto(chat.server)
+    chat.reload()
     begin(chat)
     before = chat.answers()[0]
-    chat.page.reload()
+    chat.reload()
     chat.page.wait_for_selector(".answer[data-status=streaming]")
     chat.until(f"{WRITTEN} > {len(before) + 40}")
     assert letters(chat.answers()[0]).startswith(letters(before))
@@ -74,12 +74,12 @@ def test_a_reload_in_the_middle_reads_on(chat: Watched, endless: None) -> None:
 
 
 def test_a_reload_in_the_middle_of_candidates_and_of_a_regenerated_answer(chat: Watched, endless: None) -> None:
-    chat.page.goto(chat.server)
+    chat.reload()
     chat.page.click("[aria-label='More answers']")
     chat.say("Tell me a story about a fox")
     cards = "[...document.querySelectorAll('.card .prose')]"
     chat.until(f"{cards}.length === 2 && {cards}.every(card => card.textContent.length > 40)")
-    chat.page.reload()
+    chat.reload()
     chat.until(f"{cards}.length === 2 && {cards}.every(card => card.textContent.length > 40)")
     chat.page.click("button[aria-label=Stop]")
     chat.page.wait_for_selector("button[aria-label=Send]")
@@ -88,7 +88,7 @@ def test_a_reload_in_the_middle_of_candidates_and_of_a_regenerated_answer(chat: 
     chat.page.click(".tool-again")
     chat.page.wait_for_selector(".answer[data-status=streaming]")
     chat.until(f"{WRITTEN} > 40")
-    chat.page.reload()
+    chat.reload()
     chat.page.wait_for_selector(".answer[data-status=streaming]")
     assert chat.page.locator("[aria-label='Version 3 of 3']").count() == 0  # it is told when it is written
     chat.until(f"{WRITTEN} > 40")
@@ -101,13 +101,14 @@ def test_two_tabs_show_one_conversation_live(open_page: Any) -> None:
     """What one says, stops, picks, names and deletes, the other sees, without being asked."""
     first: Watched = open_page()
     first.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
-    first.page.goto(first.server)
+    first.reload()
     begin(first)
     second: Watched = open_page(f"/#{conversation_of(first)}")
     second.page.wait_for_selector(".answer[data-status=streaming]")
     second.until(f"{WRITTEN} > {len(first.answers()[0])}")
     stop(second)  # whoever stops it
     first.page.wait_for_selector(".answer[data-status=stopped]")
+    first.page.wait_for_selector("button[aria-label=Send]")  # the text ends before the response
     assert first.answers() == second.answers()
     assert_as_stored(first)
 
@@ -138,10 +139,6 @@ def test_two_tabs_show_one_conversation_live(open_page: Any) -> None:
         tab.forgive()  # who was just reading it for its new name met a 404
 
 
-def _is_change(response: Any) -> bool:
-    return response.request.method == "POST" and "/v1/conversations/conv_" in response.url
-
-
 def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
     first: Watched = open_page()
     first.ask("What is 2 + 3?")
@@ -152,7 +149,7 @@ def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
     second.wait_end(0)
     first.page.wait_for_selector(".switcher-place >> text=2/2")  # who watched the same branch goes along
     first.page.wait_for_selector("button[aria-label=Send]")  # what is picked while one is written stays untold
-    with first.page.expect_response(_is_change):
+    with first.page.expect_response(tells_leaf):
         first.page.click("[aria-label='Previous version']")
     assert first.said() == ["What is 2 + 3?", "Thank you"]
     second.page.wait_for_selector(".said >> nth=1")
@@ -177,12 +174,12 @@ def test_a_cut_connection_is_told_mended_and_the_answer_goes_on(browser: Any, se
 
     chat.page.route_web_socket(re.compile("/v1/responses"), through)
     chat.page.goto(server)
-    chat.page.wait_for_selector(".dot-on")
+    chat.connected()
     begin(chat)
     link, upstream = links[0]
-    upstream.close()
-    link.close(code=1012)
-    chat.page.wait_for_selector(".banner")
+    with chat.sighting(".banner"):  # for half a second, perhaps
+        upstream.close()
+        link.close(code=1012)
     before = len(chat.answers()[0])
     chat.page.wait_for_selector(".banner", state="detached")
     chat.until(f"{WRITTEN} > {before + 20}")
@@ -195,7 +192,7 @@ def test_a_cut_connection_is_told_mended_and_the_answer_goes_on(browser: Any, se
 
 
 def test_without_a_network_nothing_is_lost(chat: Watched, endless: None) -> None:
-    chat.page.goto(chat.server)
+    chat.reload()
     begin(chat)
     chat.context.set_offline(True)
     chat.page.wait_for_selector(".banner >> text=You are offline")
@@ -209,11 +206,13 @@ def test_without_a_network_nothing_is_lost(chat: Watched, endless: None) -> None
     assert_as_stored(chat, midway)
     chat.context.set_offline(True)
     chat.page.wait_for_selector(".banner")
-    chat.say("Are you there?")
+    chat.page.fill("#composer", "Are you there?")
+    chat.page.keyboard.press("Enter")
     assert chat.page.input_value("#composer") == "Are you there?"  # it waits in the box
     chat.context.set_offline(False)
     chat.page.wait_for_selector(".banner", state="detached")
     chat.page.wait_for_selector("button[aria-label=Send]:enabled")
+    chat.page.focus("#composer")
     chat.page.keyboard.press("Enter")
     chat.until("document.querySelectorAll('.said').length === 2")
     chat.forgive()
@@ -222,12 +221,12 @@ def test_without_a_network_nothing_is_lost(chat: Watched, endless: None) -> None
 def test_a_computer_that_slept_reads_on(chat: Watched, endless: None) -> None:
     """Time jumps; the connection looks open and is not trusted."""
     chat.page.clock.install()
-    chat.page.goto(chat.server)
+    chat.reload()
     begin(chat)
     created = [frame["type"] for frame in chat.received].count("session.created")
     before = len(chat.answers()[0])
     chat.page.clock.fast_forward(3600_000)  # the page's next tick is due at once, an hour late
-    for _ in range(200):
+    for _ in range(1200):
         if [frame["type"] for frame in chat.received].count("session.created") > created:
             break
         chat.page.wait_for_timeout(50)
@@ -246,7 +245,7 @@ def test_a_killed_engine_is_told_and_comes_back(
     pid = server_process[1]
     if pid is None:
         pytest.skip("the engine of a server that is not ours is not ours to kill")
-    chat.page.goto(chat.server)
+    chat.reload()
     begin(chat)
     engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
     os.kill(engine, signal.SIGKILL)

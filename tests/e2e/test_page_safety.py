@@ -44,8 +44,7 @@ def test_first_load_is_small(open_page: Any) -> None:
     wire.send("Network.setCacheDisabled", {"cacheDisabled": True})
     sizes: list[float] = []
     wire.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
-    chat.page.reload()
-    chat.page.wait_for_selector(".dot-on")
+    chat.reload()
     chat.page.wait_for_load_state("networkidle")
     assert 30_000 < sum(sizes) <= MOST_BYTES
 

@@ -23,8 +23,7 @@ def record(chat: Watched) -> list[dict[str, Any]]:
 
     frames: list[dict[str, Any]] = []
     chat.page.on("websocket", lambda socket: socket.on("framesent", lambda text: frames.append(json.loads(text))))
-    chat.page.reload()
-    chat.page.wait_for_selector(".dot-on")
+    chat.reload()
     return frames
 
 
@@ -55,7 +54,7 @@ def test_settings_belong_to_their_conversation(chat: Watched) -> None:
         assert chat.page.locator(".slider:has-text('Temperature') output").inner_text() == "0.35"
         chat.page.go_back()
         chat.until("document.querySelector('.slider output')?.textContent === '3'")
-        chat.page.reload()  # the second round is from the server
+        chat.reload()  # the second round is from the server
         chat.page.wait_for_selector(".card, .answer")
         chat.page.keyboard.press("Control+,")
     metadata = chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()["metadata"]
@@ -75,8 +74,7 @@ def test_new_chats_start_as_the_reader_wants(chat: Watched) -> None:
     assert chat.page.locator("text=These settings are this conversation's own.").count() == 1
     chat.page.click("text=Start new chats like this")
     chat.page.wait_for_selector("text=New chats start with these settings.")
-    chat.page.reload()
-    chat.page.wait_for_selector(".dot-on")
+    chat.reload()
     chat.ask("Hello")
     assert sent(chat, frames)["temperature"] == 1.5
 
@@ -92,8 +90,7 @@ def test_prompts_have_names_and_are_edited_and_deleted(chat: Watched) -> None:
     chat.page.fill(".prompt-form [name=name]", "Poet")
     chat.page.keyboard.press("Enter")
     chat.page.wait_for_selector(".segments [aria-pressed=true] >> text=Poet")
-    chat.page.reload()
-    chat.page.wait_for_selector(".dot-on")
+    chat.reload()
     chat.page.select_option(".chip-select select", label="Poet")
     chat.ask("Hello")
     assert sent(chat, frames)["instructions"] == "Be a poet."
@@ -102,7 +99,7 @@ def test_prompts_have_names_and_are_edited_and_deleted(chat: Watched) -> None:
     chat.page.fill(".prompt-form [name=text]", LONG)
     with chat.page.expect_response(KEPT):
         chat.page.click("button:text('Keep')")
-    chat.page.reload()
+    chat.reload()
     chat.page.wait_for_selector(".answer")
     chat.ask("And now?")
     assert sent(chat, frames)["instructions"] == LONG, "of several metadata values, to the letter"
@@ -135,7 +132,7 @@ def test_warm_and_cold_are_told_in_words(chat: Watched) -> None:
     warm = chat.page.evaluate("location.hash.slice(1)")
     items = [{"role": "user", "content": secrets.token_hex(200)}, {"role": "assistant", "content": "I see."}]
     cold = chat.page.request.post(f"{chat.server}/v1/conversations", data={"items": items}).json()["id"]
-    chat.page.reload()
+    chat.reload()
     chat.page.wait_for_selector(f"[data-id={warm}] .dot-warm")
     chat.page.wait_for_selector(f"[data-id={cold}] .dot-cold")
     words = chat.page.get_attribute(f"[data-id={warm}] .dot-warm", "aria-label") or ""

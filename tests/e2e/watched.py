@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
-ANSWER_TIMEOUT_MS = 60_000
+TIMEOUT_MS = 60_000  # whatever is waited for: the machine may be busy
 PICTURES = bool(os.environ.get("CHATCACHE_SCREENSHOTS"))
 ANSWER_TOKENS = 400 if PICTURES else 48  # 48: enough to stream, short enough for a slow machine
+SEED = 7  # of what the model draws: the same answers every time
 ENDS = ("response.completed", "response.incomplete", "response.failed")
+
+# Texts are drawn by a program that comes with the first of them.
+DRAWN = "document.querySelector('.prose:not(:empty)') !== null"
+SIGHT = """selector => {
+  const sighted = document.documentElement.dataset;
+  delete sighted.sighted;
+  const look = () => { if (document.querySelector(selector)) { sighted.sighted = 'yes'; observer.disconnect(); } };
+  const observer = new MutationObserver(look);
+  observer.observe(document.body, {subtree: true, childList: true, attributes: true});
+  look();
+}"""
 
 
 class Watched:
@@ -18,9 +32,10 @@ class Watched:
     def __init__(self, context: Any, server: str) -> None:
         self.context = context
         self.server = server
+        context.set_default_timeout(TIMEOUT_MS)
         self.page = context.new_page()
         self.page.add_init_script(
-            f"localStorage['chatcache.sampling'] ??= JSON.stringify({{maxTokens: {ANSWER_TOKENS}}})"
+            f"localStorage['chatcache.sampling'] ??= JSON.stringify({{maxTokens: {ANSWER_TOKENS}, seed: {SEED}}})"
         )
         self.received: list[dict[str, Any]] = []
         self.asked: list[str] = []
@@ -42,11 +57,30 @@ class Watched:
         """What was complained of until now was the test's own doing."""
         self.expected_errors = len(self._errors)
 
+    def leave(self) -> None:
+        """Close the page; what is still written for it ends, or it would slow down whoever comes next."""
+        begun = {frame["response"]["id"] for frame in self.received if frame["type"] == "response.created"}
+        for response in begun - {response["id"] for response in self.ends()}:
+            self.page.request.post(f"{self.server}/v1/responses/{response}/cancel")
+        self.context.close()
+
     # -- a reader's verbs
 
+    def connected(self) -> None:
+        """Wait for the connection: a socket that is cut while it opens is told in the console."""
+        self.page.wait_for_selector("#composer")
+        self.page.wait_for_selector(".side .dot-on", state="attached")
+
+    def reload(self) -> None:
+        """Load the page again."""
+        self.page.reload()
+        self.connected()
+
     def say(self, text: str) -> None:
-        """Write and send."""
+        """Write and send, as soon as that can be done."""
         self.page.fill("#composer", text)
+        self.page.wait_for_selector("button[aria-label=Send]:enabled")
+        self.page.focus("#composer")
         self.page.keyboard.press("Enter")
 
     def ask(self, text: str) -> dict[str, Any]:
@@ -57,7 +91,7 @@ class Watched:
 
     def wait_end(self, seen: int) -> dict[str, Any]:
         """Wait until one more response than `seen` has ended, on the wire and on the page."""
-        for _ in range(ANSWER_TIMEOUT_MS // 50):
+        for _ in range(TIMEOUT_MS // 50):
             if len(self.ends()) > seen:
                 break
             self.page.wait_for_timeout(50)
@@ -65,11 +99,20 @@ class Watched:
         self.page.wait_for_selector("button[aria-label=Send]")
         response: dict[str, Any] = self.ends()[seen]
         assert response["status"] != "failed", response["error"]
+        if any(part.get("text") for item in response["output"] for part in item.get("content") or ()):
+            self.until(f"{DRAWN} || !document.querySelector('.prose:empty')")
         return response
+
+    @contextlib.contextmanager
+    def sighting(self, selector: str) -> Iterator[None]:
+        """What the block does brings something onto the page, if only for a moment."""
+        self.page.evaluate(SIGHT, selector)
+        yield
+        self.until("document.documentElement.dataset.sighted === 'yes'")
 
     def until(self, expression: str) -> None:
         """Wait until a JavaScript expression is true. Playwright's own wait needs the eval that the policy forbids."""
-        for _ in range(ANSWER_TIMEOUT_MS // 50):
+        for _ in range(TIMEOUT_MS // 50):
             if self.page.evaluate(expression):
                 return
             self.page.wait_for_timeout(50)
@@ -111,11 +154,19 @@ class Watched:
         socket.on("framereceived", lambda text: self.received.append(json.loads(text)))
 
 
+def tells_leaf(response: Any) -> bool:
+    """Whether the page told the server which branch is shown."""
+    asked = response.request
+    return (
+        asked.method == "POST" and "/v1/conversations/conv_" in asked.url and "active_leaf" in (asked.post_data or "")
+    )
+
+
 def endless_create(text: str) -> str:
     """Change a `response.create` so that its answer does not end by itself."""
     frame = json.loads(text)
     if frame["type"] == "response.create":
-        frame |= {"ignore_eos": True, "max_output_tokens": 1500}
+        frame |= {"ignore_eos": True, "max_output_tokens": 1500}  # `paced` knows it by that
     return json.dumps(frame)
 
 

@@ -99,7 +99,7 @@ class Dicer:
     async def play(self, num_rounds: int) -> None:
         limits = httpx.Limits(max_connections=4, max_keepalive_connections=0)
         async with httpx.AsyncClient(
-            base_url=self._url, headers=self._mine.headers, timeout=30, limits=limits, trust_env=False
+            base_url=self._url, headers=self._mine.headers, timeout=120, limits=limits, trust_env=False
         ) as client:
             for _ in range(num_rounds):
                 await self._draws.choice((self._socket, self._socket, self._ask, self._read, self._change))(client)
@@ -152,6 +152,7 @@ class Dicer:
             additional_headers=self._mine.headers,
             max_size=None,
             max_queue=None,
+            open_timeout=120,
             close_timeout=0.5,
             proxy=None,
         ) as socket:

@@ -19,7 +19,7 @@ def send(socket: ClientConnection, kind: str = "response.create", **fields: Any)
 
 
 def receive(socket: ClientConnection) -> Frame:
-    data = socket.recv(timeout=20)
+    data = socket.recv(timeout=60)
     assert isinstance(data, str) and data.isascii()
     frame: Frame = json.loads(data)
     return frame

@@ -86,7 +86,7 @@ class Events:
     """An SSE stream over a socket of its own; leaving the block cuts it."""
 
     def __init__(self, server: Server, path: str, body: Json | None = None) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         self._connection.connect()
         self._socket = self._connection.sock
         data = None if body is None else json.dumps(body)

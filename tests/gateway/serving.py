@@ -25,6 +25,7 @@ from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.gateway.app import create_app
 from chatcache.gateway.context import Gateway
 from chatcache.kv.audit import PageUsage
+from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.text.template import ChatTemplate
 from chatcache.text.tokenizer import Tokenizer
 from tests.text.text_tokenizers import backend_of
@@ -113,7 +114,7 @@ class Server:
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="test-server")
         self._thread.start()
-        assert self._started.wait(20)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +123,7 @@ class Server:
     def stop(self) -> None:
         self.engine_gate.set()
         self._uvicorn.should_exit = True
-        self._thread.join(30)
+        self._thread.join(60)
         self._listener.close()
         assert not self._thread.is_alive()
 
@@ -154,7 +155,7 @@ class Server:
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def num_pages_in_use(self) -> int:
         usage: PageUsage = self.call(self.engine.stats())
@@ -169,7 +170,7 @@ class Server:
         wait_until(lambda: self.num_pages_in_use() == 0, "no page in use")
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def request(
         self,
@@ -248,7 +249,7 @@ def unchunk(data: bytes) -> bytes:
     return b"".join(parts)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"never: {what}"
@@ -260,10 +261,35 @@ def host_of(url: str) -> str:
 
 
 @contextlib.contextmanager
+def held(server: Server) -> Iterator[Callable[[], None]]:
+    """No engine step begins until what this gives is called, or the block ends."""
+    let_go, execute = threading.Event(), server.runner.execute
+
+    def wait_and_execute(plan: StepPlan) -> StepResult:
+        let_go.wait()
+        return execute(plan)
+
+    server.runner.execute = wait_and_execute  # type: ignore[method-assign]
+    try:
+        yield let_go.set
+    finally:
+        let_go.set()
+        del server.runner.execute
+
+
+@contextlib.contextmanager
 def slowed(server: Server, delay_s: float) -> Iterator[None]:
-    """Make every engine step take at least `delay_s`, so that there is time to interrupt it."""
+    """Make every engine step take at least `delay_s`, so that there is time to interrupt it.
+
+    Let what is interrupted take many seconds, and call `hurry` once it was: machines may be busy.
+    """
     server.runner.delay_s = delay_s
     try:
         yield
     finally:
-        server.runner.delay_s = 0.0
+        hurry(server)
+
+
+def hurry(server: Server) -> None:
+    """From here on steps take no longer than they must."""
+    server.runner.delay_s = 0.0

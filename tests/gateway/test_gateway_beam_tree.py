@@ -15,8 +15,8 @@ from chatcache.gateway import response_log
 from chatcache.gateway.beam_tree import BeamTree
 from chatcache.gateway.response_log import LogReader, ResponseLog
 from tests.gateway.frames import Frame, receive, send, until_end
-from tests.gateway.serving import Server, slowed
-from tests.gateway.test_gateway_resume import numbered, tab, until
+from tests.gateway.serving import Server, hurry, slowed
+from tests.gateway.test_gateway_resume import lasting, numbered, tab, until
 
 Node = dict[str, Any]
 
@@ -157,7 +157,7 @@ BEAMS: Frame = {
 
 def test_a_page_that_is_reloaded_sees_the_beams_again(server: Server, url: str) -> None:
     """It finds what runs, reads it from the beginning, or from where it was: the tree is that of who never left."""
-    with slowed(server, 0.004), tab(url) as staying:
+    with slowed(server, 0.02), tab(url) as staying:
         with tab(url) as page:
             send(page, **BEAMS)
             started = until(page, "response.beam")
@@ -171,6 +171,7 @@ def test_a_page_that_is_reloaded_sees_the_beams_again(server: Server, url: str) 
             assert [run["response_id"] for run in subscribed["running"]] == [response_id]
             send(page, "response.resume", response_id=response_id)
             assert "response.created" in [frame["type"] for frame in until(page, "response.beam")]
+        hurry(server)
         with tab(url) as page:
             send(page, "response.resume", response_id=response_id, starting_after=1)
             frames = until_end(page)
@@ -209,7 +210,7 @@ def tree_of(frames: list[Frame]) -> Page:
 
 def test_a_page_that_is_reloaded_sees_every_candidate_again(server: Server, url: str) -> None:
     """Candidates that have ended too, and which is which; nothing twice and nothing missing."""
-    with slowed(server, 0.02):
+    with slowed(server, 0.1), lasting(server):
         with tab(url) as page:
             send(page, input="Hello", n=4, max_output_tokens=50, seed=5)  # one of them ends after four tokens
             until(page, "response.output_item.done")
@@ -217,7 +218,9 @@ def test_a_page_that_is_reloaded_sees_every_candidate_again(server: Server, url:
             send(page, "conversation.subscribe")
             (running,) = until(page, "conversation.subscribed")[-1]["running"]
             send(page, "response.resume", response_id=running["response_id"])
-            frames = until_end(page)
+            frames = [receive(page)]
+            hurry(server)
+            frames = until_end(page, frames[0])
     response = frames[-1]["response"]
     assert running["conversation_id"] == response["conversation"]["id"]
     said: dict[str, str] = {}

@@ -25,7 +25,7 @@ from chatcache.types import (
     Tokens,
 )
 from tests.gateway.frames import Frame, receive, send, until_end
-from tests.gateway.serving import MAX_MODEL_LEN, Server, slowed, tiny_tokenizer, wait_until
+from tests.gateway.serving import MAX_MODEL_LEN, Server, hurry, slowed, tiny_tokenizer, wait_until
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -270,13 +270,14 @@ def test_who_has_priority_is_answered_first(tmp_path: Path) -> None:
 
     with Server(config, engine_config=engine) as server:
         server.wait_ready()
-        with slowed(server, 0.02):
+        with slowed(server, 0.5):
             threads = [threading.Thread(target=ask, args=(priority,)) for priority in (-9, 3, 2, -1)]
             for number, thread in enumerate(threads):
                 thread.start()
                 wait_until(lambda seen=number: num_known(server) > seen, "the request to be there")  # type: ignore[misc]
+            hurry(server)
             for thread in threads:
-                thread.join(20)
+                thread.join(60)
     assert ended == [-9, -1, 2, 3]
 
 

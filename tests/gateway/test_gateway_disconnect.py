@@ -113,7 +113,7 @@ def test_leaving_while_a_grammar_compiles_withdraws_the_request(
     server: Server, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(30) else "?")
+    monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(60) else "?")
     constraint = {"choice": ["ab", f"{path}{stream}"]}  # one that is not remembered
     prompt = {"prompt": ["x", "y"]} if path != CHAT else {"messages": LONG["messages"]}
     body = json.dumps({**prompt, "max_tokens": 9, "stream": stream, "structured_outputs": constraint})

@@ -8,7 +8,7 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 from tests.gateway.frames import LONG, TERMINAL, Frame, ask, items_of, receive, send, text_of, until_end
-from tests.gateway.serving import PAGE_SIZE, Server, slowed
+from tests.gateway.serving import PAGE_SIZE, Server, held, hurry, slowed
 from tests.gateway.test_gateway_tenants import ONE, TWO, shared
 
 __all__ = ["shared"]
@@ -37,10 +37,11 @@ def cached(response: Frame) -> int:
 
 @pytest.mark.parametrize("by", ["response", "message"])
 def test_a_growing_reply_is_forked_as_far_as_it_goes(server: Server, url: str, by: str) -> None:
-    with slowed(server, 0.01), connect(url) as growing, connect(url) as forking:
+    with slowed(server, 0.05), connect(url) as growing, connect(url) as forking:
         origin, items = begin(growing, 12, n=2, instructions=SYSTEM, max_output_tokens=200)
         place = {"previous_response_id": origin["id"]} if by == "response" else {"previous_item_id": items[1]}
         fork = ask(forking, **place, **GREEDY, instructions=SYSTEM, input="Stop. Why?", max_output_tokens=10)
+        hurry(server)
         whole = until_end(growing)[-1]["response"]
     index = 0 if by == "response" else 1
     stored = items_of(server, fork)
@@ -75,11 +76,13 @@ def test_a_growing_reply_is_forked_as_far_as_it_goes(server: Server, url: str, b
 
 @pytest.mark.parametrize("fork_at", [None, 5])
 def test_a_growing_reply_goes_on_beside_itself(server: Server, url: str, fork_at: int | None) -> None:
-    with slowed(server, 0.01), connect(url) as growing, connect(url) as forking:
+    with slowed(server, 0.05), connect(url) as growing, connect(url) as forking:
         origin, _ = begin(growing, 12, max_output_tokens=120)
         place = {"previous_response_id": origin["id"]} | ({} if fork_at is None else {"fork_at": fork_at})
         send(forking, **place, **GREEDY, max_output_tokens=60)
-        frames = until_end(forking)
+        frames = [receive(forking)]
+        hurry(server)
+        frames = until_end(forking, frames[0])
         whole = until_end(growing)[-1]["response"]
     fork = frames[-1]["response"]
     assert fork["status"] == "incomplete" and fork["usage"]["output_tokens"] == 60
@@ -156,11 +159,12 @@ def test_forks_of_nothing(server: Server, socket: ClientConnection, url: str) ->
         assert receive(socket)["error"]["param"] == "fork_at"
     send(socket, input="x", fork_at=1)
     assert receive(socket)["error"]["param"] == "fork_at"
-    with slowed(server, 0.2), connect(url) as other:
+    with held(server) as let_go, connect(url) as other:
         send(other, **LONG)
         waiting = receive(other)["response"]
         send(socket, previous_response_id=waiting["id"], input="x")
         error = receive(socket)["error"]
+        let_go()
         send(other, "response.cancel", response_id=waiting["id"])
         until_end(other)
     assert (error["code"], error["param"]) == ("nothing_to_fork", "previous_response_id")

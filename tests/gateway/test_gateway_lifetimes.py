@@ -19,15 +19,16 @@ from chatcache.gateway.live_response import LiveResponse
 from chatcache.gateway.response_log import TERMINAL as ENDS
 from chatcache.gateway.response_log import ResponseLog
 from tests.gateway.frames import LONG, Frame, ask, receive, send, until_end
-from tests.gateway.serving import Server, slowed, wait_until
+from tests.gateway.serving import Server, hurry, slowed, wait_until
+from tests.virtual_time import run_virtually
 
 
 class FaultyStore(SqliteStore):
-    """Fails so many of the next writes of answers, after waiting so long."""
+    """Fails so many of the next writes of answers, after waiting so long; opens none while that is held."""
 
     num_faults = 0
     delay_s = 0.0
-    open_delay_s = 0.0
+    holds_opening = False
 
     async def append(self, *args: Any, **more: Any) -> Any:
         turn = args[3] if len(args) > 3 else more.get("turn")
@@ -37,7 +38,8 @@ class FaultyStore(SqliteStore):
                 self.num_faults -= 1
                 raise OSError("disk full: /secret/path")
         elif turn is not None:
-            await asyncio.sleep(self.open_delay_s)
+            while self.holds_opening:  # noqa: ASYNC110 - it is another thread that ends this
+                await asyncio.sleep(0.01)
         return await super().append(*args, **more)
 
 
@@ -52,7 +54,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, F
 def server(faulty: tuple[Server, FaultyStore]) -> Iterator[Server]:
     server, store = faulty
     yield server
-    store.num_faults, store.delay_s, store.open_delay_s = 0, 0.0, 0.0
+    store.num_faults, store.delay_s, store.holds_opening = 0, 0.0, False
     server.wait_idle()
     assert not server.gateway.responses.running()
 
@@ -97,8 +99,9 @@ def test_the_store_fails_at_the_end(
     server: Server, store: FaultyStore, socket: ClientConnection, num_faults: int
 ) -> None:
     with slowed(server, 0.01):
-        response_id = begin(socket, max_output_tokens=20)
+        response_id = begin(socket)
         store.num_faults = num_faults  # the second: that it failed cannot be stored either
+        hurry(server)
         frames = until_end(socket)
     assert_one_end(server, frames, response_id, "response.failed")
     assert frames[-1]["response"]["error"]["code"] and frames[-1]["response"]["status"] == "failed"
@@ -132,11 +135,13 @@ def test_no_steering_while_the_successor_is_made(server: Server, store: FaultySt
     """What has ended takes no more; its successor is not there yet."""
     with slowed(server, 0.01):
         first = begin(socket)
-        store.open_delay_s = 0.5
+        store.holds_opening = True
         send(socket, "response.steer", previous_response_id=first, input="x")
         assert until_end(socket)[-1]["response"]["incomplete_details"] == {"reason": "steered"}
         send(socket, "response.steer", previous_response_id=first, input="too late")
-        failed, created = receive(socket), receive(socket)
+        failed = receive(socket)
+        store.holds_opening = False
+        created = receive(socket)
         assert failed["error"]["code"] == "response_not_active" and failed["steer"]["input"] == "too late"
         assert created["response"]["previous_response_id"] == first
         send(socket, "response.cancel", response_id=created["response"]["id"])
@@ -149,7 +154,7 @@ def test_cancel_races_the_end(server: Server, store: FaultyStore, url: str, dela
     store.delay_s = delay_s
     seen: set[str] = set()
     for number in range(10):
-        with slowed(server, 0.002), connect(url) as socket:
+        with slowed(server, 0.002 if number else 1.0), connect(url) as socket:  # the first is cancelled, surely
             send(socket, **{**LONG, "max_output_tokens": 12})
             response_id = receive(socket)["response"]["id"]
             time.sleep(number * 0.006)
@@ -231,7 +236,7 @@ def test_readers_that_come_and_go_before_the_time_is_up_keep_it_alive() -> None:
         with log.reader(), log.reader():
             await asyncio.sleep(0.25)
         assert not ended.is_set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await ended.wait()
         lifetime.stop()
         ended.clear()
@@ -240,7 +245,7 @@ def test_readers_that_come_and_go_before_the_time_is_up_keep_it_alive() -> None:
         await asyncio.sleep(0.2)
         assert not ended.is_set(), "what is over needs no end"
 
-    asyncio.run(work())
+    run_virtually(work())
 
 
 def test_no_time_limit_means_none() -> None:
@@ -257,7 +262,7 @@ def test_no_time_limit_means_none() -> None:
         await asyncio.sleep(0.05)
         lifetime.stop()
 
-    asyncio.run(work())
+    run_virtually(work())
 
 
 def test_a_message_deleted_while_it_is_asked_again(
@@ -266,10 +271,12 @@ def test_a_message_deleted_while_it_is_asked_again(
     """Planned before, stored after: it is refused, and the conversation stays whole."""
     origin = ask(socket, input="Hello")
     item, path = origin["input_item_ids"][0], f"/v1/conversations/{origin['conversation']['id']}"
-    store.open_delay_s = 0.3
-    send(socket, **{**LONG, "input": [], "previous_item_id": item})
-    wait_until(lambda: server.num_pages_in_use() > 0, "the engine to have it")
+    store.holds_opening = True
+    with slowed(server, 0.01):
+        send(socket, **{**LONG, "input": [], "previous_item_id": item})
+        wait_until(lambda: server.num_pages_in_use() > 0, "the engine to have it")
     assert server.request("DELETE", f"{path}/items/{item}")[0] == 200
+    store.holds_opening = False
     refused = receive(socket)
     assert refused["type"] == "error" and refused["status"] == 404, refused
     status, _, listed = server.request("GET", f"{path}/items")

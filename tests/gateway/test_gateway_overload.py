@@ -38,12 +38,12 @@ def crowded(tmp_path: Path) -> Iterator[Server]:
         server.wait_idle()
 
 
-def _asks(server: Server, count: int, content: str = "Hi") -> list[Any]:
+def _asks(server: Server, count: int, content: str = "Hi", max_tokens: int = 800) -> list[Any]:
     """Open so many streams and leave them open; what has come of each so far is nobody's concern."""
     connections = []
     for _ in range(count):
         connection = server.connect()
-        asked = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": 200}
+        asked = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": max_tokens}
         body = json.dumps(asked | {"ignore_eos": True})
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
@@ -82,7 +82,7 @@ def test_who_finds_the_queue_full_is_refused_before_tokenising(
         assert (status, answer["error"]["code"]) == (503, "overloaded") and headers["retry-after"] == "1", path
     with connect(f"ws://127.0.0.1:{crowded.port}/v1/responses") as socket:
         socket.send(json.dumps({"type": "response.create", "input": "Hi"}))
-        refusal = json.loads(socket.recv(timeout=20))
+        refusal = json.loads(socket.recv(timeout=60))
         assert (refusal["type"], refusal["status"], refusal["error"]["code"]) == ("error", 503, "overloaded")
     assert made == []
     assert crowded.request("GET", "/v1/conversations")[2]["data"] == []  # nothing of them was stored
@@ -93,7 +93,7 @@ def test_who_finds_the_queue_full_is_refused_before_tokenising(
 def test_long_prompts_fill_the_queue_sooner(crowded: Server) -> None:
     connections = _asks(crowded, 1)
     wait_until(lambda: crowded.num_pages_in_use() > 0, "one runs")
-    connections += _asks(crowded, 1, LONG)
+    connections += _asks(crowded, 1, LONG, 200)
     wait_until(lambda: _waiting(crowded)[0] == 1, "one waits")
     status, _, answer = crowded.request(
         "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}

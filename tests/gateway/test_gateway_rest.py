@@ -154,7 +154,7 @@ def test_before_the_model_is_there(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def load() -> Tokenizer:
-        gate.wait(20)
+        gate.wait(60)
         return tiny_tokenizer()
 
     server = Server(ServerConfig(db=str(tmp_path / "c.db")), load_tokenizer=load)
@@ -202,7 +202,7 @@ def test_a_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(30)
+                thread.join(60)
         assert {status for status, _ in statuses} == {200, 503}
         assert all(retry for status, retry in statuses if status == 503)
         server.wait_idle()

@@ -16,6 +16,7 @@ from chatcache.config import ServerConfig
 from chatcache.gateway.middleware import BodyLimit
 from tests.gateway.described import Described
 from tests.gateway.serving import Server, post_bytes, read_all, split_response
+from tests.virtual_time import run_virtually
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
@@ -50,17 +51,24 @@ def test_a_body_that_trickles_is_one_too(hasty: Server) -> None:
                     break
             except TimeoutError:
                 connection.sendall(b" ")
-        connection.settimeout(20)
+        connection.settimeout(60)
         assert split_response(data + read_all(connection))[0] == 408
 
 
 def test_a_slow_body_that_comes_is_answered(hasty: Server) -> None:
-    with hasty.connect() as connection:
-        whole = post_bytes(hasty.port, CHAT, BODY)
-        for at in range(0, len(whole), len(whole) // 3):
-            time.sleep(TIMEOUT_S / 8)
-            connection.sendall(whole[at : at + len(whole) // 3])
-        assert split_response(read_all(connection))[0] == 200
+    whole = post_bytes(hasty.port, CHAT, BODY)
+    for _ in range(20):
+        began_s = time.monotonic()
+        with hasty.connect() as connection:
+            for at in range(0, len(whole), len(whole) // 3):
+                time.sleep(TIMEOUT_S / 8)
+                connection.sendall(whole[at : at + len(whole) // 3])
+            took_s = time.monotonic() - began_s
+            status = split_response(read_all(connection))[0]
+        if took_s < 0.75 * TIMEOUT_S:  # else it was this machine that was slow
+            assert status == 200
+            return
+    pytest.fail("the machine is too busy to send a body in time")
 
 
 def test_an_answer_may_take_longer_than_a_body(hasty: Server) -> None:
@@ -75,7 +83,7 @@ def test_an_answer_may_take_longer_than_a_body(hasty: Server) -> None:
         hasty.runner.delay_s = 0.0
 
 
-async def test_what_the_server_does_between_two_chunks_is_its_own_time() -> None:
+def test_what_the_server_does_between_two_chunks_is_its_own_time() -> None:
     """An import stores while the body comes."""
     chunks = iter([{"type": "http.request", "body": b"x", "more_body": more} for more in (True, True, True, False)])
 
@@ -91,7 +99,8 @@ async def test_what_the_server_does_between_two_chunks_is_its_own_time() -> None
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    await BodyLimit(app, 100, timeout_s=0.05)({"type": "http", "path": "/", "headers": []}, receive, send)
+    limited = BodyLimit(app, 100, timeout_s=0.05)
+    run_virtually(limited({"type": "http", "path": "/", "headers": []}, receive, send))
     assert next(chunks, None) is None
 
 

@@ -49,7 +49,7 @@ def stalled_client(server: Server, path: str, body: dict[str, Any]) -> socket.so
     """A client whose kernel takes 4 KiB and whose owner reads nothing."""
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    raw.settimeout(20)
+    raw.settimeout(60)
     raw.connect(("127.0.0.1", server.port))
     raw.sendall(post_bytes(server.port, path, json.dumps({**body, "stream": True}).encode()))
     return raw

@@ -13,7 +13,7 @@ from chatcache.gateway import live_response
 from chatcache.gateway.response_frames import ResponseFrames
 from chatcache.gateway.steer import MAX_PENDING
 from tests.gateway.frames import LONG, Frame, ask, items_of, receive, send, text_of, until_end
-from tests.gateway.serving import PAGE_SIZE, Server, slowed
+from tests.gateway.serving import PAGE_SIZE, Server, held, hurry, slowed, wait_until
 
 LONG_LANE: Frame = {**LONG, "stream_id": "lane"}
 
@@ -43,7 +43,7 @@ def cached(response: Frame) -> int:
 
 
 def test_a_steered_response_ends_at_once_and_its_successor_goes_on(server: Server, socket: ClientConnection) -> None:
-    with slowed(server, 0.005):
+    with slowed(server, 0.02):
         first = begin(socket, instructions="Be brief.", temperature=0.5, metadata={"a": "b"})
         send(socket, "response.steer", previous_response_id=first, input="No: in French!")
         frames = until(socket, "response.incomplete")
@@ -76,7 +76,7 @@ def test_a_steered_response_ends_at_once_and_its_successor_goes_on(server: Serve
 def test_a_revision_is_of_the_first_response_not_of_its_successor(server: Server, socket: ClientConnection) -> None:
     """The response itself changed the conversation: what goes on with it cannot be stale for that."""
     made = server.post("/v1/conversations")[2]
-    with slowed(server, 0.005):
+    with slowed(server, 0.02):
         first = begin(socket, conversation=made["id"], rev=made["rev"])
         send(socket, "response.steer", previous_response_id=first, input="No!")
         until(socket, "response.incomplete")
@@ -92,12 +92,14 @@ def test_a_revision_is_of_the_first_response_not_of_its_successor(server: Server
 
 def test_queued_input_is_answered_together_and_in_order(server: Server, socket: ClientConnection) -> None:
     """The first steer stops the engine; those that come before its last step are still accepted."""
-    with slowed(server, 0.25):
+    with held(server) as let_go:
         send(socket, **LONG_LANE)
         first = until(socket, "response.in_progress")[0]["response"]["id"]
         for text in ("one", "two", "three"):
             send(socket, "response.steer", previous_response_id=first, input=[{"role": "user", "content": text}])
-        frames = until(socket, "response.incomplete")
+        frames = [frame for _ in range(3) for frame in until(socket, "response.steer.accepted")]
+        let_go()
+        frames += until(socket, "response.incomplete")
     assert kinds(frames).count("response.steer.accepted") == 3
     second = receive(socket)["response"]
     send(socket, "response.cancel", response_id=second["id"])
@@ -107,11 +109,12 @@ def test_queued_input_is_answered_together_and_in_order(server: Server, socket: 
 
 
 def test_the_successor_comes_before_what_waits_in_the_lane(server: Server, socket: ClientConnection) -> None:
-    with slowed(server, 0.005):
-        first = begin(socket, max_output_tokens=60)
+    with slowed(server, 0.02):
+        first = begin(socket)
         send(socket, input="next in lane", max_output_tokens=3, ignore_eos=True, stream_id="lane")
         send(socket, "response.steer", previous_response_id=first, input="steered")
         until(socket, "response.incomplete")
+        hurry(server)
         successor, queued = until_end(socket), until_end(socket)
     assert successor[0]["response"]["previous_response_id"] == first
     assert queued[0]["response"]["previous_response_id"] is None
@@ -135,20 +138,22 @@ def failed(socket: ClientConnection) -> Frame:
     ],
 )  # fmt: skip
 def test_bad_input_comes_back(server: Server, socket: ClientConnection, given: object) -> None:
-    with slowed(server, 0.005):
-        first = begin(socket, max_output_tokens=30)
+    with slowed(server, 0.02):
+        first = begin(socket, max_output_tokens=300)
         send(socket, "response.steer", previous_response_id=first, input=given)
         frame = failed(socket)
         assert frame["error"]["code"] == "invalid_input" and frame["stream_id"] == "lane"
         assert frame["steer"] == {"input": given, "previous_response_id": first}
+        hurry(server)
         assert until_end(socket)[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 def test_fields_that_steering_does_not_have(server: Server, socket: ClientConnection) -> None:
-    with slowed(server, 0.005):
-        first = begin(socket, max_output_tokens=30)
+    with slowed(server, 0.02):
+        first = begin(socket, max_output_tokens=300)
         send(socket, "response.steer", previous_response_id=first, input="x", stream_id="lane")
         assert failed(socket)["error"]["code"] == "invalid_input"
+        hurry(server)
         until_end(socket)
 
 
@@ -161,7 +166,7 @@ def test_responses_that_cannot_be_steered(server: Server, socket: ClientConnecti
         send(socket, "response.steer", previous_response_id=response_id, input="x")
         frame = failed(socket)
         assert frame["error"]["code"] == code and "stream_id" not in frame and "id" not in frame["steer"]
-    with slowed(server, 0.005), connect(url) as other:
+    with slowed(server, 0.02), connect(url) as other:
         send(socket, **LONG, store=False)
         unstored = until(socket, "response.output_text.delta")[0]["response"]["id"]
         send(socket, "response.steer", previous_response_id=unstored, input="x")
@@ -176,13 +181,14 @@ def test_responses_that_cannot_be_steered(server: Server, socket: ClientConnecti
 
 
 def test_pending_input_is_bounded(server: Server, socket: ClientConnection) -> None:
-    with slowed(server, 0.5):
+    with held(server) as let_go:
         send(socket, **LONG_LANE)
         first = until(socket, "response.in_progress")[0]["response"]["id"]
         for number in range(MAX_PENDING + 1):
             send(socket, "response.steer", previous_response_id=first, input=str(number))
         frame = failed(socket)
         assert frame["error"]["code"] == "too_many_pending_steers" and frame["steer"]["input"] == str(MAX_PENDING)
+        let_go()
     second = until(socket, "response.created")[-1]["response"]
     assert len(second["input_item_ids"]) == MAX_PENDING
     send(socket, "response.cancel", response_id=second["id"])
@@ -190,12 +196,16 @@ def test_pending_input_is_bounded(server: Server, socket: ClientConnection) -> N
 
 
 def test_cancel_wins_over_steering_and_the_input_comes_back(server: Server, socket: ClientConnection) -> None:
-    with slowed(server, 0.25):
+    with held(server) as let_go:
         send(socket, **LONG_LANE)
         first = until(socket, "response.in_progress")[0]["response"]["id"]
         send(socket, "response.steer", previous_response_id=first, input="x")
+        frames = until(socket, "response.steer.accepted")
+        run: Any = server.gateway.responses.get("", first).run
         send(socket, "response.cancel", response_id=first)
-        frames = until(socket, "response.steer.failed")
+        wait_until(lambda: run._cancelled_s is not None, "it to be cancelled")
+        let_go()
+        frames += until(socket, "response.steer.failed")
     end = next(frame for frame in frames if frame["type"] == "response.incomplete")
     assert end["response"]["status"] == "cancelled" and end["receipt"]
     accepted = next(frame for frame in frames if frame["type"] == "response.steer.accepted")
@@ -212,12 +222,14 @@ def test_input_waits_for_the_outputs_of_called_functions(
     stub = {"type": "function_call_output", "call_id": "call_1", "name": "f"}
     monkeypatch.setattr(live_response, "required_input", lambda _: [stub])
     monkeypatch.setattr(ResponseFrames, "status", lambda *_: COMPLETED)
-    with slowed(server, 0.25):
+    with held(server) as let_go:
         send(socket, **{**LONG_LANE, "max_output_tokens": 1})
         first = until(socket, "response.in_progress")[0]["response"]["id"]
         for text in ("one", "two"):
             send(socket, "response.steer", previous_response_id=first, input=text)
-        frames = [*until(socket, "response.completed"), receive(socket), receive(socket)]
+        frames = [frame for _ in range(2) for frame in until(socket, "response.steer.accepted")]
+        let_go()
+        frames += [*until(socket, "response.completed"), receive(socket), receive(socket)]
     monkeypatch.undo()
     accepted = [frame["steer"]["id"] for frame in frames if frame["type"] == "response.steer.accepted"]
     pending = frames[-2:]
@@ -254,7 +266,7 @@ def test_a_steer_that_races_the_end_is_answered_or_comes_back(server: Server, so
 def test_whoever_resumed_it_follows_the_successor(
     server: Server, socket: ClientConnection, page: ClientConnection
 ) -> None:
-    with slowed(server, 0.005):
+    with slowed(server, 0.02):
         first = begin(socket)
         send(page, "response.resume", response_id=first, stream_id="mine")
         until(page, "response.output_text.delta")

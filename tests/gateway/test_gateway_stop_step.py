@@ -148,7 +148,7 @@ def test_cancel_is_one_step_and_a_receipt(chunked: Server, by: str, phase: str) 
         assert last["response"]["status"] == "cancelled"
         check_receipt(last["receipt"], phase)
         if by in ("HTTP", "DELETE"):
-            stopper.join(20)
+            stopper.join(60)
             status, _, answer = answers[0]
             assert status == 200
             assert answer["deleted"] if by == "DELETE" else answer["receipt"] == last["receipt"]
@@ -213,14 +213,14 @@ def test_a_cancelled_request_that_waits_never_begins(tmp_path: Path) -> None:
             ask.start()
             wait_until(lambda: server.engine._inbox.commands.qsize() > 0, "the request")
             gate.step()
-            ask.join(20)
+            ask.join(60)
             response_id = answers.pop()[2]["id"]
             stop = threading.Thread(
                 target=lambda: answers.append(server.request("POST", f"{RESPONSES}/{response_id}/cancel"))
             )
             stop.start()
             stopped(server, gate)
-            stop.join(20)
+            stop.join(60)
             receipt = answers.pop()[2]["receipt"]
             assert receipt["tokens_after_stop"] == receipt["pages_freed"] == 0
         server.wait_idle()

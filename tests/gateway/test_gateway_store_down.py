@@ -19,10 +19,11 @@ from chatcache.gateway.unsaved import Unsaved
 from tests.chat.redis_servers import RedisServer, redis_server
 from tests.gateway.kept import server_on
 from tests.gateway.responding import Events, running_id
-from tests.gateway.serving import Server, slowed, wait_until
+from tests.gateway.serving import Server, hurry, slowed, wait_until
 
 PATH = "/v1/responses"
-LONG: dict[str, Any] = {"input": "Hi", "ignore_eos": True, "stream": True}
+# Long enough that the store is gone before the end, however busy the machine.
+LONG: dict[str, Any] = {"input": "Hi", "ignore_eos": True, "stream": True, "max_output_tokens": 900}
 Outage = Callable[[], AbstractContextManager[None]]
 
 
@@ -86,19 +87,19 @@ def refused(server: Server) -> float:
 
 def test_turns_are_refused_and_what_runs_goes_on(outage: tuple[Server, Outage]) -> None:
     server, begin = outage
-    with Events(server, PATH, {**LONG, "max_output_tokens": 60}) as events, slowed(server, 0.02):
+    with Events(server, PATH, LONG) as events, slowed(server, 0.02):
         created = events.next()
         assert created is not None
         response_id, conversation = running_id(server), created["response"]["conversation"]["id"]
         with begin():
-            assert min(refused(server) for _ in range(2)) < 1.0
+            assert any(refused(server) < 1.0 for _ in range(5))
             with connect(f"ws://127.0.0.1:{server.port}{PATH}") as socket:
                 socket.send(json.dumps({"type": "response.create", "input": "Not now "}))
                 frame = json.loads(socket.recv())
                 assert (frame["status"], frame["error"]["code"]) == (503, "store_unavailable")
             status, _, body = server.request("GET", "/readyz")
             assert (status, body["status"], body["error"]["code"]) == (503, "unavailable", "store_unavailable")
-            server.runner.delay_s = 0.0
+            hurry(server)
             end = list(events)[-1]
             assert (end["type"], end["saved"]) == ("response.incomplete", False)
             assert server.request("GET", f"{PATH}/{response_id}")[2]["saved"] is False
@@ -121,11 +122,12 @@ def test_it_is_saved_without_being_asked_for(mortal_redis: RedisServer) -> None:
         _saved_later(server, mortal_redis)
 
 
-def _saved_later(server: Server, redis: RedisServer, timeout_s: float = 15.0) -> None:
-    with Events(server, PATH, {**LONG, "max_output_tokens": 20}) as events, slowed(server, 0.02):
+def _saved_later(server: Server, redis: RedisServer, timeout_s: float = 60.0) -> None:
+    with Events(server, PATH, LONG) as events, slowed(server, 0.02):
         created = events.next()
         assert created is not None
         with killed(redis):
+            hurry(server)
             end = list(events)[-1]
     said = end["response"]["output"][0]["content"][0]["text"]
     assert end["saved"] is False
@@ -156,11 +158,12 @@ def test_what_is_acknowledged_before_it_is_unsaved_can_be_deleted(mortal_redis: 
     """A conversation that goes while a reply waits to be saved takes it along; nothing waits for ever."""
     with server_on(mortal_redis) as server:
         server.wait_ready()
-        with Events(server, PATH, {**LONG, "max_output_tokens": 20}) as events, slowed(server, 0.02):
+        with Events(server, PATH, LONG) as events, slowed(server, 0.02):
             created = events.next()
             assert created is not None
             conversation = created["response"]["conversation"]["id"]
             with killed(mortal_redis):
+                hurry(server)
                 assert list(events)[-1]["saved"] is False
                 server.call(_hold(server.gateway.unsaved))
         wait_until(lambda: server.request("GET", "/readyz")[0] == 200, "the store to be back")

@@ -82,7 +82,7 @@ def test_nobody_reads_stops_steers_or_hears_of_what_is_not_theirs(shared: Server
     with (
         connect(url, additional_headers=ONE, subprotocols=[PROTOCOL], max_queue=None) as one,
         connect(url, additional_headers=TWO, subprotocols=[PROTOCOL], max_queue=None) as two,
-        slowed(shared, 0.005),
+        slowed(shared, 0.02),
     ):
         assert receive(one)["type"] == receive(two)["type"] == "session.created"
         send(two, "conversation.subscribe")

@@ -153,7 +153,7 @@ def _cut(server: Server, num_clients: int, seed: int) -> None:
     finally:
         server.runner.delay_s = 0.0
     assert set(songs) == {expected}
-    wait_until(lambda: num_running(server) == 0, "every response to end", timeout_s=30)
+    wait_until(lambda: num_running(server) == 0, "every response to end", timeout_s=60)
     server.wait_idle()
     wait_until(lambda: counted(server, "chatcache_ws_connections") == 0, "every socket to be noticed gone")
     wait_until(lambda: num_tasks(server) <= idle, "every task to end")

@@ -16,7 +16,7 @@ from chatcache.gateway import conversation_titles
 from chatcache.types import MAX_PRIORITY, GenerateRequest
 from tests.gateway.described import Described
 from tests.gateway.scripted import ScriptedServer, scripted
-from tests.gateway.serving import PAGE_SIZE, Server, slowed, tiny_tokenizer
+from tests.gateway.serving import PAGE_SIZE, Server, hurry, slowed, tiny_tokenizer, wait_until
 from tests.gateway.test_gateway_rest import converse
 
 LONG = {"ignore_eos": True, "max_output_tokens": 40, "temperature": 0}
@@ -80,12 +80,12 @@ def test_a_name_given_meanwhile_stays(server: Server, useful: None) -> None:
     conversation = converse(server, "Hello", **LONG)["conversation"]["id"]
     path = f"/v1/conversations/{conversation}"
     answers: list[Any] = []
-    with slowed(server, 0.02):
+    with slowed(server, 0.25):
         asking = threading.Thread(target=lambda: answers.append(name(server, conversation)[2]))
         asking.start()
-        while server.num_pages_in_use() == 0:
-            pass
+        wait_until(lambda: server.num_pages_in_use() > 0, "the title to be under way")
         assert server.post(path, title="Mine")[0] == 200
+        hurry(server)
         asking.join()
     assert not answers[0]["generated"] and answers[0]["title"] == "Mine" == head(server, conversation)["title"]
 
@@ -95,13 +95,13 @@ def test_other_changes_meanwhile_do_not_matter(server: Server, useful: None) -> 
     first = converse(server, "Hello", **LONG)
     conversation = first["conversation"]["id"]
     answers: list[Any] = []
-    with slowed(server, 0.01):
+    with slowed(server, 0.25):
         asking = threading.Thread(target=lambda: answers.append(name(server, conversation)))
         asking.start()
-        while server.num_pages_in_use() == 0:
-            pass
+        wait_until(lambda: server.num_pages_in_use() > 0, "the title to be under way")
         for number in range(5):
             server.post(f"/v1/conversations/{conversation}", metadata={"n": str(number)})
+        hurry(server)
         converse(server, "More", previous_response_id=first["id"], ignore_eos=True)
         asking.join()
     assert answers[0][0] == 200 and answers[0][2]["generated"]
@@ -132,8 +132,7 @@ def test_a_client_that_leaves_ends_its_title(server: Server, useful: None) -> No
         with server.connect() as connection:
             path = f"/v1/conversations/{conversation}/title"
             connection.sendall(f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n".encode())
-            while server.num_pages_in_use() == 0:
-                pass
+            wait_until(lambda: server.num_pages_in_use() > 0, "the title to be under way")
         server.wait_idle()
     assert head(server, conversation)["title"] == "Hello"
 

@@ -199,7 +199,7 @@ def test_a_thought_goes_on_as_a_thought(tmp_path: Path) -> None:
 
 
 def test_a_growing_reply_goes_on_with_another_token(server: Server, url: str) -> None:
-    with slowed(server, 0.01), connect(url) as growing, connect(url) as forking:
+    with slowed(server, 0.05), connect(url) as growing, connect(url) as forking:
         origin, items = begin(growing, 12, max_output_tokens=200)
         for fork_at, place in ((3, {"previous_response_id": origin["id"]}), (0, {"previous_item_id": items[0]})):
             fork = ask(forking, **place, fork_at=fork_at, fork_with=70, **GREEDY, max_output_tokens=4)

@@ -74,5 +74,5 @@ def test_a_message_in_many_pieces_is_a_message(server: Server, url: str) -> None
         connection.send(iter(text))
         for _ in range(100):
             connection.ping()
-        assert '"response.created"' in str(connection.recv(timeout=20))
+        assert '"response.created"' in str(connection.recv(timeout=60))
         assert ask(connection, input="and on")["output"]

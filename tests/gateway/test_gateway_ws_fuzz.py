@@ -53,7 +53,7 @@ def _is_open_after(socket: ClientConnection, message: bytes | str, number: int) 
     try:
         socket.send(message)
         socket.send(json.dumps({"type": "no.such.thing", "stream_id": f"probe{number}"}))
-        while not _answers(json.loads(socket.recv(timeout=20)), number, message):
+        while not _answers(json.loads(socket.recv(timeout=60)), number, message):
             pass
     except ConnectionClosed:
         assert socket.close_code in CLOSES, (message, socket.close_code, socket.close_reason)

@@ -18,8 +18,9 @@ export function loadRenderer(): Promise<Renderer | null> {
   return loading;
 }
 
-export function openStream(root: HTMLElement): TextStream {
-  return renderer ? renderer.makeStream(root) : new Waiting(root);
+/** `drawn` hears when a text that had to wait for the renderer stands there. */
+export function openStream(root: HTMLElement, drawn: () => void = () => {}): TextStream {
+  return renderer ? renderer.makeStream(root) : new Waiting(root, drawn);
 }
 
 /** Keeps the newest text until the renderer is there. */
@@ -27,11 +28,13 @@ class Waiting implements TextStream {
   private stream: TextStream | null = null;
   private last: [string, boolean] | null = null;
 
-  constructor(root: HTMLElement) {
+  constructor(root: HTMLElement, drawn: () => void) {
     void loadRenderer().then((module) => {
       root.classList.toggle("prose-plain", module === null);
       this.stream = module?.makeStream(root) ?? { update: (text) => (root.textContent = text) };
-      if (this.last) this.stream.update(...this.last);
+      if (!this.last) return;
+      this.stream.update(...this.last);
+      drawn();
     });
   }
 

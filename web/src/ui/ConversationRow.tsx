@@ -1,6 +1,6 @@
 // One conversation in the list: open it, see whether it is warm or being written, rename it in place, its menu.
 import { useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { isPinned } from "../state/metadata";
 import type { WireConversation } from "../wire/frames";
 import type { ExportFormat } from "../wire/rest";
@@ -85,8 +85,8 @@ function State({ id }: { id: string }) {
 function Rename({ title, onDone }: { title: string; onDone: (name: string | null) => void }) {
   const input = useRef<HTMLInputElement>(null);
   const over = useRef(false);
-  useEffect(() => {
-    input.current?.focus();
+  useLayoutEffect(() => {
+    input.current?.focus(); // before the next key
     input.current?.select();
   }, []);
   const end = (name: string | null) => {

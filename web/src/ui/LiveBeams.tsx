@@ -1,5 +1,5 @@
 // A search while it runs: what all beams agree on stands in ink, what only the best one says so far is a ghost behind it.
-import { effect } from "@preact/signals";
+import { effect, signal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { openStream } from "../markdown/lazy";
 import type { Message } from "../state/tree";
@@ -36,7 +36,8 @@ function Ghosted({ turn }: { turn: Turn }) {
   useLayoutEffect(() => {
     if (!root.current) return;
     const prose = root.current;
-    const stream = openStream(prose);
+    const drawings = signal(0); // of what was solid before the renderer came
+    const stream = openStream(prose, () => drawings.value++);
     const ghost = document.createElement("span");
     ghost.className = "ghost";
     ghost.setAttribute("aria-hidden", "true");
@@ -44,11 +45,11 @@ function Ghosted({ turn }: { turn: Turn }) {
     return effect(() => {
       const solid = first.text.value;
       const tree = turn.beamTree.value;
-      void tree?.version.value;
+      void [tree?.version.value, drawings.value];
       ghost.remove();
       if (solid !== shown) stream.update((shown = solid), false);
       const said = tree?.ghost(solid) ?? "";
-      ghost.textContent = prose.childElementCount > 0 ? (/\s*$/.exec(solid)?.[0] ?? "") + said : said.trimStart();
+      ghost.textContent = prose.hasChildNodes() ? (/\s*$/.exec(solid)?.[0] ?? "") + said : said.trimStart();
       if (said !== "") lastBlock(prose).append(ghost);
     });
   }, [turn]);

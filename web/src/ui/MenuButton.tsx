@@ -1,4 +1,5 @@
-// A button that opens a menu: arrow keys, first letters, Escape; closed again by whatever happens elsewhere.
+// A button that opens a menu: arrow keys, first letters, Escape; closed again by whatever happens elsewhere. Keys that
+// follow at once are the menu's already: the browser gives the first entry the focus as it shows the menu, by `autofocus`.
 import { useSignal } from "@preact/signals";
 import { type ComponentChildren, Fragment } from "preact";
 import { useId, useRef } from "preact/hooks";
@@ -31,10 +32,9 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
   const focus = (index: number) => entries().at(index % entries().length)?.focus();
 
   const onToggle = () => {
-    if (open.value && button.current && menu.current) {
-      place(menu.current, button.current);
-      focus(0);
-    }
+    if (!open.value || !button.current || !menu.current) return;
+    place(menu.current, button.current);
+    if (!menu.current.contains(document.activeElement)) focus(0);
   };
   const onBeforeToggle = (event: { readonly newState: string }) => {
     if (event.newState === "closed" && menu.current?.contains(document.activeElement)) button.current?.focus();
@@ -68,20 +68,22 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
           if (event.key !== "ArrowDown") return;
           event.preventDefault();
           event.stopPropagation();
-          menu.current?.showPopover();
+          open.value = true;
+          queueMicrotask(() => menu.current?.showPopover()); // the entries are there by then
         }}
       >
         {children}
       </button>
       <div class="menu" popover="auto" role="menu" id={id} ref={menu} aria-label={label} onBeforeToggle={onBeforeToggle} onToggle={onToggle} onKeyDown={onKeyDown}>
         {open.value && note && <p class="menu-note" role="presentation">{note}</p>}
-        {open.value && items.map((item) => (
+        {open.value && items.map((item, index) => (
           <Fragment key={item.label}>
             {item.line && <hr class="menu-line" />}
             <button
               type="button"
               role="menuitem"
               tabIndex={-1}
+              autofocus={index === 0}
               class={item.danger ? "menu-item menu-danger" : "menu-item"}
               data-label={item.label}
               onClick={() => {

@@ -1,0 +1,56 @@
+"""The server, where answers that were asked never to end take their time: `python -m tests.e2e.paced serve ...`.
+
+The built-in model fills its context in seconds; a browser on a busy machine may need as long to reload. What a test
+does in the middle of an answer must find it in the middle.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from chatcache import compose
+from chatcache.bus.loop import Progress
+from chatcache.cli import main as chatcache
+from chatcache.cli import server
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.types import EngineEvent, GenerateRequest
+
+ENDLESS_TOKENS = 1000  # asked for without an end
+STEP_S = 0.04
+
+
+class Paced:
+    """An engine whose steps take at least `STEP_S` while it writes something endless."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._endless: set[str] = set()
+
+    def add(self, request: GenerateRequest) -> None:
+        self._engine.add(request)
+        params = request.params
+        if params.ignore_eos and params.max_tokens is not None and params.max_tokens >= ENDLESS_TOKENS:
+            self._endless.add(request.request_id)
+
+    def step(self) -> Sequence[EngineEvent]:
+        self._endless &= self._engine._requests.keys()
+        if self._endless:
+            time.sleep(STEP_S)
+        return self._engine.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Paced:
+    """The engine of the CLI, paced."""
+    return Paced(compose.build_engine(config, progress))
+
+
+if __name__ == "__main__":
+    server.run_server = functools.partial(server.run_server, build_engine="tests.e2e.paced:build_engine")
+    chatcache()
