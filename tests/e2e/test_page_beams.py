@@ -68,7 +68,7 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_l
     script = Script()
     asked: list[Any] = []
     if is_late:
-        chat.page.route(re.compile("/assets/renderer-"), asked.append)
+        chat.page.route(re.compile("/assets/renderer-"), lambda route: asked.append(route))
     chat.page.route_web_socket(re.compile("/v1/responses"), script.serve)
     chat.reload()
     chat.page.keyboard.press("Alt+Shift+2")

@@ -142,21 +142,13 @@ def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
     """Maps that the test gives: the drawing, the counts and the table say the same, and a hidden tab does not ask."""
     map_1, map_2 = "ssaapio" + "f" * 93, "sssspio" + "f" * 93
     held: list[Any] = []  # looks that wait for the test
-
-    def answer(route: Any) -> None:
-        nonlocal num_looks
-        num_looks += 1
-        if num_looks > most_looks:
-            held.append(route)
-        else:
-            route.fulfill(body=_map_of(map_1))
-
-    num_looks, most_looks = 0, 1
     page = chat.page
     page.clock.install()
     chat.reload()
-    page.route(MAP, answer)
+    page.route(MAP, lambda route: held.append(route))
     page.keyboard.press("Alt+Shift+4")
+    _until_held(chat, held)
+    held.pop().fulfill(body=_map_of(map_1))
     page.wait_for_selector("[data-count=shared] >> text=2")
     counts = {"shared": 2, "held": 2, "pinned": 1, "idle": 1, "other": 1, "free": 93}
     assert {name: _count(chat, name) for name in counts} == counts
@@ -172,10 +164,9 @@ def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
     page.wait_for_selector("#tab-branches[aria-selected=true]")
     with page.expect_response(MAP):
         held.pop().fulfill(body=_map_of(map_1))
-    seen = num_looks
     page.clock.run_for(60_000)
     chat.until("document.querySelector('.page-map') === null")
-    assert num_looks == seen, "asked while nobody looks"
+    assert held == [], "asked while nobody looks"
 
 
 def test_the_page_map_shows_what_four_answers_share(chat: Watched, endless: None, picture: Any) -> None:

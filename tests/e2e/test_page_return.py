@@ -144,9 +144,12 @@ def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
     first.ask("What is 2 + 3?")
     first.ask("Thank you")
     second: Watched = open_page(f"/#{conversation_of(first)}")
+    second.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
+    second.reload()
     second.page.wait_for_selector(".answer >> nth=1")
     second.page.click(".tool-again >> nth=0")
-    second.wait_end(0)
+    second.until(f"{WRITTEN} > 20")
+    stop(second)
     first.page.wait_for_selector(".switcher-place >> text=2/2")  # who watched the same branch goes along
     first.page.wait_for_selector("button[aria-label=Send]")  # what is picked while one is written stays untold
     with first.page.expect_response(tells_leaf):
@@ -156,10 +159,15 @@ def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
     second.page.click("[aria-label='Next version']")
     second.page.wait_for_selector(".said >> nth=1", state="detached")
     first.page.wait_for_selector(".said >> nth=1", state="detached")
-    first.page.click("[aria-label='Previous version']")
-    second.ask("And you?")
-    first.until("document.querySelectorAll('.said').length === 2")
-    assert first.said()[0] == "What is 2 + 3?"
+    second.say("And you?")
+    first.page.wait_for_selector(".answer[data-status=streaming]")
+    first.page.click("[aria-label='Previous version']")  # untold: the other tab does not hear of it
+    assert first.said() == ["What is 2 + 3?", "Thank you"]
+    second.until("document.querySelectorAll('.answer .prose')[1]?.textContent.length > 20")
+    stop(second)
+    first.page.wait_for_selector("button[aria-label=Send]")
+    assert second.said() == ["What is 2 + 3?", "And you?"]
+    assert first.said() == ["What is 2 + 3?", "Thank you"]
 
 
 def test_a_cut_connection_is_told_mended_and_the_answer_goes_on(browser: Any, server: str) -> None:

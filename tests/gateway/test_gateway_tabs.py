@@ -138,7 +138,8 @@ def test_a_subscriber_hears_when_nothing_runs_any_more(server: Server) -> None:
         socket.send(json.dumps({"type": "conversation.subscribe"}))
         for _ in range(5):
             response = converse(server, "Hello")
-            leaf, heads = response["output"][0]["id"], []
+            leaf = response["output"][0]["id"]
+            heads: list[dict[str, Any]] = []
             while not heads or heads[-1]["conversation"]["active_leaf"] != leaf:
                 heads += [frame for frame in _heard(socket) if frame["type"] == "conversation.updated"]
             assert heads[-1]["running"] == []
