@@ -6,6 +6,7 @@ What each route wants of them is `access.py`'s affair.
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -21,6 +22,7 @@ from chatcache.gateway.principal import EVERYBODY, Principal, admit
 
 KEY_PROTOCOL = "openai-insecure-api-key."
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_HOST = re.compile(r"(?:\[(?P<ip>[0-9a-f:.]+)\]|(?P<name>[^\s:\[\]/?#@\\]+))(?::[0-9]{1,5})?")
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -53,7 +55,8 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
-        name = _host_name(headers.get("host", ""))
+        given = headers.getlist("host")
+        name = _host_name(given[0]) if len(given) == 1 else ""
         if self._any_host or name in self._hosts or (self._any_address and _is_address(name)):
             return
         raise Forbidden("this Host is not served here; allow it with --allowed-host", code="host_not_allowed")
@@ -117,12 +120,9 @@ def _netloc(origin: str) -> str | None:
 
 
 def _host_name(host: str) -> str:
-    """The name of a Host header without its port, lower case, IPv6 without brackets."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdigit() else host
+    """The name of a Host header without its port, lower case, IPv6 without brackets; "" for what is no host."""
+    found = _HOST.fullmatch(host.strip().lower())
+    return (found["ip"] or found["name"] or "") if found is not None else ""
 
 
 def _is_address(name: str) -> bool:

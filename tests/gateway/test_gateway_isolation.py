@@ -1,0 +1,162 @@
+"""Nobody's cache figures say anything of another tenant: many probes, counted against what each tenant has computed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatcache.config import ServerConfig
+from chatcache.kv import chain
+from chatcache.kv.keys import private_key
+from tests.gateway.keyed import give
+from tests.gateway.serving import PAGE_SIZE, Server, tiny_tokenizer
+
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
+DECLARED = "You are everybody's helper: kind, brief, and never in a hurry."
+NUM_TENANTS, NUM_USERS = 4, 2
+
+
+@dataclass
+class Trie:
+    """What one tenant has computed, as tokens."""
+
+    children: dict[int, Trie] = field(default_factory=dict)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        node = self
+        for token in tokens:
+            node = node.children.setdefault(token, Trie())
+
+    def num_common(self, tokens: Sequence[int]) -> int:
+        node, count = self, 0
+        for token in tokens:
+            if token not in node.children:
+                break
+            node, count = node.children[token], count + 1
+        return count
+
+
+@dataclass
+class Counted:
+    """`foreign`: tokens that were found cached and are not the asker's own or public. `own`: all others."""
+
+    foreign: int = 0
+    own: int = 0
+    by_other_users: int = 0  # of the own: those that another user of the tenant computed
+    num_probes: int = 0
+
+
+class Prober:
+    """Users of several tenants who say much the same."""
+
+    def __init__(self, server: Server, keys: Sequence[Sequence[str]], draw: random.Random) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        self._keys = keys
+        self._draw = draw
+        self._tenants = [Trie() for _ in keys]
+        self._users = [[Trie() for _ in users] for users in keys]
+        self._public = num_tokens_of([{"role": "system", "content": DECLARED}]) // PAGE_SIZE * PAGE_SIZE
+        self.counted = Counted()
+
+    def probe(self) -> None:
+        """One request of one user; a few words of a few choices, so that others have said the like."""
+        draw = self._draw
+        tenant, user = draw.randrange(len(self._keys)), draw.randrange(NUM_USERS)
+        words = " ".join(draw.choice(("red", "green", "blue")) for _ in range(draw.randint(2, 14)))
+        messages = [{"role": "user", "content": words}]
+        is_public = draw.random() < 0.3
+        if is_public:
+            messages.insert(0, {"role": "system", "content": DECLARED})
+        kind = draw.choice(("chat", "chat", "completion", "response", "explain"))
+        prompt = tiny_tokenizer().render_ids(messages)
+        if kind == "completion":  # the same tokens by another door, where nothing is public
+            is_public = False
+        cached = getattr(self, f"_{kind}")(self._keys[tenant][user], messages, prompt)
+        of_all, public = self._tenants[tenant].num_common(prompt), self._public if is_public else 0
+        own = max(of_all, public)
+        counted = self.counted
+        counted.num_probes += 1
+        counted.foreign += max(0, cached - own)
+        counted.own += min(cached, own)
+        of_user = self._users[tenant][user].num_common(prompt)
+        counted.by_other_users += max(0, min(cached, of_all) - max(of_user, public))
+        if kind != "explain":
+            self._tenants[tenant].add(prompt)
+            self._users[tenant][user].add(prompt)
+
+    def _chat(self, key: str, messages: Any, prompt: Any) -> int:
+        usage = self._post(key, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def _completion(self, key: str, messages: Any, prompt: Any) -> int:
+        usage = self._post(key, "/v1/completions", {"prompt": list(prompt), "max_tokens": 1})["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def _response(self, key: str, messages: Any, prompt: Any) -> int:
+        body = {"input": messages, "store": False, "max_output_tokens": 1}
+        return int(self._post(key, "/v1/responses", body)["usage"]["input_tokens_details"]["cached_tokens"])
+
+    def _explain(self, key: str, messages: Any, prompt: Any) -> int:
+        answer = self._post(key, "/v1/cache/explain", {"messages": messages})
+        assert (answer["miss"] or {}).get("reason") != "other_namespace"
+        return int(answer["cached_tokens"])
+
+    def _post(self, key: str, path: str, body: object) -> Any:
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        self._connection.request("POST", path, json.dumps(body), headers)
+        response = self._connection.getresponse()
+        answer = json.loads(response.read())
+        assert response.status == 200, answer
+        return answer
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def num_tokens_of(messages: Any) -> int:
+    return len(tiny_tokenizer().render_ids(messages, add_generation_prompt=False))
+
+
+@contextmanager
+def prober(folder: Path, num_pages: int) -> Iterator[Prober]:
+    config = ServerConfig(db=str(folder / "c.db"), public_prompts=(DECLARED,))
+    keys = [
+        [give(config, f"tenant-{at}", f"user-{user}").key for user in range(NUM_USERS)] for at in range(NUM_TENANTS)
+    ]
+    with Server(config, num_pages=num_pages) as server:
+        asking = Prober(server.wait_ready(), keys, random.Random(SEED))
+        yield asking
+        asking.close()
+        server.wait_idle()
+
+
+def counted(folder: Path, num_probes: int) -> Counted:
+    # Many probes: more pages than are checked after every step.
+    with prober(folder, 2048 if num_probes < 1000 else 40_000) as asking:
+        for _ in range(num_probes):
+            asking.probe()
+        return asking.counted
+
+
+@pytest.mark.parametrize("num_probes", [400, pytest.param(100_000, marks=pytest.mark.long)])
+def test_no_figure_counts_what_another_tenant_computed(tmp_path: Path, num_probes: int) -> None:
+    """G19. The control: users of one tenant do find each other's."""
+    found = counted(tmp_path, num_probes)
+    print(f"G19: {found}")
+    assert found.foreign == 0 and found.num_probes == num_probes
+    assert found.own > 2 * num_probes and found.by_other_users > 0
+
+
+def test_without_namespaces_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the tenant is not in the names of pages."""
+    monkeypatch.setattr(chain, "private_key", lambda key, namespace: private_key(key, ""))
+    assert counted(tmp_path, 100).foreign > 0
