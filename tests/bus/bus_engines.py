@@ -36,7 +36,7 @@ LOST = "the device is lost: an illegal memory access"
 FAST = RestartPolicy(max_deaths=3, first_delay_s=0.01)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not await condition():
         assert time.monotonic() < deadline

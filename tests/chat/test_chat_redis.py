@@ -24,6 +24,7 @@ from chatcache.chat.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation
 from tests.chaos.proxy import proxied
 from tests.chaos.rig import with_port
 from tests.chat.redis_servers import RedisServer, redis_server
+from tests.lateness import measured
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
 
@@ -35,7 +36,7 @@ def mortal_redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-async def until(condition: Any, what: str, timeout_s: float = 10.0) -> None:
+async def until(condition: Any, what: str, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not await condition():
         assert time.monotonic() < deadline_s, f"never: {what}"
@@ -78,38 +79,40 @@ async def test_what_was_acknowledged_survives_kills_of_the_server(mortal_redis: 
 
         await until(are_there, "writes")
 
-    writers = [asyncio.create_task(write(writer)) for writer in range(4)]
-    for _ in range(3):
+    async with measured() as lateness:
+        writers = [asyncio.create_task(write(writer)) for writer in range(4)]
+        for _ in range(3):
+            await go_on(len(acknowledged) + 20)
+            await asyncio.to_thread(mortal_redis.kill)
+            await asyncio.to_thread(mortal_redis.start)
         await go_on(len(acknowledged) + 20)
-        await asyncio.to_thread(mortal_redis.kill)
-        await asyncio.to_thread(mortal_redis.start)
-    await go_on(len(acknowledged) + 20)
-    stop.set()
-    await asyncio.gather(*writers)
+        stop.set()
+        await asyncio.gather(*writers)
     tree = await store.load("me", "conv")
     await store.close()
     assert set(acknowledged) <= set(tree.items)
     assert tree.conversation.rev == len(tree.items)  # each came whole, and once
-    assert slowest_s < 1.0
+    assert lateness.spared(slowest_s) < 1.0
 
 
 async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_redis: RedisServer) -> None:
-    store = RedisStore(mortal_redis.url, lease_s=0.6)
+    store = RedisStore(mortal_redis.url, lease_s=1.5)
     await store.create(HEAD)
     mortal_redis.signal(signal.SIGSTOP)
     turn = Turn("resp_1", "", "m", 1.0)
-    began_s = time.monotonic()
-    given = await asyncio.gather(
-        store.append("me", "conv", [], turn),
-        *(store.get("me", "conv") for _ in range(100)),  # more than there are connections
-        return_exceptions=True,
-    )
-    assert time.monotonic() - began_s < 1.0
-    assert all(isinstance(each, StoreUnavailable) for each in given)
-    began_s = time.monotonic()
-    with pytest.raises(StoreUnavailable):
-        await store.get("me", "conv")
-    assert time.monotonic() - began_s < 0.1  # by then everybody knows
+    async with measured() as lateness:
+        began_s = time.monotonic()
+        given = await asyncio.gather(
+            store.append("me", "conv", [], turn),
+            *(store.get("me", "conv") for _ in range(100)),  # more than there are connections
+            return_exceptions=True,
+        )
+        assert lateness.spared(time.monotonic() - began_s) < 1.0
+        assert all(isinstance(each, StoreUnavailable) for each in given)
+        began_s = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            await store.get("me", "conv")
+        assert lateness.spared(time.monotonic() - began_s) < 0.1  # by then everybody knows
     mortal_redis.signal(signal.SIGCONT)
     await until(lambda: answers(store), "an answer")
 
@@ -123,7 +126,7 @@ async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_re
 
 
 async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs(empty_redis: RedisServer) -> None:
-    alive, dying = (RedisStore(empty_redis.url, lease_s=0.6) for _ in range(2))
+    alive, dying = (RedisStore(empty_redis.url, lease_s=1.5) for _ in range(2))
     await alive.create(HEAD, turn=Turn("resp_a", "", "m", 1.0))
     await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0))
     assert dying._leases._keeping is not None
@@ -138,7 +141,7 @@ async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs
     await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0, status=COMPLETED))  # it was only slow
     assert (await alive.load("me", "conv")).turns["resp_b"].status == COMPLETED
     await alive.close()
-    third = RedisStore(empty_redis.url, lease_s=0.6)  # who leaves in order is known to be gone at once
+    third = RedisStore(empty_redis.url, lease_s=1.5)  # who leaves in order is known to be gone at once
 
     async def is_free() -> bool:
         return (await third.load("me", "conv")).turns["resp_a"].status == INCOMPLETE

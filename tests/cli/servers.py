@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 180.0
 OPTIONS = ("--port", "0", "--dtype", "float32", "--attention", "reference", "--kv-memory", "4MiB")
 
 
@@ -75,7 +75,7 @@ class Server:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         self._reader.join(60)
         return code
 

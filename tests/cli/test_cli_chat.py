@@ -170,7 +170,7 @@ def test_the_command_chats_and_hits_the_cache(server: Server, folder: Path, tmp_
     where = ["--url", server.url] if remote else [str(folder), *OPTIONS[2:]]
     command = [sys.executable, "-m", "chatcache", "chat", *where, "--max-tokens", "5", "--temperature", "0"]
     done = subprocess.run(
-        command, input="Hello\nMore\n", capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=120
+        command, input="Hello\nMore\n", capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=180
     )
     assert done.returncode == 0, done.stderr
     figures = [line for line in done.stdout.splitlines() if "from cache" in line]
@@ -181,6 +181,6 @@ def test_the_command_chats_and_hits_the_cache(server: Server, folder: Path, tmp_
 
 def test_the_command_ends_with_one_line_when_nothing_can_be_reached(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "chatcache", "chat", "--url", "http://127.0.0.1:9"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=180)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "http://127.0.0.1:9" in done.stderr

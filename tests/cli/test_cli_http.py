@@ -156,14 +156,15 @@ async def test_a_websocket_that_takes_nothing_is_cut_off(flood: tuple[Flood, int
             await app.left.wait()
 
 
-async def test_a_slow_reader_gets_it_all(flood: tuple[Flood, int]) -> None:
+async def test_a_slow_reader_gets_it_all(flood: tuple[Flood, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than a stalled one would have lived."""
+    monkeypatch.setattr(http, "STALL_TIMEOUT_S", 2.0)
     _, port = flood
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     await reader.readuntil(b"\r\n\r\n")
     for _ in range(16):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.15)
         assert len(await reader.readexactly(1 << 20)) == 1 << 20
     writer.close()
     async with connect(f"ws://127.0.0.1:{port}", max_size=None) as client:

@@ -91,7 +91,7 @@ def test_the_tree_holds_what_leads_to_live_beams_and_no_more(seed: int, width: i
     assert tree.frame("r") is None and tree.num_bytes == 0
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 10**6), data=st.data())
 def test_readers_that_come_late_or_fall_behind_see_the_live_beams(seed: int, data: st.DataObject) -> None:
     async def work() -> None:

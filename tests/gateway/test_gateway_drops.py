@@ -90,7 +90,7 @@ def test_what_is_left_is_what_goes_on(server: Server, page: ClientConnection) ->
     """The others end by themselves: the response is completed, whatever has become of the first."""
     body = {"input": "Which one stays?", "n": 3, "max_output_tokens": 120}
     wanted = ["length", "stop", "stop"]
-    seed = next(seed for seed in range(500) if reasons(ask(page, **body, ignore_eos=False, seed=seed)) == wanted)
+    seed = next(seed for seed in range(33, 500) if reasons(ask(page, **body, ignore_eos=False, seed=seed)) == wanted)
     with slowed(server, 0.1):
         name = started(page, **body, seed=seed)
         send(page, "response.drop", response_id=name, candidate=0)
