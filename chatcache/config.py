@@ -55,7 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat template tells) | hermes | llama3_json | mistral | none. `reasoning_parser`: auto | qwen3 | deepseek_r1 | none.
     `max_import_bytes`: how large a file of conversations may be. `body_timeout_s`: how long a request body may pause,
     and the head start it has over 1 KiB/s. `detach_ttl_s`: how long a stored response goes on being generated after its
-    last reader left.
+    last reader left. `drain_timeout_s`: how long what runs may go on when the server is told to end.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +65,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     redis: str = ""
     sse_keep_alive_interval_s: float = 15.0
     detach_ttl_s: float = 30.0
+    drain_timeout_s: float = 20.0
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     root_path: str = ""

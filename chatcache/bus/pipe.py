@@ -172,7 +172,7 @@ class EngineProcess:
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._ask("reset_prefix_cache"))
 
-    async def close(self) -> None:
+    async def close(self, grace_s: float = EXIT_GRACE_S) -> None:
         """Stop the child, kill it if it lingers; requests still open end with `Failed`."""
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -180,7 +180,7 @@ class EngineProcess:
                 await self._supervisor
         if self._child is not None:
             self._child.send(Stop())
-            await self._child.reap(EXIT_GRACE_S if self._ready else 0.0)
+            await self._child.reap(grace_s if self._ready else 0.0)
         self._down(EngineFault("the engine was closed"))
         self._loaded.set()
 

@@ -135,6 +135,16 @@ class ChatService:
         """Requests of an owner that are being answered, each with its conversation ("" for none)."""
         return {name: request.conversation_id for name, (whose, request) in self._live.items() if whose == owner}
 
+    @property
+    def num_live(self) -> int:
+        """Requests that are being answered."""
+        return len(self._live)
+
+    async def abort_live(self) -> None:
+        """End every request that is being answered."""
+        for request_id in list(self._live):
+            await self.engine.abort(request_id)
+
     def forget(self, request: GenerateRequest) -> None:
         """A reply is over."""
         self._live.pop(request.request_id, None)

@@ -112,8 +112,8 @@ class Banner:
             return "open, from this machine only"
         return "[bold yellow]open to everyone who can reach this address; see `chatcache keys`[/]"
 
-    def show_draining(self, drain_s: int) -> None:
-        self._console.print(f"Draining: open answers have {drain_s} s to finish. Once more kills.")
+    def show_draining(self, drain_s: float) -> None:
+        self._console.print(f"Draining: open answers have {drain_s:g} s to finish. Once more kills.")
 
     def show_failed(self, error: ChatcacheError) -> None:
         self._console.print(f"[bold red]chatcache:[/] {escape(error.message)}", soft_wrap=True)

@@ -155,6 +155,10 @@ DetachTtl = Annotated[
     float,
     _flag("detach-ttl", "Seconds that a stored response goes on after its last reader left.", min=0, max=86400),
 ]
+DrainTimeout = Annotated[
+    float,
+    _flag("drain-timeout", "Seconds that running answers have to finish when the server ends.", min=0, max=86400),
+]
 AllowedHost = Annotated[
     list[str], _flag("allowed-host", "Host header to answer to besides the address itself.", show_default=False)
 ]

@@ -46,6 +46,7 @@ def serve(
     redis: options.RedisUrl = SERVER.redis,
     sse_keep_alive_interval: options.SseKeepAliveInterval = SERVER.sse_keep_alive_interval_s,
     detach_ttl: options.DetachTtl = SERVER.detach_ttl_s,
+    drain_timeout: options.DrainTimeout = SERVER.drain_timeout_s,
     allowed_host: options.AllowedHost = [],  # noqa: B006
     cors_origin: options.CorsOrigin = [],  # noqa: B006
     root_path: options.RootPath = SERVER.root_path,
@@ -85,6 +86,7 @@ def serve(
         redis=redis,
         sse_keep_alive_interval_s=sse_keep_alive_interval,
         detach_ttl_s=detach_ttl,
+        drain_timeout_s=drain_timeout,
         allowed_hosts=tuple(allowed_host),
         cors_origins=tuple(cors_origin),
         root_path=_root_path(root_path),

@@ -1,7 +1,7 @@
 """One `chatcache serve`: a listening socket, an engine process, uvicorn between them, and how it all ends.
 
 The socket listens first, the model loads behind it (503 `model_loading` until then). The first SIGINT or SIGTERM
-drains, the second kills. Exit codes: 0 drained, 1 the engine is beyond hope or the port taken,
+drains (see `drain`), the second kills. Exit codes: 0 drained, 1 the engine is beyond hope or the port taken,
 78 a bad model folder or an unusable store.
 """
 
@@ -27,16 +27,19 @@ from chatcache.chat.open_store import open_store
 from chatcache.chat.store import StoreUnusable
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
+from chatcache.cli.drain import drain
 from chatcache.cli.http import BoundedHttp, BoundedSocket
 from chatcache.compose import BUILD_ENGINE, load_tokenizer
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.errors import ChatcacheError, ModelFolderError
 from chatcache.gateway.app import create_app
+from chatcache.gateway.context import Gateway
 from chatcache.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 20
+LEAVE_S = 1
+EXIT_GRACE_S = 0.5  # for an engine with nothing left to do
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
@@ -106,15 +109,16 @@ def listen(host: str, port: int) -> socket.socket:
 async def _serve(
     app: Starlette, engine: EngineProcess, server_config: ServerConfig, sock: socket.socket, banner: Banner
 ) -> int:
-    async with engine:
-        server = _Server(uvicorn_config(app, server_config))
-        _handle_signals(server, engine.kill, banner)
-        watcher = asyncio.create_task(_watch(engine, server, banner))
-        try:
-            await server.serve(sockets=[sock])
-            return _exit_code(await watcher if watcher.done() else None)
-        finally:
-            watcher.cancel()
+    await engine.start()
+    server = _Server(uvicorn_config(app, server_config))
+    _handle_signals(server, engine.kill, banner, app.state.gateway, server_config.drain_timeout_s)
+    watcher = asyncio.create_task(_watch(engine, server, banner))
+    try:
+        await server.serve(sockets=[sock])
+        return _exit_code(await watcher if watcher.done() else None)
+    finally:
+        watcher.cancel()
+        await engine.close(EXIT_GRACE_S)
 
 
 async def _watch(engine: EngineProcess, server: _Server, banner: Banner) -> ChatcacheError:
@@ -126,7 +130,7 @@ async def _watch(engine: EngineProcess, server: _Server, banner: Banner) -> Chat
         calm_gc()
     error = await engine.wait_failed()
     banner.show_failed(error)
-    server.leave(grace_s=1)
+    server.leave()
     return error
 
 
@@ -166,19 +170,23 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def leave(self, grace_s: int = DRAIN_S) -> None:
-        """Stop listening, let open responses finish for `grace_s`, then end."""
-        self.config.timeout_graceful_shutdown = grace_s
+    def leave(self) -> None:
+        """Stop listening, let answers that are over be sent, then end."""
         self.should_exit = True
 
 
-def _handle_signals(server: _Server, kill: Callable[[], None], banner: Banner) -> None:
+def _handle_signals(
+    server: _Server, kill: Callable[[], None], banner: Banner, gateway: Gateway, drain_timeout_s: float
+) -> None:
+    draining: list[asyncio.Task[None]] = []
+
     def handle() -> None:
-        if server.should_exit:
+        if draining:
             kill()
             os._exit(exits.KILLED)
-        banner.show_draining(DRAIN_S)
-        server.leave()
+        banner.show_draining(drain_timeout_s)
+        draining.append(asyncio.create_task(drain(gateway, drain_timeout_s)))
+        draining[0].add_done_callback(lambda _: server.leave())
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, handle)
@@ -196,7 +204,7 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         ws_max_size=config.max_frame_bytes,
         ws_per_message_deflate=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=LEAVE_S,
         root_path=config.root_path,
         backlog=BACKLOG,
     )

@@ -70,6 +70,7 @@ class Gateway:
     unsaved: Unsaved = field(default_factory=Unsaved)
     keys: KeyLocks = field(default_factory=KeyLocks)
     openapi: bytes | None = None
+    _interrupted: set[str] = field(default_factory=set)
 
     @property
     def is_open(self) -> bool:
@@ -140,12 +141,30 @@ class Gateway:
 
     async def settle_runs(self) -> None:
         """End the responses under way and wait until what they said is stored."""
-        ends = [asyncio.create_task(run.cancel()) for run in self.responses.running()]
+        await self.interrupt(SETTLE_TIMEOUT_S)
+        await self.unsaved.close()
+
+    def drain(self) -> None:
+        """Take no new work; what runs goes on."""
+        self.door.close()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is being answered."""
+        num_live = self.model.service.num_live if self.model is not None else 0
+        return not num_live and self.door.is_quiet and not self.responses.running()
+
+    async def interrupt(self, timeout_s: float) -> None:
+        """End what is being answered, and wait until what was said is stored; not again for what did not end so."""
+        runs = [run for run in self.responses.running() if run.id not in self._interrupted]
+        self._interrupted.update(run.id for run in runs)
+        ends = [asyncio.create_task(run.interrupt()) for run in runs]
+        if self.model is not None:
+            await self.model.service.abort_live()
         if ends:
-            _, late = await asyncio.wait(ends, timeout=SETTLE_TIMEOUT_S)
+            _, late = await asyncio.wait(ends, timeout=timeout_s)
             for end in late:
                 end.cancel()
-        await self.unsaved.close()
 
     def check_model(self, name: str | None) -> None:
         """Raises: NotFound unless `name` is absent or the served one."""

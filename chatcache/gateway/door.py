@@ -15,6 +15,7 @@ from chatcache.chat.service import Reply, is_ranked, num_candidates
 from chatcache.engine.client import EngineClient
 from chatcache.engine.room import Queued, check_queue, check_share
 from chatcache.errors import Overloaded, RateLimited
+from chatcache.gateway.errors import ShuttingDown
 from chatcache.gateway.limits import Hold, Limiter, Work
 from chatcache.gateway.principal import Principal
 from chatcache.types import EngineHealth, Params, num_branches
@@ -101,6 +102,7 @@ class Door:
         self._engine = engine
         self._limiter = limiter
         self._entering = NOTHING
+        self.is_closed = False
         self._tenants: dict[str, Queued] = {}
 
     @asynccontextmanager
@@ -108,8 +110,10 @@ class Door:
         """Make a prompt of so much text and submit it, inside the block; the permit must `cover` what comes of it.
 
         Raises, before it is entered: RateLimited for the key's or the tenant's share, InvalidRequest for more at once
-        than the key may ever have, Overloaded when the queue is full.
+        than the key may ever have, Overloaded when the queue is full, ShuttingDown.
         """
+        if self.is_closed:
+            raise ShuttingDown("the server is shutting down; try again in a moment")
         await self._limiter.know(principal)
         health = await self._engine.health()
         if not work.is_side:
@@ -126,6 +130,15 @@ class Door:
             self._entering = _sum(self._entering, Queued(*(-number for number in arriving)))
             if not permit.is_used:
                 permit.close()
+
+    def close(self) -> None:
+        """Let nobody in from now on."""
+        self.is_closed = True
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody is between the door and the engine."""
+        return self._entering == NOTHING
 
     def waiting_of(self, tenant: str) -> Queued:
         """What of a tenant has come in and not started."""

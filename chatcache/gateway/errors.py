@@ -47,6 +47,12 @@ class UnsupportedMediaType(ChatcacheError):
     code = "unsupported_media_type"
 
 
+class ShuttingDown(Overloaded):
+    """The server drains: what runs may finish."""
+
+    code = "shutting_down"
+
+
 class ModelLoading(Overloaded):
     """The model is not there yet."""
 

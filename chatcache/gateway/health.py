@@ -9,7 +9,7 @@ from chatcache.chat.store import StoreUnavailable
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.conversations import store_of
-from chatcache.gateway.errors import ModelLoading, error_body, error_headers, json_response
+from chatcache.gateway.errors import ModelLoading, ShuttingDown, error_body, error_headers, json_response
 from chatcache.gateway.metrics import CONTENT_TYPE
 from chatcache.gateway.principal import signed_in
 
@@ -23,6 +23,8 @@ async def readyz(request: Request) -> Response:
     """Whether the next request would be answered, and how far loading is."""
     gateway = gateway_of(request)
     health = await gateway.health()
+    if gateway.door.is_closed:
+        return _not_ready(gateway, "unavailable", 1.0, ShuttingDown("the server is shutting down"))
     if health.ready and gateway.model is not None:
         try:
             gateway.keyring.check_known()

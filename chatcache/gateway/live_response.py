@@ -83,6 +83,7 @@ class LiveResponse:
         self._lifetime = Lifetime(self.log, order.ttl_s, self.cancel)
         self._steers = SteerQueue()
         self._cancelled_s: float | None = None
+        self._interrupted = False
         self._num_tokens_at_cancel = 0
         self._receipt: Receipt | None = None
 
@@ -113,6 +114,12 @@ class LiveResponse:
         await self._reply.cancel()
         await asyncio.wait([self.task])
         return self._receipt
+
+    async def interrupt(self) -> None:
+        """End it because the server does, with what it has said, and wait for that."""
+        self._interrupted = True
+        await self._reply.cancel()
+        await asyncio.wait([self.task])
 
     @property
     def first_kept(self) -> int:
@@ -201,8 +208,9 @@ class LiveResponse:
     async def _finish(self, event: ReplyFinished) -> None:
         """Store, then announce: who has read the terminal frame can rely on the tree."""
         usage = usage_of(event)
-        if event.cancelled and self._steers and self._cancelled_s is None:
-            self._planned = replace(self._planned, turn=self._frames.steered())
+        if event.cancelled and self._cancelled_s is None and (self._steers or self._interrupted):
+            turn = self._frames.cut("steered" if self._steers else "interrupted")
+            self._planned = replace(self._planned, turn=turn)
         elif event.cancelled:
             self._receipt = self._stopped(event)
         is_saved = await self._store(self._frames.status(event), usage)

@@ -50,7 +50,7 @@ class ResponseFrames:
         self._wire_outputs: dict[int, dict[str, object]] = {}
         self._is_read = reply.is_read
         self._begun = False
-        self._steered = False
+        self._cut = False
 
     @property
     def outputs(self) -> tuple[Item, ...]:
@@ -89,16 +89,16 @@ class ResponseFrames:
         score = event.score if self._is_ranked else None
         self._wire_outputs |= self._candidates[event.index].done(item, logprobs, score)
 
-    def steered(self) -> Turn:
-        """It ends because input for a successor came; the turn as it is to be stored."""
-        self._steered = True
-        self._turn = replace(self._turn, echo={**self._turn.echo, "incomplete_details": {"reason": "steered"}})
+    def cut(self, reason: str) -> Turn:
+        """It ends early, and not because somebody cancelled it; the turn as it is to be stored."""
+        self._cut = True
+        self._turn = replace(self._turn, echo={**self._turn.echo, "incomplete_details": {"reason": reason}})
         return self._turn
 
     def status(self, event: ReplyFinished) -> str:
         """How the response ended, once all candidates are done."""
         if event.cancelled:
-            return INCOMPLETE if self._steered else CANCELLED
+            return INCOMPLETE if self._cut else CANCELLED
         return COMPLETED if self._finish_reasons <= {FINISH_STOP} else INCOMPLETE
 
     def finished(self, event: ReplyFinished, receipt: Mapping[str, object] | None, *, is_saved: bool) -> None:

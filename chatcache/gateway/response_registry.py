@@ -57,6 +57,10 @@ class Run(Protocol):
         """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""
         ...
 
+    async def interrupt(self) -> None:
+        """End it because the server does, with what it has said, and wait for that."""
+        ...
+
 
 @dataclass(slots=True)
 class LoggedResponse:

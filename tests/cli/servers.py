@@ -29,13 +29,20 @@ class Server:
     """A started server; `output` is all it has printed."""
 
     def __init__(self, folder: Path | str, cwd: Path, *more: str) -> None:
-        command = [sys.executable, "-m", "chatcache", "serve", str(folder), *OPTIONS, *more]
         self.process = subprocess.Popen(
-            command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self.command(str(folder), *more),
+            cwd=cwd,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.output = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def command(self, folder: str, *more: str) -> list[str]:
+        return [sys.executable, "-m", "chatcache", "serve", folder, *OPTIONS, *more]
 
     def _read(self) -> None:
         for line in self.process.stdout or ():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chatcache.bus.pipe import EXIT_GRACE_S
-from chatcache.cli.server import DRAIN_S
+from chatcache.config import ServerConfig
 from tests.deploy.composed import ROOT, compose_binary, dockerfile, resolved
 
 SERVED = ("chatcache", "chatcache-cpu")
@@ -63,7 +63,7 @@ def test_services_wait_for_redis_and_are_published_on_loopback_only(services: di
     assert service["depends_on"]["redis"]["condition"] == "service_healthy"
     assert service["environment"]["CHATCACHE_REDIS"].startswith("redis://chatcache@redis:6379/")
     grace_s = float(re.fullmatch(r"(\d+)s", service["stop_grace_period"])[1])  # type: ignore[index]
-    assert grace_s > DRAIN_S + EXIT_GRACE_S
+    assert grace_s > ServerConfig().drain_timeout_s + EXIT_GRACE_S
 
 
 def test_every_service_is_held_tight(services: dict[str, Any]) -> None:

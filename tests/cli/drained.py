@@ -1,0 +1,40 @@
+"""`chatcache serve` over a model that is a hash: `python -m tests.cli.drained DB DRAIN_TIMEOUT_S [deaf]`."""
+
+from __future__ import annotations
+
+import sys
+
+from chatcache.cli.server import run_server
+from chatcache.config import EngineConfig, ServerConfig
+from chatcache.engine.engine import Engine
+from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
+from chatcache.gateway.context import Gateway
+from tests.gateway.serving import MAX_MODEL_LEN, tiny_tokenizer
+
+STEP_S = 0.02
+
+
+def build_engine(config: EngineConfig, progress: object) -> Engine:
+    tokenizer = tiny_tokenizer()
+    eos = tokenizer.eos_token_ids
+    capacity = fake_capacity(4096, 4, max_model_len=MAX_MODEL_LEN)
+    runner = FakeRunner(capacity, tokenizer.vocab_size, eos[0], eos_every=0, delay_s=STEP_S)
+    facts = fake_facts(tokenizer.vocab_size, eos, MAX_MODEL_LEN)
+    return Engine(runner, facts, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
+
+
+async def _do_nothing(*_: object) -> None:
+    return None
+
+
+def main(db: str, drain_timeout_s: float, *, is_deaf: bool) -> int:
+    """`is_deaf`: the planted bug, a server that ends without ending what runs."""
+    if is_deaf:
+        Gateway.interrupt = _do_nothing  # type: ignore[method-assign, assignment]
+    server = ServerConfig(port=0, db=db, drain_timeout_s=drain_timeout_s, sse_keep_alive_interval_s=0)
+    config = EngineConfig(served_model_name="hash")
+    return run_server(config, server, build_engine="tests.cli.drained:build_engine", load=lambda _: tiny_tokenizer())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), is_deaf="deaf" in sys.argv))
