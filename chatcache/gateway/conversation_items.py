@@ -109,6 +109,7 @@ class OneItem(HTTPEndpoint):
 
     async def delete(self, request: Request) -> Response:
         """Take the message out, of every branch that it is on; what followed it follows the one before it."""
+        await gateway_of(request).unsaved.settle(request.path_params["id"])
         conversation = await edited(
             store_of(request),
             owner_of(request),

@@ -48,6 +48,7 @@ class OneResponse(HTTPEndpoint):
         logged = gateway.responses.find(owner, response_id)
         if logged is not None and logged.run is not None:
             await logged.run.cancel()
+        await gateway.unsaved.settle(response_id)
         try:
             tree = await find_stored(store, owner, response_id)
         except NotFound:

@@ -154,20 +154,27 @@ def test_a_gateway_starts_before_its_store(mortal_redis: RedisServer) -> None:
         assert server.post(PATH, input="Hi", max_output_tokens=4)[0] == 200
 
 
-def test_what_is_acknowledged_before_it_is_unsaved_can_be_deleted(mortal_redis: RedisServer) -> None:
-    """A conversation that goes while a reply waits to be saved takes it along; nothing waits for ever."""
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/conversations/{conversation}", "/v1/responses/{response}", "/v1/conversations/{conversation}/items/{item}"],
+)
+def test_what_is_acknowledged_before_it_is_unsaved_can_be_deleted(mortal_redis: RedisServer, path: str) -> None:
+    """What goes while a reply waits to be saved takes it along, or waits for that; nothing waits for ever."""
     with server_on(mortal_redis) as server:
         server.wait_ready()
         with Events(server, PATH, LONG) as events, slowed(server, 0.02):
             created = events.next()
             assert created is not None
-            conversation = created["response"]["conversation"]["id"]
+            response = created["response"]
+            path = path.format(
+                conversation=response["conversation"]["id"], response=response["id"], item=response["input_item_ids"][0]
+            )
             with killed(mortal_redis):
                 hurry(server)
                 assert list(events)[-1]["saved"] is False
                 server.call(_hold(server.gateway.unsaved))
         wait_until(lambda: server.request("GET", "/readyz")[0] == 200, "the store to be back")
-        assert server.request("DELETE", f"/v1/conversations/{conversation}")[0] == 200
+        assert server.request("DELETE", path)[0] == 200
         server.call(server.gateway.unsaved.settle())
         assert not server.gateway.unsaved._kept
 
