@@ -18,11 +18,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     none | int8, 8-bit weights on CPUs.
 
     At most `max_num_waiting` requests wait, with at most `max_waiting_tokens` prompt tokens (one alone may have more).
-    `scheduling_policy`: fcfs | priority (smaller first, then fcfs) | fair (between namespaces, by virtual token
-    counter). `preemption`: auto (by measured cost) | swap | recompute. `swap_memory_bytes`: host memory for swapped
-    pages; None makes room for half the KV pages, 1 GiB at most, 0 turns swapping off. `deterministic`: logits do not
-    depend, to the bit, on batch, chunking, cache or preemption; slower. `strict`: a broken invariant found by the idle
-    self-check raises instead of being counted.
+    `scheduling_policy`: fair (between namespaces, by virtual token counter; fcfs within one) | fcfs | priority (smaller
+    first, then fcfs). `preemption`: auto (by measured cost) | swap | recompute. `swap_memory_bytes`: host memory for
+    swapped pages; None makes room for half the KV pages, 1 GiB at most, 0 turns swapping off. `deterministic`: logits
+    do not depend, to the bit, on batch, chunking, cache or preemption; slower. `strict`: a broken invariant found by
+    the idle self-check raises instead of being counted.
     """
 
     model: str = ""
@@ -39,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     max_num_waiting: int = 1024
     max_waiting_tokens: int = 2**20
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str = "fair"
     preemption: str = "auto"
     swap_memory_bytes: int | None = None
     deterministic: bool = False

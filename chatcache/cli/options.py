@@ -104,7 +104,7 @@ SchedulingPolicy = Annotated[
     Literal["fcfs", "priority", "fair"],
     _flag(
         "scheduling-policy",
-        "Who is served first: fcfs; priority, by the requests' own; fair, tenants by what they have used.",
+        "Who is served first: fair, the tenant that has used least; fcfs; priority, by the requests' own.",
     ),
 ]
 Preemption = Annotated[

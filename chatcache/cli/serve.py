@@ -34,7 +34,7 @@ def serve(
     max_num_batched_tokens: options.MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
     max_num_waiting: options.MaxNumWaiting = ENGINE.max_num_waiting,
     max_waiting_tokens: options.MaxWaitingTokens = ENGINE.max_waiting_tokens,
-    scheduling_policy: options.SchedulingPolicy = "fcfs",
+    scheduling_policy: options.SchedulingPolicy = "fair",
     preemption: options.Preemption = "auto",
     swap_memory: options.SwapMemory = None,
     deterministic: options.Deterministic = False,

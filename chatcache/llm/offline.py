@@ -44,9 +44,10 @@ class LLM:
     `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory` is bytes or "2GiB"; None picks a
     share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
 
-    `scheduling_policy`: fcfs | priority | fair. `preemption` when pages run out: auto | swap | recompute; `swap_memory`
-    is what the host keeps swapped pages in, 0 for none. `deterministic`: logits do not depend, to the bit, on batch,
-    chunking, cache or preemption; slower. `quantization`: None | "int8", 8-bit weights on CPUs.
+    `scheduling_policy`: fair (between namespaces; there is one here, so fcfs) | fcfs | priority. `preemption` when pages
+    run out: auto | swap | recompute; `swap_memory` is what the host keeps swapped pages in, 0 for none.
+    `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption; slower. `quantization`:
+    None | "int8", 8-bit weights on CPUs.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
+        scheduling_policy: str = "fair",
         preemption: str = "auto",
         swap_memory: int | str | None = None,
         deterministic: bool = False,
