@@ -44,7 +44,7 @@ class LLM:
     `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory` is bytes or "2GiB"; None picks a
     share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
 
-    `scheduling_policy`: fair (between namespaces; there is one here, so fcfs) | fcfs | priority. `preemption` when pages
+    `scheduling_policy`: fair (between namespaces; here is one, so fcfs) | fcfs | priority. `preemption` when pages
     run out: auto | swap | recompute; `swap_memory` is what the host keeps swapped pages in, 0 for none.
     `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption; slower. `quantization`:
     None | "int8", 8-bit weights on CPUs.

@@ -84,10 +84,10 @@ class Load:
         self.port, self.keys, self.rng = port, keys, rng
         self.report = Report()
 
-    async def ask(self, key: str, *, is_polite: bool = False) -> int:
+    async def ask(self, key: str, *, num_tokens: int = NUM_OUTPUT, is_polite: bool = False) -> int:
         """One streamed chat; a refusal is looked at."""
         text = " ".join(str(self.rng.random()) for _ in range(3))
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": NUM_OUTPUT, "ignore_eos": True}
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": num_tokens, "ignore_eos": True}
         data = json.dumps({**body, "stream": True}).encode()
         began_s = time.monotonic()
         status, headers, reader, writer = await self._send("POST", "/v1/chat/completions", data, key)
@@ -100,11 +100,11 @@ class Load:
                     self.report.wrong.append(f"{status} {headers}")
                 return status
             while line := await reader.readline():
-                num_tokens = b'"content":' in line and b'"content":""' not in line
-                if num_tokens and is_polite:
+                has_text = b'"content":' in line and b'"content":""' not in line
+                if has_text and is_polite:
                     self.report.polite_s.append(time.monotonic() - began_s)
                     is_polite = False
-                self.report.num_tokens += num_tokens
+                self.report.num_tokens += has_text
             return status
         finally:
             writer.close()

@@ -196,7 +196,7 @@ def test_a_search_costs_all_its_beams(server: LimitedServer) -> None:
 def test_who_leaves_pays_for_what_was_said(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     body = {"messages": [{"role": "user", "content": "Tell me much"}], "stream": True, "ignore_eos": True}
-    with slowed(server, 0.02), server.connect() as connection:
+    with slowed(server, 0.05), server.connect() as connection:
         data = json.dumps({**body, "max_tokens": 900}).encode()
         connection.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {server.held[TOKENS].key}\r\n"))
         wait_until(lambda: server.num_pages_in_use() > 0, "it runs", 60)
@@ -210,7 +210,7 @@ def test_who_leaves_pays_for_what_was_said(server: LimitedServer) -> None:
 def test_who_leaves_a_search_pays_what_was_reserved(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     body = {"messages": [{"role": "user", "content": "Search long"}], "beam_width": 2, "max_tokens": 400}
-    with slowed(server, 0.02), server.connect() as connection:
+    with slowed(server, 0.05), server.connect() as connection:
         data = json.dumps({**body, "ignore_eos": True}).encode()
         connection.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {server.held[TOKENS].key}\r\n"))
         wait_until(lambda: server.num_pages_in_use() > 0, "it runs", 60)
@@ -220,7 +220,7 @@ def test_who_leaves_a_search_pays_what_was_reserved(server: LimitedServer) -> No
 
 
 def test_so_many_at_once_however_they_came(server: LimitedServer) -> None:
-    with slowed(server, 0.01), socket_of(server, AT_ONCE) as socket:
+    with slowed(server, 0.05), socket_of(server, AT_ONCE) as socket:
         receive(socket)
         for lane in ("one", "two"):
             send(socket, input="Hi", stream_id=lane, max_output_tokens=900, ignore_eos=True, store=False)

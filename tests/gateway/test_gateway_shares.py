@@ -75,7 +75,7 @@ def crowd(tmp_path: Path) -> Iterator[Crowd]:
         eos_every=0,
         max_model_len=4096,
     ) as server:
-        server.runner.delay_s = 0.02
+        server.runner.delay_s = 0.05
         crowd = Crowd(server)
         crowd.stream("three", "Hi")
         wait_until(lambda: server.num_pages_in_use() > 0, "one runs", 60)
