@@ -130,6 +130,7 @@ class Socket:
 
 _SAMPLING = wire.SamplingFields
 _MODEL = (404, 503)  # no such model; not loaded yet, or no room in the queue
+_WORK = (404, 429, 503)  # more than the key or its tenant may have now
 _STARTING = (503,)
 _CONVERSATION = (404, 503)
 _CONFLICT: Mapping[int, object] = {409: answers_stored.Conflict}
@@ -144,7 +145,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=Body("ChatCompletionRequest", (wire.ChatFields, wire.CompletionBase, _SAMPLING)),
         answer=answers.ChatCompletion,
         stream=answers.ChatCompletionChunk,
-        errors=_MODEL,
+        errors=_WORK,
     ),
     Operation(
         method="POST",
@@ -153,7 +154,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=Body("CompletionRequest", (wire.CompletionFields, wire.CompletionBase, _SAMPLING)),
         answer=answers.Completion,
         stream=answers.Completion,
-        errors=_MODEL,
+        errors=_WORK,
     ),
     Operation(
         method="POST",
@@ -162,7 +163,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=Body("ResponseRequest", (*_RESPONSE_FIELDS, wire.DeliveryFields)),
         answer=answers_responses.Response,
         stream=answers_responses.ResponseEvent,
-        errors=_MODEL,
+        errors=_WORK,
         failures=_CONFLICT,
         once=True,
     ),
@@ -281,7 +282,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Let the model name it, as a fork of the conversation: its history comes from the cache",
         body=Body("TitleRequest", (wire.TitleFields,), required=False),
         answer=answers_stored.Title,
-        errors=_MODEL,
+        errors=_WORK,
         failures=_CONFLICT,
     ),
     Operation(
@@ -330,7 +331,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="What else the model would have said at a token, with probabilities; one step, stores nothing",
         query=TokenQuery,
         answer=answers_stored.MessageToken,
-        errors=(400, *_CONVERSATION),
+        errors=(400, *_WORK),
     ),
     Operation(method="GET", path="/v1/models", summary="The served model", answer=answers.Models),
     Operation(
