@@ -176,7 +176,12 @@ async def test_without_watching_writers_would_lose(empty_redis: RedisServer, mon
     async def watch_nothing(self: Any, *names: str) -> bool:
         return bool(await original(self, "chatcache:nothing"))
 
-    original = redis.asyncio.client.Pipeline.watch
+    async def execute_later(self: Any, raise_on_error: bool = True) -> Any:
+        await asyncio.sleep(0.02)  # the other one has read by then what this one changes
+        return await execute(self, raise_on_error)
+
+    original, execute = redis.asyncio.client.Pipeline.watch, redis.asyncio.client.Pipeline.execute
+    monkeypatch.setattr(redis.asyncio.client.Pipeline, "execute", execute_later)
     monkeypatch.setattr(redis.asyncio.client.Pipeline, "watch", watch_nothing)
     with pytest.raises(AssertionError):
         await test_two_gateways_write_one_conversation(empty_redis)
