@@ -136,7 +136,8 @@ class Connection:
         """Whether the key still opens anything: asked at every message."""
         keyring = self._gateway.keyring
         try:
-            if body.get("type") in _UNASKED:
+            kind = body.get("type")
+            if isinstance(kind, str) and kind in _UNASKED:
                 keyring.check(self._principal)
             else:
                 await keyring.recheck(self._principal)

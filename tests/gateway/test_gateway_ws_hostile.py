@@ -57,6 +57,8 @@ from tests.gateway.serving import MAX_MODEL_LEN, Server, slowed, wait_until
         ({"type": "response.cancel"}, "response_id", 400),
         ({"type": "response.cancel", "response_id": "resp_x"}, "response_id", 404),
         ({"type": None}, "type", 400),
+        ({"type": [None]}, "type", 400),
+        ({"type": {}}, "type", 400),
         ({"response": 5}, "response", 400),
     ],
 )
