@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from chatcache.chat.keys import KeyRecord, new_key
 from chatcache.chat.open_store import open_keys
@@ -16,6 +17,7 @@ from chatcache.config import ServerConfig
 from tests.gateway.serving import Server
 
 Headers = dict[str, str]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def give(config: ServerConfig, tenant: str, user: str = "", **fields: Any) -> He
             await keys.create(record)
         return Held(key, record)
 
-    return asyncio.run(create())
+    return _run(create())
 
 
 def take_away(config: ServerConfig, held: Held) -> None:
@@ -49,7 +51,13 @@ def take_away(config: ServerConfig, held: Held) -> None:
         async with open_keys(config) as keys:
             await keys.revoke(held.record.id, time.time())
 
-    asyncio.run(revoke())
+    _run(revoke())
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    """On a thread of its own: the caller's may have a loop already (Playwright's)."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(asyncio.run, work).result()
 
 
 @dataclass

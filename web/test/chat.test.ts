@@ -1,6 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { Chat } from "../src/state/chat";
-import { setApiKey } from "../src/wire/key";
 import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
 import { type Call, FakeSocket, fakeWires } from "./fakes";
 
@@ -14,7 +13,6 @@ beforeEach(() => {
   sampling.value = DEFAULT_SAMPLING;
   systemPrompt.value = "";
   autoTitle.value = false;
-  setApiKey("");
   chat = new Chat("ws://test/v1/responses");
   chat.socket.connect();
   FakeSocket.last.open();
@@ -267,17 +265,39 @@ describe("Chat", () => {
     expect(chat.thread.value.state.value).toBe("ready");
   });
 
-  it("waits at a locked door for a key, and then offers it on both wires", async () => {
+  it("waits at a locked door for a key, hands it in once and keeps it nowhere", async () => {
     statuses["/v1/conversations"] = 401;
     await chat.start();
     expect(chat.conversations.state.value).toBe("locked");
     expect(chat.socket.state.value).toBe("refused");
+    statuses["/v1/session"] = 401;
+    await chat.unlock("sk-0");
+    expect(chat.socket.state.value).toBe("refused");
+    delete statuses["/v1/session"];
     delete statuses["/v1/conversations"];
     replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
     await chat.unlock("sk-1");
-    expect(calls.at(-1)!.headers).toMatchObject({ authorization: "Bearer sk-1" });
-    expect(FakeSocket.last.protocols).toEqual(["chatcache.v1", "openai-insecure-api-key.sk-1"]);
-    expect(Object.keys(localStorage).filter((name) => localStorage.getItem(name)?.includes("sk-1"))).toEqual([]);
+    const told = calls.filter((call) => JSON.stringify(call.headers ?? {}).includes("sk-1"));
+    expect(told.map(({ method, path }) => [method, path])).toEqual([["POST", "/v1/session"]]);
+    expect(chat.socket.state.value).toBe("connecting");
+    expect(FakeSocket.last.protocols).toEqual(["chatcache.v1"]);
+    const kept = [localStorage, sessionStorage].flatMap((store) => Object.values(store as unknown as Record<string, string>));
+    expect(kept.filter((value) => value.includes("sk-1"))).toEqual([]);
+  });
+
+  it("asks for a key again when its session has ended", async () => {
+    statuses["/v1/session"] = 401;
+    FakeSocket.last.close(4401);
+    await vi.advanceTimersByTimeAsync(0);
+    expect(chat.conversations.state.value).toBe("locked");
+    expect(chat.socket.state.value).toBe("refused");
+  });
+
+  it("comes back by itself when only the connection is lost", async () => {
+    FakeSocket.last.close(1006);
+    await vi.advanceTimersByTimeAsync(0);
+    expect(chat.conversations.state.value).not.toBe("locked");
+    expect(chat.socket.state.value).toBe("lost");
   });
 
   it("tells how far the model is loaded, until it is", async () => {

@@ -1,8 +1,8 @@
 // The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
 import { computed, effect, signal, untracked } from "@preact/signals";
 import type { CreateFrame, ServerFrame, Session, WireConversation } from "../wire/frames";
-import { setApiKey } from "../wire/key";
 import * as rest from "../wire/rest";
+import { signIn, whoAmI } from "../wire/session";
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
@@ -73,6 +73,9 @@ export class Chat {
       if (times > 1) this.recover();
     });
     effect(() => {
+      if (["lost", "refused"].includes(this.socket.state.value)) untracked(() => void this.knock());
+    });
+    effect(() => {
       void [systemPrompt.value, sampling.value];
       const thread = this.thread.peek();
       if (thread.state.peek() === "ready") untracked(() => this.profile.changed(thread.id.value));
@@ -87,16 +90,30 @@ export class Chat {
     else this.warmth.soon();
   }
 
+  /** Hand in a key for a session. */
   async unlock(key: string): Promise<void> {
-    setApiKey(key);
+    try {
+      await signIn(key);
+    } catch (error) {
+      toast(isUnknown(error) ? "The server does not know this key." : "Signing in failed. Try again.");
+      return;
+    }
     await this.conversations.refresh();
     if (this.conversations.state.value === "locked") {
-      toast("The server does not know this key.");
+      toast("This browser keeps no cookies for this page: nobody can stay signed in.");
       return;
     }
     this.socket.admit();
     const id = this.thread.value.id.value;
     if (id !== null) await this.open(id);
+  }
+
+  /** The connection is gone: was it the session? Then only a key helps. */
+  private async knock(): Promise<void> {
+    const ended = await whoAmI().then(() => false, isUnknown);
+    if (!ended) return;
+    this.conversations.state.value = "locked";
+    this.socket.refuse();
   }
 
   // -- verbs ------------------------------------------------------------------------------------------------------
@@ -315,4 +332,9 @@ export class Chat {
   private newKey(kind: string): string {
     return `${kind}-${Date.now().toString(36)}-${++this.count}`;
   }
+}
+
+/** Whether the server does not know who asks. */
+function isUnknown(error: unknown): boolean {
+  return error instanceof rest.RequestFailed && error.status === 401;
 }

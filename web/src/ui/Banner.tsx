@@ -66,7 +66,7 @@ function KeyForm() {
       <label>
         This server wants an API key <input class="find" name="key" type="password" autocomplete="off" />
       </label>
-      <button type="submit" class="button button-main">Unlock</button>
+      <button type="submit" class="button button-main">Sign in</button>
     </form>
   );
 }

@@ -9,6 +9,7 @@ import { useChat } from "./context";
 import { Close } from "./icons";
 import { panel } from "./panels";
 import { Prompts } from "./Prompts";
+import { SignedIn } from "./SignedIn";
 
 export function Settings() {
   const chat = useChat();
@@ -60,6 +61,7 @@ export function Settings() {
         <input type="checkbox" checked={wordForks.value} onChange={(event) => (wordForks.value = event.currentTarget.checked)} />
         A click on a word shows its alternatives
       </label>
+      <SignedIn />
     </aside>
   );
 }

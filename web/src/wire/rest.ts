@@ -1,5 +1,4 @@
 // The conversations, over REST.
-import { apiKey } from "./key";
 import type { StoredItem, WireConversation } from "./frames";
 
 const LAST_WORDS: RequestInit = { keepalive: true }; // goes out even if the page closes
@@ -121,9 +120,7 @@ export async function call<T>(method: string, route: string, body?: unknown, how
 
 /** Raises RequestFailed with the server's own words. */
 async function request(method: string, route: string, init: RequestInit = {}): Promise<Response> {
-  const headers: Record<string, string> = { ...(init.headers as Record<string, string> | undefined) };
-  if (apiKey.value) headers["authorization"] = `Bearer ${apiKey.value}`;
-  const response = await fetch(new URL(route, document.baseURI), { ...init, method, headers, credentials: "same-origin" });
+  const response = await fetch(new URL(route, document.baseURI), { ...init, method, credentials: "same-origin" });
   if (response.ok) return response;
   let told: { message?: string; conversation?: WireConversation } = {};
   try {

@@ -2,10 +2,10 @@
 // after a refusal that a retry cannot cure.
 import { signal } from "@preact/signals";
 import type { ClientFrame, ServerFrame } from "./frames";
-import { protocols } from "./key";
 
 export type LinkState = "connecting" | "open" | "lost" | "refused";
 
+const PROTOCOLS = ["chatcache.v1"];
 const FIRST_RETRY_MS = 500;
 const LAST_RETRY_MS = 15_000;
 const REFUSALS = new Set([4400, 4401, 4403]);
@@ -28,7 +28,7 @@ export class Socket {
   }
 
   connect(): void {
-    const socket = new WebSocket(this.url, protocols());
+    const socket = new WebSocket(this.url, PROTOCOLS);
     this.socket = socket;
     socket.onopen = () => {
       if (this.socket !== socket) return;

@@ -1,0 +1,70 @@
+"""The page of a server with keys: a key once, then a cookie; nothing that a script or the next visitor finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import BUILT_PAGE
+from tests.e2e.needs import need
+from tests.e2e.watched import Watched
+from tests.gateway.keyed import Keyed, keyed
+
+KEY = "input[name=key]"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    need(BUILT_PAGE.is_file(), "the built page", "make web")
+    with keyed(tmp_path_factory.mktemp("keys"), sse_keep_alive_interval_s=15) as keys:
+        yield keys
+
+
+@pytest.fixture
+def visitor(keys: Keyed, browser: Any) -> Iterator[Watched]:
+    """A new one at the locked door."""
+    watched = Watched(browser.new_context(), keys.server.url)
+    watched.page.goto(keys.server.url)
+    watched.page.wait_for_selector(KEY)
+    yield watched
+    watched.context.close()
+
+
+def sign_in(visitor: Watched, key: str) -> None:
+    visitor.page.fill(KEY, key)
+    visitor.page.click("text=Sign in")
+
+
+def stored(visitor: Watched) -> str:
+    found: str = visitor.page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+    return found
+
+
+def test_a_key_is_handed_in_once(keys: Keyed, visitor: Watched) -> None:
+    sign_in(visitor, "cck_wrong_key")
+    visitor.page.wait_for_selector("text=The server does not know this key.")
+    sign_in(visitor, keys.bob.key)
+    visitor.connected()
+    visitor.ask("Hello")
+    assert keys.bob.key not in stored(visitor) and "chatcache_session" not in stored(visitor)
+    cookie = next(each for each in visitor.context.cookies() if each["name"] == "chatcache_session")
+    assert cookie["httpOnly"] and cookie["sameSite"] == "Strict" and keys.bob.key not in cookie["value"]
+    visitor.reload()  # still in
+    visitor.forgive()  # the refusals before the key
+    visitor.page.click("[aria-label=Settings]")
+    visitor.page.wait_for_selector("text=Signed in as acme/bob.")
+    visitor.page.click("text=Sign out")
+    visitor.page.wait_for_selector(KEY)
+    assert visitor.context.cookies() == []
+
+
+def test_a_revoked_key_locks_the_page(keys: Keyed, visitor: Watched) -> None:
+    held = keys.give("acme", "eve")
+    sign_in(visitor, held.key)
+    visitor.connected()
+    keys.take_away(held)
+    visitor.page.wait_for_selector(KEY)
+    sign_in(visitor, keys.bob.key)
+    visitor.connected()
