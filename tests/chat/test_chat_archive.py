@@ -26,7 +26,7 @@ from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, Conversat
 from tests.chat.grown import everything, fill, trees
 from tests.chat.redis_servers import RedisServer
 
-MOST_GROWTH_BYTES = 2**20
+MOST_GROWTH_BYTES = 2**19
 
 
 async def export(source: ConversationSource, path: Path) -> None:
@@ -68,22 +68,22 @@ def rows_of(db: Path) -> list[tuple[object, ...]]:
 
 async def test_sqlite_to_redis_to_sqlite_is_the_same_to_the_byte(tmp_path: Path, empty_redis: RedisServer) -> None:
     first = SqliteStore(tmp_path / "first.db")
-    await fill(first, 2_000)
+    await fill(first, 1_000)
     told = [line async for line in everything(first)]
     await first.close()
     data = await export_file(tmp_path / "first.db", tmp_path / "a.jsonl")
 
     redis = RedisStore(empty_redis.url)
-    assert await bring_in(redis, tmp_path / "a.jsonl") == (50, 0, 0, 0)
+    assert await bring_in(redis, tmp_path / "a.jsonl") == (25, 0, 0, 0)
     assert [line async for line in everything(redis)] == told
     assert await export_of(redis, tmp_path / "b.jsonl") == data
-    assert await bring_in(redis, tmp_path / "b.jsonl") == (0, 0, 50, 0)  # once more: nothing
+    assert await bring_in(redis, tmp_path / "b.jsonl") == (0, 0, 25, 0)  # once more: nothing
     assert await export_of(redis, tmp_path / "b.jsonl") == data
     await redis.close()
 
     last = SqliteStore(tmp_path / "last.db")
-    assert await bring_in(last, tmp_path / "b.jsonl") == (50, 0, 0, 0)
-    assert await bring_in(last, tmp_path / "b.jsonl") == (0, 0, 50, 0)
+    assert await bring_in(last, tmp_path / "b.jsonl") == (25, 0, 0, 0)
+    assert await bring_in(last, tmp_path / "b.jsonl") == (0, 0, 25, 0)
     await last.close()
     assert await export_file(tmp_path / "last.db", tmp_path / "c.jsonl") == data
     assert rows_of(tmp_path / "last.db") == rows_of(tmp_path / "first.db")
@@ -208,7 +208,7 @@ async def test_a_damaged_file_is_refused_by_line_and_field(damage: str, tmp_path
 async def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path) -> None:
     data = await _archive_of(tmp_path / "a", 40)
     dice = random.Random(8)
-    for _ in range(300):
+    for _ in range(200):
         at = dice.randrange(len(data))
         if dice.random() < 0.8:
             damaged = data[:at] + bytes([data[at] ^ 1 << dice.randrange(8)]) + data[at + 1 :]
@@ -232,7 +232,7 @@ class Hoarder:
         return self.kept[-1]
 
 
-@pytest.mark.parametrize("num_items", [2_400, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_items", [1_200, pytest.param(100_000, marks=pytest.mark.long)])
 async def test_memory_does_not_grow_with_the_store(num_items: int, tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "a.db")
     await fill(store, num_items)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -69,10 +70,12 @@ def dockerfile() -> dict[str, Any]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    """A port that nobody has, and nobody is given: it is free again while a server is restarted, and must stay so."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 class ByHand:
@@ -100,6 +103,15 @@ class ByHand:
                 start_new_session=True,
             )
         return self._processes[name]
+
+    def exec(self, name: str, *words: str) -> str:
+        """As `docker compose exec NAME python -m chatcache ...`; what it writes."""
+        service = self._services[name]
+        told = [self._here(word, service) for word in (*dockerfile()["ENTRYPOINT"], *words)]
+        environment, cwd = self._environment(service), self._place("cwd")
+        done = subprocess.run(told, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def run(self, name: str) -> str:
         """A service that ends by itself, well."""

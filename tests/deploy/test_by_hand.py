@@ -11,6 +11,7 @@ import httpx
 import pytest
 import redis
 
+from chatcache.chat.restore import check_archive
 from tests.chat.redis_servers import redis_binary
 from tests.deploy.composed import ByHand, resolved
 
@@ -62,6 +63,14 @@ def test_what_compose_starts_works_together_and_outlives_a_kill(hands: ByHand, t
     assert httpx.get(items, timeout=60).json()["data"] == said
     more = {"input": "And?", "previous_response_id": turn["id"], "max_output_tokens": 4}
     assert httpx.post(f"{url}/responses", json=more, timeout=120).status_code == 200
+
+    # What the README says to do then: a copy of everything, and a key, which closes the running server.
+    assert "1 conversations, 4 messages" in hands.exec(SERVER, "db", "export", "/data/monday.jsonl")
+    assert check_archive(tmp_path / "data" / "monday.jsonl").num_items == 4
+    key = hands.exec(SERVER, "keys", "create", "--tenant", "acme").split()[-1]
+    hands.wait(lambda: httpx.get(f"{url}/models", timeout=60).status_code == 401, SERVER)
+    models = httpx.get(f"{url}/models", headers={"authorization": f"Bearer {key}"}, timeout=60)
+    assert models.status_code == 200 and key not in hands.log(SERVER)
 
     assert hands.stop(SERVER) == 0, hands.log(SERVER)
     assert password not in hands.log(SERVER) + hands.log("redis")
