@@ -322,7 +322,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> N
 
 
 async def test_a_server_that_comes_back_with_a_newer_layout_stays_refused(tmp_path: Path) -> None:
-    with redis_server(tmp_path / "redis") as server:
+    with redis_server(tmp_path / "redis", appendfsync="always") as server:
         store = RedisStore(server.url)
         await store.create(HEAD)
         server.admin.set(redis_rows.SCHEMA, 99)

@@ -29,7 +29,7 @@ Outage = Callable[[], AbstractContextManager[None]]
 
 @pytest.fixture
 def mortal_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path / "redis") as server:
+    with redis_server(tmp_path / "redis", appendfsync="always") as server:
         yield server
 
 
