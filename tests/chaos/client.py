@@ -71,7 +71,14 @@ class Client:
             await asyncio.sleep(self.draw.uniform(0, 0.2))
 
     async def once(self) -> None:
-        turn = self._next()
+        """Say one thing; perhaps delete something after that."""
+        turn = self.next_turn()
+        await self.say(turn)
+        if turn.response and self.draw.random() < 0.08:
+            await self._delete(turn)
+
+    async def say(self, turn: Turn) -> None:
+        """Until its end is known, whatever the client does meanwhile."""
         if turn.manner == "twice":
             await asyncio.gather(self._say(turn), self._say(turn))
         else:
@@ -82,10 +89,9 @@ class Client:
             await self._settle(turn)
         if turn.ended == "completed":
             self.places = [*self.places, Place(turn.response, turn.conversation, turn.tags)][-MAX_KEPT:]
-        if self.draw.random() < 0.08:
-            await self._delete(turn)
 
-    def _next(self) -> Turn:
+    def next_turn(self) -> Turn:
+        """What this client will say next."""
         draw = self.draw
         base = draw.choice(self.places) if self.places and draw.random() < 0.65 else None
         if base is not None and len(base.tags) >= MAX_PATH:

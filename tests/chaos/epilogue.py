@@ -35,7 +35,7 @@ async def epilogue(rig: Rig, history: History) -> None:
     reader = rig.gateways[0]
     reader.start()
     await reader.wait_ready()
-    await _note_stored(reader.port, history)
+    await note_stored(reader.port, history)
     status = await reader.end(DRAIN_GRACE_S)
     last = [] if status == 0 else [f"at last it ended with {status}:\n{reader.last_words()}"]
     if rig.is_any_engine_left():
@@ -121,7 +121,7 @@ def _value(text: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.M))
 
 
-async def _note_stored(port: int, history: History) -> None:
+async def note_stored(port: int, history: History) -> None:
     """Every conversation, with every message of every branch."""
     after = ""
     while True:
