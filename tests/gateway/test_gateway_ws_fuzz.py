@@ -64,6 +64,7 @@ def _is_open_after(socket: ClientConnection, message: bytes | str, number: int) 
 def _answers(frame: Frame, number: int, message: bytes | str) -> bool:
     """Whether this frame refuses the probe. No frame may be a fault of the server's."""
     assert frame["type"] != "response.failed", (message, frame)
+    assert "Traceback" not in str(frame), (message, frame)
     if frame["type"] != "error":
         return False
     assert 400 <= frame["status"] < 500 or frame["status"] == 503, (message, frame)

@@ -60,7 +60,7 @@ class Poisoned:
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
     runner = load_model(
-        EngineConfig(dtype="float32", deterministic=True, kv_memory_bytes=16 << 20, max_num_seqs=NUM_ROWS)
+        EngineConfig(dtype="float32", deterministic=True, kv_memory_bytes=48 << 20, max_num_seqs=NUM_ROWS)
     )
     yield runner
     runner.close()
