@@ -8,7 +8,8 @@ Why: the gateway must never touch engine objects, and a crash of the engine must
     loop.py         the loop around an engine: read commands -> step -> send notices; sleeps when idle
     switchboard.py  the client's half: calls awaiting answers, logs of running requests, the last health heard
     told.py         what a running request was told, so that another engine can go on with it
-    survivors.py    requests that outlive their engine; which of them killed it
+    survivor.py     one request that outlives its engines
+    survivors.py    all of them, and which of them killed one
     supervision.py  when a child is given up, and when another one is started
     inproc.py       ThreadedEngine: the loop in a thread of this process
     child.py        one child process and its socket

@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from chatcache.bus.codec import (
     Stop,
     from_fault,
 )
-from chatcache.bus.supervision import RestartPolicy, wait_hung
+from chatcache.bus.supervision import RestartPolicy, cpu_s, wait_hung
 from chatcache.bus.survivors import Survivors
 from chatcache.bus.switchboard import Switchboard
 from chatcache.config import EngineConfig
@@ -230,7 +231,7 @@ class EngineProcess:
             served = self._survivors.num_told > told_before
             lived_s = time.monotonic() - child.born_at
             num_deaths = 1 if served or lived_s >= self._policy.healthy_after_s else num_deaths + 1
-            how = f"said nothing for {self._policy.hung_after_s:g} s" if is_hung else f"died ({_describe(status)})"
+            how = "has work and says nothing" if is_hung else f"died ({_describe(status)})"
             error = self._last_words or EngineFault(f"the engine process {how}")
             if num_deaths >= self._policy.max_deaths or (self._last_words and self.facts is None):
                 self._give_up(error)
@@ -245,7 +246,9 @@ class EngineProcess:
 
     async def _outlived(self, child: Child) -> bool:
         """Wait for the end of a child; say whether it came to that because it hung."""
-        hanging = asyncio.create_task(wait_hung(self._is_owed, lambda: self._num_heard, self._policy.hung_after_s))
+        pid = child.process.pid if child.process is not None else 0
+        watch = wait_hung(self._is_owed, lambda: self._num_heard, partial(cpu_s, pid), self._policy)
+        hanging = asyncio.create_task(watch)
         ended = asyncio.create_task(child.ended.wait())
         try:
             await asyncio.wait((hanging, ended), return_when=asyncio.FIRST_COMPLETED)

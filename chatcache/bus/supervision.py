@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 _TICKS = 10
+_BUSY_SHARE = 0.05
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How to answer a child's death: wait `first_delay_s`, doubling to `max_delay_s`; give up at `max_deaths` in a row.
 
-    Any token told, or `healthy_after_s` of life, ends the row. A child that has work and says nothing for
-    `hung_after_s` is as good as dead.
+    Any token told, or `healthy_after_s` of life, ends the row. A child that has work and neither says nor computes
+    anything for `hung_after_s` is as good as dead, and so is one that computes for `lost_after_s` and says nothing.
     """
 
     max_deaths: int = 5
@@ -22,18 +25,36 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_delay_s: float = 30.0
     healthy_after_s: float = 60.0
     hung_after_s: float = 120.0
+    lost_after_s: float = 900.0
 
     def delay_s(self, num_deaths: int) -> float:
         return float(min(self.first_delay_s * 2 ** (num_deaths - 1), self.max_delay_s))
 
 
-async def wait_hung(is_owed: Callable[[], bool], num_heard: Callable[[], int], hung_after_s: float) -> None:
-    """Wait until nothing was heard for so long, though something was owed all the time.
+def cpu_s(pid: int) -> float | None:
+    """Return what the threads of a process have computed so far; None where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    Counted in ticks of this process, not by a clock: while it was stopped, or the machine slept, nobody was late.
+
+async def wait_hung(
+    is_owed: Callable[[], bool], num_heard: Callable[[], int], cpu_s: Callable[[], float | None], policy: RestartPolicy
+) -> None:
+    """Wait until nothing was heard for too long, though something was owed all the time.
+
+    A step may take minutes: a long prompt on a few cores, kernels that are compiled first. So a child that computes has
+    more time. Counted in ticks of this process, not by a clock: while it was stopped itself, nobody was late.
     """
-    num_silent = 0
-    while num_silent < _TICKS:
-        before = num_heard()
-        await asyncio.sleep(hung_after_s / _TICKS)
-        num_silent = num_silent + 1 if is_owed() and num_heard() == before else 0
+    tick_s = policy.hung_after_s / _TICKS
+    num_silent = num_still = 0
+    while num_still < _TICKS and num_silent * tick_s < policy.lost_after_s:
+        before, before_s = num_heard(), cpu_s()
+        await asyncio.sleep(tick_s)
+        after_s = cpu_s()
+        is_busy = before_s is not None and after_s is not None and after_s - before_s > _BUSY_SHARE * tick_s
+        is_silent = is_owed() and num_heard() == before
+        num_silent = num_silent + 1 if is_silent else 0
+        num_still = num_still + 1 if is_silent and not is_busy else 0

@@ -13,55 +13,17 @@ When none is left, all go on together, with those that came meanwhile. A suspect
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from chatcache.bus.codec import Abort, Answer, Command, Drop, Events, Fault, Reply, Scored, Submit, to_fault
+from chatcache.bus.survivor import Place, Survivor
 from chatcache.bus.told import Told
 from chatcache.errors import ChatcacheError, DeviceLost, InvalidRequest, RequestPoisoned, UnsupportedParameter
 from chatcache.types import TERMINAL, EngineEvent, EngineHealth, Failed, Finished, Started
 
-PAST_TOKENS = 3  # of each candidate: the step that was being computed, and one that may have been launched behind it
-
 Notice = Reply | Scored | Events
-
-
-class Place(enum.Enum):
-    ENGINE = enum.auto()
-    HELD = enum.auto()
-    TRIAL = enum.auto()
-    ASIDE = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class Survivor:
-    """A request from its submit to its end. `call` waits for the engine's verdict until it `is_accepted`.
-
-    `scores`: of its prompt, kept back until `Started` comes.
-    """
-
-    call: int
-    told: Told
-    place: Place = Place.HELD
-    is_accepted: bool = False
-    is_aborted: bool = False
-    is_suspect: bool = False
-    num_lone_deaths: int = 0
-    num_tokens_past: int = 0
-    scores: list[Scored] = field(default_factory=list)
-
-    @property
-    def id(self) -> str:
-        return self.told.request.request_id
-
-    @property
-    def is_past(self) -> bool:
-        """Whether it has outlived, on trial, what it had come to when the engine died."""
-        told = self.told
-        return told.num_tokens >= self.num_tokens_past if told.is_plain else told.has_started
 
 
 class Survivors:
@@ -253,7 +215,7 @@ class Survivors:
                 for each in [each for each in self._by_id.values() if each.place is Place.HELD]:
                     self._give(each, Place.ENGINE)
                 return
-            suspect.num_tokens_past = suspect.told.num_tokens + PAST_TOKENS * suspect.told.num_alive
+            suspect.set_place()
             self._alone = suspect
             self._give(suspect, Place.TRIAL)
 
