@@ -26,7 +26,7 @@ from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE, Conversation, Conversat
 from tests.chat.grown import everything, fill, trees
 from tests.chat.redis_servers import RedisServer
 
-MOST_GROWTH_BYTES = 2**19
+MOST_GROWTH_BYTES = 2**20  # of 100,000 messages it was two thirds of that, and 190 MiB where all are kept
 
 
 async def export(source: ConversationSource, path: Path) -> None:
@@ -251,7 +251,6 @@ async def test_memory_does_not_grow_with_the_store(num_items: int, tmp_path: Pat
             await snapshot.close()
 
     found, planted = await most_bytes(hoards=False), await most_bytes(hoards=True)
-    print(found, planted)
     assert found < MOST_GROWTH_BYTES < planted
 
 
