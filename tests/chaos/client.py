@@ -252,9 +252,11 @@ class Client:
                 if answer.status in (200, 404):
                     self._note_delete(turn, tags, whole, done=True)
                     return
-                self.refused(turn, answer)
-                if answer.status not in PASSING:
-                    return
+                # What one gateway could not save yet is still under way, as another one sees it.
+                if not (turn.ended == "unsaved" and answer.code == "conversation_busy"):
+                    self.refused(turn, answer)
+                    if answer.status not in PASSING:
+                        return
             await asyncio.sleep(0.3)
 
     def _note_delete(self, turn: Turn, tags: set[str], whole: bool, *, done: bool) -> None:
