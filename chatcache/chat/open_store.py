@@ -37,10 +37,10 @@ async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
     """
     if config.redis:
         from chatcache.chat.keys_redis import RedisKeys
-        from chatcache.chat.redis_link import RedisLink
+        from chatcache.chat.redis_link import PATIENCE_S, RedisLink
         from chatcache.chat.store_redis import greet
 
-        link = RedisLink(config.redis, greet)
+        link = RedisLink(config.redis, greet, timeout_s=PATIENCE_S)  # nobody else waits for it
         try:
             yield RedisKeys(link)
         finally:

@@ -54,9 +54,9 @@ class RedisLink:
     def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S) -> None:
         """Raises: StoreUnusable for a URL that is none, or a server that does not let us in."""
         try:
-            self._client = _client(url, timeout_s)
+            self._client = _client(url, timeout_s, timeout_s)
             # For work that takes the server itself long; whether it is there at all, the others find out.
-            self._patient = _client(url, PATIENCE_S)
+            self._patient = _client(url, PATIENCE_S, timeout_s)
         except (ValueError, redis.RedisError) as error:
             raise StoreUnusable(f"not a URL of a Redis server: {error}") from None
         kwargs = self._client.connection_pool.connection_kwargs
@@ -191,11 +191,11 @@ class RedisLink:
             self._down = None
 
 
-def _client(url: str, timeout_s: float) -> Client:
+def _client(url: str, timeout_s: float, connect_timeout_s: float) -> Client:
     pool = ConnectionPool.from_url(
         url,
         socket_timeout=timeout_s,
-        socket_connect_timeout=TIMEOUT_S,
+        socket_connect_timeout=connect_timeout_s,
         socket_keepalive=True,
         retry=Retry(NoBackoff(), 0),
         protocol=2,

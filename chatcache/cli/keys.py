@@ -15,6 +15,7 @@ import typer
 
 from chatcache.chat.keys import KeyRecord, KeyStore, new_key
 from chatcache.chat.open_store import open_keys
+from chatcache.chat.store import StoreUnavailable
 from chatcache.cli import options
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError, InvalidRequest
@@ -130,7 +131,8 @@ async def _keys(db: str, redis: str, *, must_exist: bool = False) -> AsyncIterat
     if redis:
         from chatcache.chat.store_redis import look_at
 
-        await asyncio.to_thread(look_at, redis)
+        with contextlib.suppress(StoreUnavailable):  # whoever has time may get through yet
+            await asyncio.to_thread(look_at, redis)
     elif must_exist:
         await asyncio.to_thread(_check_there, Path(db))
     async with open_keys(ServerConfig(db=db, redis=redis)) as keys:

@@ -13,8 +13,11 @@ import pytest
 
 from chatcache.chat.keys import DAY_S, KEEP_USAGE_DAYS, KeyRecord, KeyStore, day_of, digest_of, id_of, new_key
 from chatcache.chat.open_store import open_keys, open_store
+from chatcache.chat.redis_link import PATIENCE_S
 from chatcache.chat.sqlite_schema import MIGRATIONS
 from chatcache.chat.store import ConversationStore
+from chatcache.chat.store_redis import RedisStore
+from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.chat.tree import IN_PROGRESS, Conversation, Item, Turn
 from chatcache.config import ServerConfig
 from chatcache.errors import InvalidRequest, NotFound
@@ -97,7 +100,8 @@ async def test_days_long_past_are_forgotten(tmp_path: Path) -> None:
 
 
 async def test_a_store_and_the_command_line_share_them(place: ServerConfig) -> None:
-    store: ConversationStore = open_store(place)
+    patient = {"timeout_s": PATIENCE_S}
+    store: ConversationStore = RedisStore(place.redis, **patient) if place.redis else SqliteStore(place.db)
     try:
         record = made(user="ann")
         async with open_keys(place) as keys:

@@ -125,3 +125,10 @@ def test_the_help_teaches() -> None:
     for word in ("--tenant", "--user", "--admin", "--requests-per-minute", "--json", "SHA-256", "Example"):
         assert word in shown
     assert "5 s" in call("revoke", "--help").stdout
+
+
+def test_a_redis_that_is_not_there_is_said(tmp_path: Path) -> None:
+    for args in (["list"], ["create", "--tenant", "acme"]):
+        result = call(*args, "--redis", "redis://127.0.0.1:1/0")
+        assert isinstance(result.exception, ChatcacheError) and "does not answer" in result.exception.message
+        assert "cck_" not in result.stdout, "a key that is stored nowhere is not shown"
