@@ -83,5 +83,5 @@ def test_an_engine_that_stops_to_refuse_would_be_seen(monkeypatch: pytest.Monkey
 
 @pytest.mark.long
 def test_at_length() -> None:
-    alone, beside = check_others(num_steps=40_000)
+    alone, beside = check_others(num_steps=8_000)
     print(f"first token, p95: {alone} steps alone, {beside} beside a flood of ten times the capacity")
