@@ -6,14 +6,14 @@ STATIC := chatcache/gateway/static/index.html
 WEB_SOURCES := $(shell find web -path web/node_modules -prune -o -path web/screenshots -prune -o -type f -print 2>/dev/null)
 ARGS   ?=
 
-.PHONY: help install serve test clients lint format bench web web-test gpu-check loadtest clean
+.PHONY: help install serve test clients lint format bench web web-test gpu-check loadtest audit clean
 
 help:
 	@echo "make serve      install, then chat page + API with the built-in model on http://127.0.0.1:8000"
 	@echo "make test       install with test extras, then lint, types and the whole suite"
 	@echo "make bench      decode and prefill speed beside the limits of this machine"
 	@echo "make loadtest   16 users x 5 turns against a running server"
-	@echo "make web        build the chat page    make lint | format | gpu-check | clean"
+	@echo "make web        build the chat page    make lint | format | gpu-check | audit | clean"
 	@echo "ARGS='...' is passed on, e.g. make serve ARGS='Qwen/Qwen3-0.6B --port 9000'"
 
 $(VENV)/pyvenv.cfg:
@@ -82,6 +82,11 @@ bench: install
 loadtest: $(VENV)/.installed
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[loadtest]'
 	$(BIN)/python -m loadtest $(ARGS)
+
+# Asks the network for known holes in what is installed: no part of `make test`.
+audit: $(VENV)/.installed
+	$(BIN)/python -m pip install -q pip-audit
+	$(BIN)/pip-audit --skip-editable
 
 OUT ?= bench-out
 gpu-check:

@@ -39,7 +39,7 @@ def crowd(engine: Engine, num_requests: int, seed: int = SEED, *, structures: bo
 @pytest.mark.parametrize("ahead", [False, True], ids=["each step waited for", "a step ahead"])
 def test_no_request_ends_the_engine_or_reaches_a_canary(ahead: bool) -> None:
     seen = crowd(fake_engine(ahead=ahead), 500)
-    assert seen.num_finished > 250 and seen.num_canaries > 2 * NUM_CANARIES and seen.failed and seen.refused
+    assert seen.num_finished > 250 and seen.num_canaries > 2 * NUM_CANARIES and seen.failed
 
 
 @pytest.mark.long
