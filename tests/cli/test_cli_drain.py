@@ -82,7 +82,7 @@ def chat(url: str) -> Stream:
 def drain(server: Drained, timeout_s: float) -> tuple[Stream, float]:
     """Tell a server to end under load; check all but what it stored. Return what was interrupted, how late it was."""
     url, child = server.url, server.child()
-    short, long, stateless = response(url, 30), response(url, 900), chat(url)
+    short, long, stateless = response(url, 10), response(url, 900), chat(url)
     for stream in (short, long, stateless):
         assert stream.begun.wait(TIMEOUT_S)
     server.signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ def check_drains(path: Path, num_drains: int, timeout_s: float, *more: str) -> f
 
 
 def test_a_drain_under_load_loses_nothing(tmp_path: Path) -> None:
-    check_drains(tmp_path, 1, 6.0)
+    check_drains(tmp_path, 1, 8.0)
 
 
 @pytest.mark.long
