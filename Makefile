@@ -54,7 +54,7 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 test: $(VENV)/.installed-test web clients lint web-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Clients that the contract tests drive and that do not live in our environment: npm's, and litellm, which pins what we
 # need newer.

@@ -64,7 +64,8 @@ def test_responses_are_found_after_a_restart(tmp_path: Path) -> None:
         server.wait_ready()
         assert server.request("GET", f"{PATH}/{done['id']}")[2] == done
         ended = server.request("GET", f"{PATH}/{cut_id}")[2]
-        assert ended["status"] == "cancelled" and ended["output"][0]["content"][0]["text"]
+        assert ended["status"] == "incomplete" and ended["incomplete_details"] == {"reason": "interrupted"}
+        assert ended["output"][0]["content"][0]["text"]
         status, _, answer = server.request("GET", f"{PATH}/{done['id']}?stream=true")
         assert status == 400 and answer["error"]["code"] == "stream_expired"
         assert server.post(f"{PATH}/{done['id']}/cancel")[2] == done
