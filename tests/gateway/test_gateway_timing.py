@@ -1,7 +1,8 @@
 """How long an answer takes says nothing of what another tenant has computed; within a tenant it says it plainly.
 
 The counter (`test_gateway_isolation`) is the gate; this is the same seen from outside. Two samples of times are told
-apart by Kolmogorov and Smirnov's test, its p-value by the limit distribution with Stephens' correction (JRSS B 32, 1970).
+apart by the test of Kolmogorov and Smirnov; its p-value is the limit distribution with Stephens' correction (JRSS B 32,
+1970).
 """
 
 from __future__ import annotations
