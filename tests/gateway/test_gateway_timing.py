@@ -56,7 +56,8 @@ def sampled(server: Server, victim: Held, prober: Held, draw: random.Random, num
     def text() -> str:
         return " ".join(f"{draw.randrange(10**6):06}" for _ in range(NUM_WORDS))
 
-    said, unsaid = [], []
+    said: list[float] = []
+    unsaid: list[float] = []
     for _ in range(num_pairs):
         secret = text()
         ask(victim, secret)
