@@ -130,7 +130,9 @@ def main() -> int:
     die_with_parent()
     if os.getppid() != parent:  # it died before the line above could matter
         return 0
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it drains first
+    # Both are the parent's to handle: it drains first. Service managers send SIGTERM to all processes of a service.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     with sock:

@@ -169,7 +169,8 @@ class ReplyWatcher(Protocol):
 class Reply:
     """One accepted request while it is answered. An async context manager: leaving it early aborts the request.
 
-    `is_read`: candidates may have parts beside their text. `num_computed_prompt_tokens`: those that the cache lacked.
+    `is_read`: candidates may have parts beside their text. `num_computed_prompt_tokens`: those that the cache lacked;
+    of one that was cut short before its first token, all that may have been computed.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class Reply:
         self.ended = False
         self.watcher: ReplyWatcher | None = None
         self.num_computed_prompt_tokens = 0
+        self._has_started = False
         self.num_tokens = 0
         self.candidates = tuple(
             Candidate(index, speech, request, prefix) for index in range(num_candidates(request.params))
@@ -210,6 +212,7 @@ class Reply:
                 if delta is not None:
                     yield delta
             elif isinstance(event, Started):
+                self._has_started = True
                 self.num_computed_prompt_tokens = event.num_prompt_tokens - event.num_cached_tokens
                 if self.watcher is not None:
                     self.watcher.started(self)
@@ -225,6 +228,8 @@ class Reply:
                 self._end()
                 raise ReplyFailed(event)
             elif isinstance(event, Finished):
+                if not self._has_started:
+                    self.num_computed_prompt_tokens = event.num_prompt_tokens - event.num_cached_tokens
                 self._end(is_whole=not event.cancelled)
                 for candidate in self.candidates:
                     if event.cancelled and not candidate.done:
@@ -269,6 +274,8 @@ class Reply:
         """Abort unless already ended. Safe to call twice, and while being cancelled."""
         if self.ended:
             return
+        if not self._has_started:  # the engine may be about to say the first token
+            self.num_computed_prompt_tokens = len(self.request.prompt)
         self._end()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
             await self._service.engine.abort(self.request.request_id)

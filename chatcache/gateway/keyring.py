@@ -44,6 +44,7 @@ class Keyring:
         given = (digest_of(key) for key in api_keys)
         self._given = {key.principal.key_id: key for key in map(_given_key, given)}
         self._stored: Mapping[str, _Key] = {}
+        self._revoked: set[str] = set()
         self._store: KeyStore | None = None
         self._version: int | None = None
         self._reading = asyncio.Lock()
@@ -161,7 +162,9 @@ class Keyring:
         raise Unauthorized(_WANTED) if key is None else _revoked()
 
     def _take(self, version: int, records: Sequence[KeyRecord]) -> None:
-        found = {record.id: _stored_key(record) for record in records}
+        self._revoked |= {record.id for record in records if record.revoked_at is not None}
+        # For ever: a Redis that lost its last writes, or the replica that took its place, may say otherwise.
+        found = {record.id: _stored_key(record, is_revoked=record.id in self._revoked) for record in records}
         lost = {key_id: key for key_id, key in self._stored.items() if key_id not in found}
         if lost:  # a store that forgets must not open the server
             log.warning("%d of the stored API keys are gone: they are taken as revoked", len(lost))
@@ -187,10 +190,10 @@ def _given_key(digest: bytes) -> _Key:
     return _Key(digest, Principal(name, name, name, is_admin=True))
 
 
-def _stored_key(record: KeyRecord) -> _Key:
+def _stored_key(record: KeyRecord, *, is_revoked: bool) -> _Key:
     limits = Limits(record.requests_per_minute, record.tokens_per_minute, record.max_concurrent, record.tokens_per_day)
     principal = Principal(record.id, record.tenant, record.owner, is_admin=record.is_admin, limits=limits)
-    return _Key(record.digest, principal, is_revoked=record.revoked_at is not None)
+    return _Key(record.digest, principal, is_revoked=is_revoked)
 
 
 def _revoked() -> Unauthorized:

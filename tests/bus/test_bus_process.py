@@ -63,6 +63,19 @@ async def test_kill_9_mid_stream_is_a_pause_and_a_new_child_goes_on() -> None:
         assert engine.num_restarts == 1 and engine.pid != first and not alive(first or 0)
 
 
+async def test_a_service_that_is_stopped_keeps_its_engine_while_it_drains() -> None:
+    """Service managers tell all processes of a service at once to end; what runs is the parent's to finish."""
+    async with process("slow") as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("r", 50, prompt=(3, 7)))
+        stream, first = engine.events("r"), engine.pid
+        assert isinstance(await anext(stream), Started)
+        os.kill(first or 0, signal.SIGTERM)
+        events = [event async for event in stream]
+        assert isinstance(events[-1], Finished) and engine.pid == first and engine.num_restarts == 0
+    assert not alive(first or 0)
+
+
 async def test_while_no_engine_runs_new_requests_are_refused_and_held_ones_can_be_ended() -> None:
     async with process("slow", RestartPolicy(first_delay_s=600)) as engine:
         await engine.wait_loaded()

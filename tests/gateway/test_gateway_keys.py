@@ -8,6 +8,7 @@ import hmac
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,36 @@ async def test_a_store_that_forgets_does_not_open_the_server() -> None:
     assert not ring.is_open
     with pytest.raises(Exception, match="revoked"):
         ring.of_key(key)
+    store.records, store.number = [record], 2
+    await ring.look()
+    assert ring.of_key(key).tenant == "acme", "it was only lost"
+    await ring.close()
+
+
+async def test_a_revocation_that_the_store_forgot_stays() -> None:
+    key, record = new_key("acme")
+
+    class Failover:
+        records: list[Any] = [record]  # noqa: RUF012
+        number = 1
+
+        async def version(self) -> int:
+            return self.number
+
+        async def list(self) -> list[Any]:
+            return self.records
+
+    store, ring = Failover(), Keyring()
+    await ring.open(store)  # type: ignore[arg-type]
+    cookie = read_session(ring.session(ring.of_key(key))[0])
+    assert cookie is not None and ring.of_session(cookie).tenant == "acme"
+    for number, revoked_at in ((2, 5.0), (1, None)):
+        store.records, store.number = [replace(record, revoked_at=revoked_at)], number
+        await ring.look()
+        with pytest.raises(Exception, match="revoked"):
+            ring.of_key(key)
+        with pytest.raises(Exception, match="revoked"):
+            ring.of_session(cookie)
     await ring.close()
 
 
