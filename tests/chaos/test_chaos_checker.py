@@ -162,6 +162,7 @@ def refuse_what_is_right(entries: list[Entry]) -> None:
 
 
 def bring_back_what_was_deleted(entries: list[Entry]) -> None:
+    entries.append({"t": 0.5, "kind": "delete", "op": "c1t1", "conversation": "", "done": True})
     entries.append({"t": 3.0, "kind": "delete", "op": "c1t2", "conversation": "conv", "done": True})
 
 
@@ -204,17 +205,23 @@ def test_a_broken_promise_is_told(plant: Callable[[list[Entry]], None]) -> None:
     assert PLANTED[plant] in rules(entries)
 
 
-def test_what_faults_and_deletes_explain_is_no_violation() -> None:
+def test_what_deletes_explain_is_no_violation() -> None:
     entries = good()
     fail_for_nothing(entries)
     items_of(entries)[:] = [item for item in items_of(entries) if item["id"] not in ("msg_c1t1_0", "msg_c1t1_1")]
     items_of(entries)[:] = items_of(entries)[:1]
-    entries.append({"t": 0.5, "kind": "fault", "step": 0, "name": "kill_engine", "phase": "begin", "target": 0})
     entries.append({"t": 3.0, "kind": "delete", "op": "c1t2", "conversation": "conv", "done": True})
     for frame in [frame for frame in frames_of(entries) if frame["stream"] == "s-c1t1"][1:]:
         entries.remove(frame)
     of_kind(entries, "close")["how"] = "lost"
     assert Checker(entries).violations() == []
+
+
+def test_the_death_of_an_engine_is_no_excuse_for_a_failed_answer() -> None:
+    entries = good()
+    fail_for_nothing(entries)
+    entries.append({"t": 0.5, "kind": "fault", "step": 0, "name": "kill_engine", "phase": "begin", "target": 0})
+    assert "failed" in rules(entries)
 
 
 def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
