@@ -162,7 +162,6 @@ def refuse_what_is_right(entries: list[Entry]) -> None:
 
 
 def bring_back_what_was_deleted(entries: list[Entry]) -> None:
-    entries.append({"t": 0.5, "kind": "delete", "op": "c1t1", "conversation": "", "done": True})
     entries.append({"t": 3.0, "kind": "delete", "op": "c1t2", "conversation": "conv", "done": True})
 
 
@@ -210,6 +209,7 @@ def test_what_deletes_explain_is_no_violation() -> None:
     fail_for_nothing(entries)
     items_of(entries)[:] = [item for item in items_of(entries) if item["id"] not in ("msg_c1t1_0", "msg_c1t1_1")]
     items_of(entries)[:] = items_of(entries)[:1]
+    entries.append({"t": 0.5, "kind": "delete", "op": "c1t1", "conversation": "", "done": True})
     entries.append({"t": 3.0, "kind": "delete", "op": "c1t2", "conversation": "conv", "done": True})
     for frame in [frame for frame in frames_of(entries) if frame["stream"] == "s-c1t1"][1:]:
         entries.remove(frame)
