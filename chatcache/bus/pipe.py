@@ -226,12 +226,16 @@ class EngineProcess:
                 self._give_up(EngineFault(f"the engine process could not be started: {reason}"))
                 return
             is_hung = await self._outlived(child)
-            self._ready = False
+            was_ready, self._ready = self._ready, False
             status = await child.reap(0.0 if is_hung else EXIT_GRACE_S)
             served = self._survivors.num_told > told_before
-            lived_s = time.monotonic() - child.born_at
-            num_deaths = 1 if served or lived_s >= self._policy.healthy_after_s else num_deaths + 1
-            how = "has work and says nothing" if is_hung else f"died ({_describe(status)})"
+            was_healthy = was_ready and time.monotonic() - child.born_at >= self._policy.healthy_after_s
+            num_deaths = 1 if served or was_healthy else num_deaths + 1
+            how = (
+                f"{'has work' if was_ready else 'is loading'} and says nothing"
+                if is_hung
+                else f"died ({_describe(status)})"
+            )
             error = self._last_words or EngineFault(f"the engine process {how}")
             if num_deaths >= self._policy.max_deaths or (self._last_words and self.facts is None):
                 self._give_up(error)
@@ -247,8 +251,8 @@ class EngineProcess:
     async def _outlived(self, child: Child) -> bool:
         """Wait for the end of a child; say whether it came to that because it hung."""
         pid = child.process.pid if child.process is not None else 0
-        watch = wait_hung(self._is_owed, lambda: self._num_heard, partial(cpu_s, pid), self._policy)
-        hanging = asyncio.create_task(watch)
+        heard, is_loading = lambda: self._num_heard, lambda: not self._ready
+        hanging = asyncio.create_task(wait_hung(self._is_owed, heard, partial(cpu_s, pid), self._policy, is_loading))
         ended = asyncio.create_task(child.ended.wait())
         try:
             await asyncio.wait((hanging, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -16,8 +16,10 @@ _BUSY_SHARE = 0.05
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How to answer a child's death: wait `first_delay_s`, doubling to `max_delay_s`; give up at `max_deaths` in a row.
 
-    Any token told, or `healthy_after_s` of life, ends the row. A child that has work and neither says nor computes
-    anything for `hung_after_s` is as good as dead, and so is one that computes for `lost_after_s` and says nothing.
+    Any token told ends the row, and so does a life of `healthy_after_s`, loading and more. A child that has work and
+    neither says nor computes anything for `hung_after_s` is as good as dead, and so is one that computes for
+    `lost_after_s` and says nothing. One that loads may wait for a slow disk: it is given up when it neither says nor
+    computes anything for `lost_after_s`.
     """
 
     max_deaths: int = 5
@@ -41,20 +43,31 @@ def cpu_s(pid: int) -> float | None:
 
 
 async def wait_hung(
-    is_owed: Callable[[], bool], num_heard: Callable[[], int], cpu_s: Callable[[], float | None], policy: RestartPolicy
+    is_owed: Callable[[], bool],
+    num_heard: Callable[[], int],
+    cpu_s: Callable[[], float | None],
+    policy: RestartPolicy,
+    is_loading: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait until nothing was heard for too long, though something was owed all the time.
 
     A step may take minutes: a long prompt on a few cores, kernels that are compiled first. So a child that computes has
     more time. Counted in ticks of this process, not by a clock: while it was stopped itself, nobody was late.
+    A child that is loading always owes something.
     """
     tick_s = policy.hung_after_s / _TICKS
     num_silent = num_still = 0
-    while num_still < _TICKS and num_silent * tick_s < policy.lost_after_s:
+
+    def is_hung() -> bool:
+        if is_loading():
+            return num_still * tick_s >= policy.lost_after_s
+        return num_still >= _TICKS or num_silent * tick_s >= policy.lost_after_s
+
+    while not is_hung():
         before, before_s = num_heard(), cpu_s()
         await asyncio.sleep(tick_s)
         after_s = cpu_s()
         is_busy = before_s is not None and after_s is not None and after_s - before_s > _BUSY_SHARE * tick_s
-        is_silent = is_owed() and num_heard() == before
+        is_silent = (is_loading() or is_owed()) and num_heard() == before
         num_silent = num_silent + 1 if is_silent else 0
         num_still = num_still + 1 if is_silent and not is_busy else 0

@@ -127,6 +127,20 @@ async def test_a_row_of_deaths_is_given_up_and_told() -> None:
             await engine.wait_loaded()
 
 
+async def test_a_load_that_kills_the_child_is_given_up_however_long_it_takes() -> None:
+    policy = RestartPolicy(max_deaths=3, first_delay_s=0.01, healthy_after_s=0.0)
+    async with process("dies", policy) as engine, asyncio.timeout(60):
+        assert "exit status 9" in (await engine.wait_failed()).message
+        assert engine.num_restarts == 2
+
+
+async def test_a_load_that_hangs_is_given_up() -> None:
+    policy = RestartPolicy(max_deaths=2, first_delay_s=0.01, hung_after_s=0.2, lost_after_s=0.4, healthy_after_s=0.0)
+    async with process("loading", policy) as engine, asyncio.timeout(60):
+        assert "is loading and says nothing" in (await engine.wait_failed()).message
+        assert engine.num_restarts == 1
+
+
 async def test_finished_requests_end_a_row_of_deaths() -> None:
     async with process() as engine:
         await engine.wait_loaded()

@@ -54,6 +54,15 @@ async def test_a_child_that_computes_has_time_but_not_for_ever() -> None:
         await wait_hung(lambda: True, lambda: 0, busy, RestartPolicy(hung_after_s=0.01, lost_after_s=0.05))
 
 
+async def test_a_child_that_loads_may_stand_still_for_longer() -> None:
+    watch = asyncio.create_task(wait_hung(lambda: False, lambda: 0, still, SOON, lambda: True))
+    lost = RestartPolicy(hung_after_s=0.01, lost_after_s=0.05)
+    async with asyncio.timeout(TIMEOUT_S):
+        await wait_hung(lambda: False, lambda: 0, still, lost, lambda: True)
+    assert not watch.done()
+    watch.cancel()
+
+
 async def test_who_speaks_or_owes_nothing_is_not_hung() -> None:
     heard, looks = itertools.count(), Busy()
     watches = [
