@@ -58,6 +58,9 @@ def test_what_compose_starts_works_together_and_outlives_a_kill(hands: ByHand, t
     assert len(said) == 2
 
     hands.kill(SERVER)
+    hands.kill("redis")
+    hands.start("redis")
+    hands.wait_healthy("redis")
     hands.start(SERVER)
     hands.wait_healthy(SERVER)
     assert httpx.get(items, timeout=60).json()["data"] == said
