@@ -66,6 +66,9 @@ class SqliteWriter:
 
     def _run(self, path: Path | str, prepare: Callable[[sqlite3.Connection], None]) -> None:
         try:
+            if str(path) != ":memory:":
+                with contextlib.suppress(OSError):  # it is there, or SQLite says what is wrong
+                    Path(path).touch(mode=0o600, exist_ok=False)  # what people said is nobody else's to read
             connection = sqlite3.connect(path, isolation_level=None)
             try:
                 prepare(connection)

@@ -80,7 +80,10 @@ def import_(file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> No
     except OSError as error:
         raise ChatcacheError(f"{file}: {error.strerror}") from error
     if end.num_keys:
-        typer.echo(f"{file}: {end.num_keys} keys are named in it, and left out: `chatcache keys create` makes new ones")
+        typer.echo(
+            f"{file}: {end.num_keys} keys are named in it, and left out; a store without keys lets "
+            "everybody in until `chatcache keys create` makes one"
+        )
     raise typer.Exit(code)
 
 

@@ -72,11 +72,12 @@ def create(
         hint = f"--{(error.param or '').replace('_', '-')}"
         raise typer.BadParameter(f"{error.message}.", param_hint=hint) from None
 
-    async def run() -> None:
+    async def run() -> bool:
         async with _keys(db, redis) as keys:
             await keys.create(record)
+            return len(await keys.list()) == 1
 
-    asyncio.run(run())
+    is_first = asyncio.run(run())
     if as_json:
         typer.echo(json.dumps({"key": key, **_shown(record)}))
         return
@@ -84,6 +85,8 @@ def create(
     where = "the Redis server" if redis else str(Path(db).absolute())
     typer.echo(f"{record.id} for {record.owner}, in {where}. The key is not shown again.", err=True)
     typer.echo("Clients send it as `Authorization: Bearer KEY`; the page asks for it once.", err=True)
+    if is_first:
+        typer.echo("From now on nobody is let in without a key. What was said before belongs to nobody.", err=True)
 
 
 @app.command("list")

@@ -119,4 +119,4 @@ def why_incomplete(turn: Turn, outputs: Sequence[Item]) -> str | None:
         return "cancelled"
     if turn.status != INCOMPLETE:
         return None
-    return "max_output_tokens" if FINISH_LENGTH in {item.finish_reason for item in outputs} else "other"
+    return "max_output_tokens" if FINISH_LENGTH in {item.finish_reason for item in outputs} else "interrupted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import resource
@@ -141,3 +142,10 @@ def test_a_file_that_cannot_be_trusted_is_refused_untouched(
     told = capsys.readouterr().err
     assert str(path) in told and reason in told and told.count("\n") == 1
     assert path.read_bytes() == before
+
+
+def test_nobody_else_may_read_a_new_file(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "c.db")
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    asyncio.run(store.close())
+    assert modes == {"c.db": 0o600, "c.db-wal": 0o600, "c.db-shm": 0o600}

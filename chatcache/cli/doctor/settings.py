@@ -134,7 +134,7 @@ def _address(config: ServerConfig) -> Finding:
         listen(config.host, config.port).close()
     except OSError as error:
         return _taken(config, where, error)
-    return good("Address", f"{where} is free")
+    return good("Address", f"{where} is free" if config.port else f"{config.host}, any free port")
 
 
 def _taken(config: ServerConfig, where: str, error: OSError) -> Finding:

@@ -33,7 +33,10 @@ def redis_findings(rights: Rights) -> Iterator[Finding]:
 
 def _kept(rights: Rights) -> Finding:
     if rights.has_aof is None:
-        return good(WHAT, "this user cannot see whether it has an append-only file; it should: appendonly yes")
+        return good(
+            WHAT,
+            "this user cannot see the settings; see to it that it has: appendonly yes, maxmemory-policy noeviction",
+        )
     if not rights.has_aof:
         return warning(WHAT, "no append-only file: its death takes what came since its last snapshot", "appendonly yes")
     sync = rights.settings.get("appendfsync", "")
