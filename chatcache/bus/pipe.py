@@ -279,6 +279,8 @@ class EngineProcess:
             self.facts, self._board.health, self._last_words = notice.facts, notice.health, None
             self._ready, self._detail, self._load_fraction = True, "", 1.0
             self._loaded.set()
+            if self.num_restarts:
+                log.warning("the engine is back")
             self._survivors.up()
         elif isinstance(notice, LoadFailed | Ending):
             self._last_words = from_fault(notice.fault)

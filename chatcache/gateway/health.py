@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.chat.store import StoreUnavailable
-from chatcache.errors import ChatcacheError
+from chatcache.errors import ChatcacheError, Overloaded
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import ModelLoading, ShuttingDown, error_body, error_headers, json_response
@@ -42,8 +42,10 @@ async def readyz(request: Request) -> Response:
         ready = {"status": "ready", "model": gateway.model_name, "max_model_len": health.max_model_len}
         return json_response({**ready, **shown})
     detail = gateway.load_error or (health.detail if not health.ready else "loading the tokenizer")
-    error = ModelLoading(detail or "the model is still loading")
     failed = gateway.load_error is not None or gateway.engine_seen_ready
+    error: ChatcacheError = ModelLoading(detail or "the model is still loading")
+    if gateway.engine_seen_ready and not health.ready:
+        error = Overloaded(detail, code="engine_unavailable")
     return _not_ready(gateway, "unavailable" if failed else "loading", round(health.load_fraction, 3), error)
 
 

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from websockets.sync.client import connect
 
@@ -185,6 +186,21 @@ def test_a_tokenizer_that_does_not_load_is_told(tmp_path: Path) -> None:
         status, _, answer = server.request("GET", "/readyz")
         assert status == 503 and answer["status"] == "unavailable" and "tokenizer.json" in answer["detail"]
         assert "tokenizer.json" in server.post(CHAT, **BODY)[2]["error"]["message"]
+
+
+def test_an_engine_that_is_started_again_is_not_called_a_model_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server(ServerConfig(db=str(tmp_path / "c.db"))) as server:
+        server.wait_ready()
+
+        async def health() -> EngineHealth:
+            return EngineHealth(ready=False, detail="the engine process died; starting a new one in 0.5 s")
+
+        monkeypatch.setattr(server.engine, "health", health)
+        status, headers, answer = server.request("GET", "/readyz")
+        assert (status, answer["status"], answer["error"]["code"]) == (503, "unavailable", "engine_unavailable")
+        assert "starting a new one" in answer["detail"] and "retry-after" in headers
 
 
 def test_a_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
