@@ -139,7 +139,8 @@ class Watched:
     # -- the record
 
     def _on_console(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
+        # A browser tells of every refusal; that somebody was quicker is one that the page answers by reading again.
+        if message.type in ("error", "warning") and "status of 409" not in message.text:
             self._errors.append(f"console {message.type}: {message.text}")
 
     def _on_request(self, request: Any) -> None:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from websockets.sync.client import ClientConnection
 
@@ -14,6 +15,7 @@ from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_facts
 from chatcache.gateway import completions
+from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.types import (
     BeamSearchParams,
     CandidateDone,
@@ -261,14 +263,19 @@ def test_who_has_priority_is_answered_first(tmp_path: Path) -> None:
     """One slot, taken; then requests of falling priority value wait: the last to come is the first to go."""
     config = ServerConfig(db=str(tmp_path / "chat.db"))
     engine = EngineConfig(max_num_seqs=1, scheduling_policy="priority")
-    ended: list[int] = []
+    begun: list[int] = []  # the last token of each prompt
+
+    class Watched(FakeRunner):
+        def execute(self, plan: StepPlan) -> StepResult:
+            rows = plan.rows
+            begun.extend(rows.tokens[np.cumsum(rows.num_tokens) - 1][rows.start < 2].tolist())
+            return super().execute(plan)
 
     def ask(priority: int) -> None:
         answer = server.post(COMPLETIONS, prompt=[7, priority % 5], max_tokens=20, ignore_eos=True, priority=priority)
         assert answer[0] == 200, answer
-        ended.append(priority)
 
-    with Server(config, engine_config=engine) as server:
+    with Server(config, engine_config=engine, runner_class=Watched) as server:
         server.wait_ready()
         with slowed(server, 0.5):
             threads = [threading.Thread(target=ask, args=(priority,)) for priority in (-9, 3, 2, -1)]
@@ -278,7 +285,7 @@ def test_who_has_priority_is_answered_first(tmp_path: Path) -> None:
             hurry(server)
             for thread in threads:
                 thread.join(60)
-    assert ended == [-9, -1, 2, 3]
+    assert begun == [priority % 5 for priority in (-9, -1, 2, 3)]
 
 
 def num_known(server: Server) -> int:

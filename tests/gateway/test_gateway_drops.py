@@ -111,7 +111,8 @@ def test_a_running_response_goes_on_with_what_is_left(server: Server, page: Clie
         name = started(page, **LONG, n=2, stream_id="first")
         send(page, "response.drop", response_id=name, candidate=0)
         until(page, "response.dropped", candidate=0)
-        after = started(page, input="Now you", previous_response_id=name, max_output_tokens=3, stream_id="second")
+        short = {"max_output_tokens": 3, "ignore_eos": True}
+        after = started(page, input="Now you", previous_response_id=name, **short, stream_id="second")
         until(page, "response.incomplete", stream_id="second")
         send(page, "response.cancel", response_id=name)
         response = until(page, "response.incomplete", stream_id="first")["response"]
