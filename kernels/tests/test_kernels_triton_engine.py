@@ -15,7 +15,7 @@ from chatcache.model.runner import Ahead
 from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
 
 QUICK = [case for case in CASES if case != "long"]
-SLOW = ("mixed", "cancelled", "chunked")  # up to a minute each in the interpreter: the long suite has them
+SLOW = ("mixed", "cancelled", "chunked", "cached")  # up to a minute each in the interpreter: the long suite has them
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,7 @@ def test_the_engine_says_the_same_on_triton_kernels(case: str, tmp_path: Path) -
     assert_same(outcome(case, tmp_path, "triton", share="always"), outcome(case, tmp_path, "reference"))
 
 
+@pytest.mark.long
 def test_keys_cut_into_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome("n_best", tmp_path, "reference")
     monkeypatch.setattr(work, "SPLIT", 32)
