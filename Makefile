@@ -83,10 +83,11 @@ loadtest: $(VENV)/.installed
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[loadtest]'
 	$(BIN)/python -m loadtest $(ARGS)
 
-# Asks the network for known holes in what is installed: no part of `make test`.
+# Asks the network for known holes in what is installed: no part of `make test`. CVE-2025-3000 is in torch.jit.script,
+# in every release; a lint sees that we never call it.
 audit: $(VENV)/.installed
-	$(BIN)/python -m pip install -q pip-audit
-	$(BIN)/pip-audit --skip-editable
+	$(BIN)/python -m pip install -q --upgrade pip pip-audit
+	$(BIN)/pip-audit --skip-editable --ignore-vuln CVE-2025-3000
 
 OUT ?= bench-out
 gpu-check:
