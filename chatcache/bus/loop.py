@@ -61,6 +61,13 @@ class SteppedEngine(Protocol):
     def take_events(self) -> Sequence[EngineEvent]: ...
     def step(self) -> Sequence[EngineEvent]: ...
     def health(self) -> EngineHealth: ...
+    @property
+    def pages(self) -> EnginePages: ...
+
+
+class EnginePages(Protocol):
+    """What it needs of the engine's books."""
+
     def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation: ...
@@ -137,15 +144,15 @@ def _answer(engine: SteppedEngine, command: Call) -> Reply:
             engine.drop(request_id, index)
             return Answer(call)
         case Explain(call, prompt, namespace, num_public_tokens, operator):
-            return Explained(call, engine.explain(prompt, namespace, num_public_tokens, operator=operator))
+            return Explained(call, engine.pages.explain(prompt, namespace, num_public_tokens, operator=operator))
         case CountCached(call, prompts, namespace):
-            return Answer(call, value=engine.num_cached(prompts, namespace))
+            return Answer(call, value=engine.pages.num_cached(prompts, namespace))
         case MapPages(call, namespace, operator):
-            return Mapped(call, engine.page_map(namespace, operator=operator))
+            return Mapped(call, engine.pages.page_map(namespace, operator=operator))
         case Ask(call, "accounts"):
-            return Accounted(call, engine.accounts())
+            return Accounted(call, engine.pages.accounts())
         case Ask(call, "stats"):
-            return Answer(call, value=engine.stats())
+            return Answer(call, value=engine.pages.stats())
         case Ask(call, "reset_prefix_cache"):
-            return Answer(call, value=engine.reset_prefix_cache())
+            return Answer(call, value=engine.pages.reset_prefix_cache())
     raise InvalidRequest("not a call")

@@ -9,6 +9,7 @@ the promise is kept that every accepted request ends in exactly one terminal eve
     build.py      the scheduler that the configuration asks for
     admission.py  what is refused at the door, with the numbers
     intake.py     from a caller's request to a live one
+    room.py       how much may wait
     namespaces.py whose requests came lately
     resuming.py   requests that an engine which died had begun
     preparing.py  requests whose grammar is still being compiled
@@ -17,7 +18,7 @@ the promise is kept that every accepted request ends in exactly one terminal eve
     outbox.py     events, numbered 1, 2, 3, ... per request
     selfcheck.py  the books, checked whenever the engine falls idle
     health.py     what the engine tells of itself; durations.py how long its requests took
-    accounts.py   who holds the pages
+    pages.py      what the pages hold, for those who ask; accounts.py who holds them, page_gauge.py their map
     fake.py       a runner without a model, which reads its history back through simulated pages
     fake_device.py  its queue of steps, when it runs ahead
 

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from chatcache.config import EngineConfig
 from chatcache.decode.actions import Advance
 from chatcache.decode.factory import make_strategy
-from chatcache.engine.accounts import UsageGauge, page_accounts
-from chatcache.engine.admission import check_prompt
+from chatcache.engine.accounts import UsageGauge
 from chatcache.engine.build import build_scheduler
 from chatcache.engine.client import ModelRunner
 from chatcache.engine.flight import Flights, StepFailed
@@ -22,30 +21,17 @@ from chatcache.engine.health import Totals, lasting, with_pages, with_traffic
 from chatcache.engine.intake import Intake, StrategyFactory
 from chatcache.engine.namespaces import Namespaces
 from chatcache.engine.outbox import Outbox
-from chatcache.engine.page_gauge import PageGauge
+from chatcache.engine.pages import EnginePages
 from chatcache.engine.preparing import Preparing
 from chatcache.engine.results import candidates_of
 from chatcache.engine.resuming import take_up
-from chatcache.engine.room import Queued, check_queue, check_share
 from chatcache.engine.selfcheck import SelfCheck
 from chatcache.errors import DeviceLost, EngineFault, InvalidRequest, Overloaded
-from chatcache.kv.audit import PageUsage, check, page_usage
-from chatcache.kv.chain import Scope
-from chatcache.sched.audit import check_tokens
 from chatcache.sched.batch import Step
 from chatcache.sched.plan import StepResult
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import (
-    EngineEvent,
-    EngineHealth,
-    Explanation,
-    GenerateRequest,
-    ModelFacts,
-    PackedPrompt,
-    PageAccounts,
-    PageMap,
-)
+from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
 
 PREPARING_WAIT_S = 0.005
 
@@ -74,8 +60,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._facts = facts
-        self._config = config
-        self._capacity = capacity = runner.capacity()
+        capacity = runner.capacity()
         limits = (facts.max_model_len, capacity.max_model_len, config.max_model_len or capacity.max_model_len)
         self._max_model_len = min(limits)
         self._scheduler = build_scheduler(config, capacity, facts.digest)
@@ -94,8 +79,14 @@ class Engine:
         )
         self._self_check = SelfCheck(self._kv, self._scheduler, strict=config.strict)
         self._usage = UsageGauge(self._scheduler)
-        self._pages = PageGauge(self._scheduler)
         self._namespaces = Namespaces()
+        self._pages = EnginePages(
+            self._scheduler,
+            capacity,
+            self._namespaces,
+            vocab_size=facts.vocab_size,
+            max_model_len=self._max_model_len,
+        )
         self._requests: dict[str, LiveRequest] = {}
         self._preparing = Preparing()
         self._outbox = Outbox()
@@ -116,7 +107,7 @@ class Engine:
             raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
         max_tokens = self._intake.check(request)
         if request.resumed is None:
-            self._check_room(request.namespace, len(request.prompt))
+            self._intake.check_room(request, self._scheduler.waiting, self._preparing)
         ticket = self._intake.grammar(request)
         live = self._intake.accept(request, max_tokens, ticket)
         self._namespaces.remember(request.namespace)
@@ -126,16 +117,6 @@ class Engine:
             self._queue(live)
         else:
             self._preparing.add(live, ticket)
-
-    def _check_room(self, namespace: str, num_tokens: int) -> None:
-        """Raises: RateLimited, Overloaded when as many requests or prompt tokens wait as may."""
-        waiting, preparing, config = self._scheduler.waiting, self._preparing, self._config
-        most = Queued(config.max_num_waiting, config.max_waiting_tokens)
-        if namespace:
-            (num, size), (num_more, size_more) = waiting.of(namespace), preparing.of(namespace)
-            check_share(Queued(num + num_more, size + size_more), num_tokens, most)
-        everybody = Queued(len(waiting) + len(preparing), waiting.num_prompt_tokens + preparing.num_prompt_tokens)
-        check_queue(everybody, num_tokens, most)
 
     def _queue(self, request: LiveRequest) -> None:
         try:
@@ -318,6 +299,10 @@ class Engine:
     def facts(self) -> ModelFacts:
         return self._facts
 
+    @property
+    def pages(self) -> EnginePages:
+        return self._pages
+
     def health(self) -> EngineHealth:
         """Cheap enough to ask 20 times a second; sharing and waste are at most a second old."""
         facts = replace(
@@ -331,50 +316,3 @@ class Engine:
             num_steps_ahead=self._flights.num_ahead,
         )
         return with_pages(with_traffic(facts, self._scheduler, self._totals), self._kv, self._usage.read())
-
-    def stats(self) -> PageUsage:
-        """Count what the pages are used for. O(pages held): for metrics and tests."""
-        return page_usage(self._kv, self._scheduler.tables())
-
-    def accounts(self) -> PageAccounts:
-        """Charge the pages in use to requests, conversations and namespaces. O(pages held)."""
-        page_bytes = self._capacity.kv_bytes // self._capacity.num_pages
-        return page_accounts(self._kv, self._scheduler.running, page_bytes)
-
-    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
-        """Count what of each prompt is already computed, as `explain` would. It changes nothing."""
-        return [self._kv.num_cached(each.tokens, Scope(namespace, each.num_public_tokens)) for each in prompts]
-
-    def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
-        """Show every page as the namespace may see it, or an `operator` all as they are. A moment old at most."""
-        return self._pages.read(None if operator else namespace)
-
-    def explain(
-        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
-    ) -> Explanation:
-        """Say what of a prompt is already computed, and why not more. It changes nothing.
-
-        An `operator` may also learn what (recently seen) other namespaces have computed; a tenant must not.
-        Raises: InvalidRequest, ContextTooLong.
-        """
-        check_prompt(prompt, num_public_tokens, self._facts.vocab_size, self._max_model_len)
-        chain = self._kv.chain(prompt, Scope(namespace, num_public_tokens))
-        return self._kv.explain(chain, self._namespaces if operator else ())
-
-    def num_pages_held(self, request_id: str) -> int:
-        """Count the distinct pages a request holds; 0 if it is unknown or waiting."""
-        request = self._requests.get(request_id)
-        return len({page for table in request.tables() for page in table.pages()}) if request else 0
-
-    def check(self) -> None:
-        """Verify pages, tables and reference counts against each other. Raises: BrokenInvariant."""
-        tables = self._scheduler.tables()
-        check(self._kv, tables, [request.host_pages for request in self._scheduler.requests()])
-        check_tokens(self._kv, self._scheduler.running)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all that finished requests left behind; refused (False) while requests run."""
-        if self._scheduler.running:
-            return False
-        self._kv.forget_all()
-        return True

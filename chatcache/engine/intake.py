@@ -17,9 +17,12 @@ from chatcache.engine.admission import (
     check_request_id,
     resolve_max_tokens,
 )
+from chatcache.engine.preparing import Preparing
+from chatcache.engine.room import Queued, check_queue, check_share
 from chatcache.sched.fairness import PRIORITY
 from chatcache.sched.limits import worst_case_pages
 from chatcache.sched.plan import KVCapacity
+from chatcache.sched.queue import WaitingQueue
 from chatcache.sched.request import LiveRequest
 from chatcache.types import GenerateRequest, ModelFacts, num_branches
 
@@ -66,6 +69,18 @@ class Intake:
         check_prompt_logprobs(request)
         check_branches(request.params, self._most_branches)
         return resolve_max_tokens(request, self._capacity, self._max_model_len)
+
+    def check_room(self, request: GenerateRequest, waiting: WaitingQueue, preparing: Preparing) -> None:
+        """Verify that a request may wait with these.
+
+        Raises: RateLimited, Overloaded when as many requests or prompt tokens wait as may.
+        """
+        num_tokens, most = len(request.prompt), Queued(self._config.max_num_waiting, self._config.max_waiting_tokens)
+        if request.namespace:
+            (num, size), (num_more, size_more) = waiting.of(request.namespace), preparing.of(request.namespace)
+            check_share(Queued(num + num_more, size + size_more), num_tokens, most)
+        everybody = Queued(len(waiting) + len(preparing), waiting.num_prompt_tokens + preparing.num_prompt_tokens)
+        check_queue(everybody, num_tokens, most)
 
     def prepare_constraints(self) -> None:
         self._grammars.prepare()

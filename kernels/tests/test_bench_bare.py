@@ -56,7 +56,7 @@ def answers(folder: Path) -> list[list[int]]:
         for event in engine.step():
             if isinstance(event, Tokens):
                 told.setdefault((event.request_id, event.index), []).extend(event.token_ids)
-    engine.check()
+    engine.pages.check()
     return [told[key] for key in sorted(told)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -65,7 +65,7 @@ class _Stream:
 
 
 class ClockEngine:
-    """Satisfies `bus.loop.SteppedEngine`."""
+    """Satisfies `bus.loop.SteppedEngine`, and is its own `pages`."""
 
     def __init__(self, beat: Beat, ticks: Ticks) -> None:
         self.facts = ModelFacts(
@@ -129,6 +129,10 @@ class ClockEngine:
         return EngineHealth(
             ready=True, model="clock", max_model_len=MAX_MODEL_LEN, page_size=16, num_running=len(self._phase_of)
         )
+
+    @property
+    def pages(self) -> Self:
+        return self
 
     def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
 
 from chatcache.bus.codec import MAX_FRAME_BYTES
 from chatcache.bus.pipe import EngineProcess
@@ -111,6 +112,10 @@ class CountingEngine:
             num_running=len(self._running),
             num_steps=self._num_steps,
         )
+
+    @property
+    def pages(self) -> Self:
+        return self
 
     def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False

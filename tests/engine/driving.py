@@ -39,7 +39,7 @@ def drain(engine: Engine) -> list[EngineEvent]:
         if not engine.has_work():
             return events
         events += engine.step()
-        engine.check()
+        engine.pages.check()
     raise AssertionError("the engine stalls")
 
 

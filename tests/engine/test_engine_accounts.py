@@ -32,7 +32,7 @@ def charges(engine: Engine) -> dict[str, float]:
 
 
 def check_accounts(engine: Engine) -> PageAccounts:
-    accounts, num_in_use = engine.accounts(), engine.health().num_pages_in_use
+    accounts, num_in_use = engine.pages.accounts(), engine.health().num_pages_in_use
     assert accounts.requests == pytest.approx(charges(engine))
     for ledger in (accounts.requests, accounts.conversations, accounts.namespaces):
         assert sum(ledger.values()) == pytest.approx(num_in_use)
@@ -100,12 +100,12 @@ def test_health_tells_what_stats_tells_at_most_once_a_second() -> None:
     now = 100.0
     gauge = UsageGauge(engine.scheduler, lambda: now)
     first = gauge.read()
-    assert first == engine.stats() and first.num_shared == 4
+    assert first == engine.pages.stats() and first.num_shared == 4
     engine.abort("a")
     now += USAGE_INTERVAL_S / 2
     assert gauge.read() is first
     now += USAGE_INTERVAL_S / 2
-    assert gauge.read() == engine.stats() != first
+    assert gauge.read() == engine.pages.stats() != first
 
 
 def test_waste_on_a_chat_load_is_under_four_percent() -> None:
@@ -132,7 +132,7 @@ def test_waste_on_a_chat_load_is_under_four_percent() -> None:
         for event in engine.step():
             if isinstance(event, Tokens) and event.index == 0:
                 texts[event.request_id] += event.token_ids
-        usage = engine.stats()
+        usage = engine.pages.stats()
         if usage.num_in_use:
             wastes.append(usage.waste_fraction)
         for name in turns:

@@ -145,11 +145,11 @@ def test_a_failing_step_fails_the_one_behind_it_too_and_nothing_of_them_is_found
     assert runner.log[-4:] == ["result 12", "launch 14", "result 13", "result 14"]
     failed = [event for event in begun if isinstance(event, Failed)]
     assert [event.request_id for event in failed] == ["a", "b"] and "secret" not in failed[0].message
-    eng.check()
+    eng.pages.check()
     history = (*range(1, 5), *output(begun, "a"))
     assert len(history) == 16, "a page, all but its last cell seen"
     for length in range(2, 17):
-        assert eng.explain((*history[:length], 60)).num_cached_tokens == 0
+        assert eng.pages.explain((*history[:length], 60)).num_cached_tokens == 0
     rest = drain(eng)
     eng.add(request("again", prompt=(*history, 60), params=LONG))
     again = drain(eng)
@@ -172,7 +172,7 @@ def until_failed(eng: Engine) -> list[EngineEvent]:
     events: list[EngineEvent] = []
     while not any(isinstance(event, Failed) for event in events):
         events += eng.step()
-        eng.check()
+        eng.pages.check()
     return events
 
 
@@ -222,7 +222,7 @@ def test_a_fault_ends_its_request_only_though_its_next_row_runs(lazy: bool) -> N
     assert [e for e in events if isinstance(e, Failed)] == [Failed("a", events[-1].seq, "the logits are not finite")]
     assert runner.log[-2:] == ["launch 14", "result 13"], "its page was full and named"
     history = (*range(1, 5), *output(events, "a"))
-    assert eng.explain((*history, 60)).num_cached_tokens == 0
+    assert eng.pages.explain((*history, 60)).num_cached_tokens == 0
     events += drain(eng)
     clean = engine()
     clean.add(request("b", prompt=tuple(range(30, 34)), params=LONG))
@@ -239,11 +239,11 @@ def test_whoever_is_aborted_while_his_row_runs_gives_all_back_at_once(lazy: bool
     assert eng._flights and eng.health().num_pages_in_use == 4
     seen = len(output(events, "b"))
     eng.abort("b")
-    assert eng.health().num_pages_in_use == 2 and eng.num_pages_held("b") == 0
+    assert eng.health().num_pages_in_use == 2 and eng.pages.num_held("b") == 0
     free = [page for page in range(1, 12) if not eng._kv.pool.refs[page] and not eng._kv.pool.is_published(page)]
     runner.cells[free] = POISON
-    eng.check()
-    told = eng.explain((*range(30, 50), *output(events, "b"), 60)).num_cached_tokens
+    eng.pages.check()
+    told = eng.pages.explain((*range(30, 50), *output(events, "b"), 60)).num_cached_tokens
     assert told == 20 + seen - 1, "the last token's cell is being computed; nobody has seen it"
     eng.add(request("c", prompt=(*range(30, 50), *output(events, "b"), 60), params=LONG))
     events += drain(eng)
@@ -266,13 +266,13 @@ def test_questions_between_two_steps_disturb_nothing(lazy: bool) -> None:
     while eng.has_work():
         events += eng.step()
         num_on_the_way += len(eng._flights)
-        eng.check()
-        eng.stats()
-        assert eng.reset_prefix_cache() == (not eng._requests)
-        assert eng.accounts().num_pages_in_use == eng.health().num_pages_in_use
+        eng.pages.check()
+        eng.pages.stats()
+        assert eng.pages.reset_prefix_cache() == (not eng._requests)
+        assert eng.pages.accounts().num_pages_in_use == eng.health().num_pages_in_use
         if eng._requests:
-            assert eng.accounts().requests["a"] == pytest.approx(eng.health().num_pages_in_use)
-        told = eng.explain((*request().prompt, *output(events, index=1), 1)).num_cached_tokens
+            assert eng.pages.accounts().requests["a"] == pytest.approx(eng.health().num_pages_in_use)
+        told = eng.pages.explain((*request().prompt, *output(events, index=1), 1)).num_cached_tokens
         assert told <= 20 + len(output(events, index=1))
     assert num_on_the_way > 40 and not eng._flights
     clean = engine()

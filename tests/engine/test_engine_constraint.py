@@ -52,7 +52,7 @@ def drain(engine: Engine, most: int = 5000) -> list[EngineEvent]:
         if not engine.has_work():
             return events
         events += engine.step()
-        engine.check()
+        engine.pages.check()
     raise AssertionError("the engine stalls")
 
 
@@ -143,7 +143,7 @@ def test_others_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch)
     events: list[EngineEvent] = []
     for _ in range(60):
         events += eng.step()
-        eng.check()
+        eng.pages.check()
     assert isinstance(terminal(events, "plain"), Finished)
     assert eng.is_preparing("slow") and eng.health().num_waiting == 1 and eng.has_work()
     for name in ("b", "c"):

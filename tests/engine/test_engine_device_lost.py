@@ -100,9 +100,9 @@ def test_afterwards_requests_are_refused_and_health_says_why() -> None:
     health = eng.health()
     assert (health.ready, health.detail) == (False, REASON)
     assert (health.num_running, health.num_pages_in_use) == (0, 0)
-    eng.check()
+    eng.pages.check()
     eng.abort("a")
-    assert eng.accounts().num_pages_in_use == 0
+    assert eng.pages.accounts().num_pages_in_use == 0
     with pytest.raises(DeviceLost):
         eng.step()
     eng.close()

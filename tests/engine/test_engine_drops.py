@@ -84,11 +84,11 @@ def test_seven_of_eight_are_dropped(kept: int, ahead: bool) -> None:
     events = steps(eng, 9)
     pool = eng.scheduler.kv.pool
     for index in set(range(8)) - {kept}:
-        before, held = pool.num_in_use, eng.num_pages_held("a")
+        before, held = pool.num_in_use, eng.pages.num_held("a")
         eng.drop("a", index)
         freed = before - pool.num_in_use
-        assert freed >= 2 and eng.num_pages_held("a") == held - freed
-        eng.check()
+        assert freed >= 2 and eng.pages.num_held("a") == held - freed
+        eng.pages.check()
         last = eng.step()
         events += last
         assert done(last, index).num_pages_freed == freed
@@ -107,7 +107,7 @@ def test_before_anything_is_computed(lane: int) -> None:
         eng.add(one)
         events = steps(eng, count)
         eng.drop("a", lane)
-        eng.check()
+        eng.pages.check()
         events += drain(eng)
         assert done(events, lane).num_pages_freed == 0
         assert [isinstance(event, Started) for event in events[:2]] == [False, True]
@@ -197,7 +197,7 @@ def test_while_preempted(num_host_pages: int, dropped: set[int]) -> None:
     num_in_use = eng.scheduler.kv.pool.num_in_use
     for index in dropped:
         eng.drop("a", index)
-        eng.check()
+        eng.pages.check()
     assert eng.scheduler.kv.pool.num_in_use == num_in_use
     events = [event for event in events + drain(eng) if event.request_id == "a"]
     assert all(done(events, index).num_pages_freed == 0 for index in dropped)
@@ -218,7 +218,7 @@ def test_on_the_way_back(num_host_pages: int, dropped: int) -> None:
     assert live.num_waiting_branches == (0 if num_host_pages else 3)
     eng.drop("a", dropped)
     assert live.num_waiting_branches == sum(branch.table is None for branch in live.branches.values())
-    eng.check()
+    eng.pages.check()
     events = [event for event in events + drain(eng) if event.request_id == "a"]
     check_others(events, request(params=SamplingParams(n=4, max_tokens=24, seed=9, ignore_eos=True)), {dropped})
 
@@ -244,7 +244,7 @@ def test_what_a_dropped_one_has_computed_is_found_again() -> None:
     events = steps(eng, 25)
     eng.drop("a", 1)
     line = (*request(num_tokens=18).prompt, *output(events, index=1))
-    assert eng.explain((*line, 1)).num_cached_tokens == len(line) - 1
+    assert eng.pages.explain((*line, 1)).num_cached_tokens == len(line) - 1
     drain(eng)
 
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-import chatcache.engine.engine as engine_module
+from chatcache.engine import intake
 from chatcache.errors import Overloaded, RateLimited
 from chatcache.sched.fairness import VirtualCounters
 from tests.engine.crowds import FLOOD, MOST, SLOTS, Crowd
@@ -46,7 +46,7 @@ def everything_in_one_line(patch: pytest.MonkeyPatch) -> str:
 
 
 def no_shares(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(engine_module, "check_share", lambda *_: None)
+    patch.setattr(intake, "check_share", lambda *_: None)
     return "fair"
 
 

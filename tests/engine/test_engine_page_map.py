@@ -44,19 +44,19 @@ def test_the_map_is_what_the_pool_says_at_every_step(workload: Workload) -> None
 
 def test_candidates_share_the_prompt_and_leave_it_idle() -> None:
     one = engine(page_size=4)
-    one._pages = PageGauge(one.scheduler, lambda: 0.0)  # never old
+    one.pages._gauge = PageGauge(one.scheduler, lambda: 0.0)  # never old
     one.add(request(num_tokens=20, params=SamplingParams(n=3, max_tokens=9, ignore_eos=True), namespace="t"))
     for _ in range(4):
         one.step()
-    mine, theirs = one.page_map("t"), one.page_map("u")
+    mine, theirs = one.pages.page_map("t"), one.pages.page_map("u")
     size, num_shared = mine.page_size, 20 // mine.page_size
-    assert mine == one.page_map(operator=True) and mine.num_pages == one.health().num_pages
+    assert mine == one.pages.page_map(operator=True) and mine.num_pages == one.health().num_pages
     letters = Counter(mine.cells)
     assert letters["s"] >= num_shared and letters["a"] >= 3 and size > 1
     assert set(theirs.cells) == {"o", "f"} and theirs.cells.count("o") == letters["a"] + letters["s"] + letters["i"]
     drain(one)
-    assert set(one.page_map("t").cells) == {"i", "f"}
-    assert set(one.page_map("u").cells) == {"o", "f"}
+    assert set(one.pages.page_map("t").cells) == {"i", "f"}
+    assert set(one.pages.page_map("u").cells) == {"o", "f"}
 
 
 def test_who_polls_shares_looks_and_pays_for_them_in_time() -> None:
@@ -89,9 +89,9 @@ def test_a_look_changes_nothing(namespace: str) -> None:
     while one.has_work():
         events += one.step()
         looked += other.step()
-        other._pages = PageGauge(other.scheduler)
-        other.page_map(namespace)
+        other.pages._gauge = PageGauge(other.scheduler)
+        other.pages.page_map(namespace)
     assert looked == events
-    other.check()
+    other.pages.check()
     assert other.scheduler.kv.pool._blank == one.scheduler.kv.pool._blank
     assert list(other.scheduler.kv.pool._idle) == list(one.scheduler.kv.pool._idle)

@@ -117,7 +117,7 @@ class Cuts:
         assert [event.seq for event in (*first, *rest)] == list(range(1, cut + len(rest) + 1))
         assert said(first + rest) == said(self.whole), f"cut at {cut}"
         assert sum(isinstance(event, Started) for event in (*first, *rest)) == 1
-        self._engine.check()
+        self._engine.pages.check()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
@@ -150,7 +150,7 @@ def test_many_at_once_on_few_pages() -> None:
     assert small.health().num_preemptions > 0
     for name, expected in alone.items():
         assert said([*told[name], *(e for e in rest if e.request_id == name)]) == expected
-    small.check()
+    small.pages.check()
 
 
 def test_a_dropped_candidate_stays_dropped() -> None:

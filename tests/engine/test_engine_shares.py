@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import chatcache.engine.engine as engine_module
+from chatcache.engine import intake
 from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError, Overloaded, RateLimited
 from chatcache.types import SamplingParams
@@ -106,6 +106,6 @@ def test_shares_hold_whatever_comes() -> None:
 
 
 def test_without_shares_the_flood_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "check_share", lambda *_: None)
+    monkeypatch.setattr(intake, "check_share", lambda *_: None)
     with pytest.raises(AssertionError):
         flood(SEED)

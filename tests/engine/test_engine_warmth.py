@@ -21,8 +21,10 @@ from tests.engine.workloads import Workload
 
 def check_counts(engine: Engine, prompts: Sequence[tuple[Sequence[int], int]], namespace: str) -> None:
     packed = [PackedPrompt(token_bytes(tokens), num_public) for tokens, num_public in prompts]
-    explained = [engine.explain(tokens, namespace, num_public).num_cached_tokens for tokens, num_public in prompts]
-    assert engine.num_cached(packed, namespace) == explained
+    explained = [
+        engine.pages.explain(tokens, namespace, num_public).num_cached_tokens for tokens, num_public in prompts
+    ]
+    assert engine.pages.num_cached(packed, namespace) == explained
 
 
 @pytest.mark.parametrize("few", [1, 3, FEW_PAGES])
@@ -60,6 +62,6 @@ def test_long_prompts_that_miss_anywhere() -> None:
     for at in (0, 1, size, few - 1, few, few + 1, few + size, len(prompt) - 1):
         changed = (*prompt[:at], 61, *prompt[at + 1 :])
         check_counts(one, [(changed, 0), (prompt[:at] or prompt, 0), (prompt[: at + 1], 0), (prompt[: at + 2], 0)], "")
-    assert one.num_cached([PackedPrompt(token_bytes(prompt))]) == [len(prompt) - 1]
-    assert one.num_cached([PackedPrompt(token_bytes(prompt))], "somebody else") == [0]
-    assert one.num_cached([PackedPrompt(b""), PackedPrompt(token_bytes(prompt[:1]))]) == [0, 0]
+    assert one.pages.num_cached([PackedPrompt(token_bytes(prompt))]) == [len(prompt) - 1]
+    assert one.pages.num_cached([PackedPrompt(token_bytes(prompt))], "somebody else") == [0]
+    assert one.pages.num_cached([PackedPrompt(b""), PackedPrompt(token_bytes(prompt[:1]))]) == [0, 0]

@@ -145,7 +145,7 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
             elif isinstance(event, Started):
                 answers[event.request_id].prompt = event.prompt_logprobs
         if audit and step % AUDIT_EVERY == 0:
-            engine.check()
+            engine.pages.check()
         poison_free_pages(engine, runner)
         step += 1
         assert step < max_steps, "the engine stalls"

@@ -22,6 +22,7 @@ from chatcache.cli.http import BoundedHttp, BoundedSocket
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
+from chatcache.engine.pages import EnginePages
 from chatcache.gateway.app import create_app
 from chatcache.gateway.context import Gateway
 from chatcache.kv.audit import PageUsage
@@ -57,13 +58,14 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 class CheckedEngine(Engine):
-    """Whoever asks for its figures while it is idle has its books checked, in its own thread, where nothing moves."""
+    """Whoever asks of its pages while none is held has its books checked, in its own thread, where nothing moves."""
 
-    def stats(self) -> PageUsage:
-        usage = super().stats()
-        if usage.num_in_use == 0:
-            self.check()
-        return usage
+    @property
+    def pages(self) -> EnginePages:
+        pages = super().pages
+        if pages.stats().num_in_use == 0:
+            pages.check()
+        return pages
 
 
 @dataclass
