@@ -13,13 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from chatcache.errors import ChatcacheError
 from chatcache.gateway.body import read_json, until_disconnect
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.jsonio import encode
 from chatcache.gateway.principal import owner_of, principal_of
 from chatcache.gateway.repeats import REPLAYED, Once
-from chatcache.gateway.response_log import LogReader
+from chatcache.gateway.response_log import TERMINAL, LogReader
 from chatcache.gateway.response_registry import Run
 from chatcache.gateway.response_run import start_once, start_response
 from chatcache.gateway.response_state import as_created, as_logged, as_stored, find_stored, stream_expired
@@ -89,6 +91,8 @@ class LogStream(EventStream):
         self._gateway = gateway
         self._reader = reader
         self._whole = False
+        self._num_sent = reader.sent_number + 1  # of the response's numbered frames
+        self._has_ended = False
         super().__init__(
             self._frames(),
             keep_alive_s=gateway.config.sse_keep_alive_interval_s,
@@ -97,6 +101,13 @@ class LogStream(EventStream):
             headers=headers,
         )
 
+    def last_words(self, error: ChatcacheError) -> bytes:
+        """OpenAI's `error` event under the next number, unless the response's own end was told."""
+        if self._has_ended:
+            return b""
+        body = {"code": error.code, "message": error.message, "param": error.param}
+        return _framed("error", encode({"type": "error", "sequence_number": self._num_sent, **body}))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._reader:
             await super().__call__(scope, receive, send)
@@ -104,9 +115,16 @@ class LogStream(EventStream):
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         """What is there goes in one piece, each event with OpenAI's name for it."""
         while frames := await self._reader.next():
-            yield b"".join(b"event: %s\ndata: %s\n\n" % (frame.kind.encode(), frame.data) for frame in frames)
+            yield b"".join(_framed(frame.kind, frame.data) for frame in frames)
+            # Whoever asks for more has sent them.
+            self._num_sent += len(frames)
+            self._has_ended |= any(frame.kind in TERMINAL for frame in frames)
         self._whole = True
 
     async def _ended(self) -> None:
         if not self._whole:
             self._gateway.metrics.disconnects.inc()
+
+
+def _framed(kind: str, data: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)

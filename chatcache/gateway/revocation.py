@@ -8,10 +8,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.errors import Unauthorized, error_body
+from chatcache.gateway.errors import Unauthorized
 from chatcache.gateway.keyring import Keyring
 from chatcache.gateway.principal import Principal, who
-from chatcache.gateway.sse import frame
+from chatcache.gateway.sse import EventStream, stream_in
 
 
 class EndRevoked:
@@ -44,7 +44,7 @@ class EndRevoked:
                 if not answer.has_begun:
                     raise Unauthorized("this API key was revoked") from None
             if revoked.is_set():
-                await answer.end()
+                await answer.end(stream_in(scope))
 
 
 class _Ears:
@@ -75,23 +75,18 @@ class _Answer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._is_stream = False
         self._has_ended = False
         self.has_begun = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_begun = True
-            self._is_stream = any(
-                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in message["headers"]
-            )
         elif not message.get("more_body", False):
             self._has_ended = True
         await self._send(message)
 
-    async def end(self) -> None:
+    async def end(self, stream: EventStream | None) -> None:
         """Finish what has begun: a stream says why."""
         if self.has_begun and not self._has_ended:
-            error = Unauthorized("this API key was revoked")
-            last = frame({"error": error_body(error)}) if self._is_stream else b""
+            last = stream.last_words(Unauthorized("this API key was revoked")) if stream is not None else b""
             await self({"type": "http.response.body", "body": last, "more_body": False})

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+_ERROR_HEAD = b'data: {"error":'
+_IN_SCOPE = "chatcache.stream"
 _SEND_TIMEOUT_S = 60.0
 _SHUTDOWN_GRACE_S = 25.0
 
@@ -58,10 +60,17 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
         self._on_end = on_end
         self._keep_alive_s = keep_alive_s
         self._keep_alive = keep_alive
+        self._last = b""  # what was sent last
         self._moved_s = time.monotonic()  # when a send last began
         self._is_sending = False
 
+    def last_words(self, error: ChatcacheError) -> bytes:
+        """What a stream that is cut off still has to say: the error, or nothing where its own end was sent."""
+        has_ended = self._last == DONE or self._last.startswith(_ERROR_HEAD)
+        return b"" if has_ended else frame({"error": error_body(error)})
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_IN_SCOPE] = self
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -74,7 +83,7 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
             async for chunk in self.body_iterator:
                 self._moved_s, self._is_sending = time.monotonic(), True
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._is_sending = False
+                self._is_sending, self._last = False, chunk
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -97,6 +106,12 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
                 self._moved_s = time.monotonic()
                 if self._keep_alive_s:
                     await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+
+
+def stream_in(scope: Scope) -> EventStream | None:
+    """The stream that a request was answered with, once it was."""
+    stream: EventStream | None = scope.get(_IN_SCOPE)
+    return stream
 
 
 async def framed(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:

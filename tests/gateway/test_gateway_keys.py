@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +26,13 @@ from chatcache.config import ServerConfig
 from chatcache.gateway import app as app_module
 from chatcache.gateway.access import ACCESS, Protected
 from chatcache.gateway.cookies import LIFE_S, read_session, signed
+from chatcache.gateway.errors import Unauthorized
 from chatcache.gateway.keyring import Keyring
-from tests.gateway.frames import LONG, receive, send, until_end
+from chatcache.gateway.response_log import ResponseLog
+from chatcache.gateway.responses_http import LogStream
+from tests.gateway.frames import LONG, TERMINAL, receive, send, until_end
 from tests.gateway.keyed import Keyed, give, keyed, take_away
-from tests.gateway.serving import Server, post_bytes, slowed, wait_until
+from tests.gateway.serving import Server, post_bytes, read_all, slowed, unchunk, wait_until
 
 MODELS = "/v1/models"
 CHAT = "/v1/chat/completions"
@@ -62,6 +67,27 @@ def closed_with(socket: ClientConnection) -> tuple[int, list[dict[str, Any]]]:
             frames.append(json.loads(socket.recv(timeout=PATIENCE_S)))
     assert socket.close_code is not None
     return socket.close_code, frames
+
+
+def lines_of(answer: bytes) -> list[bytes]:
+    """The lines of a stream that was ended as a whole: nothing but the connection went on."""
+    assert answer.endswith(b"0\r\n\r\n")
+    return unchunk(answer.partition(b"\r\n\r\n")[2]).split(b"\n")
+
+
+def chat_events(answer: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in lines_of(answer) if line]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    assert ["error" in event for event in events] == [False] * (len(events) - 1) + [True]
+    return events
+
+
+def response_events(answer: bytes) -> list[dict[str, Any]]:
+    """As OpenAI's client reads them: each is named as its `type` says."""
+    names = [line.removeprefix(b"event: ").decode() for line in lines_of(answer) if line.startswith(b"event: ")]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines_of(answer) if line.startswith(b"data: ")]
+    assert [event["type"] for event in events] == names
+    return events
 
 
 def test_keys_open_and_nothing_like_them_does(keys: Keyed) -> None:
@@ -176,21 +202,51 @@ def test_a_revoked_key_ends_sockets_streams_and_requests_that_wait(keys: Keyed) 
         request = json.dumps({**LONG, "stream": True}).encode()
         stored.sendall(post_bytes(server.port, "/v1/responses", request, authorization))
         waiting.sendall(post_bytes(server.port, CHAT, json.dumps(body).encode(), authorization))
-        for stream in (chat, stored):
-            assert b"200 OK" in stream.recv(65536)
+        begun = [stream.recv(65536) for stream in (chat, stored)]
+        assert all(b"200 OK" in first for first in begun)
         wait_until(lambda: server.call(server.engine.health()).num_running == 4, "all to run", PATIENCE_S)
         keys.take_away(held)
         assert closed_with(idle)[0] == 4401
         assert closed_with(busy)[0] == 4401
-        for stream in (chat, stored):
-            stream.settimeout(PATIENCE_S)
-            rest = b"".join(iter(lambda stream=stream: stream.recv(65536), b""))  # type: ignore[misc]
-            assert b'"code":"invalid_api_key"' in rest and rest.endswith(b"0\r\n\r\n") and b"[DONE]" not in rest
+        assert chat_events(b"".join((begun[0], read_all(chat))))[-1]["error"]["code"] == "invalid_api_key"
+        told = response_events(b"".join((begun[1], read_all(stored))))
+        assert [event["sequence_number"] for event in told] == list(range(len(told)))
+        assert [event["type"] for event in told if event["type"] in TERMINAL] == ["error"]
+        assert told[-1]["code"] == "invalid_api_key" and told[-1]["message"] == "this API key was revoked"
         waiting.settimeout(PATIENCE_S)
         answered = b"".join(iter(lambda: waiting.recv(65536), b""))
         assert answered.startswith(b"HTTP/1.1 401") and b"this API key was revoked" in answered
         send(bystander, input="Hi", max_output_tokens=1)
         assert until_end(bystander)[-1]["type"] in ("response.completed", "response.incomplete")
+
+
+async def test_a_stream_that_told_its_end_says_nothing_more() -> None:
+    """However long it stays open: what steered a response is told after its terminal event."""
+    log, metrics = ResponseLog("resp_a"), SimpleNamespace(disconnects=SimpleNamespace(inc=lambda: None))
+    gateway: Any = SimpleNamespace(config=ServerConfig(sse_keep_alive_interval_s=0), metrics=metrics)
+    stream, sent, never = LogStream(gateway, log.reader(), {}), asyncio.Queue[bytes](), asyncio.Event()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.put_nowait(message.get("body", b""))
+
+    async def receive() -> MutableMapping[str, Any]:
+        await never.wait()
+        return {"type": "http.disconnect"}
+
+    error = Unauthorized("this API key was revoked")
+    log.append("response.created")
+    answering = asyncio.create_task(stream({"type": "http", "method": "POST"}, receive, send))
+    for kind in ("response.created", "response.completed", "response.steer.failed"):
+        if kind != "response.created":
+            log.append(kind)
+        async with asyncio.timeout(PATIENCE_S):
+            while kind.encode() not in await sent.get():
+                pass
+        await asyncio.sleep(0)
+        told = b'event: error\ndata: {"type":"error","sequence_number":1,' if kind == "response.created" else b""
+        assert stream.last_words(error)[: len(told) or None] == told
+    never.set()
+    await answering
 
 
 def test_what_is_unread_of_a_redis_store_lets_nobody_in(tmp_path: Path) -> None:
