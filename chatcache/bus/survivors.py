@@ -17,10 +17,17 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from chatcache.bus.codec import Abort, Answer, Command, Drop, Events, Fault, Reply, Scored, Submit, to_fault
+from chatcache.bus.codec import Abort, Answer, Command, Drop, Events, Fault, Reply, Scored, Submit, from_fault, to_fault
 from chatcache.bus.survivor import Place, Survivor
 from chatcache.bus.told import Told
-from chatcache.errors import ChatcacheError, DeviceLost, InvalidRequest, RequestPoisoned, UnsupportedParameter
+from chatcache.errors import (
+    ChatcacheError,
+    DeviceLost,
+    InvalidRequest,
+    Overloaded,
+    RequestPoisoned,
+    UnsupportedParameter,
+)
 from chatcache.types import TERMINAL, EngineEvent, EngineHealth, Failed, Finished, Started
 
 Notice = Reply | Scored | Events
@@ -194,7 +201,8 @@ class Survivors:
                 self.num_poisoned += 1
                 self._end(each, to_fault(RequestPoisoned(f"this request ended the engine twice: {error.message}")))
             elif not each.told.is_resumable:
-                self._end(each, to_fault(error))
+                lost = f"{error.message}; what this search had in mind is lost: send it again"
+                self._end(each, to_fault(Overloaded(lost, code="engine_unavailable")))
         self._drop_pending()
         return self.num_poisoned - num_before
 
@@ -262,7 +270,7 @@ class Survivors:
     def _end(self, found: Survivor, fault: Fault) -> None:
         """End a request in an error: by its verdict if that is still waited for."""
         if found.is_accepted:
-            self._tell(found, found.told.failed(fault.message, fault.code))
+            self._tell(found, found.told.failed(from_fault(fault)))
         else:
             self._forget(found)
             self._to_board(Answer(found.call, fault=fault))

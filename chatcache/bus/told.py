@@ -7,6 +7,7 @@ from struct import pack
 
 from msgspec.structs import replace
 
+from chatcache.errors import ChatcacheError
 from chatcache.types import (
     FINISH_CANCELLED,
     CandidateDone,
@@ -102,8 +103,8 @@ class Told:
             cancelled=True,
         )
 
-    def failed(self, message: str, code: str) -> Failed:
-        return Failed(self.request.request_id, self.last_seq + 1, message, code)
+    def failed(self, error: ChatcacheError) -> Failed:
+        return Failed(self.request.request_id, self.last_seq + 1, error.message, error.code, error.param, error.status)
 
     def dropped(self, index: int) -> CandidateDone | None:
         """The end of a candidate that was dropped meanwhile; None if it has ended, or never was."""

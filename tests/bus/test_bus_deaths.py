@@ -219,7 +219,8 @@ async def test_searches_end_in_one_error_and_new_ones_run() -> None:
         for events in crowd.events.values():
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
             end = events[-1]
-            assert isinstance(end, Failed) and end.code == "engine_error" and "signal 9" in end.message
+            assert isinstance(end, Failed) and "signal 9" in end.message
+            assert (end.code, end.status) == ("engine_unavailable", 503), "to be sent again"
         await until(lambda: engine._ready)
         after = Crowd(engine, [a_request(1, 5)])
         await after.begin()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from websockets.sync.client import connect
 
 from chatcache.config import ServerConfig
+from chatcache.types import EngineEvent, Failed, Started
+from tests.gateway.frames import send, until_end
 from tests.gateway.responding import LONG, PATH, begin, so_far
 from tests.gateway.serving import MAX_MODEL_LEN, Server, read_all, slowed, wait_until
 from tests.gateway.test_gateway_tenants import ONE, TWO, shared
@@ -36,6 +41,34 @@ def test_a_failure_is_told_stored_and_no_error_of_the_request(server: Server) ->
     later = server.request("GET", f"{PATH}/{failed['id']}")[2]
     assert (later["status"], later["error"]) == ("failed", failed["error"])
     assert server.post(PATH, **greedy)[2]["output"][0]["content"] == whole["output"][0]["content"]
+
+
+def test_a_search_that_its_engine_took_along_may_be_sent_again(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `bus.survivors` says of one then: 503 where nothing was sent yet, the same code on streams and sockets."""
+    events = server.engine.events
+
+    async def dying(request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
+        async for event in events(request_id, after):
+            yield event
+            if isinstance(event, Started):
+                yield Failed(request_id, event.seq + 1, "it died", "engine_unavailable", status=503)
+                return
+
+    monkeypatch.setattr(server.engine, "events", dying)
+    search: dict[str, Any] = {"beam_width": 3, "max_output_tokens": 9}
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "n": 3, "use_beam_search": True}
+    status, headers, refused = server.post("/v1/chat/completions", **asked)
+    assert (status, headers["retry-after"], refused["error"]["code"]) == (503, "1", "engine_unavailable")
+    assert refused["error"]["type"] == "server_error" and "x-should-retry" not in headers
+    data = server.stream("/v1/chat/completions", **asked)[1]
+    assert json.loads(data.strip().rpartition(b"data: ")[2])["error"]["code"] == "engine_unavailable"
+    failed = [server.post(PATH, input="Hi", **search)[2]]
+    with connect(url) as socket:
+        send(socket, input="Hi", **search)
+        failed.append(until_end(socket)[-1]["response"])
+    assert [each["error"]["code"] for each in failed] == ["engine_unavailable"] * 2
 
 
 def reply_tokens(server: Server, response_id: str) -> tuple[int, ...]:
