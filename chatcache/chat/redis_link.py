@@ -2,7 +2,8 @@
 
 Every piece of work runs on a task of its own, so a caller that goes away leaves no half-read reply behind for the next
 one. Who finds that the server does not answer tells everybody: from then on all are refused at once, until a ping comes
-back. So nobody waits longer than one timeout, however many there are.
+back. Who has to wait in line, maybe behind work that is given long, has the server pinged meanwhile. So nobody waits
+longer than one timeout and a bit for a server that is silent, however many there are.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class RedisLink:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._down: str | None = "nobody has asked it yet"
         self._first: asyncio.Task[None] | None = None
+        self._num_in_line = 0
+        self._asking: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -114,7 +117,7 @@ class RedisLink:
     async def close(self) -> None:
         """Finish what was begun, then close all connections."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        asking = [task for task in (self._first, self._probing) if task is not None]
+        asking = [task for task in (self._first, self._asking, self._probing) if task is not None]
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -133,27 +136,68 @@ class RedisLink:
         lock = self._locks.get(order)
         if lock is None:
             lock = self._locks[order] = asyncio.Lock()
-        async with lock:
+        await self._wait_in_line(lock)
+        try:
             return await self._guarded(work, is_patient)
+        finally:
+            lock.release()
 
     async def _guarded(self, work: Callable[[Client], Awaitable[Result]], is_patient: bool) -> Result:
         if self._first is None:
             self._first = asyncio.create_task(self._find())
         if not self._first.done():
             await asyncio.wait([self._first])
-        async with self._slots:
+        await self._wait_in_line(self._slots)
+        try:
             if self._down is not None:
                 raise StoreUnavailable(_NO_ANSWER)
-            try:
-                return await work(self._patient if is_patient else self._client)
-            except (*_LOST, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and _CLOSED not in str(error):
-                    raise
-                self._lose(error)
-                raise StoreUnavailable(_NO_ANSWER) from error
-            except redis.RedisError as error:  # read only, out of memory, cannot write its own file, not allowed
-                log.warning("the store at %s refuses: %s", self.where, _said(error))
-                raise StoreUnavailable("the store takes nothing now") from error
+            return await work(self._patient if is_patient else self._client)
+        except (*_LOST, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and _CLOSED not in str(error):
+                raise
+            self._lose(error)
+            raise StoreUnavailable(_NO_ANSWER) from error
+        except redis.RedisError as error:  # read only, out of memory, cannot write its own file, not allowed
+            log.warning("the store at %s refuses: %s", self.where, _said(error))
+            raise StoreUnavailable("the store takes nothing now") from error
+        finally:
+            self._slots.release()
+
+    async def _wait_in_line(self, gate: asyncio.Lock | asyncio.Semaphore) -> None:
+        """Acquire it, in order. Raises: StoreUnavailable when the server falls silent meanwhile."""
+        if not self._num_in_line and not gate.locked():
+            await gate.acquire()  # at once
+            return
+        self._num_in_line += 1
+        taking = asyncio.ensure_future(gate.acquire())
+        try:
+            while not (await asyncio.wait([taking], timeout=_PROBE_S))[0]:
+                await self._ask()
+                if self._down is not None and not taking.done():
+                    raise StoreUnavailable(_NO_ANSWER)
+        except BaseException:
+            if not taking.cancel() and not taking.cancelled():
+                gate.release()
+            raise
+        finally:
+            self._num_in_line -= 1
+
+    async def _ask(self) -> None:
+        """Ping the server on behalf of all who wait in line, unless it is known to be silent."""
+        if self._down is None and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ping())
+        if self._asking is not None:
+            await asyncio.wait([self._asking])
+
+    async def _ping(self) -> None:
+        try:
+            await self._client.ping()
+        except (*_LOST, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and _CLOSED not in str(error):
+                raise
+            self._lose(error)
+        except redis.RedisError:  # it answers, if not as one would like
+            pass
 
     def _lose(self, error: Exception) -> None:
         """The server does not answer: refuse everybody until it does."""

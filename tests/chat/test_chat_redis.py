@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,56 @@ async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_re
 
     await until(is_settled, "the refused turn to be nobody's")
     await store.close()
+
+
+async def refused_before(redis: RedisServer, patient: str, impatient: str) -> bool:
+    """Redis hangs under a deletion, which is given long; who stands behind it in line is refused before it is."""
+    store = RedisStore(redis.url, lease_s=600.0)
+    for name in {patient, impatient}:
+        await store.create(replace(HEAD, id=name))
+    link = store._link
+
+    async def is_sent() -> bool:
+        return bool(link._patient.connection_pool._in_use_connections)
+
+    async def is_idle() -> bool:
+        return not link._tasks
+
+    await until(is_idle, "the first sign of life to be stored")
+    redis.signal(signal.SIGSTOP)
+    deleting = asyncio.create_task(store.delete("me", patient))
+    await until(is_sent, "the deletion to be sent")
+    turn = asyncio.create_task(store.append("me", impatient, [], Turn("resp_1", "", "m", 1.0)))
+    try:
+        done, _ = await asyncio.wait([deleting, turn], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(StoreUnavailable):
+            await turn
+        return done == {turn}
+    finally:
+        redis.signal(signal.SIGCONT)
+        await asyncio.gather(deleting, return_exceptions=True)
+        await store.close()
+
+
+@pytest.mark.parametrize("other", ["conv", "conv_2"], ids=["of one conversation", "of connections"])
+async def test_nobody_waits_for_a_silent_server_behind_patient_work(
+    mortal_redis: RedisServer, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_link, "_NUM_CONNECTIONS", 1)
+    assert await refused_before(mortal_redis, "conv", other)
+
+
+async def test_in_a_line_where_nobody_asks_they_would(
+    mortal_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: who waits in line waits for those before."""
+
+    async def wait(self: redis_link.RedisLink, gate: asyncio.Lock | asyncio.Semaphore) -> None:
+        await gate.acquire()
+
+    monkeypatch.setattr(redis_link.RedisLink, "_wait_in_line", wait)
+    monkeypatch.setattr(redis_link, "PATIENCE_S", 2.0)
+    assert not await refused_before(mortal_redis, "conv", "conv")
 
 
 async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs(empty_redis: RedisServer) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from chatcache.cli.server import calm_gc
 from chatcache.config import ServerConfig
 from chatcache.gateway.live_response import LiveResponse
 from chatcache.gateway.repeats import Once
@@ -30,6 +31,7 @@ def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
     with Server(ServerConfig(port=port, **place)) as server:  # type: ignore[arg-type]
         server.runner.delay_s = 0.02
         server.wait_ready()
+        calm_gc()
         print(server.port, flush=True)
         signal.pause()
 

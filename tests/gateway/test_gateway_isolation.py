@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +55,21 @@ class Counted:
 
 
 class Prober:
-    """Users of several tenants who say much the same."""
+    """The users of one tenant, one after another: what they say is much what those of the other tenants say."""
 
-    def __init__(self, server: Server, keys: Sequence[Sequence[str]], draw: random.Random) -> None:
+    def __init__(self, server: Server, keys: Sequence[str], draw: random.Random) -> None:
         self._server = server
         self._keys = keys
         self._draw = draw
-        self._tenants = [Trie() for _ in keys]
-        self._users = [[Trie() for _ in users] for users in keys]
+        self._said = Trie()
+        self._users = [Trie() for _ in keys]
         self._public = num_tokens_of([{"role": "system", "content": DECLARED}]) // PAGE_SIZE * PAGE_SIZE
         self.counted = Counted()
 
     def probe(self) -> None:
         """One request of one user; a few words of a few choices, so that others have said the like."""
         draw = self._draw
-        tenant, user = draw.randrange(len(self._keys)), draw.randrange(NUM_USERS)
+        user = draw.randrange(len(self._keys))
         words = " ".join(draw.choice(("red", "green", "blue")) for _ in range(draw.randint(2, 14)))
         messages = [{"role": "user", "content": words}]
         is_public = draw.random() < 0.3
@@ -78,18 +79,18 @@ class Prober:
         prompt = tiny_tokenizer().render_ids(messages)
         if kind == "completion":  # the same tokens by another door, where nothing is public
             is_public = False
-        cached = getattr(self, f"_{kind}")(self._keys[tenant][user], messages, prompt)
-        of_all, public = self._tenants[tenant].num_common(prompt), self._public if is_public else 0
+        cached = getattr(self, f"_{kind}")(self._keys[user], messages, prompt)
+        of_all, public = self._said.num_common(prompt), self._public if is_public else 0
         own = max(of_all, public)
         counted = self.counted
         counted.num_probes += 1
         counted.foreign += max(0, cached - own)
         counted.own += min(cached, own)
-        of_user = self._users[tenant][user].num_common(prompt)
+        of_user = self._users[user].num_common(prompt)
         counted.by_other_users += max(0, min(cached, of_all) - max(of_user, public))
         if kind != "explain":
-            self._tenants[tenant].add(prompt)
-            self._users[tenant][user].add(prompt)
+            self._said.add(prompt)
+            self._users[user].add(prompt)
 
     def _chat(self, key: str, messages: Any, prompt: Any) -> int:
         usage = self._post(key, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})["usage"]
@@ -120,23 +121,30 @@ def num_tokens_of(messages: Any) -> int:
 
 
 @contextmanager
-def prober(folder: Path, num_pages: int) -> Iterator[Prober]:
+def probers(folder: Path, num_pages: int) -> Iterator[list[Prober]]:
+    """One for each tenant."""
     config = ServerConfig(db=str(folder / "c.db"), public_prompts=(DECLARED,))
     keys = [
         [give(config, f"tenant-{at}", f"user-{user}").key for user in range(NUM_USERS)] for at in range(NUM_TENANTS)
     ]
     with Server(config, num_pages=num_pages) as server:
-        asking = Prober(server.wait_ready(), keys, random.Random(SEED))
-        yield asking
+        server.wait_ready()
+        yield [Prober(server, users, random.Random(SEED + at)) for at, users in enumerate(keys)]
         server.wait_idle()
 
 
 def counted(folder: Path, num_probes: int) -> Counted:
+    """Probe from all tenants at a time: what one of them has computed is known exactly all the same."""
     # Many probes: more pages than are checked after every step.
-    with prober(folder, 2048 if num_probes < 1000 else 40_000) as asking:
-        for _ in range(num_probes):
-            asking.probe()
-        return asking.counted
+    with probers(folder, 2048 if num_probes < 1000 else 40_000) as asking, ThreadPoolExecutor(len(asking)) as pool:
+
+        def probe(prober: Prober) -> Counted:
+            for _ in range(num_probes // len(asking)):
+                prober.probe()
+            return prober.counted
+
+        found = list(pool.map(probe, asking))
+    return Counted(*(sum(each) for each in zip(*map(astuple, found), strict=True)))
 
 
 @pytest.mark.parametrize("num_probes", [400, pytest.param(100_000, marks=pytest.mark.long)])
