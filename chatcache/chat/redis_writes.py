@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from chatcache.chat import redis_rows as rows
 from chatcache.chat.redis_link import Pipe
-from chatcache.chat.redis_rows import Placed
-from chatcache.chat.store import KEEP_CLAIMS_S, Claim, KeyTaken
+from chatcache.chat.redis_rows import Head, Placed
+from chatcache.chat.store import KEEP_CLAIMS_S, Claim, Handed, KeyTaken
 from chatcache.chat.tree import Conversation, Item, Turn
 from chatcache.errors import NotFound
 
@@ -75,6 +76,24 @@ def packed(items: Sequence[Item], first: int) -> tuple[dict[str, bytes], str]:
 def put_new(pipe: Pipe, conversation: Conversation) -> None:
     pipe.zadd(rows.ids_key(conversation.owner), {conversation.id: 0})
     pipe.append(rows.words_key(conversation.id), rows.words_of([conversation.title]))
+
+
+async def hand_over(pipe: Pipe, *, conversation_id: str, owner: str, to: str) -> Handed:
+    """Give a conversation another owner, if it is that one's and no response is under way in it."""
+    data = await pipe.get(rows.head_key(conversation_id))
+    head = rows.head_of(data) if data is not None else None
+    running = {entry.decode().partition(" ")[2] for entry in await pipe.hvals(rows.RUNNING)}
+    pipe.multi()
+    if head is None or head.conversation.owner != owner:
+        return Handed()
+    if conversation_id in running:
+        return Handed(num_busy=1)
+    given = replace(head.conversation, owner=to)
+    pipe.set(rows.head_key(conversation_id), rows.pack_head(Head(given, head.num_positions)))
+    for key_of, score in ((rows.list_key, given.updated_at), (rows.ids_key, 0)):
+        pipe.zrem(key_of(owner), conversation_id)
+        pipe.zadd(key_of(to), {conversation_id: score})
+    return Handed(num_conversations=1)
 
 
 def put_title(pipe: Pipe, head: Conversation, changed: Conversation) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from chatcache.chat.tree import Conversation, Item, ReplyParts, Turn, Usage
+from chatcache.chat.store import Handed
+from chatcache.chat.tree import IN_PROGRESS, Conversation, Item, ReplyParts, Turn, Usage
 
 Row = Any  # a tuple as sqlite3 returns it
 
@@ -74,6 +75,16 @@ def put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
         f"INSERT OR REPLACE INTO turns (conversation_id, {TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (conversation_id, *row, *row_end),
     )
+
+
+def hand_over(db: sqlite3.Connection, owner: str, to: str) -> Handed:
+    """Give an owner's conversations another one, but for those with a response under way."""
+    is_busy = "EXISTS (SELECT 1 FROM turns WHERE conversation_id = conversations.id AND status = :running)"
+    values = {"owner": owner, "to": to, "running": IN_PROGRESS}
+    where = "WHERE owner = :owner AND"
+    num_busy: int = db.execute(f"SELECT count(*) FROM conversations {where} {is_busy}", values).fetchone()[0]
+    moved = db.execute(f"UPDATE conversations SET owner = :to {where} NOT {is_busy}", values)
+    return Handed(moved.rowcount, num_busy)
 
 
 def conversation_of(row: Row) -> Conversation:

@@ -72,6 +72,14 @@ class Merged:
     num_turns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """Conversations that have a new owner, and those that stay because a response is under way in them."""
+
+    num_conversations: int = 0
+    num_busy: int = 0
+
+
 KEEP_CLAIMS_S = 24 * 3600
 
 
@@ -190,5 +198,9 @@ class ConversationStore(Protocol):
         ...
 
     async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None: ...
+
+    async def hand_over(self, owner: str, to: str) -> Handed:
+        """Make all that an owner has another's, as it is; again does the rest. Idempotency keys stay whose they are."""
+        ...
 
     async def close(self) -> None: ...

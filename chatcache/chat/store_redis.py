@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from chatcache.chat import redis_reads as reads
 from chatcache.chat import redis_rows as rows
@@ -22,9 +23,11 @@ from chatcache.chat.redis_rows import Head, Placed
 from chatcache.chat.redis_search import find
 from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
-from chatcache.chat.store import Claim, Merged, StoreUnavailable, StoreUnusable
+from chatcache.chat.store import Claim, Handed, Merged, StoreUnavailable, StoreUnusable
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import ChatcacheError
+
+_CHUNK = 1000
 
 
 class RedisStore:
@@ -214,6 +217,16 @@ class RedisStore:
                 pipe.hdel(rows.RUNNING, *turns)
 
         await self._change(conversation_id, work, is_patient=True)
+
+    async def hand_over(self, owner: str, to: str) -> Handed:
+        """One conversation after the other: what is done when this is cut short stays done."""
+        handed, after = Handed(), None
+        while names := await self.ids(owner, _CHUNK, after):
+            after = names[-1]
+            for name in names:
+                done = await self._change(name, partial(writes.hand_over, conversation_id=name, owner=owner, to=to))
+                handed = Handed(handed.num_conversations + done.num_conversations, handed.num_busy + done.num_busy)
+        return handed
 
     async def close(self) -> None:
         await self._leases.close()

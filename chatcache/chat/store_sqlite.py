@@ -15,6 +15,7 @@ from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
 from chatcache.chat.sqlite_claims import find_claim, put_claim, try_writing
 from chatcache.chat.sqlite_rows import (
+    hand_over,
     insert_conversation,
     insert_item,
     move_item,
@@ -24,7 +25,7 @@ from chatcache.chat.sqlite_rows import (
 from chatcache.chat.sqlite_schema import prepare, prepare_reader
 from chatcache.chat.sqlite_search import find, index_item, index_title
 from chatcache.chat.sqlite_writer import SqliteWriter
-from chatcache.chat.store import Claim, Merged, StoreUnusable
+from chatcache.chat.store import Claim, Handed, Merged, StoreUnusable
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import NotFound
 
@@ -155,6 +156,9 @@ class SqliteStore:
             db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
 
         await self._writer.run(job)
+
+    async def hand_over(self, owner: str, to: str) -> Handed:
+        return await self._writer.run(lambda db: hand_over(db, owner, to))
 
     async def close(self) -> None:
         await asyncio.to_thread(self._reader.close)

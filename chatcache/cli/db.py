@@ -1,4 +1,4 @@
-"""`chatcache db`: copies of all conversations, while a server runs."""
+"""`chatcache db`: copies of all conversations, and a new owner for those of nobody, while a server runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Annotated
 import typer
 
 from chatcache.chat.archive import ConversationSource, write_archive
+from chatcache.chat.owners import owner_name
 from chatcache.chat.restore import check_archive, restore
 from chatcache.chat.sqlite_backup import SqliteSnapshot, back_up
-from chatcache.chat.store import ConversationStore, StoreUnusable
+from chatcache.chat.store import ConversationStore, Handed, StoreUnusable
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.cli import exits, options
 from chatcache.config import ServerConfig
-from chatcache.errors import ChatcacheError
+from chatcache.errors import ChatcacheError, InvalidRequest
 from chatcache.settings import format_size
 
 DB = ServerConfig().db
 PATIENCE_S = 30.0
 
-app = typer.Typer(name="db", help="Copies of all conversations, while a server runs.", no_args_is_help=True)
+app = typer.Typer(name="db", help="Copies of all conversations, and whose those of nobody become, while a server runs.", no_args_is_help=True)
 
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, show_default=False)]
@@ -50,7 +51,7 @@ def export_(file: File, db: options.Db = DB, redis: options.RedisUrl = "", force
     """Write every owner's conversations, tokens and all, to a file of JSON lines."""
 
     async def run() -> None:
-        async with _source(db, redis) as source:
+        async with open_source(db, redis) as source:
             with _new_file(file, force) as partial, partial.open("wb") as out:
                 end = await write_archive(source, out.write)
         typer.echo(f"{file}: {end.num_conversations} conversations, {end.num_items} messages")
@@ -87,8 +88,46 @@ def import_(file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> No
     raise typer.Exit(code)
 
 
+@app.command()
+def claim(
+    tenant: Annotated[str, typer.Option("--tenant", help="Whose they become.", show_default=False)],
+    user: Annotated[str, typer.Option("--user", help="Which of its users'; none: the tenant's own.")] = "",
+    db: options.Db = DB,
+    redis: options.RedisUrl = "",
+) -> None:
+    """Hand over what was said while the server let everybody in; since it has keys, that belongs to nobody.
+
+    To an owner who has a key. Works beside a running server; once more changes nothing. Where an answer is under way,
+    the conversation stays: call it again.
+
+    Example: chatcache db claim --tenant acme --user ann
+    """
+    try:
+        owner = owner_name(tenant, user)
+    except InvalidRequest as error:
+        raise typer.BadParameter(f"{error.message}.", param_hint=f"--{error.param}") from None
+    if not redis and not Path(db).is_file():
+        raise ChatcacheError(f"there is no file {Path(db).absolute()}; --db names that of the server")
+
+    async def run() -> Handed:
+        async with _store(db, redis) as store:
+            if not any(key.owner == owner and key.revoked_at is None for key in await store.keys.list()):
+                flags = f"--tenant {tenant}{f' --user {user}' if user else ''}"
+                raise ChatcacheError(f"{owner} has no key to read them with; `chatcache keys create {flags}` makes one")
+            return await store.hand_over("", owner)
+
+    handed = asyncio.run(run())
+    typer.echo(f"{handed.num_conversations} conversations of nobody are {owner}'s now")
+    if handed.num_busy:
+        typer.echo(
+            f"{handed.num_busy} more stay as they are while a response is under way in them, or until a server starts "
+            "after one was killed; call this again",
+            err=True,
+        )
+
+
 @contextlib.asynccontextmanager
-async def _source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
+async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
     """What is there, to read. Raises: StoreUnusable, StoreUnavailable."""
     if not redis:
         snapshot = SqliteSnapshot(Path(db))

@@ -17,6 +17,7 @@ from chatcache.chat.keys import KeyRecord, KeyStore, new_key
 from chatcache.chat.open_store import open_keys
 from chatcache.chat.store import StoreUnavailable
 from chatcache.cli import options
+from chatcache.cli.db import open_source
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError, InvalidRequest
 
@@ -86,7 +87,13 @@ def create(
     typer.echo(f"{record.id} for {record.owner}, in {where}. The key is not shown again.", err=True)
     typer.echo("Clients send it as `Authorization: Bearer KEY`; the page asks for it once.", err=True)
     if is_first:
-        typer.echo("From now on nobody is let in without a key. What was said before belongs to nobody.", err=True)
+        typer.echo("From now on nobody is let in without a key.", err=True)
+        if asyncio.run(_has_strays(db, redis)):
+            whose = f"--tenant {tenant}{f' --user {user}' if user else ''}"
+            typer.echo(
+                f"What was said before belongs to nobody; `chatcache db claim {whose}`, of the same store, hands it over.",
+                err=True,
+            )
 
 
 @app.command("list")
@@ -140,6 +147,14 @@ async def _keys(db: str, redis: str, *, must_exist: bool = False) -> AsyncIterat
         await asyncio.to_thread(_check_there, Path(db))
     async with open_keys(ServerConfig(db=db, redis=redis)) as keys:
         yield keys
+
+
+async def _has_strays(db: str, redis: str) -> bool:
+    """Whether there are conversations of nobody; no, where that cannot be told just now."""
+    with contextlib.suppress(ChatcacheError):
+        async with open_source(db, redis) as source:
+            return bool(await source.ids("", 1))
+    return False
 
 
 def _check_there(db: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from chatcache.chat import sqlite_schema
 from chatcache.chat.removal import without_item
-from chatcache.chat.store import ConversationStore, Merged, StaleRevision, StoreUnusable, cursor_of
+from chatcache.chat.search import SearchQuery
+from chatcache.chat.store import ConversationStore, Handed, Merged, StaleRevision, StoreUnusable, cursor_of
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.chat.tree import COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
 from chatcache.errors import NotFound
@@ -65,6 +66,56 @@ async def test_owners_see_only_their_own(store: ConversationStore) -> None:
         with pytest.raises(NotFound):
             await work
     assert await store.list("you", 10) == ()
+
+
+async def test_what_is_handed_over_is_the_new_owners_as_it_was(store: ConversationStore) -> None:
+    """But for what is being answered; once more does the rest, and then nothing."""
+    settled = replace(TURN, status=COMPLETED)
+    heads = []
+    for number in range(3):
+        item, turn = replace(USER, id=f"msg_{number}", text=f"word{number}"), replace(settled, id=f"resp_{number}")
+        await create(store, f"conv_{number}", owner="")
+        heads.append(await store.append("", f"conv_{number}", [item], turn, title="Said"))
+    await create(store, "conv_mine")
+    await create(store, "conv_busy", owner="")
+    await store.append("", "conv_busy", [USER], TURN)
+    before = await store.load("", "conv_1")
+    assert await store.hand_over("", "acme/ann") == Handed(3, 1)
+    assert list(await store.list("acme/ann", 10)) == [replace(head, owner="acme/ann") for head in reversed(heads)]
+    assert [head.id for head in await store.list("", 10)] == ["conv_busy"]
+    assert list(await store.ids("acme/ann", 10)) == ["conv_0", "conv_1", "conv_2"]
+    tree = await store.load("acme/ann", "conv_1")
+    assert (tree.items, tree.turns) == (before.items, before.turns)
+    assert await store.locate("acme/ann", "resp_2") == "conv_2"
+    assert [hit.conversation.id for hit in await store.search("acme/ann", SearchQuery.parse("word2"), 9)] == ["conv_2"]
+    for work in (store.load("", "conv_1"), store.locate("", "msg_1"), store.get("acme", "conv_1")):
+        with pytest.raises(NotFound):
+            await work
+    assert await store.hand_over("", "acme/ann") == Handed(0, 1)
+    await store.append("", "conv_busy", [REPLY], replace(TURN, status=COMPLETED))
+    assert await store.hand_over("", "acme/ann") == Handed(1, 0)
+    assert await store.hand_over("", "acme/ann") == Handed(0, 0) == await store.hand_over("nobody", "me")
+    assert "conv_mine" in await store.ids("me", 10) and not await store.list("", 10)
+    assert (await store.append("acme/ann", "conv_1", [], title="x")).rev == heads[1].rev + 1
+
+
+async def test_nothing_is_lost_between_a_change_and_a_hand_over(store: ConversationStore) -> None:
+    """Whoever is first: the change is in what was handed over, or refused."""
+    for number in range(5):
+        await create(store, f"conv_{number}", owner="")
+
+    async def change(number: int) -> str | None:
+        try:
+            await store.append("", f"conv_{number}", [replace(USER, id=f"msg_{number}")])
+        except NotFound:
+            return None
+        return f"msg_{number}"
+
+    changes = [change(number) for number in range(5)]
+    *written, handed = await asyncio.gather(*changes, store.hand_over("", "acme"))
+    assert handed == Handed(5, 0)
+    trees = [await store.load("acme", f"conv_{number}") for number in range(5)]
+    assert [next(iter(tree.items), None) for tree in trees] == written
 
 
 async def test_stale_writers_are_told_and_change_nothing(store: ConversationStore) -> None:

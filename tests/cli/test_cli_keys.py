@@ -21,10 +21,10 @@ from tests.gateway.serving import Server, wait_until
 PATIENCE_S = 60.0
 
 
-def call(*args: str) -> Result:
+def call(*args: str, group: str = "keys") -> Result:
     """On a thread of its own, which has no event loop yet."""
     with ThreadPoolExecutor(1) as threads:
-        result = threads.submit(CliRunner().invoke, app, ["keys", *args], env={"COLUMNS": "200"}).result()
+        result = threads.submit(CliRunner().invoke, app, [group, *args], env={"COLUMNS": "200"}).result()
     assert result.exception is None or isinstance(result.exception, SystemExit | ChatcacheError), result.exception
     return result
 
@@ -132,3 +132,37 @@ def test_a_redis_that_is_not_there_is_said(tmp_path: Path) -> None:
         result = call(*args, "--redis", "redis://127.0.0.1:1/0")
         assert isinstance(result.exception, ChatcacheError) and "does not answer" in result.exception.message
         assert "cck_" not in result.stdout, "a key that is stored nowhere is not shown"
+
+
+def test_what_nobody_owns_is_handed_over(place: tuple[str, str]) -> None:
+    """Beside a server that runs: said while it was open, lost to all by its first key, and then somebody's."""
+    with Server(config_of(place)) as server:
+        server.wait_ready()
+        said = server.post("/v1/responses", input="Hi", max_output_tokens=2)[2]["conversation"]["id"]
+        early = call("claim", "--tenant", "acme", *place, group="db")
+        assert isinstance(early.exception, ChatcacheError)
+        assert "acme has no key" in early.exception.message and "keys create --tenant acme" in early.exception.message
+        assert server.request("GET", f"/v1/conversations/{said}")[0] == 200
+        made = call("create", "--tenant", "acme", "--user", "ann", *place)
+        assert "`chatcache db claim --tenant acme --user ann`" in made.stderr
+        bearer = {"authorization": f"Bearer {made.stdout.strip()}"}
+        wait_until(lambda: server.request("GET", "/v1/models")[0] == 401, "the server to close", PATIENCE_S)
+        assert server.request("GET", f"/v1/conversations/{said}", headers=bearer)[0] == 404
+        for count in (1, 0):
+            handed = call("claim", "--tenant", "acme", "--user", "ann", *place, group="db")
+            assert f"{count} conversations of nobody are acme/ann's now" in handed.stdout
+        assert server.request("GET", f"/v1/conversations/{said}", headers=bearer)[0] == 200
+        body = {"input": "And?", "conversation": said, "max_output_tokens": 2}
+        assert server.request("POST", "/v1/responses", body, bearer)[0] == 200
+        assert "belongs to nobody" not in call("create", "--tenant", "acme", *place).stderr
+
+
+def test_a_first_key_of_an_empty_store_speaks_of_nothing_to_claim(place: tuple[str, str]) -> None:
+    told = call("create", "--tenant", "acme", *place).stderr
+    assert "nobody is let in without a key" in told and "claim" not in told
+
+
+def test_nothing_is_claimed_where_there_is_no_store(tmp_path: Path) -> None:
+    result = call("claim", "--tenant", "acme", "--db", str(tmp_path / "none.db"), group="db")
+    assert isinstance(result.exception, ChatcacheError) and not (tmp_path / "none.db").exists()
+    assert call("claim", "--tenant", "a b", "--db", str(tmp_path / "none.db"), group="db").exit_code == 2
