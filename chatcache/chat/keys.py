@@ -18,6 +18,7 @@ from chatcache.errors import InvalidRequest
 MAX_LIMIT = 2**53
 KEEP_USAGE_DAYS = 8
 DAY_S = 86_400
+WRITER = "@"  # before a writer, where its last number stands among a day's tokens by key
 _PREFIX = "cck_"
 _NUM_ID_BYTES = 8
 _NUM_SECRET_BYTES = 32
@@ -66,8 +67,11 @@ class KeyStore(Protocol):
         """Another number whenever `list` would say something else."""
         ...
 
-    async def add_usage(self, day: int, tokens: Mapping[str, int]) -> None:
-        """Count tokens of keys, by id, on a day (`day_of`). Days long past are forgotten."""
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        """Count tokens of keys, by id, on a day (`day_of`). Days long past are forgotten.
+
+        Once for each `number` of a `writer`, which counts up: whoever does not know what became of it calls again.
+        """
         ...
 
     async def usage(self, day: int) -> Mapping[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
-from chatcache.chat.keys import DAY_S, KEEP_USAGE_DAYS, KeyRecord
+from chatcache.chat.keys import DAY_S, KEEP_USAGE_DAYS, WRITER, KeyRecord
 from chatcache.chat.redis_link import Client, Pipe, RedisLink
 from chatcache.chat.redis_rows import KEYS, KEYS_VERSION, usage_key
 from chatcache.errors import NotFound
@@ -51,19 +51,24 @@ class RedisKeys:
     async def version(self) -> int:
         return int(await self._link.run(lambda client: client.get(KEYS_VERSION)) or 0)
 
-    async def add_usage(self, day: int, tokens: Mapping[str, int]) -> None:
-        async def work(client: Client) -> None:
-            async with client.pipeline(transaction=True) as pipe:
-                for key_id, count in tokens.items():
-                    pipe.hincrby(usage_key(day), key_id, count)
-                pipe.expire(usage_key(day), KEEP_USAGE_DAYS * DAY_S)
-                await pipe.execute()
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        key = usage_key(day)
 
-        await self._link.run(work)
+        async def work(pipe: Pipe) -> None:
+            last = int(await pipe.hget(key, WRITER + writer) or 0)
+            pipe.multi()
+            if last < number:
+                pipe.hset(key, WRITER + writer, number)
+                for key_id, count in tokens.items():
+                    pipe.hincrby(key, key_id, count)
+                pipe.expire(key, KEEP_USAGE_DAYS * DAY_S)
+
+        await self._link.transact((key,), work, order=key)
 
     async def usage(self, day: int) -> Mapping[str, int]:
         found: Mapping[bytes, bytes] = await self._link.run(lambda client: client.hgetall(usage_key(day)))
-        return {key_id.decode(): int(count) for key_id, count in found.items()}
+        counts = {name.decode(): int(count) for name, count in found.items()}
+        return {key_id: count for key_id, count in counts.items() if not key_id.startswith(WRITER)}
 
 
 def _put(pipe: Pipe, record: KeyRecord) -> None:

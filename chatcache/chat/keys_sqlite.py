@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping, Sequence
 
-from chatcache.chat.keys import KEEP_USAGE_DAYS, KeyRecord
+from chatcache.chat.keys import KEEP_USAGE_DAYS, WRITER, KeyRecord
 from chatcache.chat.sqlite_writer import SqliteWriter
 from chatcache.errors import NotFound
 
@@ -43,10 +43,14 @@ class SqliteKeys:
             lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
         )
 
-    async def add_usage(self, day: int, tokens: Mapping[str, int]) -> None:
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
         rows = [(day, key_id, count) for key_id, count in tokens.items()]
+        mark = (day, WRITER + writer, number)
 
         def job(db: sqlite3.Connection) -> None:
+            if db.execute("SELECT 1 FROM usage WHERE day = ? AND key_id = ? AND tokens >= ?", mark).fetchone():
+                return
+            db.execute("INSERT OR REPLACE INTO usage (day, key_id, tokens) VALUES (?, ?, ?)", mark)
             db.executemany(
                 "INSERT INTO usage (day, key_id, tokens) VALUES (?, ?, ?)"
                 " ON CONFLICT (day, key_id) DO UPDATE SET tokens = tokens + excluded.tokens",
@@ -57,9 +61,8 @@ class SqliteKeys:
         await self._writer.run(job)
 
     async def usage(self, day: int) -> Mapping[str, int]:
-        return await self._writer.run(
-            lambda db: dict(db.execute("SELECT key_id, tokens FROM usage WHERE day = ?", (day,)).fetchall())
-        )
+        query = "SELECT key_id, tokens FROM usage WHERE day = ? AND key_id NOT LIKE ?"
+        return await self._writer.run(lambda db: dict(db.execute(query, (day, f"{WRITER}%")).fetchall()))
 
 
 def listed(db: sqlite3.Connection) -> Sequence[KeyRecord]:

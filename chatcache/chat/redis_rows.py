@@ -13,7 +13,7 @@ chatcache:alive:<process>            there while that process is; expires
 chatcache:claim:{owner}:<key>        an idempotency key; expires
 chatcache:{keys}                     hash: id of an API key -> itself, without its secret
 chatcache:{keys}:version             a number that grows with every change of it
-chatcache:usage:<day>                hash: id of an API key -> its tokens that day; expires
+chatcache:usage:<day>                hash: id of an API key -> its tokens that day; @<gateway>: its last write; expires
 """
 
 from __future__ import annotations

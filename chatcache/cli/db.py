@@ -25,7 +25,11 @@ from chatcache.settings import format_size
 DB = ServerConfig().db
 PATIENCE_S = 30.0
 
-app = typer.Typer(name="db", help="Copies of all conversations, and whose those of nobody become, while a server runs.", no_args_is_help=True)
+app = typer.Typer(
+    name="db",
+    help="Copies of all conversations, and whose those of nobody become, while a server runs.",
+    no_args_is_help=True,
+)
 
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, show_default=False)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 class UsageStore(Protocol):
     """The part of a key store that is needed here."""
 
-    async def add_usage(self, day: int, tokens: Mapping[str, int]) -> None: ...
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None: ...
 
     async def usage(self, day: int) -> Mapping[str, int]: ...
 
@@ -36,6 +37,9 @@ class DayUsage:
         self._stored: Mapping[str, int] = {}
         self._stored_day = -1
         self._unstored: dict[int, Counter[str]] = {}
+        self._writer = secrets.token_hex(8)
+        self._number = 0
+        self._doubtful: dict[int, tuple[int, Counter[str]]] = {}  # sent under a number, and not known to be stored
         self._turn = asyncio.Lock()
 
     @property
@@ -77,16 +81,27 @@ class DayUsage:
         async with self._turn:
             try:
                 for day in list(self._unstored):
-                    tokens = Counter(self._unstored[day])
-                    await self.store.add_usage(day, tokens)
-                    self._unstored[day] -= tokens  # more may have come meanwhile
-                    if not self._unstored[day]:
-                        del self._unstored[day]
-                    if day == self._stored_day:
-                        self._stored = Counter(self._stored) + tokens
+                    if day in self._doubtful:
+                        await self._send(self.store, day)
+                    if day in self._unstored:
+                        await self._send(self.store, day)
                 await self._read(self.store)
             except StoreUnavailable:
                 log.warning("the store takes no usage of keys just now; it is kept")
+
+    async def _send(self, store: UsageStore, day: int) -> None:
+        """Have a day's tokens stored: those that it may have stored already as they were sent then, or else all."""
+        if day not in self._doubtful:
+            self._number += 1
+            self._doubtful[day] = self._number, Counter(self._unstored[day])
+        number, tokens = self._doubtful[day]
+        await store.add_usage(day, tokens, writer=self._writer, number=number)
+        del self._doubtful[day]
+        self._unstored[day] -= tokens  # more may have come meanwhile
+        if not self._unstored[day]:
+            del self._unstored[day]
+        if day == self._stored_day:
+            self._stored = Counter(self._stored) + tokens
 
     async def _read(self, store: UsageStore) -> None:
         day = self.today

@@ -58,7 +58,7 @@ async def test_the_version_tells_of_every_change_and_of_nothing_else(keys: KeySt
     seen.append(await keys.version())
     assert len(set(seen)) == 4
     await keys.revoke(one.id, 9.0)
-    await keys.add_usage(3, {one.id: 7})
+    await keys.add_usage(3, {one.id: 7}, writer="w", number=1)
     await keys.list()
     assert await keys.version() == seen[-1]
 
@@ -84,17 +84,25 @@ async def test_usage_is_a_sum_of_many_writers(place: ServerConfig, keys: KeyStor
             of_day = expected.setdefault(day, {})
             of_day[key_id] = of_day.get(key_id, 0) + count
     async with open_keys(place) as others:
-        await asyncio.gather(*((keys, others)[at % 2].add_usage(*add) for at, add in enumerate(adds)))
+        ways = ((keys, "one"), (others, "two"))
+        await asyncio.gather(
+            *(
+                ways[at % 2][0].add_usage(*add, writer=ways[at % 2][1], number=number)
+                for at, add in enumerate(adds)
+                for number in (at + 1, at + 1)  # whoever does not know what became of it calls again
+            )
+        )
+        await keys.add_usage(3, {}, writer="one", number=len(adds) + 1)
         for day in range(4):
             assert await others.usage(day) == expected.get(day, {})
 
 
 async def test_days_long_past_are_forgotten(tmp_path: Path) -> None:
     async with open_keys(ServerConfig(db=str(tmp_path / "keys.db"))) as keys:
-        await keys.add_usage(100, {"key_x": 1})
-        await keys.add_usage(100 + KEEP_USAGE_DAYS, {"key_x": 2})
+        await keys.add_usage(100, {"key_x": 1}, writer="w", number=1)
+        await keys.add_usage(100 + KEEP_USAGE_DAYS, {"key_x": 2}, writer="w", number=2)
         assert await keys.usage(100) == {"key_x": 1}
-        await keys.add_usage(101 + KEEP_USAGE_DAYS, {"key_x": 2})
+        await keys.add_usage(101 + KEEP_USAGE_DAYS, {"key_x": 2}, writer="w", number=3)
         assert await keys.usage(100) == {}
     assert day_of(0.0) == 0 and day_of(DAY_S - 0.001) == 0 and day_of(DAY_S) == 1
 

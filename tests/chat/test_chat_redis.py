@@ -262,6 +262,38 @@ async def test_a_change_whose_answer_is_lost_is_not_done_again(empty_redis: Redi
     assert empty_redis.admin.llen("chatcache:done") == 1
 
 
+async def test_tokens_whose_answer_is_lost_are_counted_once(empty_redis: RedisServer) -> None:
+    """They came through, and nobody knows: sent again under their number they change nothing."""
+    async with proxied(empty_redis.port) as proxy:
+        store = RedisStore(with_port(empty_redis.url, proxy.port))
+        await store.keys.add_usage(3, {"key_x": 5}, writer="w", number=1)
+        transact = store._link.transact
+
+        async def lossy(watched: Any, work: Any, **more: Any) -> Any:
+            async def work_and_lose(pipe: Any) -> None:
+                await work(pipe)
+                proxy.lose()
+
+            return await transact(watched, work_and_lose, **more)
+
+        async def is_counted() -> bool:
+            return bool(empty_redis.admin.hget("chatcache:usage:3", "key_x") == b"12")
+
+        store._link.transact = lossy  # type: ignore[method-assign]
+        adding = asyncio.create_task(store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2))
+        await until(is_counted, "the tokens to be counted")
+        await proxy.heal()
+        with pytest.raises(StoreUnavailable):
+            await adding
+        store._link.transact = transact  # type: ignore[method-assign]
+        await until(lambda: answers(store), "an answer")
+        await store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2)
+        assert await store.keys.usage(3) == {"key_x": 12}
+        await store.keys.add_usage(3, {"key_x": 7}, writer="w", number=3)
+        assert await store.keys.usage(3) == {"key_x": 19}
+        await store.close()
+
+
 async def test_cancelled_callers_leave_nothing_for_others(empty_redis: RedisServer) -> None:
     """Callers that go away at any moment: whoever comes next reads their own answer."""
     store = RedisStore(empty_redis.url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -15,18 +16,26 @@ DAY_S = 86_400
 
 
 class Store:
-    """Counts in memory. `is_down`: it takes and tells nothing. `before`: what happens while it is asked."""
+    """Counts in memory. `is_down`: it takes and tells nothing. `before`: what happens while it is asked.
+
+    `is_mute`: it takes what it is given, and does not tell.
+    """
 
     def __init__(self) -> None:
         self.days: dict[int, Counter[str]] = {}
-        self.is_down = False
+        self.is_down = self.is_mute = False
+        self.last: dict[str, int] = {}
         self.before: Callable[[], None] = lambda: None
 
-    async def add_usage(self, day: int, tokens: Mapping[str, int]) -> None:
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
         self.before()
         if self.is_down:
             raise StoreUnavailable("down")
-        self.days.setdefault(day, Counter()).update(tokens)
+        if self.last.get(writer, 0) < number:
+            self.last[writer] = number
+            self.days.setdefault(day, Counter()).update(tokens)
+        if self.is_mute:
+            raise StoreUnavailable("nobody knows")
 
     async def usage(self, day: int) -> Mapping[str, int]:
         self.before()
@@ -66,9 +75,9 @@ async def test_gateways_over_one_store_hear_of_each_other() -> None:
 async def test_counting_twice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Store.add_usage
 
-    async def twice(self: Store, day: int, tokens: Mapping[str, int]) -> None:
-        await original(self, day, tokens)
-        await original(self, day, tokens)
+    async def twice(self: Store, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        await original(self, day, tokens, writer=writer, number=number)
+        await original(self, day, tokens, writer=f"{writer} again", number=number)
 
     monkeypatch.setattr(Store, "add_usage", twice)
     with pytest.raises(AssertionError):
@@ -85,6 +94,45 @@ async def test_what_comes_while_it_is_stored_is_not_lost() -> None:
     assert usage.used("k") == 12
     await usage.flush()
     assert usage.used("k") == store.days[usage.today]["k"] == 12
+
+
+async def test_what_may_have_been_stored_is_sent_again_as_it_was() -> None:
+    """And what came since after it, at once: a server that ends has one last look."""
+    store, clock = Store(), Clock()
+    usage = gateway_over(store, clock)
+    store.is_mute = True
+    for num_tokens in (10, 1, 2):
+        usage.add("k", num_tokens)
+        await usage.flush()
+        assert store.days[usage.today]["k"] == 10
+    store.is_mute = False
+    await usage.flush()
+    assert usage.used("k") == store.days[usage.today]["k"] == 13
+
+
+async def test_a_flush_that_is_left_is_not_counted_twice() -> None:
+    """As when the server ends under it: what was given to the store is stored, whoever waits."""
+    store, clock = Store(), Clock()
+    usage = gateway_over(store, clock)
+    usage.add("k", 10)
+    store.is_mute = True
+
+    class Left(Exception):
+        pass
+
+    take = store.add_usage
+
+    async def take_and_leave(day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await take(day, tokens, writer=writer, number=number)
+        raise Left
+
+    store.add_usage = take_and_leave  # type: ignore[method-assign]
+    with pytest.raises(Left):
+        await usage.flush()
+    store.add_usage, store.is_mute = take, False  # type: ignore[method-assign]
+    await usage.flush()
+    assert store.days[usage.today]["k"] == 10
 
 
 async def test_a_store_that_does_not_answer_is_told_later() -> None:
