@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from chatcache.errors import EngineFault
-from chatcache.types import Failed, Finished, GenerateRequest, ModelFacts, Params, Started, Tokens
+from chatcache.types.events import Failed, Finished, Started, Tokens
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import Params
+from chatcache.types.request import GenerateRequest
 
 if TYPE_CHECKING:
     from chatcache.engine.engine import Engine

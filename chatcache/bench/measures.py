@@ -10,7 +10,8 @@ from typing import Protocol
 from chatcache.bench.driver import Driver, Prompt, Run
 from chatcache.bench.limits import Limits
 from chatcache.bench.report import Figure, compared, rate
-from chatcache.types import BeamSearchParams, ModelFacts, Params, SamplingParams
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

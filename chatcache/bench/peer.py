@@ -16,7 +16,8 @@ import torch
 
 from chatcache.bench.driver import Prompt, Run
 from chatcache.bench.report import Figure, compared
-from chatcache.types import BeamSearchParams, ModelFacts, Params
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import BeamSearchParams, Params
 
 PEERS = ("transformers",)
 COMPARABLE = ("latency", "throughput", "beam")  # the measures that need nothing but `prompt`, `run` and `facts`

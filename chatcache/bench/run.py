@@ -20,7 +20,7 @@ from chatcache.bench.report import Report
 from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.config import EngineConfig
 from chatcache.errors import InvalidRequest
-from chatcache.types import ModelFacts
+from chatcache.types.model import ModelFacts
 
 Say = Callable[[str], None]
 

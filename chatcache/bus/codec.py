@@ -28,18 +28,11 @@ from chatcache.errors import (
     UnsupportedParameter,
 )
 from chatcache.logs import LogFormat
-from chatcache.types import (
-    EngineEvent,
-    EngineHealth,
-    Explanation,
-    GenerateRequest,
-    ModelFacts,
-    PackedPrompt,
-    PageAccounts,
-    PageMap,
-    Started,
-    TokenLogprob,
-)
+from chatcache.types.events import EngineEvent, Started, TokenLogprob
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.request import GenerateRequest
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 PART_LOGPROBS = 4096

@@ -13,16 +13,11 @@ from chatcache.bus.codec import Command, Events, Loaded, LoadFailed, Notice, Rep
 from chatcache.bus.loop import SteppedEngine, run_engine
 from chatcache.bus.switchboard import Switchboard
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, ModelFolderError
-from chatcache.types import (
-    EngineEvent,
-    EngineHealth,
-    Explanation,
-    GenerateRequest,
-    ModelFacts,
-    PackedPrompt,
-    PageAccounts,
-    PageMap,
-)
+from chatcache.types.events import EngineEvent
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.request import GenerateRequest
 
 log = logging.getLogger(__name__)
 

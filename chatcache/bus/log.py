@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from chatcache.bus.codec import decode_scores
 from chatcache.errors import InvalidRequest, NotFound
-from chatcache.types import TERMINAL, EngineEvent, Failed, Started
+from chatcache.types.events import TERMINAL, EngineEvent, Failed, Started
 
 RETENTION_S = 60.0
 FORGET_EVENTS = 256

@@ -28,16 +28,11 @@ from chatcache.bus.codec import (
 )
 from chatcache.bus.verdicts import Verdicts
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest
-from chatcache.types import (
-    EngineEvent,
-    EngineHealth,
-    Explanation,
-    GenerateRequest,
-    ModelFacts,
-    PackedPrompt,
-    PageAccounts,
-    PageMap,
-)
+from chatcache.types.events import EngineEvent
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.request import GenerateRequest
 
 log = logging.getLogger(__name__)
 

@@ -35,16 +35,11 @@ from chatcache.bus.switchboard import Switchboard
 from chatcache.config import EngineConfig
 from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
 from chatcache.logs import LogFormat
-from chatcache.types import (
-    EngineEvent,
-    EngineHealth,
-    Explanation,
-    GenerateRequest,
-    ModelFacts,
-    PackedPrompt,
-    PageAccounts,
-    PageMap,
-)
+from chatcache.types.events import EngineEvent
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.request import GenerateRequest
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from chatcache.errors import (
     RequestPoisoned,
     UnsupportedParameter,
 )
-from chatcache.types import TERMINAL, EngineEvent, EngineHealth, Failed, Finished, Started
+from chatcache.types.events import TERMINAL, EngineEvent, Failed, Finished, Started
+from chatcache.types.health import EngineHealth
 
 Notice = Reply | Scored | Events
 

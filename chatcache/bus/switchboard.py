@@ -25,15 +25,10 @@ from chatcache.bus.codec import (
 )
 from chatcache.bus.log import RETENTION_S, EventLogs
 from chatcache.errors import ChatcacheError
-from chatcache.types import (
-    EngineEvent,
-    EngineHealth,
-    Explanation,
-    GenerateRequest,
-    PackedPrompt,
-    PageAccounts,
-    PageMap,
-)
+from chatcache.types.events import EngineEvent
+from chatcache.types.health import EngineHealth
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.request import GenerateRequest
 
 COUNTED_BYTES = 4 * 8_192
 

@@ -8,19 +8,9 @@ from struct import pack
 from msgspec.structs import replace
 
 from chatcache.errors import ChatcacheError
-from chatcache.types import (
-    FINISH_CANCELLED,
-    CandidateDone,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Resumed,
-    SamplingParams,
-    Started,
-    Tokens,
-    ToldCandidate,
-)
+from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest, Resumed, ToldCandidate
 
 _TOKEN_BYTES = 4
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chatcache.bus.codec import Answer, Fault
-from chatcache.types import EngineEvent, Failed
+from chatcache.types.events import EngineEvent, Failed
 
 
 class Verdicts:

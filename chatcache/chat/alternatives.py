@@ -14,7 +14,9 @@ from chatcache.chat.owners import namespace_of
 from chatcache.chat.service import ChatService, Reply
 from chatcache.chat.tree import ConversationTree, Item
 from chatcache.errors import EngineFault
-from chatcache.types import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams, TokenLogprob
+from chatcache.types.events import TokenLogprob
+from chatcache.types.params import MAX_TOP_LOGPROBS, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 _HELD = 100.0  # a bias that no logit of a model makes up for; reported log-probabilities are raw
 

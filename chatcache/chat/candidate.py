@@ -11,7 +11,8 @@ from chatcache.chat.reading import Heard, Speech
 from chatcache.chat.token_spans import TAIL_TOKENS
 from chatcache.chat.tree import Turn
 from chatcache.text.stream import TextStream
-from chatcache.types import FINISH_CANCELLED, CandidateDone, GenerateRequest, Tokens
+from chatcache.types.events import FINISH_CANCELLED, CandidateDone, Tokens
+from chatcache.types.request import GenerateRequest
 
 
 class Candidate:

@@ -35,7 +35,7 @@ from chatcache.chat.tree import (
 from chatcache.errors import InvalidRequest
 from chatcache.text.reply_format import ReplyFormat
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import FINISH_STOP
+from chatcache.types.events import FINISH_STOP
 
 _TITLE_CHARS = 60
 

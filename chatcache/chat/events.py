@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from chatcache.chat.tree import ReplyParts
-from chatcache.types import StartReport, TokenLogprob
+from chatcache.types.events import StartReport, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from chatcache.chat.store import ConversationStore
 from chatcache.chat.tools import echoed
 from chatcache.chat.tree import ConversationTree, Item, Turn
 from chatcache.errors import InvalidRequest
-from chatcache.types import PackedPrompt
+from chatcache.types.pages import PackedPrompt
 
 MAX_KEPT_BYTES = 32 * 1024 * 1024
 

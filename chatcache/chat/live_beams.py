@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 from chatcache.chat.events import BeamNode, ReplyBeams
-from chatcache.types import Beams
+from chatcache.types.events import Beams
 
 
 class BeamReader:

@@ -24,18 +24,9 @@ from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.text.reply_format import NONE, ReplyFormat
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import (
-    Beams,
-    BeamSearchParams,
-    CandidateDone,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import Beams, CandidateDone, Failed, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 # Rendering and tokenising this much text takes about a millisecond; longer prompts leave the event loop alone.
 _INLINE_CHARS = 4_000

@@ -21,7 +21,8 @@ from chatcache.chat.service import ChatService, Reply
 from chatcache.chat.tools import echoed
 from chatcache.chat.tree import ConversationTree, Item
 from chatcache.errors import InvalidRequest
-from chatcache.types import GenerateRequest, SamplingParams
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 MAX_TITLE_CHARS = 60
 MAX_TITLE_WORDS = 10  # a few more than asked for; beyond that the model did not name anything, it went on talking

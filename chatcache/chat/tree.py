@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from chatcache.types import FINISH_CANCELLED
+from chatcache.types.events import FINISH_CANCELLED
 
 IN_PROGRESS = "in_progress"
 COMPLETED = "completed"

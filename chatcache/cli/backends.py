@@ -18,7 +18,8 @@ from chatcache.chat.prompt import Message
 from chatcache.chat.service import ChatService
 from chatcache.config import EngineConfig
 from chatcache.errors import ChatcacheError, EngineFault
-from chatcache.types import GenerateRequest, SamplingParams
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 CONNECT_TIMEOUT_S = 5.0
 

@@ -16,7 +16,8 @@ from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.keyring import Keyring
 from chatcache.settings import format_size
-from chatcache.types import EngineHealth, ModelFacts
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
 
 POLL_S = 0.1
 

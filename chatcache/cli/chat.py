@@ -16,7 +16,7 @@ from chatcache.cli import options
 from chatcache.cli.backends import Backend, HttpBackend, LocalBackend, Usage
 from chatcache.config import EngineConfig
 from chatcache.errors import ChatcacheError
-from chatcache.types import MAX_N, SamplingParams
+from chatcache.types.params import MAX_N, SamplingParams
 
 HELP = f"""/n N        ask for N candidates (1 to {MAX_N}); then pick the one to go on with
 /reset      start over        /system TEXT   set the system prompt and start over

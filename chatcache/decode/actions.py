@@ -20,7 +20,7 @@ import msgspec
 
 from chatcache.errors import UnsupportedParameter
 from chatcache.sched.plan import F32, I32, U32
-from chatcache.types import LiveBeam, TokenLogprob
+from chatcache.types.events import LiveBeam, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

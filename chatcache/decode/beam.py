@@ -31,7 +31,8 @@ from chatcache.decode.hypotheses import Hypothesis
 from chatcache.decode.lineage import Lineage
 from chatcache.decode.stop import StopRules
 from chatcache.decode.streaming import NO_SCORE, Stream, TokenTree
-from chatcache.types import FINISH_LENGTH, BeamSearchParams, LiveBeam
+from chatcache.types.events import FINISH_LENGTH, LiveBeam
+from chatcache.types.params import BeamSearchParams
 
 
 class BeamStrategy:

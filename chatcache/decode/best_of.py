@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from chatcache.decode.actions import Advance, Candidates, Done, DrawSpec, Dropped, Emit, Output, Strategy, undroppable
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 
 
 @dataclass(slots=True)

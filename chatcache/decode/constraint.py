@@ -21,7 +21,7 @@ from chatcache.decode.constraint_grammar import PARAM
 from chatcache.decode.stop import Ended, StopRules, Trail
 from chatcache.errors import EngineFault, InvalidRequest
 from chatcache.sched.plan import U32
-from chatcache.types import FINISH_LENGTH, FINISH_STOP
+from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 
 # What a request's walk through its grammar may take: a start, and so much more for every token.
 START_CPU_S = 0.25

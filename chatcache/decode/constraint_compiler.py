@@ -30,7 +30,8 @@ from chatcache.decode.constraint_grammar import PARAM, lark_of
 from chatcache.decode.constraint_queue import TurnQueue
 from chatcache.errors import InvalidRequest
 from chatcache.sched.plan import U32
-from chatcache.types import ModelFacts, StructuredOutputs
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import StructuredOutputs
 
 # What one step through a grammar may cost (14,000 units of fuel a ms), and a whole grammar.
 LIMITS: dict[str, Any] = {

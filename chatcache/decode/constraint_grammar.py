@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from chatcache.errors import InvalidRequest
-from chatcache.types import StructuredOutputs
+from chatcache.types.params import StructuredOutputs
 
 MAX_SCHEMA_BYTES = 256 << 10
 MAX_REGEX_BYTES = 16 << 10

@@ -32,7 +32,8 @@ from chatcache.decode.lineage import Lineage
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import START, Ended, StopRules, Trail
 from chatcache.decode.streaming import NO_SCORE, Node, Stream, TokenTree
-from chatcache.types import FINISH_LENGTH, SamplingParams
+from chatcache.types.events import FINISH_LENGTH
+from chatcache.types.params import SamplingParams
 
 _MASK = 2**64 - 1
 

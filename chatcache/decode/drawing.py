@@ -9,7 +9,7 @@ from chatcache.decode.actions import DrawSpec
 from chatcache.decode.constraint import Constraint, Guide
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import StopRules, Trail
-from chatcache.types import SamplingParams
+from chatcache.types.params import SamplingParams
 
 
 class Drawing:

@@ -12,7 +12,9 @@ from chatcache.decode.constraint_compiler import Ticket
 from chatcache.decode.distinct import DistinctStrategy
 from chatcache.decode.sampling import SamplingStrategy
 from chatcache.decode.stop import StopRules
-from chatcache.types import BeamSearchParams, GenerateRequest, ModelFacts
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import BeamSearchParams
+from chatcache.types.request import GenerateRequest
 
 
 def make_strategy(

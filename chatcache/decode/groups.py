@@ -21,7 +21,8 @@ from chatcache.decode.constraint import Constraint, DeadEnd, Guide, follow
 from chatcache.decode.hypotheses import Hypotheses, Hypothesis
 from chatcache.decode.stop import START, StopRules, Trail
 from chatcache.decode.streaming import Node, TokenTree
-from chatcache.types import FINISH_LENGTH, BeamSearchParams
+from chatcache.types.events import FINISH_LENGTH
+from chatcache.types.params import BeamSearchParams
 
 Drawn = Mapping[int, tuple[Candidates, ...]]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from chatcache.decode.stop import Ended
 from chatcache.decode.streaming import Node
-from chatcache.types import BeamSearchParams
+from chatcache.types.params import BeamSearchParams
 
 _F32_MAX = float(np.finfo(np.float32).max)
 

@@ -17,7 +17,7 @@ from copy import copy
 import numpy as np
 
 from chatcache.sched.plan import F32, I32
-from chatcache.types import SamplingParams
+from chatcache.types.params import SamplingParams
 
 Edit = tuple[I32, F32, F32]
 

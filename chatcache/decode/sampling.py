@@ -27,7 +27,9 @@ from chatcache.decode.constraint import Constraint, Guide, follow
 from chatcache.decode.drawing import Drawing
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.stop import START, Ended, StopRules, Trail
-from chatcache.types import SamplingParams, TokenLogprob, ToldCandidate
+from chatcache.types.events import TokenLogprob
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import ToldCandidate
 
 ROOT = 0
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import msgspec
 
 from chatcache.errors import InvalidRequest
-from chatcache.types import FINISH_LENGTH, FINISH_STOP, ModelFacts, Params
+from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import Params
 
 
 @dataclass(frozen=True, slots=True)

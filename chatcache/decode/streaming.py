@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from chatcache.decode.actions import Emit
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 
 NO_SCORE = -1.0e9  # of a candidate that does not exist
 

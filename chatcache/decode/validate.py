@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from chatcache.decode.constraint_grammar import check_structured_outputs
 from chatcache.errors import InvalidRequest
-from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, BeamSearchParams, Params, SamplingParams
+from chatcache.types.params import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, BeamSearchParams, Params, SamplingParams
 
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 100.0

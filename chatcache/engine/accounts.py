@@ -9,7 +9,7 @@ from chatcache.kv.audit import PageUsage, fractional_pages, page_usage
 from chatcache.kv.cache import KVCache
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import PageAccounts
+from chatcache.types.pages import PageAccounts
 
 USAGE_INTERVAL_S = 1.0
 

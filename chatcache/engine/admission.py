@@ -10,14 +10,8 @@ from chatcache.sched.cost import PREEMPTIONS, SWAP
 from chatcache.sched.fairness import SCHEDULING_POLICIES
 from chatcache.sched.limits import most_tokens, worst_case_pages
 from chatcache.sched.plan import KVCapacity
-from chatcache.types import (
-    MAX_PRIORITY,
-    MAX_PROMPT_LOGPROBS,
-    BeamSearchParams,
-    GenerateRequest,
-    Params,
-    num_branches,
-)
+from chatcache.types.params import MAX_PROMPT_LOGPROBS, BeamSearchParams, Params, num_branches
+from chatcache.types.request import MAX_PRIORITY, GenerateRequest
 
 MAX_REQUEST_ID_CHARS = 256
 

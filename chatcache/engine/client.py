@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
-from chatcache.types import EngineEvent, EngineHealth, Explanation, GenerateRequest, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.events import EngineEvent
+from chatcache.types.health import EngineHealth
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.request import GenerateRequest
 
 
 class Launched(Protocol):

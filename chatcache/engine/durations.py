@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from chatcache.sched.request import LiveRequest
-from chatcache.types import DURATION_BOUNDS_S, Durations
+from chatcache.types.health import DURATION_BOUNDS_S, Durations
 
 
 class Histogram:

@@ -31,7 +31,10 @@ from chatcache.sched.batch import Step
 from chatcache.sched.plan import StepResult
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import EngineEvent, EngineHealth, GenerateRequest, ModelFacts
+from chatcache.types.events import EngineEvent
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
+from chatcache.types.request import GenerateRequest
 
 PREPARING_WAIT_S = 0.005
 

@@ -28,7 +28,7 @@ from chatcache.engine.fake_sampling import (
     top_candidates,
 )
 from chatcache.sched.plan import F32, I32, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
-from chatcache.types import ModelFacts
+from chatcache.types.model import ModelFacts
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 _POSITION = np.uint64(0x9E37_79B9_7F4A_7C15)

@@ -13,7 +13,8 @@ from chatcache.kv.cache import KVCache
 from chatcache.sched.plan import KVCapacity
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import EngineHealth, ModelFacts
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
 
 
 @dataclass(slots=True)

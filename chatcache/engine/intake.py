@@ -24,7 +24,9 @@ from chatcache.sched.limits import worst_case_pages
 from chatcache.sched.plan import KVCapacity
 from chatcache.sched.queue import WaitingQueue
 from chatcache.sched.request import LiveRequest
-from chatcache.types import GenerateRequest, ModelFacts, num_branches
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import num_branches
+from chatcache.types.request import GenerateRequest
 
 StrategyFactory = Callable[..., Strategy]
 

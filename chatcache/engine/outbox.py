@@ -7,7 +7,7 @@ import logging
 from chatcache.decode.actions import Done, Emit, Grown, Output
 from chatcache.errors import ChatcacheError, EngineFault
 from chatcache.sched.request import LiveRequest
-from chatcache.types import (
+from chatcache.types.events import (
     FINISH_CANCELLED,
     Beams,
     CandidateDone,

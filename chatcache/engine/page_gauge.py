@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from chatcache.kv.page_map import PageStates, page_cells, page_states
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import PageMap
+from chatcache.types.pages import PageMap
 
 MAX_SHARE = 0.01  # of the engine's time
 

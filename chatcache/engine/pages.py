@@ -13,7 +13,7 @@ from chatcache.kv.chain import Scope
 from chatcache.sched.audit import check_tokens
 from chatcache.sched.plan import KVCapacity
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
 
 
 class EnginePages:

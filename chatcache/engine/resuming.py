@@ -13,7 +13,7 @@ from chatcache.errors import EngineFault
 from chatcache.kv.keys import TOKEN_BYTES
 from chatcache.sched.request import Branch, LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import Resumed
+from chatcache.types.request import Resumed
 
 
 def take_up(request: LiveRequest, scheduler: Scheduler, outbox: Outbox) -> bool:

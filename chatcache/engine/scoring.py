@@ -9,7 +9,7 @@ from chatcache.errors import EngineFault
 from chatcache.sched.batch import Step
 from chatcache.sched.plan import StepResult
 from chatcache.sched.request import LiveRequest
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 
 
 def collect_scores(step: Step, result: StepResult) -> dict[LiveRequest, Exception]:

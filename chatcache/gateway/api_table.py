@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from chatcache.gateway import answers, answers_responses, answers_stored, wire
 from chatcache.gateway.access import ACCESS
-from chatcache.types import MAX_TOP_LOGPROBS
+from chatcache.types.params import MAX_TOP_LOGPROBS
 
 # The page and its files: not an API.
 PAGE_PATHS = frozenset({"/", "/assets", "/{file}"})

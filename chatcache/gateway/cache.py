@@ -25,7 +25,8 @@ from chatcache.gateway.principal import Principal, principal_of
 from chatcache.gateway.tooling import tool_use
 from chatcache.gateway.wire import ExplainFields
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import EngineHealth, Explanation, PageAccounts
+from chatcache.types.health import EngineHealth
+from chatcache.types.pages import Explanation, PageAccounts
 
 _SHOWN_TOKENS = 16
 

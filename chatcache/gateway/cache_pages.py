@@ -15,7 +15,7 @@ from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.principal import principal_of, tenant_of
 from chatcache.gateway.wire import WarmthFields
-from chatcache.types import PackedPrompt
+from chatcache.types.pages import PackedPrompt
 
 TOKEN_BYTES = 4  # of a packed prompt
 

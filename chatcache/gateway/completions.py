@@ -29,7 +29,8 @@ from chatcache.gateway.stateless import Heard, generation, respond, usage
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.wire import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import MAX_N, MAX_PROMPT_LOGPROBS, GenerateRequest
+from chatcache.types.params import MAX_N, MAX_PROMPT_LOGPROBS
+from chatcache.types.request import GenerateRequest
 
 _DEFAULT_MAX_TOKENS = 16
 

@@ -29,7 +29,8 @@ from chatcache.gateway.response_registry import ResponseRegistry
 from chatcache.gateway.unsaved import Unsaved
 from chatcache.text.reply_format import format_of
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import MAX_PRIORITY, EngineHealth
+from chatcache.types.health import EngineHealth
+from chatcache.types.request import MAX_PRIORITY
 
 log = logging.getLogger(__name__)
 

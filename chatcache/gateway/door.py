@@ -18,7 +18,8 @@ from chatcache.errors import Overloaded, RateLimited
 from chatcache.gateway.errors import ShuttingDown
 from chatcache.gateway.limits import Hold, Limiter, Work
 from chatcache.gateway.principal import Principal
-from chatcache.types import EngineHealth, Params, num_branches
+from chatcache.types.health import EngineHealth
+from chatcache.types.params import Params, num_branches
 
 CHARS_PER_TOKEN = 4  # of text that nobody has tokenised yet; the engine counts again, exactly
 NOTHING = Queued(0, 0)

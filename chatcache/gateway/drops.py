@@ -13,7 +13,7 @@ from chatcache.errors import InvalidRequest, NotFound, UnsupportedParameter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_registry import Receipt
-from chatcache.types import FINISH_CANCELLED
+from chatcache.types.events import FINISH_CANCELLED
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from msgspec import Raw
 
 from chatcache.gateway.jsonio import encode, encoded
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 
 # JSON has no infinity; clients use this floor for "impossible".
 FLOOR = -9999.0

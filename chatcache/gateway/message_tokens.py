@@ -20,7 +20,7 @@ from chatcache.gateway.limits import Work
 from chatcache.gateway.logprobs import FLOOR, token_text
 from chatcache.gateway.principal import owner_of, principal_of
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import MAX_TOP_LOGPROBS
+from chatcache.types.params import MAX_TOP_LOGPROBS
 
 _DEFAULT_TOP = "8"
 _MAX_DIGITS = 9

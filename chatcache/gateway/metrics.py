@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from chatcache.errors import ChatcacheError
-from chatcache.types import DURATION_BOUNDS_S, Durations, EngineHealth
+from chatcache.types.health import DURATION_BOUNDS_S, Durations, EngineHealth
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_REASONS = 64

@@ -29,7 +29,8 @@ from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.tooling import held_to, tool_use
 from chatcache.gateway.wire import ChatFields, CompletionBase, SamplingFields
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import FINISH_STOP, GenerateRequest
+from chatcache.types.events import FINISH_STOP
+from chatcache.types.request import GenerateRequest
 
 
 async def chat_completions(request: Request) -> Response:

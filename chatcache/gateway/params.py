@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.wire import CompletionBase, ConversationRef, SamplingFields
-from chatcache.types import BeamSearchParams, Params, SamplingParams, StructuredOutputs
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams, StructuredOutputs
 
 Number = TypeVar("Number", int, float)
 

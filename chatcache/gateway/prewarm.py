@@ -18,7 +18,9 @@ from chatcache.gateway.principal import Principal
 from chatcache.gateway.response_run import response_tools, turn_request
 from chatcache.gateway.wire import ResponseFields
 from chatcache.gateway.ws_frames import GONE, Outbox
-from chatcache.types import MAX_PRIORITY, Failed, Finished, GenerateRequest, SamplingParams, Started
+from chatcache.types.events import Failed, Finished, Started
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import MAX_PRIORITY, GenerateRequest
 
 log = logging.getLogger(__name__)
 

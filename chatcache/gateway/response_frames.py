@@ -28,7 +28,7 @@ from chatcache.gateway.misses import miss_json
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_object import response_object, why_incomplete
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import FINISH_CANCELLED, FINISH_STOP, StartReport
+from chatcache.types.events import FINISH_CANCELLED, FINISH_STOP, StartReport
 
 
 class ResponseFrames:

@@ -9,7 +9,7 @@ from msgspec import Raw
 
 from chatcache.chat.tree import CANCELLED, COMPLETED, INCOMPLETE, Item, ToolCall, Turn
 from chatcache.gateway.conversations import usage_json
-from chatcache.types import FINISH_LENGTH
+from chatcache.types.events import FINISH_LENGTH
 
 
 def response_object(

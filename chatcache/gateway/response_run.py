@@ -27,7 +27,8 @@ from chatcache.gateway.steer import queued_input
 from chatcache.gateway.structured import named_after, structured_outputs
 from chatcache.gateway.tooling import ToolUse, held_to, tool_use
 from chatcache.gateway.wire import ResponseFields, SamplingFields
-from chatcache.types import ForkPoint, GenerateRequest, Params, SamplingParams
+from chatcache.types.params import Params, SamplingParams
+from chatcache.types.request import ForkPoint, GenerateRequest
 
 LOGPROBS = "message.output_text.logprobs"
 

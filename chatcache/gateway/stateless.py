@@ -21,7 +21,7 @@ from chatcache.gateway.logprobs import max_top
 from chatcache.gateway.metering import metered
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.sse import EventStream, framed
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.wire import JsonSchemaFields, ResponseFormat, StructuredFields, TextFormat
-from chatcache.types import StructuredOutputs
+from chatcache.types.params import StructuredOutputs
 
 _FORMATS = ("text", "json_object", "json_schema")
 

@@ -15,7 +15,7 @@ from chatcache.gateway.wire_messages import FunctionFields, NamedTool, ToolChoic
 from chatcache.text.reply_format import ReplyFormat, prompt_end
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.text.tool_calls.grammar import Callee, ToolChoice, call_grammar
-from chatcache.types import Params, StructuredOutputs
+from chatcache.types.params import Params, StructuredOutputs
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_TOOLS_BYTES = 256 << 10

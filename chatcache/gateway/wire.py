@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from chatcache.gateway.wire_messages import MessageFields, ToolChoiceFields, Tools
-from chatcache.types import MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from chatcache.types.params import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from chatcache.types.request import MAX_PRIORITY
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64

@@ -25,7 +25,7 @@ from chatcache.gateway.response_registry import Run
 from chatcache.gateway.steer import SteerRefused, check_fields, failure, not_steerable
 from chatcache.gateway.wire import AckFields, CancelFields, DropFields, ResumeFields, SteerFields
 from chatcache.gateway.ws_frames import GONE, Outbox
-from chatcache.types import MAX_N
+from chatcache.types.params import MAX_N
 
 PROTOCOL = "chatcache.v1"
 BAD_MESSAGE = 4400

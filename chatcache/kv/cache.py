@@ -24,7 +24,7 @@ from chatcache.kv.pool import BrokenInvariant, PagePool
 from chatcache.kv.restoring import lengthen
 from chatcache.kv.table import PageTable, fold, let_go, rewind, unfold
 from chatcache.kv.tails import PageCopy, Tails
-from chatcache.types import Explanation
+from chatcache.types.pages import Explanation
 
 Tokens = Sequence[int] | NDArray[np.int32]
 PRIVATE = Scope()

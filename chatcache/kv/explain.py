@@ -10,7 +10,7 @@ from chatcache.kv.chain import Chain
 from chatcache.kv.keys import TOKEN_BYTES, page_content
 from chatcache.kv.matching import PrefixMatch
 from chatcache.kv.pool import PagePool, num_common_tokens
-from chatcache.types import Explanation, PageHit
+from chatcache.types.pages import Explanation, PageHit
 
 NEVER_COMPUTED = "never_computed"
 EVICTED = "evicted"

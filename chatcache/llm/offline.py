@@ -15,15 +15,10 @@ from chatcache.errors import DeviceLost, InvalidRequest, Overloaded
 from chatcache.llm.outputs import Collector, RequestOutput
 from chatcache.settings import parse_size
 from chatcache.text.quoting import unquote
-from chatcache.types import (
-    BeamSearchParams,
-    EngineHealth,
-    Explanation,
-    GenerateRequest,
-    PageAccounts,
-    Params,
-    SamplingParams,
-)
+from chatcache.types.health import EngineHealth
+from chatcache.types.pages import Explanation, PageAccounts
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 
 class TokensPrompt(TypedDict):

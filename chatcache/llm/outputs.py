@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chatcache.errors import DeviceLost, EngineFault, InvalidRequest
-from chatcache.types import (
+from chatcache.types.events import (
     Beams,
-    BeamSearchParams,
     CandidateDone,
     EngineEvent,
     Failed,
     Finished,
-    GenerateRequest,
     LiveBeam,
     Started,
     TokenLogprob,
     Tokens,
 )
+from chatcache.types.params import BeamSearchParams
+from chatcache.types.request import GenerateRequest
 
 if TYPE_CHECKING:
     from chatcache.text.tokenizer import Tokenizer

@@ -30,7 +30,7 @@ from chatcache.model.threads import limit_threads
 from chatcache.model.touch import TouchAhead
 from chatcache.model.weights import Weights, WeightSource
 from chatcache.sched.plan import KVCapacity
-from chatcache.types import ModelFacts
+from chatcache.types.model import ModelFacts
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from chatcache.model.swaps import Swaps
 from chatcache.model.tables import Changes, DeviceSlots, PageTables, Placement
 from chatcache.model.touch import TouchAhead
 from chatcache.sched.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
-from chatcache.types import ModelFacts
+from chatcache.types.model import ModelFacts
 
 Progress = Callable[[float, str], None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from chatcache.kv.cache import KVCache
 from chatcache.kv.explain import NEVER_COMPUTED
 from chatcache.sched.queue import Start
-from chatcache.types import Miss
+from chatcache.types.events import Miss
 
 
 def first_miss(kv: KVCache, start: Start) -> Miss | None:

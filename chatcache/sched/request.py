@@ -14,7 +14,8 @@ from chatcache.kv.chain import Chain, Scope
 from chatcache.kv.keys import TOKEN_BYTES, token_bytes
 from chatcache.kv.table import PageTable
 from chatcache.sched.plan import I32
-from chatcache.types import ForkPoint, Miss, Resumed, TokenLogprob
+from chatcache.types.events import Miss, TokenLogprob
+from chatcache.types.request import ForkPoint, Resumed
 
 ARRIVAL_BITS = 31
 

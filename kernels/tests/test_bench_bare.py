@@ -13,7 +13,9 @@ from chatcache.bench.shapes import SHAPES, RandomWeights, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.load import load_model
-from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams, Tokens
+from chatcache.types.events import Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 CHILD = """
 import runpy, sys

@@ -28,7 +28,9 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_facts
 from chatcache.errors import ModelFolderError
 from chatcache.model.load import load_model
-from chatcache.types import BeamSearchParams, GenerateRequest, SamplingParams, Tokens
+from chatcache.types.events import Tokens
+from chatcache.types.params import BeamSearchParams, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 QUICK = EngineConfig(dtype="float32", attention="reference", kv_memory_bytes=2**24)
 

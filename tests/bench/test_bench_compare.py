@@ -15,7 +15,7 @@ from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.cli import app
 from chatcache.compose import build_engine
 from chatcache.config import EngineConfig
-from chatcache.types import BeamSearchParams, Params, SamplingParams
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
 
 LOADS: list[tuple[list[int], Params]] = [
     ([40], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)),

@@ -9,7 +9,9 @@ from chatcache.bus.pipe import EngineProcess
 from chatcache.bus.supervision import RestartPolicy
 from chatcache.compose import BUILD_ENGINE, load_tokenizer
 from chatcache.config import EngineConfig
-from chatcache.types import CandidateDone, Finished, GenerateRequest, SamplingParams, Tokens
+from chatcache.types.events import CandidateDone, Finished, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 CONFIG = EngineConfig(attention="cpu", kv_memory_bytes=4 << 20, deterministic=True)
 PROMPT = "<|user|>Tell me a story about a dragon and a very small dog.<|assistant|>"

@@ -16,22 +16,12 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import ContextTooLong, DeviceLost, ModelFolderError, UnsupportedParameter
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import (
-    CandidateDone,
-    EngineEvent,
-    EngineHealth,
-    Explanation,
-    Finished,
-    GenerateRequest,
-    ModelFacts,
-    PackedPrompt,
-    PageAccounts,
-    PageHit,
-    PageMap,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageHit, PageMap
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 LOST = "the device is lost: an illegal memory access"
 FAST = RestartPolicy(max_deaths=3, first_delay_s=0.01)

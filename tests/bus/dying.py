@@ -14,16 +14,9 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import (
-    CandidateDone,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 256
 NUM_PROMPT = 20

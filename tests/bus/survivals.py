@@ -7,7 +7,9 @@ import itertools
 from chatcache.bus.codec import Abort, Answer, Command, Drop, Events, Reply, Scored, Submit
 from chatcache.bus.survivors import Survivors
 from chatcache.errors import EngineFault
-from chatcache.types import EngineEvent, Finished, GenerateRequest, SamplingParams, Started, Tokens
+from chatcache.types.events import EngineEvent, Finished, Started, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 
 class Bench:

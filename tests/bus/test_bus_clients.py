@@ -9,7 +9,8 @@ import pytest
 from chatcache.bus.inproc import ThreadedEngine
 from chatcache.bus.pipe import EngineProcess
 from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, NotFound
-from chatcache.types import EngineEvent, Failed, Finished, PackedPrompt, PageAccounts, Tokens
+from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
+from chatcache.types.pages import PackedPrompt, PageAccounts
 from tests.bus.bus_engines import CountingEngine, expected_tokens, request
 
 Client = ThreadedEngine | EngineProcess

@@ -12,25 +12,11 @@ from hypothesis import strategies as st
 from chatcache.bus import codec
 from chatcache.config import EngineConfig
 from chatcache.errors import ContextTooLong, EngineFault, ModelFolderError, UnsupportedParameter
-from chatcache.types import (
-    MAX_PROMPT_LOGPROBS,
-    MAX_TOP_LOGPROBS,
-    Beams,
-    BeamSearchParams,
-    EngineHealth,
-    Explanation,
-    Failed,
-    Finished,
-    GenerateRequest,
-    LiveBeam,
-    Miss,
-    PageAccounts,
-    PageHit,
-    Started,
-    StartReport,
-    TokenLogprob,
-    Tokens,
-)
+from chatcache.types.events import Beams, Failed, Finished, LiveBeam, Miss, Started, StartReport, TokenLogprob, Tokens
+from chatcache.types.health import EngineHealth
+from chatcache.types.pages import Explanation, PageAccounts, PageHit
+from chatcache.types.params import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROBS, BeamSearchParams
+from chatcache.types.request import GenerateRequest
 
 COMMANDS: list[codec.Command] = [
     codec.Boot("a:b", EngineConfig(model="x", kv_memory_bytes=1 << 30)),

@@ -10,7 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from chatcache.bus.pipe import EngineProcess
 from chatcache.gateway.metrics import Metrics
-from chatcache.types import BeamSearchParams, EngineHealth, Finished, GenerateRequest, Params, SamplingParams
+from chatcache.types.events import Finished
+from chatcache.types.health import EngineHealth
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.bus.bus_engines import build_small, until
 from tests.bus.test_bus_engine import Client, driven
 

@@ -14,7 +14,9 @@ from chatcache.bus.pipe import EngineProcess
 from chatcache.bus.supervision import RestartPolicy
 from chatcache.bus.survivors import Survivors
 from chatcache.bus.told import Told
-from chatcache.types import BeamSearchParams, Failed, Finished, GenerateRequest, Resumed, SamplingParams
+from chatcache.types.events import Failed, Finished
+from chatcache.types.params import BeamSearchParams, SamplingParams
+from chatcache.types.request import GenerateRequest, Resumed
 from tests.bus.dying import Crowd, a_request, check_same, poison, process, undisturbed, until
 from tests.bus.test_bus_process import alive
 

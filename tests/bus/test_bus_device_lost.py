@@ -12,7 +12,7 @@ from chatcache.bus.supervision import RestartPolicy
 from chatcache.bus.worker import EXIT_DEVICE_LOST
 from chatcache.config import EngineConfig
 from chatcache.errors import DeviceLost, Overloaded
-from chatcache.types import EngineEvent, Failed, Finished, Tokens
+from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 from tests.bus.bus_engines import FAST, LOST, build_losing, request, until
 
 AHEAD = pytest.mark.parametrize("model", ["", "ahead"])

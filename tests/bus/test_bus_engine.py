@@ -14,17 +14,9 @@ from chatcache.bus.pipe import EngineProcess
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.errors import ContextTooLong, InvalidRequest, Overloaded, UnsupportedParameter
-from chatcache.types import (
-    BeamSearchParams,
-    CandidateDone,
-    EngineEvent,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.bus.bus_engines import FAST, build_fake, build_patient
 
 Client = ThreadedEngine | EngineProcess

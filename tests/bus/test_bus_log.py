@@ -9,7 +9,7 @@ import pytest
 
 from chatcache.bus.log import FORGET_EVENTS, EventLog, EventLogs
 from chatcache.errors import InvalidRequest, NotFound
-from chatcache.types import EngineEvent, Failed, Finished, Tokens
+from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 
 
 def tokens(seq: int) -> Tokens:

@@ -21,7 +21,7 @@ from chatcache.bus.codec import MAX_FRAME_BYTES
 from chatcache.bus.pipe import EngineProcess
 from chatcache.bus.supervision import RestartPolicy
 from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, ModelFolderError, Overloaded
-from chatcache.types import Failed, Finished, Started, Tokens
+from chatcache.types.events import Failed, Finished, Started, Tokens
 from tests.bus.bus_engines import FAST, expected_tokens, process, request, until
 
 

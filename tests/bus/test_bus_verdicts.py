@@ -13,7 +13,9 @@ from chatcache.bus.pipe import EngineProcess
 from chatcache.bus.verdicts import Verdicts
 from chatcache.config import EngineConfig
 from chatcache.errors import InvalidRequest
-from chatcache.types import Failed, Finished, GenerateRequest, SamplingParams, Started, StructuredOutputs, Tokens
+from chatcache.types.events import Failed, Finished, Started, Tokens
+from chatcache.types.params import SamplingParams, StructuredOutputs
+from chatcache.types.request import GenerateRequest
 from tests.bus.bus_engines import FAST, build_spelling
 
 Client = ThreadedEngine | EngineProcess

@@ -21,7 +21,9 @@ from chatcache.chat.tree import Conversation, ConversationTree, Item, ReplyParts
 from chatcache.errors import InvalidRequest
 from chatcache.text.reply_format import format_of
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import CandidateDone, GenerateRequest, SamplingParams, Tokens
+from chatcache.types.events import CandidateDone, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.chat.test_chat_prompt import REWRITES
 from tests.gateway.serving import tokenizer_with
 from tests.text.text_families import tokenizer_of

@@ -9,7 +9,7 @@ import pytest
 from chatcache.chat.coalesce import Coalescer, Told
 from chatcache.chat.events import BeamNode, CallDelta, ReplyBeams, ReplyDelta
 from chatcache.errors import EngineFault
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 
 
 def delta(index: int, text: str) -> ReplyDelta:

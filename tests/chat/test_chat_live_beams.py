@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from chatcache.chat.events import BeamNode, ReplyBeams
 from chatcache.chat.live_beams import BeamReader, joined
-from chatcache.types import Beams, LiveBeam
+from chatcache.types.events import Beams, LiveBeam
 from tests.gateway.serving import tiny_tokenizer
 
 BYTES = {piece[0]: token for token, piece in enumerate(tiny_tokenizer().token_bytes) if len(piece) == 1}

@@ -19,7 +19,9 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import InvalidRequest
-from chatcache.types import BeamSearchParams, CandidateDone, GenerateRequest, Params, SamplingParams, Tokens
+from chatcache.types.events import CandidateDone, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.gateway.serving import tiny_tokenizer
 
 USER = [Message(role="user", content="Hello")]

@@ -12,7 +12,8 @@ from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.cli.banner import Banner
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.gateway.keyring import Keyring
-from chatcache.types import EngineHealth, ModelFacts
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
 
 FACTS = ModelFacts(name="m", digest="00", vocab_size=10, max_model_len=2048, dtype="float32", attention="cpu")
 HEALTH = EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=128 * 4096, num_host_pages=256)

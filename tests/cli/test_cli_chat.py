@@ -17,7 +17,7 @@ from chatcache.chat.prompt import Message
 from chatcache.cli.backends import Delta, HttpBackend, Usage
 from chatcache.cli.chat import Session
 from chatcache.errors import EngineFault
-from chatcache.types import SamplingParams
+from chatcache.types.params import SamplingParams
 from tests.cli.servers import OPTIONS, Server, environment
 
 

@@ -14,7 +14,9 @@ from chatcache.decode.distinct import DistinctStrategy, child_seed
 from chatcache.decode.factory import make_strategy
 from chatcache.decode.stop import StopRules
 from chatcache.sched.plan import F32
-from chatcache.types import GenerateRequest, ModelFacts, SamplingParams
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.decode.decode_driver import Logits, Run, draw, log_softmax, run
 from tests.decode.dense_beams import num_common
 from tests.decode.toy_grammar import ToyConstraint, ToyGrammar

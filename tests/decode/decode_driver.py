@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from chatcache.decode.actions import Candidates, Done, DrawSpec, Emit, Extend, Fork, Grown, Retire, Strategy
 from chatcache.sched.plan import F32
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 
 Bools = NDArray[np.bool_]
 Logits = Callable[[tuple[int, ...]], F32]

@@ -11,7 +11,9 @@ import numpy as np
 from chatcache.decode.beam import BeamStrategy
 from chatcache.decode.factory import make_strategy
 from chatcache.decode.stop import StopRules
-from chatcache.types import BeamSearchParams, GenerateRequest, ModelFacts
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import BeamSearchParams
+from chatcache.types.request import GenerateRequest
 from tests.decode.decode_driver import Logits, Run, log_softmax, run
 from tests.decode.toy_grammar import ToyConstraint, ToyGrammar
 

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.decode.factory import make_strategy
-from chatcache.types import BeamSearchParams, GenerateRequest, ModelFacts
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import BeamSearchParams
+from chatcache.types.request import GenerateRequest
 from tests.decode.decode_driver import Logits, Outcome, Run, TableModel, log_softmax, run
 
 PROMPT = (1, 2, 3)

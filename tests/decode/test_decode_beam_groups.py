@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.types import BeamSearchParams
+from chatcache.types.params import BeamSearchParams
 from tests.decode.decode_driver import TableModel
 from tests.decode.dense_beams import Output, beam_run, check
 

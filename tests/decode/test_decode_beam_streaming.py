@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.decode.streaming import Node, TokenTree
-from chatcache.types import BeamSearchParams
+from chatcache.types.params import BeamSearchParams
 from tests.decode.decode_driver import Outcome, Run, TableModel, log_softmax
 from tests.decode.dense_beams import PROMPT, DenseBeams, Output, beam_run, num_common
 

@@ -18,7 +18,9 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.load import load_model
 from chatcache.model.runner import Runner
-from chatcache.types import BeamSearchParams, CandidateDone, Failed, GenerateRequest, Params, SamplingParams, Tokens
+from chatcache.types.events import CandidateDone, Failed, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.model.families import Sample, make_sample
 
 MAX_TOKENS = 20

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from chatcache.decode.actions import Candidates
 from chatcache.decode.factory import make_strategy
-from chatcache.types import GenerateRequest, ModelFacts, SamplingParams
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.decode.decode_driver import Run, TableModel, run
 
 PROMPT = (1, 2, 3)

@@ -17,7 +17,7 @@ from chatcache.decode.actions import Candidates
 from chatcache.decode.constraint import Constraint
 from chatcache.decode.stop import StopRules
 from chatcache.errors import InvalidRequest
-from chatcache.types import SamplingParams, StructuredOutputs
+from chatcache.types.params import SamplingParams, StructuredOutputs
 from tests.decode.decode_driver import Run, TableModel, log_softmax, run
 from tests.decode.toy_vocab import CONTROL, EOS, PIECES, PROMPT, VOCAB_SIZE, compiled, strategy_of, text_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chatcache.sched.plan import F32
-from chatcache.types import BeamSearchParams, SamplingParams, StructuredOutputs
+from chatcache.types.params import BeamSearchParams, SamplingParams, StructuredOutputs
 from tests.decode.decode_driver import Run, TableModel, log_softmax, run
 from tests.decode.toy_vocab import CONTROL, EOS, PIECES, PROMPT, VOCAB_SIZE, strategy_of, text_of
 

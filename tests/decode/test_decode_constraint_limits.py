@@ -22,7 +22,7 @@ from chatcache.decode.constraint_compiler import LIMITS, MAX_GRAMMARS, Grammars
 from chatcache.decode.constraint_grammar import check_structured_outputs, lark_of
 from chatcache.decode.stop import StopRules
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest
-from chatcache.types import BeamSearchParams, SamplingParams, StructuredOutputs
+from chatcache.types.params import BeamSearchParams, SamplingParams, StructuredOutputs
 from tests.decode.decode_driver import TableModel, run
 from tests.decode.toy_vocab import EOS, FACTS, PIECES, PROMPT, VOCAB_SIZE, compiled, facts_of, strategy_of, text_of
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.decode.distinct import child_seed, conditioned, log1mexp
-from chatcache.types import SamplingParams
+from chatcache.types.params import SamplingParams
 from tests.decode.all_outputs import PROMPT, Everything, Output, check, distinct_run
 from tests.decode.decode_driver import TableModel, log_softmax
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chatcache.decode.beam import BeamStrategy
 from chatcache.decode.constraint import DeadEnd
 from chatcache.decode.stop import StopRules
-from chatcache.types import BeamSearchParams, SamplingParams
+from chatcache.types.params import BeamSearchParams, SamplingParams
 from tests.decode import all_outputs, dense_beams
 from tests.decode.decode_driver import Run, TableModel, run
 from tests.decode.toy_grammar import Output, ToyConstraint, ToyGrammar, ToyGuide

@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from chatcache.decode.actions import DrawSpec
 from chatcache.decode.penalties import LogitEdits
 from chatcache.sched.plan import F32
-from chatcache.types import SamplingParams
+from chatcache.types.params import SamplingParams
 from tests.decode.decode_driver import edited
 
 VOCAB_SIZE = 40

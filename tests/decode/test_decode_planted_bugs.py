@@ -14,7 +14,7 @@ from chatcache.decode.groups import Group
 from chatcache.decode.hypotheses import Hypotheses
 from chatcache.decode.penalties import LogitEdits
 from chatcache.decode.streaming import Node, TokenTree
-from chatcache.types import BeamSearchParams, SamplingParams
+from chatcache.types.params import BeamSearchParams, SamplingParams
 from tests.decode import all_outputs, dense_beams
 from tests.decode.decode_driver import TableModel
 

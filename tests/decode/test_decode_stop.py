@@ -9,7 +9,7 @@ import pytest
 
 from chatcache.decode.stop import START, Ended, StopRules, Trail
 from chatcache.errors import InvalidRequest
-from chatcache.types import FINISH_LENGTH, FINISH_STOP
+from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 
 
 def follow_all(rules: StopRules, tokens: list[int]) -> tuple[int, Ended | None]:

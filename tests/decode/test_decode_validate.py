@@ -9,7 +9,7 @@ import pytest
 
 from chatcache.decode.validate import validate_params
 from chatcache.errors import InvalidRequest
-from chatcache.types import BeamSearchParams, Params, SamplingParams
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
 
 VOCAB_SIZE = 100
 INF, NAN = float("inf"), float("nan")

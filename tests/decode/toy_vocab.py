@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from chatcache.decode.actions import Strategy
 from chatcache.decode.constraint_compiler import Grammars, Ticket
 from chatcache.decode.factory import make_strategy
-from chatcache.types import GenerateRequest, ModelFacts, Params, StructuredOutputs
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import Params, StructuredOutputs
+from chatcache.types.request import GenerateRequest
 
 EOS, CONTROL = 256, 257  # <eos>; a control token whose text is "{"
 LONGER = ('{"', '":', '", "', "true", "ab", "abc", "bc", "aa", "12", "é", "日本", '"a"', "}", "  ", "ab")

@@ -17,7 +17,8 @@ from chatcache.cli import main as chatcache
 from chatcache.cli import server
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.types import EngineEvent, GenerateRequest
+from chatcache.types.events import EngineEvent
+from chatcache.types.request import GenerateRequest
 
 ENDLESS_TOKENS = 1000  # asked for without an end
 STEP_S = 0.04

@@ -14,7 +14,9 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import ChatcacheError, Overloaded, RateLimited
-from chatcache.types import Finished, GenerateRequest, SamplingParams, Started, Tokens
+from chatcache.types.events import Finished, Started, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB, PAGE = 64, 8
 SLOTS = 6

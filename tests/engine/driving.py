@@ -7,13 +7,9 @@ from typing import Any
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
-from chatcache.types import (
-    EngineEvent,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Tokens,
-)
+from chatcache.types.events import EngineEvent, Tokens
+from chatcache.types.params import Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 64
 

@@ -25,12 +25,8 @@ from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts, history
 from chatcache.engine.fake_sampling import log_softmax, top_candidates
 from chatcache.sched.draws import draws_of
 from chatcache.sched.plan import StepResult
-from chatcache.types import (
-    CandidateDone,
-    GenerateRequest,
-    TokenLogprob,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, TokenLogprob, Tokens
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 32
 FACTS = fake_facts(vocab_size=VOCAB)

@@ -15,7 +15,10 @@ from chatcache.engine.accounts import USAGE_INTERVAL_S, UsageGauge
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import ContextTooLong
-from chatcache.types import GenerateRequest, PageAccounts, SamplingParams, Tokens
+from chatcache.types.events import Tokens
+from chatcache.types.pages import PageAccounts
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.engine.generated import workloads
 from tests.engine.workloads import Workload
 

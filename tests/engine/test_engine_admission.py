@@ -8,7 +8,8 @@ import pytest
 
 from chatcache.engine.admission import check_priority, check_prompt_logprobs
 from chatcache.errors import InvalidRequest
-from chatcache.types import MAX_PROMPT_LOGPROBS, BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.params import MAX_PROMPT_LOGPROBS, BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 
 @pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams])

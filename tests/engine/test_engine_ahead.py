@@ -14,17 +14,9 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import POISON, FakeRunner, fake_capacity
 from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import (
-    BeamSearchParams,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.engine.driving import VOCAB, drain, engine, output, request
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])

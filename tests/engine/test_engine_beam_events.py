@@ -5,18 +5,9 @@ from __future__ import annotations
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
-from chatcache.types import (
-    Beams,
-    BeamSearchParams,
-    CandidateDone,
-    EngineEvent,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import Beams, CandidateDone, EngineEvent, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 64
 PROMPT = tuple(range(1, 21))

@@ -10,7 +10,8 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 64
 PAGE_SIZE = 16

@@ -9,7 +9,9 @@ import pytest
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
-from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams, Started, Tokens
+from chatcache.types.events import Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 64
 BYTES = [bytes([0x30 + token]) for token in range(VOCAB)]

@@ -16,18 +16,9 @@ from chatcache.decode.constraint_checker import GrammarChecker
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import InvalidRequest, Overloaded, RateLimited
-from chatcache.types import (
-    BeamSearchParams,
-    CandidateDone,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    StructuredOutputs,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams, StructuredOutputs
+from chatcache.types.request import GenerateRequest
 from tests.decode.toy_vocab import CONTROL, EOS, PIECES, VOCAB_SIZE, text_of
 
 REGEX = StructuredOutputs(regex="(ab|[0-9]{2}|é)+x")

@@ -11,13 +11,9 @@ from chatcache.decode.actions import Advance, Candidates, DrawSpec, Dropped, Ext
 from chatcache.decode.factory import make_strategy
 from chatcache.engine.fake import FakeRunner, fake_capacity
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import (
-    Failed,
-    Finished,
-    GenerateRequest,
-    SamplingParams,
-    Started,
-)
+from chatcache.types.events import Failed, Finished, Started
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.engine.driving import VOCAB, drain, engine, output, request
 
 

@@ -9,7 +9,9 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity
 from chatcache.errors import DeviceLost, Overloaded
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import EngineEvent, Failed, Finished, GenerateRequest, SamplingParams
+from chatcache.types.events import EngineEvent, Failed, Finished
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.engine.driving import VOCAB, engine, output, request
 
 REASON = "the device is lost: an illegal memory access"

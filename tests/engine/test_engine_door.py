@@ -6,12 +6,9 @@ import pytest
 
 from chatcache.engine.fake import FakeRunner, fake_capacity
 from chatcache.errors import ChatcacheError, ContextTooLong, InvalidRequest, Overloaded
-from chatcache.types import (
-    BeamSearchParams,
-    Finished,
-    GenerateRequest,
-    SamplingParams,
-)
+from chatcache.types.events import Finished
+from chatcache.types.params import BeamSearchParams, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.engine.driving import VOCAB, drain, engine, request
 
 

@@ -20,18 +20,9 @@ from chatcache.sched.branches import Branches
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
 from chatcache.sched.steady import SteadyBranches
-from chatcache.types import (
-    FINISH_CANCELLED,
-    BeamSearchParams,
-    CandidateDone,
-    EngineEvent,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.engine.driving import VOCAB, drain, engine, output, request
 
 EIGHT = SamplingParams(n=8, max_tokens=30, seed=3, ignore_eos=True)

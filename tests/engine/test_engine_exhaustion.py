@@ -18,7 +18,9 @@ from chatcache.kv.pool import BrokenInvariant
 from chatcache.sched.queue import WaitingQueue
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import BeamSearchParams, Failed, Finished, GenerateRequest, Params, SamplingParams
+from chatcache.types.events import Failed, Finished
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.engine.workloads import step_and_watch
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 17))

@@ -20,7 +20,9 @@ from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import InvalidRequest
 from chatcache.sched.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
 from chatcache.sched.queue import MAX_EXAMINED
-from chatcache.types import Finished, GenerateRequest, SamplingParams, Started, Tokens
+from chatcache.types.events import Finished, Started, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 64
 PAGES, PAGE = 24, 8

@@ -14,17 +14,9 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import InvalidRequest
 from chatcache.sched.plan import Draws, StepPlan, StepResult
-from chatcache.types import (
-    BeamSearchParams,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 64
 

@@ -11,17 +11,9 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Chain
-from chatcache.types import (
-    BeamSearchParams,
-    EngineEvent,
-    Finished,
-    ForkPoint,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import EngineEvent, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import ForkPoint, GenerateRequest
 
 VOCAB, PAGE = 64, 16
 PROMPT = tuple(range(1, 22))  # one page and five tokens

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from chatcache.errors import InvalidRequest
-from chatcache.types import (
-    BeamSearchParams,
-    CandidateDone,
-    Finished,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, SamplingParams
 from tests.engine.driving import drain, engine, output, request
 
 

@@ -8,7 +8,9 @@ from chatcache.config import EngineConfig
 from chatcache.engine import outbox
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_facts
-from chatcache.types import BeamSearchParams, EngineEvent, GenerateRequest, Tokens
+from chatcache.types.events import EngineEvent, Tokens
+from chatcache.types.params import BeamSearchParams
+from chatcache.types.request import GenerateRequest
 
 
 def events() -> list[EngineEvent]:

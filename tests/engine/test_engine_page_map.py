@@ -11,7 +11,7 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.page_gauge import MAX_SHARE, PageGauge
 from chatcache.errors import ContextTooLong
 from chatcache.kv.table import PageTable
-from chatcache.types import SamplingParams
+from chatcache.types.params import SamplingParams
 from tests.engine.driving import drain, engine, request
 from tests.engine.generated import workloads
 from tests.engine.workloads import Workload

@@ -15,7 +15,8 @@ from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
 from chatcache.sched.limits import worst_case_pages
 from chatcache.sched.swap import Swaps
-from chatcache.types import BeamSearchParams, GenerateRequest, Params, SamplingParams, num_branches
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams, num_branches
+from chatcache.types.request import GenerateRequest
 from tests.engine.oracle import VOCAB
 from tests.engine.workloads import Arrival, Workload, assert_equals_alone
 

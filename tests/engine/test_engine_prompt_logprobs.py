@@ -12,17 +12,9 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts, history_of
 from chatcache.engine.fake_sampling import log_softmax, top_candidates
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import (
-    BeamSearchParams,
-    EngineEvent,
-    Failed,
-    ForkPoint,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    TokenLogprob,
-)
+from chatcache.types.events import EngineEvent, Failed, Started, TokenLogprob
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import ForkPoint, GenerateRequest
 
 VOCAB, PAGE = 64, 4
 PROMPT = tuple(np.random.default_rng(5).integers(1, VOCAB, 30).tolist())

@@ -8,7 +8,10 @@ import pytest
 
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity
-from chatcache.types import EngineEvent, Explanation, ForkPoint, SamplingParams, Started, StartReport
+from chatcache.types.events import EngineEvent, Started, StartReport
+from chatcache.types.pages import Explanation
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import ForkPoint
 from tests.engine.driving import VOCAB, drain, engine, output, request
 
 

@@ -16,17 +16,9 @@ from chatcache.decode.stop import START
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import EngineFault
-from chatcache.types import (
-    CandidateDone,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    SamplingParams,
-    Started,
-    StructuredOutputs,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.params import SamplingParams, StructuredOutputs
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 256
 BYTES = tuple(bytes([byte]) for byte in range(VOCAB))

@@ -12,7 +12,9 @@ from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.engine.selfcheck import MAX_PAGES
 from chatcache.kv.children import Children
 from chatcache.kv.pool import BrokenInvariant, PagePool
-from chatcache.types import Finished, GenerateRequest, SamplingParams
+from chatcache.types.events import Finished
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 
 def engine(*, strict: bool = False, num_pages: int = 64) -> Engine:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from chatcache.engine import intake
 from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError, Overloaded, RateLimited
-from chatcache.types import SamplingParams
+from chatcache.types.params import SamplingParams
 from tests.engine.driving import engine, request
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])

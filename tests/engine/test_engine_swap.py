@@ -11,16 +11,9 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import (
-    BeamSearchParams,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Tokens,
-)
+from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB, PAGE = 64, 4
 

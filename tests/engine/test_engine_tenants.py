@@ -9,7 +9,9 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.engine.namespaces import MAX_REMEMBERED_NAMESPACES
 from chatcache.errors import InvalidRequest
-from chatcache.types import EngineEvent, ForkPoint, GenerateRequest, SamplingParams, Started
+from chatcache.types.events import EngineEvent, Started
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import ForkPoint, GenerateRequest
 
 VOCAB = 64
 PUBLIC = tuple(i % 60 + 1 for i in range(40))

@@ -13,7 +13,10 @@ from chatcache.errors import ContextTooLong
 from chatcache.kv import cache
 from chatcache.kv.cache import FEW_PAGES
 from chatcache.kv.keys import token_bytes
-from chatcache.types import GenerateRequest, PackedPrompt, SamplingParams, Tokens
+from chatcache.types.events import Tokens
+from chatcache.types.pages import PackedPrompt
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.engine.driving import drain, engine, request
 from tests.engine.generated import workloads
 from tests.engine.workloads import Workload

@@ -10,16 +10,8 @@ from chatcache.engine.fake import POISON, FakeRunner, fake_capacity
 from chatcache.errors import ContextTooLong, UnsupportedParameter
 from chatcache.kv.pool import PagePool
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import (
-    FINISH_CANCELLED,
-    CandidateDone,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.request import GenerateRequest
 from tests.engine.oracle import FACTS, VOCAB, WANDER, Answer, alone, strategy_for
 
 AUDIT_EVERY = 5  # not every step: an audit makes the scheduler tell the tables what it has put off

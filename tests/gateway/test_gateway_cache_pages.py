@@ -9,7 +9,7 @@ import pytest
 from websockets.sync.client import ClientConnection
 
 from chatcache.chat.histories import Histories
-from chatcache.types import PackedPrompt
+from chatcache.types.pages import PackedPrompt
 from tests.gateway.frames import LONG, receive, send, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, post_bytes, slowed, tiny_tokenizer, wait_until
 from tests.gateway.test_gateway_rest import converse

@@ -16,16 +16,9 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_facts
 from chatcache.gateway import completions
 from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.types import (
-    BeamSearchParams,
-    CandidateDone,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    TokenLogprob,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, Started, TokenLogprob, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.gateway.frames import Frame, receive, send, until_end
 from tests.gateway.serving import MAX_MODEL_LEN, Server, hurry, slowed, tiny_tokenizer, wait_until
 

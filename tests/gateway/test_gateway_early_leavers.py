@@ -11,7 +11,10 @@ from chatcache.chat.service import ChatService, ReplyFailed
 from chatcache.gateway.door import Door
 from chatcache.gateway.limits import Limiter, Work
 from chatcache.gateway.principal import Limits, Principal
-from chatcache.types import EngineEvent, EngineHealth, Failed, Finished, GenerateRequest, SamplingParams
+from chatcache.types.events import EngineEvent, Failed, Finished
+from chatcache.types.health import EngineHealth
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.gateway.serving import CHATML, tokenizer_with
 
 PER_MINUTE = 1000

@@ -23,7 +23,8 @@ from chatcache.engine import engine as engine_module
 from chatcache.engine.engine import Engine
 from chatcache.gateway import door, errors
 from chatcache.gateway.principal import Limits
-from chatcache.types import EngineEvent, GenerateRequest, Started
+from chatcache.types.events import EngineEvent, Started
+from chatcache.types.request import GenerateRequest
 from tests.gateway.clocks import Clock
 from tests.gateway.keyed import Held, give
 from tests.gateway.limited import LimitedServer, keys_with, limited_server

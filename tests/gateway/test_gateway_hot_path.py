@@ -16,7 +16,7 @@ from chatcache.gateway.logprobs import EncodedLogprobs, chat_logprobs, encoded_l
 from chatcache.gateway.metrics import Tally
 from chatcache.gateway.openai_chat import ChatShape
 from chatcache.gateway.plain_chunks import PlainChunks
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 from tests.gateway.serving import tiny_tokenizer
 
 TEXTS = ["a", ' "quoted" \\ \n', "\ue000", "né 中文 👩‍👩‍👧", "\u2028", '"content":"', "\x00\x1f\x7f"]

@@ -9,7 +9,7 @@ import pytest
 
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
 from chatcache.gateway.stateless import Heard, collect
-from chatcache.types import TokenLogprob
+from chatcache.types.events import TokenLogprob
 from tests.gateway.serving import Server
 
 

@@ -15,7 +15,7 @@ from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError, NotFound
 from chatcache.gateway.metered_store import metered_store
 from chatcache.gateway.metrics import MAX_REASONS, Metrics
-from chatcache.types import EngineHealth
+from chatcache.types.health import EngineHealth
 from tests.gateway.serving import Server, post_bytes, wait_until
 
 

@@ -18,7 +18,7 @@ from chatcache.config import ServerConfig
 from chatcache.gateway import jsonio, lanes, paging, tooling, wire, wire_messages, ws
 from chatcache.gateway.api_table import OPERATIONS
 from chatcache.gateway.openapi import document
-from chatcache.types import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from chatcache.types.params import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from tests.gateway.described import Described
 from tests.gateway.frames import receive
 from tests.gateway.serving import MODEL, Server

@@ -11,7 +11,7 @@ import pytest
 from websockets.sync.client import connect
 
 from chatcache.config import ServerConfig
-from chatcache.types import EngineEvent, Failed, Started
+from chatcache.types.events import EngineEvent, Failed, Started
 from tests.gateway.frames import send, until_end
 from tests.gateway.responding import LONG, PATH, begin, so_far
 from tests.gateway.serving import MAX_MODEL_LEN, Server, read_all, slowed, wait_until

@@ -17,7 +17,7 @@ from chatcache.config import EngineConfig, ServerConfig
 from chatcache.errors import ModelFolderError
 from chatcache.gateway.metrics import Metrics
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import EngineHealth
+from chatcache.types.health import EngineHealth
 from tests.gateway.serving import MAX_MODEL_LEN, MODEL, Server, slowed, tiny_tokenizer, wait_until
 
 CHAT = "/v1/chat/completions"

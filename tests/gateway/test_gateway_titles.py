@@ -13,7 +13,7 @@ import pytest
 from chatcache.chat import side_tasks
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.gateway import conversation_titles
-from chatcache.types import MAX_PRIORITY, GenerateRequest
+from chatcache.types.request import MAX_PRIORITY, GenerateRequest
 from tests.gateway.described import Described
 from tests.gateway.scripted import ScriptedServer, scripted
 from tests.gateway.serving import PAGE_SIZE, Server, hurry, slowed, tiny_tokenizer, wait_until

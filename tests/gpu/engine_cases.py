@@ -25,18 +25,9 @@ from chatcache.engine.engine import Engine
 from chatcache.model.graphs import DecodeSteps, Ready
 from chatcache.model.load import load_model
 from chatcache.model.runner import Ahead
-from chatcache.types import (
-    BeamSearchParams,
-    CandidateDone,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    Started,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 SEED = 20  # weights and prompts that every device has seen
 VOCAB = 128

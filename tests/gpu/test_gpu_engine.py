@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from chatcache.model.runner import Ahead
-from chatcache.types import Finished
+from chatcache.types.events import Finished
 from tests.gpu.engine_cases import (
     CASES,
     Answers,

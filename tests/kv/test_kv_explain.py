@@ -11,7 +11,7 @@ from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
 from chatcache.kv.explain import MAX_DIVERGED_TOKENS
 from chatcache.kv.pool import PagePool
-from chatcache.types import Explanation
+from chatcache.types.pages import Explanation
 from tests.kv.kv_tools import PrefixOracle, find, opened, text, write
 
 P = 4

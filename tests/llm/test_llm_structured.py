@@ -10,7 +10,7 @@ import pytest
 
 from chatcache import LLM, BeamSearchParams, SamplingParams
 from chatcache.errors import InvalidRequest
-from chatcache.types import StructuredOutputs
+from chatcache.types.params import StructuredOutputs
 
 
 @pytest.fixture(scope="module")

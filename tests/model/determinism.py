@@ -23,7 +23,9 @@ from chatcache.engine.engine import Engine
 from chatcache.model.load import load_model
 from chatcache.model.runner import Runner, Underway
 from chatcache.sched.plan import Draws, KVCapacity, StepPlan, StepResult
-from chatcache.types import Failed, GenerateRequest, SamplingParams, Started, Tokens
+from chatcache.types.events import Failed, Started, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.model.families import VOCAB, save_random
 
 SHAPE: dict[str, Any] = {

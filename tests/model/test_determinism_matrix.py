@@ -21,7 +21,8 @@ from msgspec.structs import replace
 from chatcache.model import invariant
 from chatcache.model import load as loading
 from chatcache.model.runner import Runner
-from chatcache.types import BeamSearchParams, GenerateRequest, SamplingParams
+from chatcache.types.params import BeamSearchParams, SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.model.determinism import (
     MAX_TOKENS,
     SHAPES,

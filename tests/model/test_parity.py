@@ -16,7 +16,9 @@ from chatcache.engine.engine import Engine
 from chatcache.model import load as loading
 from chatcache.model.decoder import Decoder
 from chatcache.model.runner import Runner
-from chatcache.types import Failed, GenerateRequest, SamplingParams, Started, Tokens
+from chatcache.types.events import Failed, Started, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.model.drive import Driver, greedy, make_draws
 from tests.model.families import FAMILIES, NUM_NEW, VOCAB, Sample
 

@@ -26,7 +26,7 @@ from chatcache.model.linear import TwofoldLinears, fast_linear
 from chatcache.model.load import load_model
 from chatcache.model.quantised import Int8Linear, weight_sizes
 from chatcache.model.runner import Runner
-from chatcache.types import SamplingParams
+from chatcache.types.params import SamplingParams
 from tests.model.drive import Driver, greedy, make_draws
 from tests.model.families import VOCAB, Sample
 

@@ -13,7 +13,9 @@ from chatcache.engine.engine import Engine
 from chatcache.model.runner import Runner
 from chatcache.model.tables import PageTables
 from chatcache.sched.plan import Rows, StepPlan, StepResult
-from chatcache.types import GenerateRequest, SamplingParams, Tokens
+from chatcache.types.events import Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 from tests.model.drive import Driver, make_draws
 from tests.model.families import VOCAB, Sample
 

@@ -19,7 +19,7 @@ from chatcache.model.attention import AttentionStep, Geometry, allocate, choose_
 from chatcache.model.load import SWAP_MAX_BYTES, plan_capacity
 from chatcache.model.runner import Runner
 from chatcache.sched.plan import KVCapacity, Rows, StepPlan
-from chatcache.types import ModelFacts
+from chatcache.types.model import ModelFacts
 from tests.model.drive import Driver, make_draws
 from tests.model.families import VOCAB, Sample
 

@@ -12,7 +12,7 @@ from chatcache.kv.chain import Scope
 from chatcache.sched.batch import Step
 from chatcache.sched.plan import NOT_YET
 from chatcache.sched.request import LiveRequest
-from chatcache.types import ForkPoint
+from chatcache.types.request import ForkPoint
 from tests.sched.sched_driver import Bench, P, Plain
 
 

@@ -8,7 +8,9 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.sched import queue
-from chatcache.types import Finished, GenerateRequest, SamplingParams
+from chatcache.types.events import Finished
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 VOCAB = 64
 

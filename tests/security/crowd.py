@@ -10,18 +10,9 @@ from dataclasses import dataclass, field
 
 from chatcache.engine.engine import Engine
 from chatcache.errors import InvalidRequest
-from chatcache.types import (
-    BeamSearchParams,
-    CandidateDone,
-    EngineEvent,
-    Failed,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    StructuredOutputs,
-    Tokens,
-)
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Tokens
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams, StructuredOutputs
+from chatcache.types.request import GenerateRequest
 from tests.security.hostile import Adversary
 
 NUM_CANARIES = 8

@@ -16,17 +16,15 @@ from chatcache.decode.validate import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
-from chatcache.types import (
-    MAX_PRIORITY,
+from chatcache.types.params import (
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
     BeamSearchParams,
-    ForkPoint,
-    GenerateRequest,
     Params,
     SamplingParams,
     StructuredOutputs,
 )
+from chatcache.types.request import MAX_PRIORITY, ForkPoint, GenerateRequest
 
 WIDTHS = (1, 1, 1, 1, 2, 3, 7, 16)
 TINY = 5e-324

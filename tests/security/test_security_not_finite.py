@@ -19,7 +19,9 @@ from chatcache.model.load import load_model
 from chatcache.model.runner import Runner
 from chatcache.model.sampler import NOT_FINITE
 from chatcache.sched.scheduler import Scheduler
-from chatcache.types import EngineEvent, Failed, GenerateRequest, SamplingParams, Started, Tokens
+from chatcache.types.events import EngineEvent, Failed, Started, Tokens
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 22))
 NUM_ROWS = 32

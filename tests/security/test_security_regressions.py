@@ -22,14 +22,9 @@ from packaging.version import Version
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.openapi import document
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types import (
-    BeamSearchParams,
-    Finished,
-    GenerateRequest,
-    Params,
-    SamplingParams,
-    StructuredOutputs,
-)
+from chatcache.types.events import Finished
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams, StructuredOutputs
+from chatcache.types.request import GenerateRequest
 from tests.gateway.serving import Server, read_all
 from tests.llm.tiny_llama import write_tokenizer
 from tests.security.spoilt_folders import pattern

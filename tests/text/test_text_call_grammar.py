@@ -16,7 +16,7 @@ from chatcache.engine.fake import fake_facts
 from chatcache.text.reply_format import ReplyFormat, ReplyParser, format_of
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.text.tool_calls.grammar import Callee, ToolChoice, call_grammar
-from chatcache.types import StructuredOutputs
+from chatcache.types.params import StructuredOutputs
 from tests.text.text_families import FAMILIES, tokenizer_of
 
 SCHEMA = json.dumps(

@@ -21,7 +21,9 @@ from chatcache.engine.engine import Engine
 from chatcache.errors import EngineFault
 from chatcache.model.load import load_model
 from chatcache.model.runner import Runner
-from chatcache.types import BeamSearchParams, Failed, GenerateRequest, Params, SamplingParams, Started
+from chatcache.types.events import Failed, Started
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)

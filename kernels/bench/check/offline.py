@@ -12,7 +12,8 @@ from bench.check.context import Context
 from bench.check.figures import Figure, compared, rate
 from bench.check.model import Loaded, load, step
 from chatcache.engine.engine import Engine
-from chatcache.types import GenerateRequest, SamplingParams
+from chatcache.types.params import SamplingParams
+from chatcache.types.request import GenerateRequest
 
 MOST_IDS = 10_000
 
