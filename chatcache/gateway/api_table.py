@@ -7,126 +7,22 @@ compares the table with the routes that are served, and real answers with the ty
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
 
-import msgspec
-from msgspec import Meta
-
-from chatcache.gateway import answers, answers_responses, answers_stored, wire
-from chatcache.gateway.access import ACCESS
-from chatcache.types.params import MAX_TOP_LOGPROBS
+from chatcache.gateway import answers, answers_cache, answers_responses, answers_stored, wire
+from chatcache.gateway.api_operation import Body, Operation, Socket
+from chatcache.gateway.api_queries import (
+    ExportQuery,
+    ImportQuery,
+    InputItemsQuery,
+    ItemsQuery,
+    RetrieveQuery,
+    RevQuery,
+    SearchQuery,
+    TokenQuery,
+)
 
 # The page and its files: not an API.
 PAGE_PATHS = frozenset({"/", "/assets", "/{file}"})
-
-
-class Body(NamedTuple):
-    """A request body: the fields of several structs as one object, under one name."""
-
-    name: str
-    kinds: tuple[type[msgspec.Struct], ...]
-    required: bool = True
-
-
-class ListQuery(msgspec.Struct):
-    """How lists are paged."""
-
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    after: str | None = None
-
-
-class InputItemsQuery(msgspec.Struct):
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    order: Literal["asc", "desc"] = "desc"
-    after: str | None = None
-
-
-class RetrieveQuery(msgspec.Struct):
-    """`stream`: its events, those behind `starting_after`."""
-
-    stream: bool = False
-    starting_after: Annotated[int, Meta(ge=0)] | None = None
-
-
-class ItemsQuery(msgspec.Struct):
-    """Which items: a page of the path to `leaf` (the active leaf), or all branches in one piece, oldest first."""
-
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    order: Literal["asc", "desc"] = "desc"
-    after: str | None = None
-    leaf: str | None = None
-    branches: Literal["all"] | None = None
-
-
-class SearchQuery(ListQuery):
-    """`query`: words that must all be in the title or in one message; the last may be the beginning of one."""
-
-    query: Annotated[str, Meta(max_length=4096)] | None = None
-
-
-class ExportQuery(msgspec.Struct):
-    """`branch`: the message at which it ends, or "all". JSON is of all branches by default, Markdown of the active."""
-
-    format: Literal["json", "markdown"] = "json"
-    branch: str | None = None
-
-
-class ImportQuery(msgspec.Struct):
-    """`dry_run`: tell what would happen, and change nothing."""
-
-    dry_run: bool = False
-
-
-class TokenQuery(msgspec.Struct):
-    """`top`: how many of the likeliest to tell."""
-
-    top: Annotated[int, Meta(ge=1, le=MAX_TOP_LOGPROBS)] = 8
-
-
-class RevQuery(msgspec.Struct):
-    """The revision that the client has seen: anything else is a 409."""
-
-    rev: Annotated[int, Meta(ge=0, le=10**15 - 1)] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One method of one path, as it is routed.
-
-    `answer`: the type of a 200, None for text that is not JSON. `stream`: the type of each event where SSE is offered.
-    `also`: media types of text that it can be instead. `takes`: those of a body that is a file. `errors`: statuses
-    beside those every route may answer with; `failures`: bodies that are more than the envelope. `once`: takes an
-    `Idempotency-Key`. Whether it needs a key is in `access.py`.
-    """
-
-    method: str
-    path: str
-    summary: str
-    answer: object
-    body: Body | None = None
-    query: type[msgspec.Struct] | None = None
-    stream: object = None
-    media_type: str = "application/json"
-    also: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
-    errors: tuple[int, ...] = ()
-    failures: Mapping[int, object] = field(default_factory=dict)
-    once: bool = False
-
-    @property
-    def needs_key(self) -> bool:
-        return ACCESS[self.path] != "open"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Socket:
-    """A WebSocket: the messages it takes, by their `type`."""
-
-    path: str
-    summary: str
-    messages: Mapping[str, Body]
-
 
 _SAMPLING = wire.SamplingFields
 _MODEL = (404, 503)  # no such model; not loaded yet, or no room in the queue
@@ -362,21 +258,21 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/cache/explain",
         summary="Which pages a prompt would find in the cache, and why not more; computes and stores nothing",
         body=Body("ExplainRequest", (wire.ExplainFields,)),
-        answer=answers_stored.CacheExplanation,
+        answer=answers_cache.CacheExplanation,
         errors=_MODEL,
     ),
     Operation(
         method="GET",
         path="/v1/cache/accounts",
         summary="Who holds how many pages now, shared ones in fractions",
-        answer=answers_stored.CacheAccounts,
+        answer=answers_cache.CacheAccounts,
         errors=_STARTING,
     ),
     Operation(
         method="GET",
         path="/v1/cache/map",
         summary="Every page in one letter: free, idle, in the table of one branch or of several, another tenant's",
-        answer=answers_stored.CacheMap,
+        answer=answers_cache.CacheMap,
         errors=_STARTING,
     ),
     Operation(
@@ -384,7 +280,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/cache/warmth",
         summary="How much of these conversations, along their active paths, is in the cache; computes nothing",
         body=Body("WarmthRequest", (wire.WarmthFields,)),
-        answer=answers_stored.CacheWarmth,
+        answer=answers_cache.CacheWarmth,
         errors=_STARTING,
     ),
     Operation(method="GET", path="/livez", summary="The process answers", answer=answers.Alive),

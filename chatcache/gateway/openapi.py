@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.gateway.answers import Error
-from chatcache.gateway.api_table import OPERATIONS, SOCKETS, Body, Operation
+from chatcache.gateway.api_operation import Body, Operation
+from chatcache.gateway.api_table import OPERATIONS, SOCKETS
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.cookies import NAME
 from chatcache.gateway.jsonio import encode

@@ -14,7 +14,8 @@ from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 import chatcache.gateway
 from chatcache.config import ServerConfig
-from chatcache.gateway.api_table import OPERATIONS, PAGE_PATHS, SOCKETS, Body
+from chatcache.gateway.api_operation import Body
+from chatcache.gateway.api_table import OPERATIONS, PAGE_PATHS, SOCKETS
 from chatcache.gateway.app import _routes
 from chatcache.gateway.openapi import document
 from tests.gateway.described import Described
