@@ -128,9 +128,10 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 def check_same(found: list[EngineEvent], expected: list[EngineEvent]) -> None:
     """No gap, no repeat, one end, and to the bit what an undisturbed run says."""
-    assert [event.seq for event in found] == list(range(1, len(found) + 1))
-    assert [is_end(event) for event in found].count(True) == 1 and isinstance(found[-1], Finished)
-    assert said(found) == said(expected)
+    assert [event.seq for event in found] == list(range(1, len(found) + 1)), "a gap, or something twice"
+    assert [is_end(event) for event in found].count(True) == 1, "more than one end, or none"
+    assert isinstance(found[-1], Finished), f"ended in {found[-1]}"
+    assert said(found) == said(expected), "not what an undisturbed run says"
 
 
 def said(events: list[EngineEvent]) -> list[object]:

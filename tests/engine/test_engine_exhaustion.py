@@ -145,10 +145,24 @@ def pages_leak(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "close", lambda self, *args, **kwargs: None)
 
 
+def no_numbers(patch: pytest.MonkeyPatch) -> None:
+    """What never fits is refused without a word of why."""
+    original = ContextTooLong.__init__
+    patch.setattr(ContextTooLong, "__init__", lambda self, *_, **__: original(self, "this does not fit"))
+
+
 @pytest.mark.parametrize(
-    "bug", [first_comes_last, preempted_again_and_again, nobody_is_admitted, pages_leak], ids=lambda bug: bug.__name__
+    ("bug", "words"),
+    [
+        (first_comes_last, "the first in turn was preempted"),
+        (preempted_again_and_again, r"preempted \d+ times"),
+        (nobody_is_admitted, "the engine stalls"),
+        (pages_leak, r"page \d+ counts \d+ holders and has 0"),
+        (no_numbers, "this does not fit"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_the_check_fails_on(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_fails_on(bug: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    with pytest.raises((AssertionError, BrokenInvariant)):
+    with pytest.raises((AssertionError, BrokenInvariant), match=words):
         check(40, seed=17)

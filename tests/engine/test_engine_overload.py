@@ -56,12 +56,20 @@ def nothing_is_counted(patch: pytest.MonkeyPatch) -> str:
     return "fair"
 
 
-@pytest.mark.parametrize("bug", [everything_in_one_line, no_shares, nothing_is_counted])
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        (everything_in_one_line, r"after [\d.]+ steps"),
+        (no_shares, "only the flood is refused"),
+        (nothing_is_counted, r"after [\d.]+ steps"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
 def test_without_fairness_or_shares_they_would(
-    bug: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
+    bug: Callable[[pytest.MonkeyPatch], str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = bug(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=words):
         check_others(policy)
 
 

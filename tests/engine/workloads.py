@@ -102,7 +102,8 @@ def step_and_watch(engine: Engine) -> list[EngineEvent]:
     events = engine.step()
     if first is not None and first.num_preemptions > before:
         assert engine.scheduler.running[0].turn < first.turn, "the first in turn was preempted"
-    assert all(request.num_preemptions <= 5 for request in engine.scheduler.requests())
+    most = max((request.num_preemptions for request in engine.scheduler.requests()), default=0)
+    assert most <= 5, f"somebody was preempted {most} times"
     return events
 
 
