@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chatcache.errors import InvalidRequest
-from chatcache.gateway import body
+from chatcache.gateway import body, jsonio
 from chatcache.gateway.ws import Connection
 from tests.gateway.serving import Server
 from tests.gateway.test_gateway_http_fuzz import _check as check_http
@@ -53,7 +53,7 @@ def test_the_bodies_that_show_it_are_sent(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(body, "decode_object", bug(body.decode_object))
+    monkeypatch.setattr(body, "decode_object", bug(jsonio.decode_object))
     with pytest.raises(AssertionError, match=words):
         check_http(server, caplog, seed=6, num_bodies=400)
 
