@@ -23,6 +23,14 @@ class Unauthorized(ChatcacheError):
     code = "invalid_api_key"
 
 
+def revoked() -> Unauthorized:
+    return Unauthorized("this API key was revoked", code="api_key_revoked")
+
+
+def session_expired() -> Unauthorized:
+    return Unauthorized("the session has expired", code="session_expired")
+
+
 class Forbidden(ChatcacheError):
     status = 403
     type = "permission_error"

@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chatcache.chat.keys import KeyRecord, KeyStore, digest_of, id_of
 from chatcache.chat.store import StoreUnavailable
 from chatcache.gateway.cookies import LIFE_S, Session, signature, signed
-from chatcache.gateway.errors import Unauthorized
+from chatcache.gateway.errors import Unauthorized, revoked, session_expired
 from chatcache.gateway.principal import EVERYBODY, Limits, Principal
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,13 @@ class Keyring:
     def check(self, principal: Principal) -> None:
         """Raises: Unauthorized for one that is let in no more."""
         if not self.lets_in(principal):
-            raise _revoked() if principal.key_id else Unauthorized(_WANTED)
+            raise revoked() if principal.key_id else Unauthorized(_WANTED)
+        if self.expires_in_s(principal) <= 0:
+            raise session_expired()
+
+    def expires_in_s(self, principal: Principal) -> float:
+        """How long a session has still; infinite for a key."""
+        return math.inf if principal.expires_at is None else principal.expires_at - time.time()
 
     def lets_in(self, principal: Principal) -> bool:
         if not principal.key_id:
@@ -126,7 +133,9 @@ class Keyring:
         key = self._key(session.key_id)
         right = signature(session.key_id, session.expires_at, key.digest if key is not None else _NOBODY)
         is_right = hmac.compare_digest(right, session.signature)
-        return self._admitted(key if is_right and time.time() < session.expires_at else None)
+        principal = replace(self._admitted(key if is_right else None), expires_at=session.expires_at)
+        self.check(principal)
+        return principal
 
     def nobody(self) -> Principal:
         """Who comes without a key. Raises: Unauthorized; StoreUnavailable while nobody can say if keys are needed."""
@@ -159,7 +168,7 @@ class Keyring:
         if key is not None and not key.is_revoked:
             return key.principal
         self.check_known()
-        raise Unauthorized(_WANTED) if key is None else _revoked()
+        raise Unauthorized(_WANTED) if key is None else revoked()
 
     def _take(self, version: int, records: Sequence[KeyRecord]) -> None:
         self._revoked |= {record.id for record in records if record.revoked_at is not None}
@@ -194,7 +203,3 @@ def _stored_key(record: KeyRecord, *, is_revoked: bool) -> _Key:
     limits = Limits(record.requests_per_minute, record.tokens_per_minute, record.max_concurrent, record.tokens_per_day)
     principal = Principal(record.id, record.tenant, record.owner, is_admin=record.is_admin, limits=limits)
     return _Key(record.digest, principal, is_revoked=is_revoked)
-
-
-def _revoked() -> Unauthorized:
-    return Unauthorized("this API key was revoked")

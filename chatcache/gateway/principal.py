@@ -27,7 +27,8 @@ class Limits:
 class Principal:
     """Who a key stands for.
 
-    `owner` is whose conversations, `tenant` the namespace of pages: those of a tenant's users are shared.
+    `owner` is whose conversations, `tenant` the namespace of pages: those of a tenant's users are shared. `expires_at`:
+    until when (since 1970) a session is good; None for a key itself.
     """
 
     key_id: str
@@ -35,6 +36,7 @@ class Principal:
     owner: str
     is_admin: bool = False
     limits: Limits = Limits()
+    expires_at: int | None = None
 
 
 EVERYBODY = Principal("", "", "", is_admin=True)  # on an open server

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.errors import Unauthorized
+from chatcache.gateway.errors import revoked
 from chatcache.gateway.keyring import Keyring
 from chatcache.gateway.principal import Principal, who
 from chatcache.gateway.sse import EventStream, stream_in
@@ -33,17 +33,17 @@ class EndRevoked:
         await self._answer(principal, scope, receive, send)
 
     async def _answer(self, principal: Principal, scope: Scope, receive: Receive, send: Send) -> None:
-        revoked: asyncio.Event = asyncio.Event()
+        ended: asyncio.Event = asyncio.Event()
         answer = _Answer(send)
-        with self._keyring.watching(principal, revoked.set):
+        with self._keyring.watching(principal, ended.set):
             try:
-                await self._app(scope, _Ears(receive, revoked), answer)
+                await self._app(scope, _Ears(receive, ended), answer)
             except ClientDisconnect:
-                if not revoked.is_set():
+                if not ended.is_set():
                     raise
                 if not answer.has_begun:
-                    raise Unauthorized("this API key was revoked") from None
-            if revoked.is_set():
+                    raise revoked() from None
+            if ended.is_set():
                 await answer.end(stream_in(scope))
 
 
@@ -88,5 +88,5 @@ class _Answer:
     async def end(self, stream: EventStream | None) -> None:
         """Finish what has begun: a stream says why."""
         if self.has_begun and not self._has_ended:
-            last = stream.last_words(Unauthorized("this API key was revoked")) if stream is not None else b""
+            last = stream.last_words(revoked()) if stream is not None else b""
             await self({"type": "http.response.body", "body": last, "more_body": False})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -88,13 +89,20 @@ class Connection:
 
     async def serve(self) -> None:
         """Read frames until the client leaves, or is let in no more. Raises: one of `GONE`."""
-        with self._gateway.keyring.watching(self._principal, self._leave):
-            await self._serve()
+        keyring = self._gateway.keyring
+        left_s, loop = keyring.expires_in_s(self._principal), asyncio.get_running_loop()
+        expiry = loop.call_later(left_s, self._leave, "the session has expired") if left_s < math.inf else None
+        try:
+            with keyring.watching(self._principal, self._leave):
+                await self._serve()
+        finally:
+            if expiry is not None:
+                expiry.cancel()
 
-    def _leave(self) -> None:
-        """The key was revoked."""
+    def _leave(self, why: str = "the API key was revoked") -> None:
+        """What let it in does so no more."""
         if self._leaving is None:
-            self._leaving = asyncio.create_task(self._outbox.close(NOT_LET_IN, "the API key was revoked"))
+            self._leaving = asyncio.create_task(self._outbox.close(NOT_LET_IN, why))
 
     async def _serve(self) -> None:
         if self._extended:
@@ -144,7 +152,7 @@ class Connection:
         except ChatcacheError as error:
             with suppress(*GONE):
                 await self._outbox.refuse(error, body.get("stream_id"))
-            await self._outbox.close(NOT_LET_IN, "the API key was revoked")
+            await self._outbox.close(NOT_LET_IN, error.message)
             return False
         return True
 

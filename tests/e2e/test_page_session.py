@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.e2e.watched import Watched
 from tests.gateway.keyed import Keyed, keyed
 
 KEY = "input[name=key]"
+NO_LONGER = "Your API key is no longer valid: it was revoked."
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,30 @@ def test_a_revoked_key_locks_the_page(keys: Keyed, visitor: Watched) -> None:
     held = keys.give("acme", "eve")
     sign_in(visitor, held.key)
     visitor.connected()
+    assert not visitor.page.is_visible(f"text={NO_LONGER}")
     keys.take_away(held)
+    visitor.page.wait_for_selector(f"text={NO_LONGER}")
     visitor.page.wait_for_selector(KEY)
+    visitor.page.reload()
+    visitor.page.wait_for_selector(f"text={NO_LONGER}")
+    sign_in(visitor, held.key)
+    visitor.page.wait_for_selector("text=This key was revoked.")
+    visitor.forgive()
+    sign_in(visitor, keys.bob.key)
+    visitor.connected()
+    assert not visitor.page.is_visible(f"text={NO_LONGER}")
+
+
+def test_a_session_that_ends_locks_the_page_and_says_so(
+    keys: Keyed, visitor: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sign_in(visitor, keys.bob.key)
+    visitor.connected()
+    ring = keys.server.gateway.keyring
+    monkeypatch.setattr(ring, "expires_in_s", lambda who: 0.0 if who.expires_at is not None else math.inf)
+    visitor.page.reload()
+    visitor.page.wait_for_selector("text=Your session has ended.")
+    visitor.forgive()
+    monkeypatch.undo()
     sign_in(visitor, keys.bob.key)
     visitor.connected()

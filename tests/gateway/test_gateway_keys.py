@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import time
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
@@ -26,7 +27,7 @@ from chatcache.config import ServerConfig
 from chatcache.gateway import app as app_module
 from chatcache.gateway.access import ACCESS, Protected
 from chatcache.gateway.cookies import LIFE_S, read_session, signed
-from chatcache.gateway.errors import Unauthorized
+from chatcache.gateway.errors import revoked
 from chatcache.gateway.keyring import Keyring
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.responses_http import LogStream
@@ -208,11 +209,11 @@ def test_a_revoked_key_ends_sockets_streams_and_requests_that_wait(keys: Keyed) 
         keys.take_away(held)
         assert closed_with(idle)[0] == 4401
         assert closed_with(busy)[0] == 4401
-        assert chat_events(b"".join((begun[0], read_all(chat))))[-1]["error"]["code"] == "invalid_api_key"
+        assert chat_events(b"".join((begun[0], read_all(chat))))[-1]["error"]["code"] == "api_key_revoked"
         told = response_events(b"".join((begun[1], read_all(stored))))
         assert [event["sequence_number"] for event in told] == list(range(len(told)))
         assert [event["type"] for event in told if event["type"] in TERMINAL] == ["error"]
-        assert told[-1]["code"] == "invalid_api_key" and told[-1]["message"] == "this API key was revoked"
+        assert told[-1]["code"] == "api_key_revoked" and told[-1]["message"] == "this API key was revoked"
         waiting.settimeout(PATIENCE_S)
         answered = b"".join(iter(lambda: waiting.recv(65536), b""))
         assert answered.startswith(b"HTTP/1.1 401") and b"this API key was revoked" in answered
@@ -233,7 +234,7 @@ async def test_a_stream_that_told_its_end_says_nothing_more() -> None:
         await never.wait()
         return {"type": "http.disconnect"}
 
-    error = Unauthorized("this API key was revoked")
+    error = revoked()
     log.append("response.created")
     answering = asyncio.create_task(stream({"type": "http", "method": "POST"}, receive, send))
     for kind in ("response.created", "response.completed", "response.steer.failed"):
@@ -412,6 +413,31 @@ def test_a_session_dies_with_its_key(keys: Keyed) -> None:
         keys.take_away(held)
         assert closed_with(socket)[0] == 4401
     assert status_of(keys.server, session) == 401
+
+
+def test_a_socket_ends_with_the_session_it_was_opened_with(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that was opened with the key itself does not."""
+    ring = keys.server.gateway.keyring
+    with socket_of(keys.server, keys.ann.bearer) as by_key:
+        monkeypatch.setattr(ring, "expires_in_s", lambda who: 0.1 if who.expires_at is not None else math.inf)
+        with socket_of(keys.server, keys.session_of(keys.ann)) as by_session, socket_of(keys.server, keys.ann.bearer):
+            assert closed_with(by_session) == (4401, [])
+            assert by_session.close_reason == "the session has expired"
+        monkeypatch.undo()
+        send(by_key, input="Hi", max_output_tokens=1)
+        assert until_end(by_key)[-1]["type"] in ("response.completed", "response.incomplete")
+
+
+def test_an_expired_session_says_so_and_is_let_in_nowhere(keys: Keyed) -> None:
+    """Not at the door, and not at the next message of a socket whose clock went otherwise."""
+    ring, record, past = keys.server.gateway.keyring, keys.ann.record, int(time.time()) - 1
+    cookie = {"cookie": f"chatcache_session={signed(record.id, past, record.digest)}"}
+    status, _, answer = keys.server.request("GET", MODELS, headers=cookie)
+    assert status == 401 and answer["error"]["code"] == "session_expired"
+    for expires_at, is_in in ((past, False), (past + 3600, True), (None, True)):
+        principal = replace(ring.of_key(keys.ann.key), expires_at=expires_at)
+        with contextlib.nullcontext() if is_in else pytest.raises(Exception, match="expired"):
+            ring.check(principal)
 
 
 def test_an_open_server_needs_no_session(tmp_path: Path) -> None:

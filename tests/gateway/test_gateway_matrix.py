@@ -236,7 +236,7 @@ def test_a_key_revoked_meanwhile_is_refused_at_the_next_message(keys: Keyed, kin
     frames = mid_socket(keys, kind)
     assert [(each["type"], each["status"], each["error"]["code"]) for each in frames] in (
         [],
-        [("error", 401, "invalid_api_key")],
+        [("error", 401, "api_key_revoked")],
     )
 
 

@@ -95,7 +95,7 @@ export class Chat {
     try {
       await signIn(key);
     } catch (error) {
-      toast(isUnknown(error) ? "The server does not know this key." : "Signing in failed. Try again.");
+      toast(refusalOf(error));
       return;
     }
     await this.conversations.refresh();
@@ -110,10 +110,8 @@ export class Chat {
 
   /** The connection is gone: was it the session? Then only a key helps. */
   private async knock(): Promise<void> {
-    const ended = await whoAmI().then(() => false, isUnknown);
-    if (!ended) return;
-    this.conversations.state.value = "locked";
-    this.socket.refuse();
+    const ended = await whoAmI().then(() => false, (error) => this.conversations.lock(error));
+    if (ended) this.socket.refuse();
   }
 
   // -- verbs ------------------------------------------------------------------------------------------------------
@@ -334,7 +332,8 @@ export class Chat {
   }
 }
 
-/** Whether the server does not know who asks. */
-function isUnknown(error: unknown): boolean {
-  return error instanceof rest.RequestFailed && error.status === 401;
+/** Why a key was not taken. */
+function refusalOf(error: unknown): string {
+  if (!(error instanceof rest.RequestFailed) || error.status !== 401) return "Signing in failed. Try again.";
+  return error.code === "api_key_revoked" ? "This key was revoked." : "The server does not know this key.";
 }

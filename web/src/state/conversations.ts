@@ -12,6 +12,7 @@ const TRIES = 4;
 
 export class Conversations {
   readonly state = signal<"loading" | "ready" | "failed" | "locked">("loading");
+  readonly refusal = signal(""); // the code of the error that locked the page
   readonly more = signal(false);
   private readonly all = signal<ReadonlyMap<string, WireConversation>>(new Map());
   private readonly leaving = signal<ReadonlySet<string>>(new Set());
@@ -53,8 +54,16 @@ export class Conversations {
       this.state.value = "ready";
       await this.fetchPinned();
     } catch (error) {
-      this.state.value = error instanceof rest.RequestFailed && error.status === 401 ? "locked" : "failed";
+      if (!this.lock(error)) this.state.value = "failed";
     }
+  }
+
+  /** Stop at the door if the server does not let us in; whether that was what it said. */
+  lock(error: unknown): boolean {
+    if (!(error instanceof rest.RequestFailed) || error.status !== 401) return false;
+    this.refusal.value = error.code;
+    this.state.value = "locked";
+    return true;
   }
 
   async loadMore(): Promise<void> {

@@ -52,8 +52,15 @@ function Loading() {
   return null;
 }
 
+/** Why somebody who was in has to sign in again, by the server's code. */
+const ENDED: Readonly<Record<string, string>> = {
+  api_key_revoked: "Your API key is no longer valid: it was revoked.",
+  session_expired: "Your session has ended.",
+};
+
 function KeyForm() {
   const chat = useChat();
+  const why = ENDED[chat.conversations.refusal.value];
   return (
     <form
       class="banner banner-calm"
@@ -63,6 +70,7 @@ function KeyForm() {
         if (typeof key === "string" && key.trim()) void chat.unlock(key.trim());
       }}
     >
+      {why && <span role="alert">{why}</span>}
       <label>
         This server wants an API key <input class="find" name="key" type="password" autocomplete="off" />
       </label>

@@ -43,6 +43,7 @@ export class RequestFailed extends Error {
     message: string,
     readonly status: number,
     readonly present: WireConversation | null = null, // of a 409: how the conversation stands
+    readonly code = "",
   ) {
     super(message);
   }
@@ -122,11 +123,11 @@ export async function call<T>(method: string, route: string, body?: unknown, how
 async function request(method: string, route: string, init: RequestInit = {}): Promise<Response> {
   const response = await fetch(new URL(route, document.baseURI), { ...init, method, credentials: "same-origin" });
   if (response.ok) return response;
-  let told: { message?: string; conversation?: WireConversation } = {};
+  let told: { message?: string; code?: string; conversation?: WireConversation } = {};
   try {
     told = ((await response.json()) as { error?: typeof told }).error ?? {};
   } catch {
     // not our JSON: a proxy answered
   }
-  throw new RequestFailed(told.message ?? `The server answered ${response.status}.`, response.status, told.conversation);
+  throw new RequestFailed(told.message ?? `The server answered ${response.status}.`, response.status, told.conversation, told.code);
 }
