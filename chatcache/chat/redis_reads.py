@@ -99,7 +99,7 @@ async def listed(client: Reader, owner: str, limit: int, after: str | None) -> S
 
 
 async def walk(client: Reader, owner: str, after: str | None, chunk: int = _CHUNK) -> AsyncIterator[list[Conversation]]:
-    """An owner's conversations by last change, newest first, behind a place in the list. Raises: NotFound.
+    """An owner's conversations by `updated_at`, newest first, behind a place in the list. Raises: NotFound.
 
     Each as old as the list says, whatever became of it since: so its cursor leads on from this place.
     """

@@ -6,7 +6,7 @@ chatcache:{conv}:items               hash: message id -> its position and itself
 chatcache:{conv}:turns               hash: response id -> itself
 chatcache:{conv}:words               folded words of titles and messages, a superset: which to read in a search
 chatcache:at:<message or response>   the conversation that holds it
-chatcache:list:{owner}               sorted set: an owner's conversations by last change
+chatcache:list:{owner}               sorted set: an owner's conversations by `updated_at`
 chatcache:ids:{owner}                sorted set: the same by id
 chatcache:running                    hash: response under way -> who runs it, and its conversation
 chatcache:alive:<process>            there while that process is; expires

@@ -17,7 +17,7 @@ from chatcache.chat.tree import Conversation
 
 
 async def find(client: Any, owner: str, query: SearchQuery, limit: int, after: str | None) -> Sequence[Hit]:
-    """The conversations that match, by last change, newest first."""
+    """The conversations that match, by `updated_at`, newest first."""
     hits: list[Hit] = []
     if not query.phrases:
         return ()

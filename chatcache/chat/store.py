@@ -133,7 +133,7 @@ class ConversationStore(Protocol):
     async def get(self, owner: str, conversation_id: str) -> Conversation: ...
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
-        """Conversations by last change, newest first, following `after`: an id, or a `cursor_of` one."""
+        """Conversations by `updated_at`, newest first, following `after`: an id, or a `cursor_of` one."""
         ...
 
     async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:

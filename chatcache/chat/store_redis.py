@@ -7,7 +7,6 @@ may share a server. `redis_rows.py` has the layout.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from chatcache.chat.redis_search import find
 from chatcache.chat.removal import TreeEdit
 from chatcache.chat.search import Hit, SearchQuery
 from chatcache.chat.store import Claim, Handed, Merged, StoreUnavailable, StoreUnusable
-from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
+from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn, grown, revised
 from chatcache.errors import ChatcacheError
 
 _CHUNK = 1000
@@ -118,8 +117,7 @@ class RedisStore:
             if active_leaf is not None and active_leaf not in {item.id for item in items}:
                 await writes.require_items(pipe, conversation_id, [active_leaf])
             head = present.conversation
-            leaf = active_leaf if active_leaf is not None else head.active_leaf
-            changed = _changed(head, replace(head, title=head.title or title or "", active_leaf=leaf))
+            changed = grown(head, active_leaf, title)
             pipe.multi()
             writes.put_claim(pipe, owner, claim)
             await self._add(pipe, Head(changed, present.num_positions), items, () if turn is None else (turn,))
@@ -143,13 +141,7 @@ class RedisStore:
             if active_leaf is not None:
                 await writes.require_items(pipe, conversation_id, [active_leaf])
             head = present.conversation
-            wanted = replace(
-                head,
-                title=title if title is not None else head.title,
-                active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
-                metadata=metadata if metadata is not None else head.metadata,
-            )
-            changed = _changed(head, wanted)
+            changed = revised(head, title=title, active_leaf=active_leaf, metadata=metadata)
             pipe.multi()
             await self._add(pipe, Head(changed, present.num_positions), (), ())
             writes.put_title(pipe, head, changed)
@@ -163,7 +155,7 @@ class RedisStore:
         async def work(pipe: Pipe) -> Conversation:
             present = await reads.head(pipe, owner, conversation_id, expect)
             placed = await reads.placed(pipe, conversation_id)
-            changed = _changed(present.conversation, replace(present.conversation, active_leaf=edit.active_leaf))
+            changed = replace(revised(present.conversation), active_leaf=edit.active_leaf)
             moved = {item.id: item for item in edit.items}
             removed = set(edit.removed_items)
             kept = {each.item.id: each for each in placed if each.item.id not in removed}
@@ -191,7 +183,7 @@ class RedisStore:
             await writes.require_parents(pipe, conversation.id, new_items)
             head = conversation if present is None else present.conversation
             if present is not None and (new_items or new_turns):
-                head = _changed(head, replace(head, active_leaf=conversation.active_leaf or head.active_leaf))
+                head = grown(head, conversation.active_leaf)
             pipe.multi()
             if present is None or head is not present.conversation:
                 await self._add(pipe, Head(head, present.num_positions if present else 0), new_items, new_turns)
@@ -292,8 +284,3 @@ def _check_version(found: bytes) -> None:
         raise StoreUnusable(
             f"the Redis server was written by a newer chatcache (layout {said}, this one knows {rows.VERSION})"
         )
-
-
-def _changed(head: Conversation, wanted: Conversation) -> Conversation:
-    """What became of `head`, one revision later."""
-    return replace(wanted, rev=head.rev + 1, updated_at=max(time.time(), head.updated_at))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from chatcache.chat.sqlite_schema import prepare, prepare_reader
 from chatcache.chat.sqlite_search import find, index_item, index_title
 from chatcache.chat.sqlite_writer import SqliteWriter
 from chatcache.chat.store import Claim, Handed, Merged, StoreUnusable
-from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn
+from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn, grown, revised
 from chatcache.errors import NotFound
 
 
@@ -106,8 +105,7 @@ class SqliteStore:
             _add(db, conversation_id, items, () if turn is None else (turn,))
             if active_leaf is not None:
                 _require_item(db, conversation_id, active_leaf)
-            leaf = active_leaf if active_leaf is not None else head.active_leaf
-            return _store_change(db, head, replace(head, title=head.title or title or "", active_leaf=leaf))
+            return _store_change(db, head, grown(head, active_leaf, title))
 
         return await self._writer.run(job)
 
@@ -125,13 +123,8 @@ class SqliteStore:
             head = reads.head(db, owner, conversation_id, expect)
             if active_leaf is not None:
                 _require_item(db, conversation_id, active_leaf)
-            wanted = replace(
-                head,
-                title=title if title is not None else head.title,
-                active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
-                metadata=metadata if metadata is not None else head.metadata,
-            )
-            return _store_change(db, head, wanted)
+            changed = revised(head, title=title, active_leaf=active_leaf, metadata=metadata)
+            return _store_change(db, head, changed)
 
         return await self._writer.run(job)
 
@@ -141,7 +134,7 @@ class SqliteStore:
         def job(db: sqlite3.Connection) -> Conversation:
             head = reads.head(db, owner, conversation_id, expect)
             _edit(db, conversation_id, edit)
-            return _store_change(db, head, replace(head, active_leaf=edit.active_leaf))
+            return _store_change(db, head, replace(revised(head), active_leaf=edit.active_leaf))
 
         return await self._writer.run(job)
 
@@ -201,7 +194,7 @@ def _merge(db: sqlite3.Connection, conversation: Conversation, items: Sequence[I
     new_turns = [turn for turn in turns if not _is_held(db, "turns", head.id, turn.id)]
     _add(db, head.id, new_items, new_turns)
     if holder is not None and (new_items or new_turns):
-        head = _store_change(db, head, replace(head, active_leaf=conversation.active_leaf or head.active_leaf))
+        head = _store_change(db, head, grown(head, conversation.active_leaf))
     return Merged(head, holder is None, len(new_items), len(new_turns))
 
 
@@ -219,9 +212,8 @@ def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str) ->
         raise NotFound(f"conversation {conversation_id!r} has no message {item_id!r}")
 
 
-def _store_change(db: sqlite3.Connection, head: Conversation, wanted: Conversation) -> Conversation:
-    """Store what became of `head`, one revision later."""
-    changed = replace(wanted, rev=head.rev + 1, updated_at=max(time.time(), head.updated_at))
+def _store_change(db: sqlite3.Connection, head: Conversation, changed: Conversation) -> Conversation:
+    """Store what became of `head`."""
     update_conversation(db, changed)
     if changed.title != head.title:
         index_title(db, head.id, changed.title)

@@ -10,8 +10,9 @@ own turn added, then its own. Only these are stored; sequences are rebuilt by fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -97,7 +98,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The head of a tree. `rev` grows by one with every change; `owner` is the tenant, never shown on the wire."""
+    """The head of a tree. `owner` is the tenant, never shown on the wire.
+
+    `rev` grows by one with every change. `updated_at`, by which lists are sorted, is when messages or a response came
+    last: who renames, marks or prunes an old conversation does not find it among the newest.
+    """
 
     id: str
     owner: str
@@ -107,6 +112,34 @@ class Conversation:
     active_leaf: str | None = None
     rev: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def grown(head: Conversation, active_leaf: str | None = None, title: str | None = None) -> Conversation:
+    """What becomes of a head when messages or a response are added. A `title` is for one that has none."""
+    return replace(
+        head,
+        title=head.title or title or "",
+        active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
+        rev=head.rev + 1,
+        updated_at=max(time.time(), head.updated_at),
+    )
+
+
+def revised(
+    head: Conversation,
+    *,
+    title: str | None = None,
+    active_leaf: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Conversation:
+    """What becomes of a head when what is given is set."""
+    return replace(
+        head,
+        title=title if title is not None else head.title,
+        active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
+        metadata=metadata if metadata is not None else head.metadata,
+        rev=head.rev + 1,
+    )
 
 
 def main_output(outputs: Sequence[Item], status: str) -> Item:

@@ -106,7 +106,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         method="GET",
         path="/v1/conversations",
-        summary="List conversations, the last changed first, or those where words are found in a title or any branch",
+        summary="List conversations, the last continued first, or those where words are found in a title or any branch",
         query=SearchQuery,
         answer=answers_stored.ConversationPage,
         errors=(400, *_CONVERSATION),

@@ -165,16 +165,41 @@ async def test_a_parent_in_another_conversation_is_no_parent(store: Conversation
         await store.append("me", "conv_2", [REPLY])
 
 
-async def test_listing_pages_by_last_change(store: ConversationStore) -> None:
+async def say(store: ConversationStore, name: str, item_id: str) -> Conversation:
+    return await store.append("me", name, [replace(USER, id=item_id)])
+
+
+async def test_listing_pages_by_last_message(store: ConversationStore) -> None:
     for number in range(5):
         await create(store, f"conv_{number}")
     await create(store, "conv_theirs", owner="you")
     for number in (3, 1, 4, 0, 2):
-        await store.update("me", f"conv_{number}", title=str(number))
+        await say(store, f"conv_{number}", f"msg_{number}")
     newest = [f"conv_{number}" for number in (2, 0, 4, 1, 3)]
     assert [c.id for c in await store.list("me", 10)] == newest
     assert [c.id for c in await store.list("me", 2)] == newest[:2]
     assert [c.id for c in await store.list("me", 2, after=newest[1])] == newest[2:4]
+
+
+async def test_only_a_turn_makes_a_conversation_the_newest(store: ConversationStore) -> None:
+    """Renamed, marked, pointed elsewhere or pruned, it stays where it is; each is a revision all the same."""
+    for name in ("conv_1", "conv_2"):
+        await create(store, name)
+        await say(store, name, f"{name}_u")
+    await store.append("me", "conv_1", [replace(REPLY, parent_id="conv_1_u")], TURN)
+    await say(store, "conv_2", "msg_last")
+    order, then = ["conv_2", "conv_1"], (await store.get("me", "conv_1")).updated_at
+    heads = [
+        await store.update("me", "conv_1", title="Renamed"),
+        await store.update("me", "conv_1", metadata={"pinned": "true"}),
+        await store.update("me", "conv_1", active_leaf="conv_1_u"),
+        await store.edit("me", "conv_1", without_item(await store.load("me", "conv_1"), "msg_a")),
+    ]
+    assert [head.updated_at for head in heads] == [then] * 4 and [head.rev for head in heads] == [3, 4, 5, 6]
+    assert [c.id for c in await store.list("me", 10)] == order
+    assert (await store.get("me", "conv_1")).updated_at == then
+    settled = await store.append("me", "conv_1", (), replace(TURN, status=COMPLETED))
+    assert settled.updated_at > then and [c.id for c in await store.list("me", 10)] == order[::-1]
 
 
 async def test_deleting_takes_the_whole_tree(store: ConversationStore) -> None:
@@ -193,11 +218,11 @@ async def test_a_cursor_holds_its_place(store: ConversationStore) -> None:
     """Between two pages conversations change and go: the rest neither repeats nor goes missing."""
     for number in range(8):
         await create(store, f"conv_{number}")
-        await store.update("me", f"conv_{number}", title=str(number))
+        await say(store, f"conv_{number}", f"msg_{number}")
     first = await store.list("me", 3)
     assert [c.id for c in first] == ["conv_7", "conv_6", "conv_5"]
-    await store.update("me", "conv_5", title="again")
-    await store.update("me", "conv_3", title="again")
+    await say(store, "conv_5", "msg_again")
+    await say(store, "conv_3", "msg_too")
     await store.delete("me", "conv_6")
     rest = [c.id for c in await store.list("me", 10, after=cursor_of(first[-1]))]
     assert rest == ["conv_4", "conv_2", "conv_1", "conv_0"]
