@@ -1,0 +1,56 @@
+"""The table of `README.md` beside this: what it names exists, and every goal has a test and a planted bug."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.security.test_security_advisories import functions_in
+
+TESTS = Path(__file__).parent
+GOALS = {f"G{number}" for number in (7, 9, 10, 12, 13, 15, 16, 17, 18, 19, 20, 22, 24, 25)}
+_ROW = re.compile(r"^\| \*\*(G\d+)\*\* [^|]+\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+_NAME = re.compile(r"`([\w/]+\.py)::(\w+)`")
+_LONG = re.compile(r"`pytest -m long ([^`]+)`")
+
+
+def check(text: str) -> None:
+    rows = _ROW.findall(text)
+    assert len(rows) == text.count("\n| **G"), "a row is not of four cells"
+    missing = GOALS - {goal for goal, *_ in rows}
+    assert not missing, f"nothing is said of {missing}"
+    for goal, tests, planted, in_full in rows:
+        for names in (tests, planted):
+            found = _NAME.findall(names)
+            assert found, f"{goal} has no test, or no planted bug"
+            for file, name in found:
+                assert (TESTS / file).is_file() and name in functions_in(file), f"there is no {file}::{name}"
+        for files in _LONG.findall(in_full):
+            for file in files.split():
+                assert "mark.long" in (TESTS.parent / file).read_text(), f"nothing in {file} is long"
+
+
+def text() -> str:
+    return (TESTS / "README.md").read_text()
+
+
+def test_every_goal_has_a_test_and_a_planted_bug_that_exist() -> None:
+    check(text())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("**G22**", "**G23**", "nothing is said of {'G22'}"),
+        ("::test_poison_ends_alone", "::test_poison_ends", "there is no bus/test_bus_deaths.py::test_poison_ends"),
+        ("`cli/test_cli_drain.py::test_a_server_that_ends_nothing_is_caught`", "none", "G24 has no test"),
+        ("long tests/chat/test_chat_power.py", "long tests/chat/test_chat_disk.py", "test_chat_disk.py is long"),
+    ],
+    ids=["a goal left out", "a test that is not there", "no planted bug", "a full size that is none"],
+)
+def test_a_gap_is_noticed(old: str, new: str, words: str) -> None:
+    assert old in text()
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        check(text().replace(old, new))
