@@ -68,6 +68,20 @@ class CheckedEngine(Engine):
         return pages
 
 
+def plain_settings(app: object, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_level="error",
+        ws_max_size=config.max_frame_bytes,
+        timeout_graceful_shutdown=2,
+        access_log=False,
+        root_path=config.root_path,
+        http=BoundedHttp,
+        ws=BoundedSocket,
+        ws_per_message_deflate=False,
+    )
+
+
 @dataclass
 class Server:
     """A running gateway. `runner.delay_s` slows the engine's steps down."""
@@ -82,6 +96,8 @@ class Server:
     max_model_len: int = MAX_MODEL_LEN
     runner_class: type[FakeRunner] = FakeRunner
     build_engine: Callable[[], Engine] | None = None  # one with a model of its own
+    settings: Callable[[object, ServerConfig], uvicorn.Config] = plain_settings
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
 
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer
@@ -114,7 +130,7 @@ class Server:
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="test-server")
+        self._thread = threading.Thread(target=self._run, name="test-server")
         self._thread.start()
         assert self._started.wait(60)
         return self
@@ -129,6 +145,10 @@ class Server:
         self._listener.close()
         assert not self._thread.is_alive()
 
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=self.loop_factory) as runner:
+            runner.run(self._serve())
+
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine = ThreadedEngine(self._build)
@@ -136,18 +156,7 @@ class Server:
         app = create_app(self.config, self.engine, lambda: self.load_tokenizer(), MODEL, store=self.store)
         self.app = app
         self.gateway: Gateway = app.state.gateway
-        settings = uvicorn.Config(
-            app,
-            log_level="error",
-            ws_max_size=self.config.max_frame_bytes,
-            timeout_graceful_shutdown=2,
-            access_log=False,
-            root_path=self.config.root_path,
-            http=BoundedHttp,
-            ws=BoundedSocket,
-            ws_per_message_deflate=False,
-        )
-        self._uvicorn = uvicorn.Server(settings)
+        self._uvicorn = uvicorn.Server(self.settings(app, self.config))
         serving = asyncio.create_task(self._uvicorn.serve([self._listener]))
         while not self._uvicorn.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
