@@ -15,6 +15,7 @@ from chatcache.config import EngineConfig
 if TYPE_CHECKING:
     from chatcache.engine.engine import Engine
     from chatcache.model.runner import Runner
+    from chatcache.text.folder import read_tokenizer
     from chatcache.text.tokenizer import Tokenizer
 
 BUILD_ENGINE = "chatcache.compose:build_engine"
@@ -57,12 +58,11 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     Raises: ModelFolderError naming the file and the reason.
     """
     from chatcache.model.folder import check_inside, naming
-    from chatcache.text.tokenizer import Tokenizer
 
     folder = model_folder(config)
     check_inside(folder)
     with naming(folder):
-        return Tokenizer.from_folder(folder)
+        return read_tokenizer(folder)
 
 
 def has_tokenizer(config: EngineConfig) -> bool:

@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.openapi import document
-from chatcache.text.tokenizer import Tokenizer
+from chatcache.text.folder import read_tokenizer
 from chatcache.types.events import Finished
 from chatcache.types.params import BeamSearchParams, Params, SamplingParams, StructuredOutputs
 from chatcache.types.request import GenerateRequest
@@ -245,7 +245,7 @@ def test_ranges_without_number_cost_nothing(server: Server, value: str) -> None:
 def test_a_tokenizer_that_panics_ends_the_request_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path)
     pattern("^(?:(z+)+)+$")(tmp_path)
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
     with pytest.raises(InvalidRequest, match="cannot encode this text"):
         tokenizer.encode("z" * 64 + "!")
     assert tokenizer.decode(tokenizer.encode("fine")) == "fine"

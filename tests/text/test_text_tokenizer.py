@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from chatcache.errors import InvalidRequest, ModelFolderError
+from chatcache.text.folder import read_tokenizer
 from chatcache.text.tokenizer import Tokenizer
 from tests.text.text_tokenizers import CHATML, INSTRUCT, KINDS, THINKING, backend_of, write_folder
 
@@ -22,11 +23,11 @@ REPLY = {"role": "assistant", "content": "Well, thank you."}
 
 @pytest.fixture(scope="module")
 def chatml(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.from_folder(write_folder(tmp_path_factory.mktemp("chatml"), template=CHATML))
+    return read_tokenizer(write_folder(tmp_path_factory.mktemp("chatml"), template=CHATML))
 
 
 def test_folder(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, template=CHATML))
+    tokenizer = read_tokenizer(write_folder(tmp_path, template=CHATML))
     backend = backend_of("bytelevel")
     assert tokenizer.vocab_size == backend.get_vocab_size() == len(tokenizer.token_bytes)
     assert tokenizer.eos_token_ids == (backend.token_to_id("</s>"),)
@@ -55,12 +56,12 @@ def test_eos_ids(
     for name, value in (("generation_config.json", generation), ("config.json", config)):
         if value is not None:
             (tmp_path / name).write_text(json.dumps(value))
-    assert Tokenizer.from_folder(tmp_path).eos_token_ids == want
+    assert read_tokenizer(tmp_path).eos_token_ids == want
 
 
 def test_a_named_token_becomes_special_and_unknown_names_add_no_ids(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, eos_token="<think>", pad_token="<nowhere>")
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = read_tokenizer(folder)
     (think,) = tokenizer.encode("<think>")
     assert think in tokenizer.special_ids and tokenizer.eos_token_ids == (think,)
     assert tokenizer.vocab_size == backend_of("bytelevel").get_vocab_size()
@@ -73,9 +74,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     backend.enable_padding(length=64)
     backend.save(str(folder / "tokenizer.json"))
     text = "Hello, how are you? I am well, thank you."
-    assert (
-        Tokenizer.from_folder(folder).encode(text) == backend_of("bytelevel").encode(text, add_special_tokens=False).ids
-    )
+    assert read_tokenizer(folder).encode(text) == backend_of("bytelevel").encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(
@@ -97,22 +96,22 @@ def test_a_bad_folder_names_the_file(tmp_path: Path, file: str, content: str | N
     if content is not None:
         (folder / file).write_text(content)
     with pytest.raises(ModelFolderError, match=reason) as caught:
-        Tokenizer.from_folder(folder)
+        read_tokenizer(folder)
     assert file in caught.value.message
 
 
 def test_template_sources_in_order(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, template="config")
     (folder / "chat_template.json").write_text('{"chat_template": "processor"}')
-    assert Tokenizer.from_folder(folder).render([USER]) == "config"
+    assert read_tokenizer(folder).render([USER]) == "config"
     (folder / "chat_template.jinja").write_text("file")
-    assert Tokenizer.from_folder(folder).render([USER]) == "file"
+    assert read_tokenizer(folder).render([USER]) == "file"
     (folder / "chat_template.jinja").unlink()
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     write_folder(folder, chat_template=named)
-    assert Tokenizer.from_folder(folder).render([USER]) == "default"
+    assert read_tokenizer(folder).render([USER]) == "default"
     write_folder(folder)
-    assert Tokenizer.from_folder(folder).render([USER]) == "processor"
+    assert read_tokenizer(folder).render([USER]) == "processor"
 
 
 def test_an_older_folder_is_converted(tmp_path: Path) -> None:
@@ -122,14 +121,14 @@ def test_an_older_folder_is_converted(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in state["merges"]))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
     text = "Hello, how are you? 你好"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text) == backend_of("bytelevel").encode(text, add_special_tokens=False).ids
 
 
 def test_no_template_is_the_requests_fault(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path))
+    tokenizer = read_tokenizer(write_folder(tmp_path))
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
         tokenizer.render([USER])
@@ -161,7 +160,7 @@ def test_suffix_ids_extend_what_is_stored(chatml: Tokenizer) -> None:
 
 
 def test_suffix_ids_of_a_template_that_rewrites_history(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, template=THINKING))
+    tokenizer = read_tokenizer(write_folder(tmp_path, template=THINKING))
     thought = {"role": "assistant", "content": "<think>hm</think>\n\nWell."}
     before = tokenizer.render([USER]) + thought["content"] + "<|im_end|>"
     assert tokenizer.suffix_ids(before, tokenizer.render([USER, thought])) is not None
@@ -181,7 +180,7 @@ def test_a_suffix_adds_no_space_of_its_own(kind: str, before: str, after: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_suffix_behind_a_control_token_is_what_the_whole_chat_has(tmp_path: Path, kind: str) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, kind, template=INSTRUCT))
+    tokenizer = read_tokenizer(write_folder(tmp_path, kind, template=INSTRUCT))
     before, after = tokenizer.render([USER, REPLY]), tokenizer.render([USER, REPLY, USER])
     suffix = tokenizer.suffix_ids(before, after)
     assert suffix is not None
