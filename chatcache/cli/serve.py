@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable, Mapping
+from operator import not_
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import typer
@@ -57,51 +60,21 @@ def serve(
     log_format: options.LogFormat = "text",
 ) -> None:
     """Serve the chat page and the OpenAI-compatible API."""
-    engine = EngineConfig(
-        model=model,
-        served_model_name=served_model_name,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-        quantization=quantization,
-        kv_memory_bytes=kv_memory,
-        max_model_len=max_model_len,
-        page_size=page_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_waiting=max_num_waiting,
-        max_waiting_tokens=max_waiting_tokens,
-        scheduling_policy=scheduling_policy,
-        preemption=preemption,
-        swap_memory_bytes=swap_memory,
-        deterministic=deterministic,
-        enable_prefix_caching=not no_prefix_caching,
-        seed=seed,
-    )
-    server = ServerConfig(
-        host=_address(host),
-        port=port,
-        api_keys=_api_keys(api_key),
-        db=db,
-        redis=redis,
-        sse_keep_alive_interval_s=sse_keep_alive_interval,
-        detach_ttl_s=detach_ttl,
-        drain_timeout_s=drain_timeout,
-        allowed_hosts=tuple(allowed_host),
-        cors_origins=tuple(cors_origin),
-        root_path=_root_path(root_path),
-        public_prompts=_public_prompts(public_prompt),
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        log_level=log_level,
-        log_format=log_format,
-    )
-    if preemption == "swap" and swap_memory == 0:
+    engine, server = _settings(locals())
+    if engine.preemption == "swap" and engine.swap_memory_bytes == 0:
         raise typer.BadParameter("swap needs host memory; --swap-memory is 0.", param_hint="--preemption")
     check_model_folder(engine)
     from chatcache.cli.server import run_server
 
     raise typer.Exit(run_server(msgspec.structs.replace(engine, served_model_name=served_name(engine)), server))
+
+
+def _settings(flags: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
+    """Sort the flags by what they set. Raises: BadParameter for values that no type refuses."""
+    values = {flag: _READERS[flag](value) if flag in _READERS else value for flag, value in flags.items()}
+    fields = {_FIELDS.get(flag, flag): value for flag, value in values.items()}
+    engine = {name: fields.pop(name) for name in EngineConfig.__struct_fields__ if name in fields}
+    return EngineConfig(**engine), ServerConfig(**fields)
 
 
 def _address(host: str) -> str:
@@ -154,3 +127,28 @@ def _public_prompt(file: Path) -> str:
     else:
         return text
     raise typer.BadParameter(f"{file} {reason}", param_hint="--public-prompt")
+
+
+# Flags that go by another name than the field they set.
+_FIELDS = {
+    "kv_memory": "kv_memory_bytes",
+    "swap_memory": "swap_memory_bytes",
+    "no_prefix_caching": "enable_prefix_caching",
+    "api_key": "api_keys",
+    "sse_keep_alive_interval": "sse_keep_alive_interval_s",
+    "detach_ttl": "detach_ttl_s",
+    "drain_timeout": "drain_timeout_s",
+    "allowed_host": "allowed_hosts",
+    "cors_origin": "cors_origins",
+    "public_prompt": "public_prompts",
+}
+# What is made of values that are not taken as they are.
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "host": _address,
+    "no_prefix_caching": not_,
+    "api_key": _api_keys,
+    "allowed_host": tuple,
+    "cors_origin": tuple,
+    "root_path": _root_path,
+    "public_prompt": _public_prompts,
+}
