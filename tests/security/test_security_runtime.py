@@ -142,18 +142,14 @@ def check(seen: Seen) -> None:
     for name in ("chat", "stream", "response", "choice", "page"):
         assert seen.answers[name] == 200, (name, seen.answers[name])
     assert seen.answers["ws"] in ("response.completed", "response.incomplete")
-    assert (seen.answers["bad"], seen.answers["n"], seen.answers["image"], seen.answers["no key"]) == (
-        400,
-        400,
-        400,
-        401,
-    )
+    for name, status in {"bad": 400, "n": 400, "image": 400, "no key": 401}.items():
+        assert seen.answers[name] == status, f"{name}: {seen.answers[name]}"
     assert len(seen.listeners) == 1 and seen.listeners[0].startswith("tcp 00000000:"), seen.listeners
     assert all(is_loopback(peer) for peer in seen.peers), seen.peers
     assert seen.answers["exit"] == 0
     assert "Traceback" not in seen.output
     for secret in (CANARY, CANARY.split()[0], KEY, "quiet-canary"):
-        assert secret not in seen.output
+        assert secret not in seen.output, f"{secret!r} was logged"
 
 
 def is_loopback(remote: str) -> bool:
@@ -201,23 +197,35 @@ def test_the_check_fails_on_a_server_that_does_it_all(model: Path, tmp_path: Pat
     assert any("192.0.2.1" in line for line in planted.complaints)
     assert any("pickle" in line for line in planted.complaints)
     assert len(planted.listeners) > 1
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"192\.0\.2\.1"):
         check(planted)
 
 
-@pytest.mark.parametrize("change", ["listener", "peer", "said", "key", "unauthorised"])
-def test_the_check_fails_on_each(change: str, seen: Seen) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("listener", "tcp 00000000:1F40"),
+        ("peer", "010200C0:0050"),
+        ("complaint", "eval from"),
+        ("said", f"'{CANARY}' was logged"),
+        ("key", f"'{KEY}' was logged"),
+        ("unauthorised", "no key: 200"),
+    ],
+)
+def test_the_check_fails_on_each(change: str, words: str, seen: Seen) -> None:
     planted = Seen(dict(seen.answers), list(seen.listeners), list(seen.peers), seen.output, list(seen.complaints))
     match change:
         case "listener":
             planted.listeners.append("tcp 00000000:1F40")
         case "peer":
             planted.peers.append("010200C0:0050")
+        case "complaint":
+            planted.complaints.append("eval from somewhere")
         case "said":
             planted.output += f"INFO prompt: {CANARY}"
         case "key":
             planted.output += f"INFO authorization {KEY}"
         case "unauthorised":
             planted.answers["no key"] = 200
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=words):
         check(planted)
