@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +88,15 @@ def strict_engines() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SelfCheck, "__init__", init)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> Iterator[None]:
+    """Where Triton interprets kernels, and is imported already, spare it what it does over and over."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "triton.runtime.interpreter" in sys.modules:
+            importlib.import_module("tests.interpreting").remember_builtins(patch)
         yield
 
 

@@ -8,6 +8,7 @@ Triton's interpreter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,11 +69,15 @@ def build(
     as it does by itself; `in_order`: whatever it could, every step ends before the next is planned.
     """
     write_config(TINY, folder)
+    is_interpreted = attention == "triton" and device == "cpu"
     common = {"kv_memory_bytes": 256 * PAGE_BYTES, "page_size": PAGE, "max_num_batched_tokens": 256, "max_num_seqs": 16}
     config = EngineConfig(
         model=str(folder), device=device, dtype="float32", attention=attention, strict=True, **{**common, **settings}
     )
-    with mock.patch.object(triton, "prepare", partial(work.plan_work, share=share)):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(triton, "prepare", partial(work.plan_work, share=share)))
+        if is_interpreted:  # nothing compiles; tests/model/test_triton_warm.py warms up in full
+            patches.enter_context(mock.patch.multiple("chatcache.model.runner", WARM_PROMPTS=(1, 2), WARM_TOKENS=PAGE))
         runner = load_model(config, weights=RandomWeights(TINY, device, seed=SEED, std=0.2), ahead=graphs)
     return Engine(OneByOne(runner) if in_order else runner, runner.facts, config)
 
