@@ -25,6 +25,7 @@ from chatcache.engine.fake_sampling import (
     draw_without_replacement,
     log_softmax,
     mix,
+    mix_one,
     top_candidates,
 )
 from chatcache.sched.plan import F32, I32, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
@@ -150,7 +151,7 @@ class FakeRunner:
     def logits(self, history: np.uint64) -> F32:
         """Hash a history into logits between 0 and 8. Shape [V]."""
         logits = (mix(self._ids * _TOKEN + history) >> np.uint64(40)).astype(np.float32) * np.float32(8 / 2**24)
-        if self._eos is not None and self._eos_every and int(mix(history)) % self._eos_every == 0:
+        if self._eos is not None and self._eos_every and mix_one(int(history)) % self._eos_every == 0:
             logits[self._eos] = 12.0
         return logits
 

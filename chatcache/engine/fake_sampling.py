@@ -7,16 +7,24 @@ from numpy.typing import NDArray
 
 from chatcache.sched.plan import F32, I32, U64, Draws, LogitEdit, LogitMask
 
-_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
+_STEP, _FIRST, _SECOND = 0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB
+_WORD = 2**64 - 1
 
 
-def mix(values: U64 | np.uint64) -> U64:
+def mix(values: U64) -> U64:
     """Scatter the bits of each value (the finaliser of splitmix64, Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        x = np.asarray(values, np.uint64) + _STEP
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-        return x ^ (x >> np.uint64(31))
+    x = values + np.uint64(_STEP)  # arrays wrap around without a word
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
+    return x ^ (x >> np.uint64(31))
+
+
+def mix_one(value: int) -> int:
+    """The same of one value; what exceeds 64 bits is cut off first."""
+    x = value + _STEP & _WORD
+    x = (x ^ x >> 30) * _FIRST & _WORD
+    x = (x ^ x >> 27) * _SECOND & _WORD
+    return x ^ x >> 31
 
 
 def log_softmax(logits: F32) -> F32:
@@ -73,9 +81,8 @@ def draw_without_replacement(logits: F32, draws: Draws, draw: int, width: int) -
 
 
 def _gumbel(draws: Draws, draw: int, vocab_size: int) -> NDArray[np.float64]:
-    with np.errstate(over="ignore"):  # hashing wraps around; numpy warns of it for scalars only
-        key = mix(draws.seed[draw] + mix(np.uint64(draws.lane[draw]) + mix(np.uint64(draws.position[draw]))))
-    bits = mix(np.arange(vocab_size, dtype=np.uint64) + key) >> np.uint64(11)
+    key = mix_one(int(draws.seed[draw]) + mix_one(int(draws.lane[draw]) + mix_one(int(draws.position[draw]))))
+    bits = mix(np.arange(vocab_size, dtype=np.uint64) + np.uint64(key)) >> np.uint64(11)
     return -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**53))
 
 

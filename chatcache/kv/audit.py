@@ -122,8 +122,8 @@ def _check_host(host: HostTier, host_pages: Iterable[Sequence[int]]) -> None:
 
 def _check_table(kv: KVCache, table: PageTable) -> None:
     pages = table.pages()
-    if len(set(pages)) != len(pages) or len(pages) < kv.num_pages_for(table.num_tokens):
-        raise BrokenInvariant(f"a table of {table.num_tokens} tokens holds pages {pages}")
+    if len(set(pages)) != len(pages) or len(pages) < kv.num_pages_for(max(table.num_tokens, table.num_reserved)):
+        raise BrokenInvariant(f"a table of {table.num_tokens} tokens, room for {table.num_reserved}, holds {pages}")
     if table.num_tail_tokens != table.num_tokens % kv.page_size:
         raise BrokenInvariant(f"a table of {table.num_tokens} tokens knows {table.num_tail_tokens} of its tail")
     for index in range(table.num_tokens // kv.page_size, kv.num_pages_for(table.num_reserved)):

@@ -101,10 +101,11 @@ def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, ca
 
 
 @st.composite
-def workloads(draw: st.DrawFn, tight: bool = False) -> Workload:
-    """Any workload; or a `tight` one: long requests, many for their pool, that preempt each other."""
+def workloads(draw: st.DrawFn, tight: bool = False, calm: bool = False) -> Workload:
+    """Any workload; or a `tight` one: long requests, many for their pool, that preempt each other. Some are calm, as
+    requests are, or all."""
     arrivals: list[Arrival] = []
-    calm = draw(st.sampled_from([False, False, True]))
+    calm = calm or draw(st.sampled_from([False, False, True]))
     for number in range(draw(st.integers(3, 8) if tight else st.integers(1, 7))):
         step = draw(st.sampled_from([0, 0, 0, 1, 3, 9]))
         cancelled_at = draw(st.one_of(st.none(), st.none(), st.none(), st.integers(step, step + 15)))

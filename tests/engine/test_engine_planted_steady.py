@@ -226,6 +226,10 @@ BUGS: list[Callable[[Patch], None]] = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    where = st.one_of(workloads(), workloads(tight=True))
+    if bug is lack_of_pages_not_noticed:  # one in a few hundred of all, and of these nearly every other one
+        where = workloads(tight=True, calm=True)
+
     @settings(
         max_examples=300,
         deadline=None,
@@ -235,7 +239,7 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> 
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.one_of(workloads(), workloads(tight=True)))
+    @given(where)
     def property_holds(workload: Workload) -> None:
         assert_equals_alone(workload)
 
