@@ -15,7 +15,7 @@ import pytest
 
 from tests.ports import free_port
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 
 

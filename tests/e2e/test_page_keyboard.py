@@ -13,6 +13,7 @@ FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeE
 def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     page = chat.page
     chat.reload()
+    chat.unhurried()
     chat.until("document.activeElement.id === 'composer'")
 
     page.keyboard.type("Tell me a story about an owl")

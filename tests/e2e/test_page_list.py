@@ -49,6 +49,7 @@ def test_renamed_in_place_and_deleted_with_undo(chat: Watched) -> None:
     chat.reload()
     row(chat, name).wait_for()
     assert chat.page.title() == f"{name} · chatcache"
+    chat.unhurried()
     menu(chat, name, "Delete")
     assert row(chat, name).count() == 0
     chat.page.wait_for_selector(".empty")

@@ -104,6 +104,7 @@ def test_prompts_have_names_and_are_edited_and_deleted(chat: Watched) -> None:
     chat.ask("And now?")
     assert sent(chat, frames)["instructions"] == LONG, "of several metadata values, to the letter"
     chat.page.keyboard.press("Control+,")
+    chat.unhurried()
     chat.page.click("text=Delete it")
     assert chat.page.locator(".segments >> text=Poet").count() == 0
     assert chat.page.input_value("#system") == LONG  # the conversation keeps what it had

@@ -95,6 +95,7 @@ def _find(chat: Watched) -> None:
 
 
 def _delete(chat: Watched) -> None:
+    chat.unhurried()
     chat.page.fill("#find", "")
     chat.page.focus(".side-row-current .side-open")
     chat.page.keyboard.press("Delete")

@@ -24,6 +24,10 @@ SIGHT = """selector => {
   observer.observe(document.body, {subtree: true, childList: true, attributes: true});
   look();
 }"""
+UNHURRIED = """() => {
+  const plain = window.setTimeout;
+  window.setTimeout = (run, delay, ...more) => plain(run, delay === 6000 ? 120_000 : delay, ...more);
+}"""
 
 
 class Watched:
@@ -109,6 +113,10 @@ class Watched:
         self.page.evaluate(SIGHT, selector)
         yield
         self.until("document.documentElement.dataset.sighted === 'yes'")
+
+    def unhurried(self) -> None:
+        """Toasts of this page, and what they offer to take back, stay for minutes: the machine may be busy."""
+        self.page.evaluate(UNHURRIED)
 
     def until(self, expression: str) -> None:
         """Wait until a JavaScript expression is true. Playwright's own wait needs the eval that the policy forbids."""

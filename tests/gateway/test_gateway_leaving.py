@@ -28,10 +28,11 @@ from tests.gateway.responding import (
     running_id,
     so_far,
 )
-from tests.gateway.serving import Server, post_bytes, read_all, slowed, wait_until
+from tests.gateway.serving import Server, hurry, parse_head, post_bytes, read_all, slowed, unchunk, wait_until
 from tests.gateway.test_gateway_disconnect import close_hard
 
 TTL_S = 0.3
+PING = b": keep-alive\n"
 RESUMED = 'chatcache_streams_resumed_total{transport="sse"}'
 
 
@@ -139,15 +140,24 @@ def test_a_stream_cut_anywhere_is_read_on(server: Server, seed: int) -> None:
 
 
 def test_pings_fill_silence_with_half_a_line_break(tmp_path: Path) -> None:
+    asked = {"input": "Hi", "max_output_tokens": 200, "ignore_eos": True, "stream": True}
     with Server(ServerConfig(db=str(tmp_path / "c.db"), sse_keep_alive_interval_s=0.05)) as server:
         server.wait_ready()
-        with slowed(server, 0.2):
-            headers, data = server.stream(PATH, input="Hi", max_output_tokens=4, ignore_eos=True)
+        with slowed(server, 0.3), server.connect() as connection:
+            connection.sendall(post_bytes(server.port, PATH, json.dumps(asked).encode()))
+            answer = b""
+            while answer.count(PING) < 3:
+                piece = connection.recv(65536)
+                assert piece, answer
+                answer += piece
+            hurry(server)
+            head, _, rest = (answer + read_all(connection)).partition(b"\r\n\r\n")
+    headers, data = parse_head(head)[1], unchunk(rest)
     assert headers["content-type"] == "text/event-stream; charset=utf-8"
     assert headers["cache-control"] == "no-cache, no-transform" and headers["x-accel-buffering"] == "no"
-    assert data.count(b": keep-alive\n") >= 3 and b": keep-alive\n\n" not in data and b"\r" not in data
-    events = data.replace(b": keep-alive\n", b"")
-    assert re.fullmatch(rb"(event: [a-z_.]+\ndata: \{[\x20-\x7e]+\}\n\n)+", events)
+    assert data.count(PING) >= 3 and PING + b"\n" not in data and b"\r" not in data
+    events = data.replace(PING, b"")
+    assert re.fullmatch(rb"(event: [a-z_.]+\ndata: \{[^\x00-\x1f]+\}\n\n)+", events)
     assert b"[DONE]" not in data and re.search(rb"^(id|retry):", data, re.M) is None
 
 

@@ -18,7 +18,19 @@ from chatcache.errors import ModelFolderError
 from chatcache.gateway.metrics import Metrics
 from chatcache.text.tokenizer import Tokenizer
 from chatcache.types.health import EngineHealth
-from tests.gateway.serving import MAX_MODEL_LEN, MODEL, Server, slowed, tiny_tokenizer, wait_until
+from tests.gateway.responding import occupied
+from tests.gateway.serving import (
+    MAX_MODEL_LEN,
+    MODEL,
+    Server,
+    hurry,
+    post_bytes,
+    read_all,
+    slowed,
+    split_response,
+    tiny_tokenizer,
+    wait_until,
+)
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -207,20 +219,13 @@ def test_a_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
     config = EngineConfig(max_num_waiting=1, max_num_seqs=1)
     with Server(ServerConfig(db=str(tmp_path / "c.db")), engine_config=config) as server:
         server.wait_ready()
-        with slowed(server, 0.02):
-            statuses: list[tuple[int, str | None]] = []
-
-            def ask() -> None:
-                status, headers, _ = server.post(CHAT, **{**BODY, "max_tokens": 60})
-                statuses.append((status, headers.get("retry-after")))
-
-            threads = [threading.Thread(target=ask) for _ in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-        assert {status for status, _ in statuses} == {200, 503}
-        assert all(retry for status, retry in statuses if status == 503)
+        with slowed(server, 0.05), occupied(server), server.connect() as waiting:
+            waiting.sendall(post_bytes(server.port, CHAT, json.dumps(BODY).encode()))
+            wait_until(lambda: server.call(server.engine.health()).num_waiting == 1, "one to wait")
+            status, headers, answer = server.post(CHAT, **BODY)
+            assert (status, answer["error"]["code"]) == (503, "overloaded") and headers["retry-after"]
+            hurry(server)
+            assert split_response(read_all(waiting))[0] == 200
         server.wait_idle()
 
 
