@@ -15,7 +15,6 @@ from chatcache.config import EngineConfig
 if TYPE_CHECKING:
     from chatcache.engine.engine import Engine
     from chatcache.model.runner import Runner
-    from chatcache.text.folder import read_tokenizer
     from chatcache.text.tokenizer import Tokenizer
 
 BUILD_ENGINE = "chatcache.compose:build_engine"
@@ -58,6 +57,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     Raises: ModelFolderError naming the file and the reason.
     """
     from chatcache.model.folder import check_inside, naming
+    from chatcache.text.folder import read_tokenizer
 
     folder = model_folder(config)
     check_inside(folder)
