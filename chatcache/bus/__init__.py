@@ -3,7 +3,8 @@
 Why: the gateway must never touch engine objects, and a crash of the engine must not take the sockets with it. One loop
 (`loop.py`) drives an engine from commands to notices; what carries them is a thread's queue or a child's pipe.
 
-    codec.py        commands, notices, and their frames (4 bytes of length, then msgpack)
+    messages.py     commands and notices; faults.py errors among them
+    codec.py        their frames (4 bytes of length, then msgpack)
     log.py          one append-only event log per request, read by cursor
     loop.py         the loop around an engine: read commands -> step -> send notices; sleeps when idle
     switchboard.py  the client's half: calls awaiting answers, logs of running requests, the last health heard

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
-from chatcache.bus.codec import Boot, Command, FrameBuffer, Notice, decode_notice, encode
+from chatcache.bus.codec import FrameBuffer, decode_notice, encode
+from chatcache.bus.messages import Boot, Command, Notice
 
 KILL_GRACE_S = 5.0
 

@@ -9,8 +9,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from chatcache.bus.codec import Command, Events, Loaded, LoadFailed, Notice, Reply, Scored, Stop, from_fault, to_fault
+from chatcache.bus.faults import from_fault, to_fault
 from chatcache.bus.loop import SteppedEngine, run_engine
+from chatcache.bus.messages import Command, Events, Loaded, LoadFailed, Notice, Reply, Scored, Stop
 from chatcache.bus.switchboard import Switchboard
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, ModelFolderError
 from chatcache.types.events import EngineEvent

@@ -29,7 +29,7 @@ class EventLog:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.scores: list[bytes] = []  # the prompt's log-probabilities, as they came (`codec.Scored`)
+        self.scores: list[bytes] = []  # the prompt's log-probabilities, as they came (`messages.Scored`)
         self.closed = False
         self._events: list[EngineEvent] = []
         self._num_forgotten = 0

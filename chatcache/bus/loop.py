@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from chatcache.bus.codec import (
+from chatcache.bus.faults import to_fault
+from chatcache.bus.messages import (
     Abort,
     Accounted,
     Answer,
@@ -24,7 +25,6 @@ from chatcache.bus.codec import (
     Reply,
     Stop,
     Submit,
-    to_fault,
 )
 from chatcache.bus.verdicts import Verdicts
 from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest

@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 
 from chatcache.bus.child import Child
-from chatcache.bus.codec import (
+from chatcache.bus.codec import FrameTooLarge
+from chatcache.bus.faults import from_fault
+from chatcache.bus.messages import (
     Boot,
     Command,
     Ending,
     Events,
-    FrameTooLarge,
     Loaded,
     LoadFailed,
     Loading,
@@ -27,7 +28,6 @@ from chatcache.bus.codec import (
     Reply,
     Scored,
     Stop,
-    from_fault,
 )
 from chatcache.bus.supervision import RestartPolicy, cpu_s, wait_hung
 from chatcache.bus.survivors import Survivors

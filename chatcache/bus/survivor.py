@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from chatcache.bus.codec import Scored
+from chatcache.bus.messages import Scored
 from chatcache.bus.told import Told
 
 PAST_TOKENS = 3  # of each candidate: the step that was being computed, and one that may have been launched behind it

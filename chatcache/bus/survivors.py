@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from chatcache.bus.codec import Abort, Answer, Command, Drop, Events, Fault, Reply, Scored, Submit, from_fault, to_fault
+from chatcache.bus.faults import Fault, from_fault, to_fault
+from chatcache.bus.messages import Abort, Answer, Command, Drop, Events, Reply, Scored, Submit
 from chatcache.bus.survivor import Place, Survivor
 from chatcache.bus.told import Told
 from chatcache.errors import (

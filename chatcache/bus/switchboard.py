@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequen
 from functools import partial
 from typing import Any, Literal, cast
 
-from chatcache.bus.codec import (
+from chatcache.bus.faults import from_fault
+from chatcache.bus.log import RETENTION_S, EventLogs
+from chatcache.bus.messages import (
     Abort,
     Answer,
     Ask,
@@ -21,9 +23,7 @@ from chatcache.bus.codec import (
     Reply,
     Scored,
     Submit,
-    from_fault,
 )
-from chatcache.bus.log import RETENTION_S, EventLogs
 from chatcache.errors import ChatcacheError
 from chatcache.types.events import EngineEvent
 from chatcache.types.health import EngineHealth

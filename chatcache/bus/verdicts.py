@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from chatcache.bus.codec import Answer, Fault
+from chatcache.bus.faults import Fault
+from chatcache.bus.messages import Answer
 from chatcache.types.events import EngineEvent, Failed
 
 

@@ -19,22 +19,10 @@ from typing import cast
 import msgspec
 
 from chatcache import logs
-from chatcache.bus.codec import (
-    Answer,
-    Boot,
-    Command,
-    Ending,
-    FrameBuffer,
-    Loaded,
-    LoadFailed,
-    Loading,
-    Notice,
-    call_of,
-    decode_command,
-    encode_notice,
-    to_fault,
-)
+from chatcache.bus.codec import FrameBuffer, call_of, decode_command, encode_notice
+from chatcache.bus.faults import to_fault
 from chatcache.bus.loop import Progress, SteppedEngine, run_engine
+from chatcache.bus.messages import Answer, Boot, Command, Ending, Loaded, LoadFailed, Loading, Notice
 from chatcache.config import EngineConfig
 from chatcache.errors import DeviceLost, InvalidRequest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from chatcache.bus.codec import Abort, Answer, Command, Drop, Events, Reply, Scored, Submit
+from chatcache.bus.messages import Abort, Answer, Command, Drop, Events, Reply, Scored, Submit
 from chatcache.bus.survivors import Survivors
 from chatcache.errors import EngineFault
 from chatcache.types.events import EngineEvent, Finished, Started, Tokens

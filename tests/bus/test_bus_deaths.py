@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from chatcache.bus.child import Child
-from chatcache.bus.codec import Notice
+from chatcache.bus.messages import Notice
 from chatcache.bus.pipe import EngineProcess
 from chatcache.bus.supervision import RestartPolicy
 from chatcache.bus.survivors import Survivors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chatcache.bus.codec import Abort, Answer, Drop, Events, Submit
+from chatcache.bus.messages import Abort, Answer, Drop, Events, Submit
 from chatcache.types.events import CandidateDone, Failed, Finished, Tokens
 from chatcache.types.health import EngineHealth
 from tests.bus.survivals import Bench

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from chatcache.bus.codec import Answer
 from chatcache.bus.inproc import ThreadedEngine
+from chatcache.bus.messages import Answer
 from chatcache.bus.pipe import EngineProcess
 from chatcache.bus.verdicts import Verdicts
 from chatcache.config import EngineConfig
