@@ -16,7 +16,7 @@ last one.
     live_beams.py     a running beam search as text
     spans.py          where each message of a prompt ends
     places.py         where a stored turn continues
-    conversations.py  one stored turn: assemble it, open it, settle it
+    conversations.py  one stored turn: assemble it, open it, settle it; items.py what it stores of what was said
     store.py          the storage contract
     search.py         what a query finds in a text, whatever stores it
     removal.py        what taking a message or a response out of a tree changes

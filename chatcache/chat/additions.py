@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from chatcache.chat.conversations import input_items, title_of
 from chatcache.chat.ids import new_id
+from chatcache.chat.items import input_items, title_of
 from chatcache.chat.places import ROOT
 from chatcache.chat.prompt import Message
 from chatcache.chat.store import Claim, ConversationStore

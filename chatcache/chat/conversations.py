@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from chatcache.chat.events import ReplyDone
 from chatcache.chat.forks import ReplyStart, generated
 from chatcache.chat.ids import new_id
-from chatcache.chat.messages import calls_of, linked, message_of, parts_of, said
+from chatcache.chat.items import input_items, title_of
+from chatcache.chat.messages import calls_of, linked, message_of, said
 from chatcache.chat.places import Place, Places, TurnRequest
 from chatcache.chat.prompt import Known, Message, Prompt, assemble
 from chatcache.chat.public import PublicPrompts
@@ -22,9 +22,7 @@ from chatcache.chat.token_spans import Span, token_spans
 from chatcache.chat.tools import echoed, variables
 from chatcache.chat.transcripts import Transcripts
 from chatcache.chat.tree import (
-    COMPLETED,
     IN_PROGRESS,
-    INCOMPLETE,
     Conversation,
     ConversationTree,
     Item,
@@ -35,9 +33,6 @@ from chatcache.chat.tree import (
 from chatcache.errors import InvalidRequest
 from chatcache.text.reply_format import ReplyFormat
 from chatcache.text.tokenizer import Tokenizer
-from chatcache.types.events import FINISH_STOP
-
-_TITLE_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,41 +280,3 @@ def _base(place: Place, prompt: Prompt, *, offset: int) -> tuple[str | None, tup
 def _has_tools_of(turn: Turn, request: TurnRequest) -> bool:
     """Whether the request has the same functions as the one that `turn` answered."""
     return echoed(turn.echo.get("tools")) == request.functions
-
-
-def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:
-    """The stored form of a finished candidate."""
-    status = COMPLETED if done.finish_reason == FINISH_STOP else INCOMPLETE
-    return Item(
-        id=item_id,
-        parent_id=turn.parent_id,
-        role="assistant",
-        text=done.text,
-        token_ids=done.settled_ids,
-        response_id=turn.id,
-        index=done.index,
-        status=status,
-        finish_reason=done.finish_reason,
-        created_at=created_at,
-        parts=done.parts,
-    )
-
-
-def input_items(messages: Sequence[Message], parent_id: str | None, now: float) -> tuple[Item, ...]:
-    """Messages that a client wrote as items, each under the one before it."""
-    items: list[Item] = []
-    for message in messages:
-        parts = parts_of(message)
-        item = Item(new_id("msg"), parent_id, message["role"], message["content"], created_at=now, parts=parts)
-        items.append(item)
-        parent_id = item.id
-    return tuple(items)
-
-
-def title_of(messages: Sequence[Message]) -> str | None:
-    """The first line a user wrote, cut at a word."""
-    for message in messages:
-        line = message["content"].strip().split("\n", 1)[0].strip()
-        if message["role"] == "user" and line:
-            return line if len(line) <= _TITLE_CHARS else line[:_TITLE_CHARS].rsplit(" ", 1)[0] + "…"
-    return None

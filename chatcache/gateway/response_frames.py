@@ -16,9 +16,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from chatcache.chat.conversations import PlannedTurn, output_item
+from chatcache.chat.conversations import PlannedTurn
 from chatcache.chat.events import ReplyBeams, ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
 from chatcache.chat.ids import new_id
+from chatcache.chat.items import output_item
 from chatcache.chat.service import Reply, is_ranked, num_candidates
 from chatcache.chat.tree import CANCELLED, COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Item, Turn, Usage
 from chatcache.errors import ChatcacheError
