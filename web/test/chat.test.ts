@@ -265,6 +265,28 @@ describe("Chat", () => {
     expect(chat.thread.value.state.value).toBe("ready");
   });
 
+  it("leaves a conversation where it stands in the list when it is renamed or pinned, and moves it when it goes on", async () => {
+    const DAY_S = 24 * 3600;
+    const nowS = Date.now() / 1000;
+    const old = { id: "conv_o", title: "Old", created_at: 1, updated_at: nowS - 90 * DAY_S, rev: 4, metadata: {} };
+    const young = { ...old, id: "conv_y", title: "Young", updated_at: nowS };
+    replies["/v1/conversations"] = { data: [young, old], has_more: false, next: null };
+    await chat.conversations.refresh();
+    const groups = () => chat.conversations.groups.value.map(({ name, conversations }) => [name, ...conversations.map(({ id }) => id)]);
+    const month = groups()[1]![0];
+    expect(month).not.toBe("Today");
+    replies["/v1/conversations/conv_o"] = { ...old, title: "Renamed", rev: 5 };
+    await chat.conversations.rename("conv_o", "Renamed");
+    expect(groups()).toEqual([["Today", "conv_y"], [month, "conv_o"]]);
+    for (const [rev, metadata] of [[6, { pinned: "true" }], [7, {}]] as const) {
+      replies["/v1/conversations/conv_o"] = { ...old, title: "Renamed", rev, metadata };
+      await chat.conversations.pin("conv_o", rev === 6);
+      expect(groups()).toEqual(rev === 6 ? [["Pinned", "conv_o"], ["Today", "conv_y"]] : [["Today", "conv_y"], [month, "conv_o"]]);
+    }
+    FakeSocket.last.push({ type: "conversation.updated", conversation: { ...old, rev: 8, updated_at: nowS + 1 } });
+    expect(groups()).toEqual([["Today", "conv_o", "conv_y"]]);
+  });
+
   it("waits at a locked door for a key, hands it in once and keeps it nowhere", async () => {
     statuses["/v1/conversations"] = 401;
     await chat.start();

@@ -1,11 +1,10 @@
 // The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
 import { computed, effect, signal, untracked } from "@preact/signals";
 import type { CreateFrame, ServerFrame, Session, WireConversation } from "../wire/frames";
-import * as rest from "../wire/rest";
-import { signIn, whoAmI } from "../wire/session";
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
+import { Door } from "./door";
 import { Drafts } from "./drafts";
 import { Follower } from "./follower";
 import { Forks } from "./forks";
@@ -42,11 +41,12 @@ export class Chat {
   });
   readonly drafts: Drafts;
   readonly forks = new Forks(this);
+  readonly titler = new Titler(this.conversations);
   private readonly threads = new Map<string, Thread>();
   private readonly born = new Set<string>(); // conversations that began here, their heads not heard of yet
   private readonly keeper = new Keeper(this.conversations);
   private readonly profile = new ProfileKeeper(this.conversations);
-  private readonly titler = new Titler(this.conversations);
+  private readonly door: Door;
   private readonly lanes: Lanes;
   private readonly follower: Follower;
   private count = 0;
@@ -72,9 +72,7 @@ export class Chat {
       this.follower.connected();
       if (times > 1) this.recover();
     });
-    effect(() => {
-      if (["lost", "refused"].includes(this.socket.state.value)) untracked(() => void this.knock());
-    });
+    this.door = new Door(this.socket, this.conversations);
     effect(() => {
       void [systemPrompt.value, sampling.value];
       const thread = this.thread.peek();
@@ -84,34 +82,14 @@ export class Chat {
 
   /** Connect and fill the list; or stop at a locked door until a key is given. */
   async start(): Promise<void> {
-    this.socket.connect();
-    await this.conversations.refresh();
-    if (this.conversations.state.value === "locked") this.socket.refuse();
-    else this.warmth.soon();
+    if (await this.door.enter()) this.warmth.soon();
   }
 
   /** Hand in a key for a session. */
   async unlock(key: string): Promise<void> {
-    try {
-      await signIn(key);
-    } catch (error) {
-      toast(refusalOf(error));
-      return;
-    }
-    await this.conversations.refresh();
-    if (this.conversations.state.value === "locked") {
-      toast("This browser keeps no cookies for this page: nobody can stay signed in.");
-      return;
-    }
-    this.socket.admit();
+    if (!(await this.door.unlock(key))) return;
     const id = this.thread.value.id.value;
     if (id !== null) await this.open(id);
-  }
-
-  /** The connection is gone: was it the session? Then only a key helps. */
-  private async knock(): Promise<void> {
-    const ended = await whoAmI().then(() => false, (error) => this.conversations.lock(error));
-    if (ended) this.socket.refuse();
   }
 
   // -- verbs ------------------------------------------------------------------------------------------------------
@@ -212,18 +190,6 @@ export class Chat {
     const isShown = this.thread.value.id.value === id;
     this.conversations.remove(id, () => isShown && void this.open(id));
     if (isShown) this.newConversation();
-  }
-
-  /** Let the model name it, now that somebody asks for that. */
-  async suggestTitle(id: string): Promise<void> {
-    const before = this.conversations.find(id)?.title;
-    try {
-      const head = await this.conversations.mine(rest.nameConversation(id));
-      announce(`The title is now ${head.title}.`);
-      if (head.title === before) toast("The model has no better title.");
-    } catch (error) {
-      toast(`No title. ${(error as Error).message}`);
-    }
   }
 
   isLive(id: string): boolean {
@@ -330,10 +296,4 @@ export class Chat {
   private newKey(kind: string): string {
     return `${kind}-${Date.now().toString(36)}-${++this.count}`;
   }
-}
-
-/** Why a key was not taken. */
-function refusalOf(error: unknown): string {
-  if (!(error instanceof rest.RequestFailed) || error.status !== 401) return "Signing in failed. Try again.";
-  return error.code === "api_key_revoked" ? "This key was revoked." : "The server does not know this key.";
 }

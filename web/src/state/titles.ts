@@ -1,7 +1,10 @@
-// The model names a conversation after its first answer. A title that somebody gave it meanwhile stays.
+// The model names a conversation after its first answer, and whenever it is asked to. A title that somebody gave it
+// meanwhile stays.
 import type { WireConversation } from "../wire/frames";
 import * as rest from "../wire/rest";
+import { announce } from "./announcer";
 import type { Conversations } from "./conversations";
+import { toast } from "./toast";
 
 const TRIES = 3;
 
@@ -17,6 +20,18 @@ export class Titler {
     if (this.fresh.has(head.id)) return;
     this.fresh.set(head.id, head.title);
     remember([...this.fresh]);
+  }
+
+  /** Let the model name it, now that somebody asks for that. */
+  async suggest(id: string): Promise<void> {
+    const before = this.conversations.find(id)?.title;
+    try {
+      const head = await this.conversations.mine(rest.nameConversation(id));
+      announce(`The title is now ${head.title}.`);
+      if (head.title === before) toast("The model has no better title.");
+    } catch (error) {
+      toast(`No title. ${(error as Error).message}`);
+    }
   }
 
   /** An answer is complete: if it was the first one, ask for a name. */

@@ -66,7 +66,7 @@ function entries(chat: ReturnType<typeof useChat>, head: WireConversation, title
   return [
     { label: "Rename", icon: <Edit />, keys: "F2", run: rename },
     { label: pinned ? "Unpin" : "Pin", icon: <Pin />, run: () => void chat.conversations.pin(id, !pinned) },
-    { label: "Let the model name it", icon: <Spark />, run: () => void chat.suggestTitle(id) },
+    { label: "Let the model name it", icon: <Spark />, run: () => void chat.titler.suggest(id) },
     { label: "Export as JSON", icon: <Download />, line: true, run: () => void save("json") },
     { label: "Export as Markdown", icon: <Download />, run: () => void save("markdown") },
     { label: "Delete", icon: <Trash />, keys: "Del", danger: true, line: true, run: () => chat.remove(id) },
