@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,13 @@ def test_a_drain_under_load_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_hundred_drains_under_load_lose_nothing(tmp_path: Path) -> None:
-    print(f"behind its time: {check_drains(tmp_path, 100, 0.5):.2f} s at most")
+    """Of two servers that have nothing to do with each other: while one drains, the other starts."""
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(len(folders)) as pool:
+        late_s = max(pool.map(lambda folder: check_drains(folder, 50, 0.5), folders))
+    print(f"behind its time: {late_s:.2f} s at most")
 
 
 def test_a_server_that_ends_nothing_is_caught(tmp_path: Path) -> None:
