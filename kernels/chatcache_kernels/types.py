@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+I32 = NDArray[np.int32]
 MEMORY_PAGE_BYTES = 4096
 
 
@@ -128,6 +130,48 @@ class AttentionWork:
         )
         names = ("positions", "merge_tokens", "merge_offsets", "merge_states", "num_merges")
         return replace(self, lists=lists, **{name: getattr(self, name).to(device) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class HostList:
+    """`WorkList` in numpy."""
+
+    items: I32
+    members: I32
+    max_members: int
+
+    def tensors(self) -> WorkList:
+        """Return the same as tensors, on the host."""
+        num_items = torch.from_numpy(np.array([len(self.items)], np.int32))
+        return WorkList(torch.from_numpy(self.items), torch.from_numpy(self.members), num_items, self.max_members)
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """`AttentionWork` in numpy."""
+
+    lists: tuple[HostList, ...]
+    positions: I32
+    merge_tokens: I32
+    merge_offsets: I32
+    merge_states: I32
+
+    @property
+    def num_states(self) -> int:
+        """Return S."""
+        return len(self.merge_states)
+
+    def tensors(self) -> AttentionWork:
+        """Return the same as tensors, on the host."""
+        return AttentionWork(
+            lists=tuple(one.tensors() for one in self.lists),
+            positions=torch.from_numpy(self.positions),
+            merge_tokens=torch.from_numpy(self.merge_tokens),
+            merge_offsets=torch.from_numpy(self.merge_offsets),
+            merge_states=torch.from_numpy(self.merge_states),
+            num_merges=torch.from_numpy(np.array([len(self.merge_tokens)], np.int32)),
+            num_states=self.num_states,
+        )
 
 
 @dataclass(frozen=True, slots=True)

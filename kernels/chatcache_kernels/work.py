@@ -26,13 +26,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from .prefixes import CostRule, SharedRanges, SharingCost, choose_ranges, prefix_forest
-from .types import AttentionWork, WorkList
+from .types import I32, AttentionWork, HostList, HostWork
 
-I32 = NDArray[np.int32]
 Share = Literal["auto", "always", "never"]
 
 SPLIT = 512
@@ -46,48 +44,6 @@ DEFAULT_COST = SharingCost()
 def tile_heights(group: int) -> tuple[int, int]:
     """Return how many tokens a small and a large tile hold."""
     return max(1, SMALL_QUERIES // group), max(1, LARGE_QUERIES // group)
-
-
-@dataclass(frozen=True, slots=True)
-class HostList:
-    """`WorkList` in numpy."""
-
-    items: I32
-    members: I32
-    max_members: int
-
-    def tensors(self) -> WorkList:
-        """Return the same as tensors, on the host."""
-        num_items = torch.from_numpy(np.array([len(self.items)], np.int32))
-        return WorkList(torch.from_numpy(self.items), torch.from_numpy(self.members), num_items, self.max_members)
-
-
-@dataclass(frozen=True, slots=True)
-class HostWork:
-    """`AttentionWork` in numpy."""
-
-    lists: tuple[HostList, ...]
-    positions: I32
-    merge_tokens: I32
-    merge_offsets: I32
-    merge_states: I32
-
-    @property
-    def num_states(self) -> int:
-        """Return S."""
-        return len(self.merge_states)
-
-    def tensors(self) -> AttentionWork:
-        """Return the same as tensors, on the host."""
-        return AttentionWork(
-            lists=tuple(one.tensors() for one in self.lists),
-            positions=torch.from_numpy(self.positions),
-            merge_tokens=torch.from_numpy(self.merge_tokens),
-            merge_offsets=torch.from_numpy(self.merge_offsets),
-            merge_states=torch.from_numpy(self.merge_states),
-            num_merges=torch.from_numpy(np.array([len(self.merge_tokens)], np.int32)),
-            num_states=self.num_states,
-        )
 
 
 @dataclass(frozen=True, slots=True)

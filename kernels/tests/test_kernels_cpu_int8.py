@@ -8,6 +8,7 @@ import pytest
 import torch
 from chatcache_kernels.cpu import int8
 from chatcache_kernels.cpu.amx import has_amx
+from chatcache_kernels.cpu.codes import pack_numbers, quantise
 from chatcache_kernels.cpu.pairs import has_pair_products
 from chatcache_kernels.cpu.widen import has_byte_tables
 from torch import Tensor
@@ -26,9 +27,9 @@ def made(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Te
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, unit: str) -> None:
     """Compare with float64 over the very weights that were kept."""
-    numbers, scales = int8.quantise(weight)
+    numbers, scales = quantise(weight)
     kept = numbers.double() * scales.double()[:, None]
-    got = int8.multiply(x, int8.pack_numbers(numbers), scales, bias, unit)
+    got = int8.multiply(x, pack_numbers(numbers), scales, bias, unit)
     expected = x.double() @ kept.T + (0 if bias is None else bias.double())
     size = x.double().abs() @ kept.abs().T + (0 if bias is None else bias.double().abs())
     assert got.shape == expected.shape
@@ -74,8 +75,8 @@ def test_work_is_cut_for_all_tokens_and_panels() -> None:
 def test_a_token_does_not_feel_its_neighbours(dtype: torch.dtype, unit: str) -> None:
     x, weight, bias = made(70, 96, 160)
     x = x.to(dtype)
-    numbers, scales = int8.quantise(weight)
-    codes = int8.pack_numbers(numbers)
+    numbers, scales = quantise(weight)
+    codes = pack_numbers(numbers)
     alone = torch.cat([int8.multiply(row[None], codes, scales, bias, unit) for row in x])
     assert torch.equal(int8.multiply(x, codes, scales, bias, unit), alone)
 
@@ -85,8 +86,8 @@ def test_what_is_not_finite_stays_with_its_token_and_its_output(dtype: torch.dty
     x, weight, _ = made(5, 64, 64)
     x[2, 7], x[3, 9] = torch.nan, torch.inf
     weight[5, 1], weight[33, 2] = torch.inf, torch.nan
-    numbers, scales = int8.quantise(weight)
-    got = int8.multiply(x.to(dtype), int8.pack_numbers(numbers), scales, None, unit)
+    numbers, scales = quantise(weight)
+    got = int8.multiply(x.to(dtype), pack_numbers(numbers), scales, None, unit)
     assert got[2].isnan().all()
     assert not got[3][numbers[:, 9] != 0].isfinite().any()
     assert got[:, [5, 33]].isnan().all()
@@ -98,20 +99,20 @@ def test_weights_are_the_nearest_of_their_row() -> None:
     for num_outputs, num_inputs in ((1, 1), (7, 130), (300, 5000)):
         weight = torch.randn(num_outputs, num_inputs)
         weight[0] = 0.0
-        numbers, scales = int8.quantise(weight)
+        numbers, scales = quantise(weight)
         assert numbers.abs().amax() <= 127
         assert bool((numbers[1:].abs().amax(1) == 127).all())
         error = (numbers.double() * scales.double()[:, None] - weight.double()).abs()
         assert bool((error <= scales.double()[:, None] * (0.5 + 1e-5)).all())
         half = weight.bfloat16()
-        assert torch.equal(int8.quantise(half)[0], int8.quantise(half.float())[0])
+        assert torch.equal(quantise(half)[0], quantise(half.float())[0])
 
 
 @pytest.mark.skipif(not has_byte_tables(), reason="this CPU has one way to widen")
 def test_both_ways_to_widen_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number from -127 to 127, in every place of a tile row."""
     numbers = (torch.arange(32 * 512).view(32, 512) % 255 - 127).to(torch.int8)
-    scales, codes, x = torch.rand(32) + 0.5, int8.pack_numbers(numbers), torch.randn(3, 512).bfloat16()
+    scales, codes, x = torch.rand(32) + 0.5, pack_numbers(numbers), torch.randn(3, 512).bfloat16()
     expected = x.double() @ (numbers.double() * scales.double()[:, None]).T
     got = int8.multiply(x, codes, scales, None, UNITS[-1])
     assert bool(((got.double() - expected).abs() <= expected.abs() * 2**-8 + 0.5).all())

@@ -18,8 +18,8 @@ from chatcache_kernels.reference import (
     swap_out,
     write_pages,
 )
-from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages
-from chatcache_kernels.work import I32, plan_work
+from chatcache_kernels.types import I32, AttentionBatch, AttentionWork, KVPages
+from chatcache_kernels.work import plan_work
 from torch import Tensor
 
 __all__ = [

@@ -14,6 +14,7 @@
     vectors.py    registers of float32 for numba
     launch.py     compile once per machine, run on torch's threads
     matmul.py     linear layers of few tokens; amx.py and pairs.py are the CPU's instructions for them
+    int8.py       the same with weights of 8 bits: codes.py packs them, widen.py widens them
     decoder.py    a step of few tokens through a whole model, by program.py: many kernels in one launch; rows.py
 
 Activations may be float32, bfloat16 or float16, and so may pages, independently. Shapes that fit no register (a head

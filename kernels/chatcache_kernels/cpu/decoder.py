@@ -32,7 +32,7 @@ MAX_TOKENS_NO_TILES = 8  # the same on a CPU without AMX
 @dataclass(frozen=True, slots=True)
 class Panels:
     """A linear layer. Shapes: weight as `matmul.pack_weight` returns it, bias [out]; with scales [out], weight is as
-    `int8.pack_numbers` returns it, and bias is float32."""
+    `codes.pack_numbers` returns it, and bias is float32."""
 
     weight: Tensor
     bias: Tensor | None = None

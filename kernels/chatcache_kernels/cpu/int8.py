@@ -11,7 +11,7 @@ and 64 tokens (panels of bf16: 278, 353 and 484); from the cache, 128, 512 and 2
 of oneDNN's speed in bf16. Unpacking the weight for torch was slower up to 1024 tokens.
 
 Shapes: x [T, in] bf16 or float32, codes [out / 32, in / 32, 2, 16 * 32] uint8, scales, bias [out] float32 -> [T, out].
-A code is a sign bit and 7 bits of magnitude; two rows of a tile interleave, eight codes each, as widening takes them.
+`codes` says what a code is, and packs them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from .pairs import dot_pairs, has_pair_products, store_rounded
 from .vectors import BFLOAT16, FLOAT32, KINDS, fetch_add, fma, load, mul, pointer, prefetch, splat, store, zeros
 from .widen import has_byte_tables, high_half, low_half, widen_codes
 
-LARGEST = 127  # magnitude of a code
 SUMS_BYTES = 4 * TILE_BYTES
 AHEAD_BYTES = 2048  # how far before a code is widened its cache line is asked for
 MIN_GROUPS, MAX_GROUPS = 8, 16  # of tokens that share widened panels
@@ -56,34 +55,6 @@ JOB, PACK = record(
 """Addresses of contiguous arrays and sizes; 32 divides `num_inputs` and `num_outputs`. `bias` may be 0. `scratch`:
 `scratch_each` bytes for each thread, at least `scratch_bytes(num_inputs)`; `configs`: `tile_configs(T)`, for AMX only.
 A piece of work is `panels_each` panels for `groups_each` groups of 32 tokens."""
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (numbers [out, in] int8, scales [out] float32): the nearest multiples of a 127th of a row's largest.
-
-    A row that holds what is not finite gets a scale that is not a number.
-    """
-    numbers, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-    rows = max(1, (1 << 20) // max(1, weight.shape[1]))
-    for start in range(0, len(weight), rows):
-        part = weight[start : start + rows].float()
-        largest = part.abs().amax(1) if part.numel() else part.new_zeros(len(part))
-        scale = torch.where(largest > 0, largest / LARGEST, 1.0)
-        scale = torch.where(largest.isfinite(), scale, torch.nan)
-        numbers[start : start + rows] = (part / scale[:, None]).round_().nan_to_num_(0.0).to(torch.int8)
-        scales[start : start + rows] = scale
-    return numbers, scales
-
-
-def pack_numbers(numbers: Tensor) -> Tensor:
-    """Return the codes in the order in which the kernel reads them, with zeros up to whole panels: [out, in] int8."""
-    rows, columns = (-(-size // PANEL) * PANEL for size in numbers.shape)
-    if (rows, columns) != tuple(numbers.shape):
-        numbers = functional.pad(numbers, (0, columns - numbers.shape[1], 0, rows - numbers.shape[0]))
-    codes = torch.where(numbers < 0, numbers.neg() | -128, numbers).view(torch.uint8)
-    # out = (panel, tile, 4 runs of 4), in = (step, 8 row pairs, 2 rows, 2): a row is 16 outputs of 2 inputs
-    parts = codes.view(rows // PANEL, 2, 4, 4, columns // PANEL, 8, 2, 2)
-    return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(rows // PANEL, columns // PANEL, 2, 512)
 
 
 def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, unit: str | None = None) -> Tensor:
