@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from chatcache.errors import InvalidRequest, UnsupportedParameter
 from chatcache.gateway.wire import CompletionBase, ConversationRef, SamplingFields
@@ -73,17 +73,24 @@ def to_params(fields: SamplingFields, asked: Asked, vocab_size: int) -> Params:
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias, vocab_size),
         seed=fields.seed,
-        max_tokens=max_tokens,
-        min_tokens=_or(fields.min_tokens, 0),
-        stop=_stops(fields),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-        ignore_eos=bool(fields.ignore_eos),
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        structured_outputs=asked.structured_outputs,
+        **_common(fields, asked),
     )
+
+
+def _common(fields: SamplingFields, asked: Asked) -> dict[str, Any]:
+    """What sampling and beam search have in common."""
+    return {
+        "max_tokens": asked.max_tokens,
+        "min_tokens": _or(fields.min_tokens, 0),
+        "stop": _stops(fields),
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
+        "include_stop_str_in_output": bool(fields.include_stop_str_in_output),
+        "ignore_eos": bool(fields.ignore_eos),
+        "skip_special_tokens": fields.skip_special_tokens is not False,
+        "logprobs": asked.logprobs,
+        "prompt_logprobs": asked.prompt_logprobs,
+        "structured_outputs": asked.structured_outputs,
+    }
 
 
 def _beams(fields: SamplingFields, asked: Asked) -> BeamSearchParams:
@@ -100,21 +107,12 @@ def _beams(fields: SamplingFields, asked: Asked) -> BeamSearchParams:
     return BeamSearchParams(
         beam_width=width,
         n=num_returned,
-        max_tokens=asked.max_tokens,
-        min_tokens=_or(fields.min_tokens, 0),
         length_penalty=_or(fields.length_penalty, 1.0),
         early_stopping=fields.early_stopping if fields.early_stopping is not None else False,
         num_beam_groups=_or(fields.num_beam_groups, 1),
         diversity_penalty=_or(fields.diversity_penalty, 0.0),
         stream_beams=asked.stream_beams,
-        stop=_stops(fields),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-        ignore_eos=bool(fields.ignore_eos),
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        structured_outputs=asked.structured_outputs,
+        **_common(fields, asked),
     )
 
 
