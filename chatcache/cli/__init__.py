@@ -3,6 +3,7 @@
 options.py   every flag: name, environment variable, bounds
 serve.py     `chatcache serve`: flags to settings
 server.py    the listening socket, the engine process, uvicorn, signals, exit codes
+http.py      uvicorn's protocols, bounded; ws_protocol.py: WebSocket frames and refused handshakes
 banner.py    what a terminal sees while the model loads and when it is ready
 chat.py      `chatcache chat`; backends.py: an engine in this process, or a server by URL
 bench.py     `chatcache bench`

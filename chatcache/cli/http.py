@@ -9,15 +9,17 @@ likes: nobody else would be heard.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import logging
 from typing import Any, cast
 
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import CloseCode, Frame, Opcode
-from websockets.server import ServerProtocol
 
+from chatcache.cli.ws_protocol import StrictProtocol
+from chatcache.errors import InvalidRequest
+from chatcache.gateway.errors import error_body
+from chatcache.gateway.jsonio import encode
 from chatcache.gateway.pace import Pace
 from chatcache.gateway.ws import TOO_MANY
 
@@ -30,7 +32,6 @@ STALL_TIMEOUT_S = 30.0
 MAX_FRAMES_PER_S = 1000.0
 MAX_FRAMES_AT_ONCE = 5000.0
 MAX_PIECES = 10_000  # of one message
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _FED_BYTES = 4096  # the smallest frames in so much take ten milliseconds
 
 
@@ -86,35 +87,18 @@ class _Watched(asyncio.Protocol):
         super().connection_lost(exc)
 
 
-class _Conversation(ServerProtocol):
-    """Keeps two rules of RFC 6455 better than the library: text is looked at as it comes (8.1), not by uvicorn, which
-    logs a traceback when it is whole; and whoever says goodbye between the pieces of a message (5.4) is answered so."""
-
-    _decoder: codecs.IncrementalDecoder | None = None
-
-    def recv_frame(self, frame: Frame) -> None:
-        """Raises: ProtocolError, UnicodeDecodeError."""
-        super().recv_frame(frame)
-        if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
-            self._decoder = _Utf8Decoder() if frame.opcode is Opcode.TEXT else None
-        if frame.opcode in (Opcode.TEXT, Opcode.CONT) and self._decoder is not None:
-            self._decoder.decode(frame.data, final=frame.fin)
-
-    def fail(self, code: int, reason: str = "") -> None:
-        if self.close_rcvd is not None:  # the library takes what was left unfinished for a fault
-            given = self.close_rcvd.code
-            code, reason = CloseCode.NORMAL_CLOSURE if given == CloseCode.NO_STATUS_RCVD else given, ""
-        super().fail(code, reason)
-
-
 class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
-    """A WebSocket that ends when its reader stalls, or when it sends more frames than anybody needs."""
+    """A WebSocket that ends when its reader stalls, or when it sends more frames than anybody needs.
+
+    A handshake that is refused, by us or by the library, is an answer and an end: uvicorn logs the one as an error and
+    waits for ever behind the other.
+    """
 
     _pace: Pace | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _Conversation(
+        self.conn = StrictProtocol(
             extensions=self.conn.available_extensions, max_size=self.config.ws_max_size, logger=self.logger
         )
 
@@ -123,6 +107,17 @@ class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
             if self.transport.is_closing():
                 return
             super().data_received(data[at : at + _FED_BYTES])
+            if self.conn.handshake_exc is not None and not self.handshake_initiated:
+                answer = (
+                    b"".join(self.conn.data_to_send()) or self.conn.reject(400, "no WebSocket handshake").serialize()
+                )
+                self.transport.write(answer)
+                self.transport.close()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True
 
     def handle_events(self) -> None:
         self._pace = self._pace or Pace(MAX_FRAMES_PER_S, MAX_FRAMES_AT_ONCE)
@@ -191,12 +186,16 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
 
     def _refuse(self) -> None:
         log.info("a request head is larger than %d bytes", MAX_HEAD_BYTES)
-        body = (
-            b'{"error":{"message":"the request head is larger than %d bytes",'
-            b'"type":"invalid_request_error","param":null,"code":"request_head_too_large"}}' % MAX_HEAD_BYTES
-        )
+        told = f"the request head is larger than {MAX_HEAD_BYTES} bytes"
+        self._end(b"431 Request Header Fields Too Large", InvalidRequest(told, code="request_head_too_large"))
+
+    def send_400_response(self, msg: str) -> None:
+        self._end(b"400 Bad Request", InvalidRequest("this is not HTTP/1.1", code="invalid_http"))
+
+    def _end(self, status: bytes, error: InvalidRequest) -> None:
+        body = encode({"error": error_body(error)})
         self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+            b"HTTP/1.1 %b\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (status, len(body), body)
         )
         self.transport.close()

@@ -13,6 +13,7 @@ from typing import Literal
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from chatcache.errors import NotFound
 from chatcache.gateway.errors import Forbidden
 from chatcache.gateway.principal import who
 
@@ -84,8 +85,10 @@ class Unmatched:
         self._not_found = not_found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: Unauthorized, Forbidden, StoreUnavailable."""
+        """Raises: Unauthorized, Forbidden, StoreUnavailable; NotFound for a WebSocket, which else just ends."""
         who(scope)
+        if scope["type"] == "websocket":
+            raise NotFound("no WebSocket is served here")
         await self._not_found(scope, receive, send)
 
 

@@ -23,7 +23,7 @@ from websockets.typing import Subprotocol
 Json = dict[str, Any]
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 BEHIND_THE_END = ("response.steer.pending", "response.steer.failed")
-REFUSALS = (400, 404, 409, 503)
+REFUSALS = (400, 404, 409, 429, 503)  # a tenant may hold half of the queue
 TEXTS = (
     "Hi",
     "",

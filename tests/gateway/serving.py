@@ -71,6 +71,7 @@ class CheckedEngine(Engine):
 def plain_settings(app: object, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
+        log_config=None,  # its own keeps what goes wrong from whoever looks for it
         log_level="error",
         ws_max_size=config.max_frame_bytes,
         timeout_graceful_shutdown=2,

@@ -58,6 +58,7 @@ def check(server: Served, num_bodies: int) -> None:
         if part == 0:
             before = server.resident_bytes()
     grown = server.resident_bytes() - before
+    print(f"{2 * (num_bodies + num_bodies // 6)} inputs; {grown / 2**20:.1f} MiB more in their second half")
     assert grown <= MAX_GROWTH_BYTES, f"{grown >> 20} MiB more"
 
 
