@@ -31,19 +31,24 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+# Of the environment and the settings file too: who keeps conversations in Redis must not get a copy of something else.
+NoRedis = Annotated[str, typer.Option("--redis", envvar=options.env("redis"), hidden=True)]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, show_default=False)]
 
 
 @app.command()
-def backup(file: File, db: options.Db = DB, redis: options.RedisUrl = "", force: Force = False) -> None:
+def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = False) -> None:
     """Copy the SQLite file of --db as it is now, and check the copy.
 
-    To go back to it: stop the server, put FILE in the place of --db, and remove that file's -wal and -shm.
+    To go back to it: stop the server, put FILE in the place of --db, and remove that file's -wal and -shm. Of a Redis
+    server, copy the folder with its append-only files, or use `chatcache db export`.
     """
     if redis:
         raise typer.BadParameter(
-            "a Redis server keeps its own files; `chatcache db export` copies what is in it.", param_hint="--redis"
+            "a Redis server keeps its own files: copy the folder with its append-only files, or take "
+            "`chatcache db export`, which copies what is in it.",
+            param_hint="--redis",
         )
     with _new_file(file, force) as partial:
         num_bytes = back_up(Path(db), partial)

@@ -15,6 +15,7 @@ import typer
 
 from chatcache.chat.keys import KeyRecord, KeyStore, new_key
 from chatcache.chat.open_store import open_keys
+from chatcache.chat.owners import MAX_NAME_CHARS
 from chatcache.chat.store import StoreUnavailable
 from chatcache.cli import options
 from chatcache.cli.db import open_source
@@ -22,6 +23,7 @@ from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError, InvalidRequest
 
 DB = ServerConfig().db
+ALPHABET = f"1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 _ . -"
 
 app = typer.Typer(
     name="keys",
@@ -42,9 +44,13 @@ def _limit(name: str, help: str) -> Any:
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Option("--tenant", help="Whose: a company, a team, an app.", show_default=False)],
-    user: Annotated[str, typer.Option("--user", help="Which of its users; none: the tenant itself.")] = "",
-    name: Annotated[str, typer.Option("--name", help="What you call the key: laptop, ci ...")] = "",
+    tenant: Annotated[
+        str, typer.Option("--tenant", help=f"Whose: a company, a team, an app ({ALPHABET}).", show_default=False)
+    ],
+    user: Annotated[
+        str, typer.Option("--user", help=f"Which of its users ({ALPHABET}); none: the tenant itself.")
+    ] = "",
+    name: Annotated[str, typer.Option("--name", help=f"What you call the key: laptop, ci ... ({ALPHABET}).")] = "",
     admin: Annotated[bool, typer.Option("--admin", help="May also read /metrics.", show_default=False)] = False,
     requests_per_minute: Annotated[int | None, _limit("requests-per-minute", "Requests in any minute.")] = None,
     tokens_per_minute: Annotated[int | None, _limit("tokens-per-minute", "Tokens, in and out, in any minute.")] = None,

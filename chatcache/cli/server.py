@@ -61,7 +61,10 @@ def run_server(
         sock = listen(server_config.host, server_config.port)
     except OSError as error:
         where = f"{server_config.host}:{server_config.port}"
-        _refuse(server_config, f"cannot listen on {where}: {error.strerror}")
+        from chatcache.cli.neighbour import taken  # which needs an HTTP client
+
+        found = taken(server_config.host, server_config.port, error)
+        _refuse(server_config, f"cannot listen on {where}: {found.why}{f'; {found.remedy}' if found.remedy else ''}")
         return exits.ERROR
     try:
         store = open_store(server_config)

@@ -123,6 +123,16 @@ def test_what_cannot_be_copied_is_refused_and_leaves_nothing(tmp_path: Path) -> 
     assert not list(tmp_path.glob("*copy*")) and not (tmp_path / "new.db").exists()
 
 
+def test_a_backup_of_redis_is_not_offered_and_refused_wherever_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = call("backup", "--help").output
+    assert "--redis" not in shown and "append-only" in shown and "--redis" in call("export", "--help").output
+    monkeypatch.setenv("CHATCACHE_REDIS", "redis://127.0.0.1:1/0")
+    result = call("backup", tmp_path / "copy")
+    assert result.exit_code == 2 and "append-only files" in result.output and not (tmp_path / "copy").exists()
+
+
 def test_a_damaged_source_makes_no_backup(db: Path, tmp_path: Path) -> None:
     """Planted: pages of the file overwritten. A plain copy of the file would have taken them along."""
     data = bytearray(db.read_bytes())

@@ -115,9 +115,17 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_an_address_that_is_taken(tmp_path: Path, gateway: Server) -> None:
     finding = of_settings("Address", tmp_path, port=gateway.port)
-    assert finding.state is State.WARNING and "chatcache" in finding.found
+    assert finding.state is State.WARNING and "a chatcache serves org/tiny-hash there" in finding.found
+    assert finding.remedy == f"--port {gateway.port + 1} for another"
     with stranger() as port:
-        assert of_settings("Address", tmp_path, port=port).state is State.BAD
+        finding = of_settings("Address", tmp_path, port=port)
+        assert finding.state is State.BAD and "chatcache" not in finding.found
+        assert finding.remedy == f"--port {port + 1} for another, or end the program that has it"
+
+
+def test_the_help_is_of_looking_and_not_of_chatting() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["doctor", "--help"], env={"COLUMNS": "200"}).stdout.split())
+    assert "Look at this running server instead of this machine." in shown and "Talk to" not in shown
 
 
 def test_a_good_server(gateway: Server) -> None:

@@ -124,6 +124,7 @@ def test_the_help_teaches() -> None:
     shown = " ".join(call("create", "--help").stdout.split())
     for word in ("--tenant", "--user", "--admin", "--requests-per-minute", "--json", "SHA-256", "Example"):
         assert word in shown
+    assert shown.count("1 to 64 of A-Z a-z 0-9 _ . -") == 3
     assert "5 s" in call("revoke", "--help").stdout
 
 

@@ -83,7 +83,8 @@ def test_an_address_that_is_taken_is_told_in_the_same_form(folder: Path, tmp_pat
         with _json_server(folder, tmp_path, "--port", port) as second:
             assert second.wait() == 1
             (line,) = [json.loads(line) for line in second.output.splitlines()]
-            assert line["level"] == "critical" and f":{port}" in line["message"]
+            assert line["level"] == "critical" and f":{port}: a chatcache serves tiny-llama there" in line["message"]
+            assert f"--port {int(port) + 1} for another" in line["message"]
 
 
 def _json_server(folder: Path, cwd: Path, *more: str) -> Any:

@@ -139,7 +139,11 @@ def test_a_port_in_use_is_told(folder: Path, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "chatcache", "serve", str(folder), "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=180)
     assert done.returncode == 1
-    assert done.stderr == f"chatcache: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    another = f"--port {int(port) + 1} for another"
+    assert done.stderr == (
+        f"chatcache: cannot listen on 127.0.0.1:{port}: Address already in use; {another}, or end the program that "
+        "has it\n"
+    )
 
 
 def test_an_unusable_database_is_told(folder: Path, tmp_path: Path) -> None:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from chatcache.cli import chat, exits, options
+from chatcache.cli import exits, options
 from chatcache.cli.doctor.findings import Finding, State
+from chatcache.cli.options import env
 from chatcache.config import EngineConfig, ServerConfig
 
 SERVER = ServerConfig()
+Url = Annotated[
+    str | None,
+    typer.Option(envvar=env("url"), show_envvar=False, help="Look at this running server instead of this machine."),
+]
+Key = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar=env("api-key"), show_envvar=False, help="A key that opens that server."),
+]
 _MARKS = {State.GOOD: "[green]ok  [/]", State.WARNING: "[yellow]look[/]", State.BAD: "[red]bad [/]"}
 
 
 def doctor(
     model: options.Model = "",
-    url: chat.Url = None,
-    api_key: chat.Key = None,
+    url: Url = None,
+    api_key: Key = None,
     host: options.Host = SERVER.host,
     port: options.Port = SERVER.port,
     db: options.Db = SERVER.db,

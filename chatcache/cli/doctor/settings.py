@@ -7,20 +7,17 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-
 from chatcache.chat.sqlite_schema import MIGRATIONS
 from chatcache.chat.store import StoreUnavailable, StoreUnusable
 from chatcache.cli.doctor.findings import Finding, bad, good, warning
 from chatcache.cli.doctor.machine import room_on_disk
 from chatcache.cli.doctor.store import keys_finding
+from chatcache.cli.neighbour import taken
 from chatcache.cli.server import listen
 from chatcache.compose import check_model_folder, has_tokenizer, served_name
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.errors import ModelFolderError
 from chatcache.gateway.static import STATIC
-
-ASK_TIMEOUT_S = 2.0
 
 
 def settings(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
@@ -133,15 +130,6 @@ def _address(config: ServerConfig) -> Finding:
     try:
         listen(config.host, config.port).close()
     except OSError as error:
-        return _taken(config, where, error)
+        found = taken(config.host, config.port, error)
+        return (warning if found.is_ours else bad)("Address", f"{where}: {found.why}", found.remedy)
     return good("Address", f"{where} is free" if config.port else f"{config.host}, any free port")
-
-
-def _taken(config: ServerConfig, where: str, error: OSError) -> Finding:
-    with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        answer = httpx.get(f"http://{host}:{config.port}/version", timeout=ASK_TIMEOUT_S)
-        return warning(
-            "Address", f"{where}: a chatcache {answer.json()['version']} serves there", "--port N for another"
-        )
-    return bad("Address", f"{where}: {error.strerror}", "--port N for another, or end the program that has it")
