@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from chatcache.bus.codec import decode_scores
 from chatcache.errors import InvalidRequest, NotFound
-from chatcache.types.events import TERMINAL, EngineEvent, Failed, Started
+from chatcache.types.events import TERMINAL, EngineEvent, Failed, Started, Tokens
 
 RETENTION_S = 60.0
 FORGET_EVENTS = 256
@@ -31,6 +31,7 @@ class EventLog:
         self.request_id = request_id
         self.scores: list[bytes] = []  # the prompt's log-probabilities, as they came (`messages.Scored`)
         self.closed = False
+        self.num_tokens = 0
         self._events: list[EngineEvent] = []
         self._num_forgotten = 0
         self._readers: dict[object, int] = {}  # the last event that each has done with
@@ -53,6 +54,8 @@ class EventLog:
             state = "closed" if self.closed else "open"
             raise ValueError(f"{self.request_id}: seq {event.seq} after {self.last_seq} in an {state} log")
         self._events.append(event)
+        if isinstance(event, Tokens):
+            self.num_tokens += len(event.token_ids)
         self.closed = isinstance(event, TERMINAL)
         if self._waiting:
             for waiter in self._waiting:
@@ -109,6 +112,11 @@ class EventLogs:
     def num_open(self) -> int:
         """Requests without a terminal event yet."""
         return len(self._logs) - len(self._expiry)
+
+    def num_tokens(self, request_id: str) -> int:
+        """Tokens in a request's log so far, forgotten ones too; 0 without a log."""
+        log = self._logs.get(request_id)
+        return log.num_tokens if log is not None else 0
 
     def open(self, request_id: str) -> EventLog:
         """Begin a log.

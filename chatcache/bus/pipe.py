@@ -123,6 +123,9 @@ class EngineProcess:
     def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
         return self._board.events(request_id, after)
 
+    def num_told(self, request_id: str) -> int:
+        return self._board.num_told(request_id)
+
     async def abort(self, request_id: str) -> None:
         self._board.abort(request_id)
 

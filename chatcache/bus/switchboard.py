@@ -65,6 +65,9 @@ class Switchboard:
     def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
         return self._logs.read(request_id, after)
 
+    def num_told(self, request_id: str) -> int:
+        return self._logs.num_tokens(request_id)
+
     def abort(self, request_id: str) -> None:
         self._send(Abort(request_id))
 

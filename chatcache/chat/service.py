@@ -267,6 +267,8 @@ class Reply:
             return
         if not self._has_started:  # the engine may be about to say the first token
             self.num_computed_prompt_tokens = len(self.request.prompt)
+        # A reader that was slow has not seen all that was computed for it.
+        self.num_tokens = max(self.num_tokens, self._service.engine.num_told(self.request.request_id))
         self._end()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
             await self._service.engine.abort(self.request.request_id)

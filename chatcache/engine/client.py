@@ -60,6 +60,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    def num_told(self, request_id: str) -> int:
+        """Tokens said of a request so far, read or not; 0 once its end was read, and of one that nobody knows."""
+        ...
+
     async def abort(self, request_id: str) -> None:
         """End the request within one step; its stream ends with `Finished(cancelled=True)`. Unknown ids are ignored."""
         ...

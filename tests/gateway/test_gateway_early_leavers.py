@@ -32,6 +32,9 @@ class OneReply:
 
     async def submit(self, request: GenerateRequest) -> None: ...
 
+    def num_told(self, request_id: str) -> int:
+        return 0
+
     async def abort(self, request_id: str) -> None: ...
 
     async def events(self, request_id: str) -> AsyncIterator[EngineEvent]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from chatcache.gateway.limits import RATE_HEADERS, RESERVED_TOKENS, Hold
 from chatcache.gateway.principal import Limits
 from tests.gateway.clocks import Clock
 from tests.gateway.frames import receive, send, until_end
+from tests.gateway.keyed import give, take_away
 from tests.gateway.limited import LimitedServer, keys_with, limited_server
 from tests.gateway.serving import post_bytes, slowed, wait_until
 
@@ -72,6 +75,12 @@ def left(server: LimitedServer, key: str, kind: str = "tokens") -> int:
     status, headers, _ = server.request("GET", "/v1/models", headers=server.bearer(key))
     assert status == 200
     return int(headers[f"x-ratelimit-remaining-{kind}"])
+
+
+def num_told(server: LimitedServer) -> int:
+    """Tokens that the engine has said of the request under way."""
+    assert server.gateway.model is not None
+    return sum(server.engine.num_told(name) for name in list(server.gateway.model.service._live))
 
 
 def settled(server: LimitedServer, key: str) -> None:
@@ -205,6 +214,23 @@ def test_who_leaves_pays_for_what_was_said(server: LimitedServer) -> None:
     server.wait_idle()
     settled(server, TOKENS)
     assert before - 900 < left(server, TOKENS) < before
+
+
+def test_who_reads_slowly_pays_for_what_was_computed(server: LimitedServer) -> None:
+    """All of it is, and lies there, when the stream is cut off: here because the key is revoked."""
+    slow = give(server.config, "slow", tokens_per_day=10_000)
+    server.call(server.gateway.keyring.look())
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "ignore_eos": True, "max_tokens": 300}
+    data = json.dumps({**body, "n": 2, "logprobs": True, "top_logprobs": 20}).encode()  # more than all buffers hold
+    server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # handed on to the connection
+    with contextlib.closing(socket.socket()) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", server.port))
+        raw.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {slow.key}\r\n"))
+        wait_until(lambda: num_told(server) == 600, "all to be computed")
+        take_away(server.config, slow)
+        server.call(server.gateway.keyring.look())
+        wait_until(lambda: server.gateway.limiter.usage.used(slow.record.id) >= 600, "all to be paid for")
 
 
 def test_who_leaves_a_search_pays_what_was_reserved(server: LimitedServer) -> None:
