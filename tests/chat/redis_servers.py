@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from chatcache.cli.redis_user import acl
 from tests.ports import free_port
-
-USER = "user chatcache on >secret ~chatcache:* &chatcache:* +@all -@scripting -@admin -@dangerous"
 
 
 def redis_binary() -> str:
@@ -38,10 +37,11 @@ class RedisServer:
             *("--appendonly", "yes", "--appendfsync", appendfsync, "--loglevel", "warning"),
             *("--aclfile", str(folder / "users.acl"), *settings),
         ]
-        (folder / "users.acl").write_text(f"user default on nopass ~* &* +@all\n{USER}\n")
+        # Its users as shipped, and one for us, who looks behind them.
+        (folder / "users.acl").write_text(f"{acl('secret')}user admin on nopass ~* &* +@all\n")
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://chatcache:secret@127.0.0.1:{self.port}/0"
-        self.admin = redis.Redis(port=self.port, protocol=2)
+        self.admin = redis.Redis(port=self.port, username="admin", password="any", protocol=2)
 
     @property
     def pid(self) -> int:

@@ -17,11 +17,13 @@ import redis
 import uvloop
 from redis.crc import key_slot
 
+import chatcache.gateway
 from chatcache.chat import redis_link, redis_rows
 from chatcache.chat.removal import without_item
 from chatcache.chat.store import Claim, StoreUnavailable, StoreUnusable
 from chatcache.chat.store_redis import RedisStore
 from chatcache.chat.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, Item, Turn
+from chatcache.cli.redis_user import RIGHTS
 from tests.chaos.proxy import proxied
 from tests.chaos.rig import with_port
 from tests.chat.redis_servers import RedisServer, redis_server
@@ -454,3 +456,16 @@ async def test_much_at_once_leaves_the_event_loop_alone(
     assert any(name.startswith("asyncio") for name in threads)
     assert list((await store.load("me", "conv")).items.values()) == long
     await store.close()
+
+
+def test_these_tests_and_the_docs_have_the_rights_that_are_shipped(empty_redis: RedisServer) -> None:
+    admin = empty_redis.admin
+    admin.execute_command("ACL", "SETUSER", "twin", "on", *RIGHTS.split())
+    ours, twin = (admin.acl_getuser(name) for name in ("chatcache", "twin"))
+    admin.acl_deluser("twin")
+    assert [ours[what] for what in ("commands", "keys", "channels")] == [
+        twin[what] for what in ("commands", "keys", "channels")
+    ]
+    assert "off" in admin.acl_getuser("default")["flags"]
+    readme = Path(chatcache.gateway.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert f"`ACL SETUSER chatcache on >PASSWORD {RIGHTS}`" in readme

@@ -20,7 +20,7 @@ def told(**place: object) -> dict[str, Finding]:
 
 
 def all_of_admin(server: RedisServer) -> list[Finding]:
-    config = ServerConfig(port=0, redis=f"redis://127.0.0.1:{server.port}/0")
+    config = ServerConfig(port=0, redis=f"redis://admin:any@127.0.0.1:{server.port}/0")
     return list(settings(EngineConfig(), config))
 
 
