@@ -4,7 +4,7 @@
     decode.py     rows of few new tokens: pages read in place
     shared.py     the same where rows share pages: each page read once for all of them
     piece.py      what both do with a run of keys; tile.py is its inner loop
-    flash.py      rows of many new tokens in bf16, by the CPU's matrix tiles; softmax.py is between them
+    flash.py      rows of many new tokens in bf16, by the CPU's matrix tiles: flash_block.py, softmax.py between them
     prefill.py    the same on other CPUs and in other dtypes: pages gathered, then torch's matrix multiplications
     pages.py      the page store: layout, reads, copies, swaps
     rope.py       rotation and page write in one pass
