@@ -58,6 +58,12 @@ if not _has_gpu():
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what it is anyway, said aloud: 3.9 warns where it is not
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests wait for a process, a browser or a clock, and another may go on."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how to draw the same cases again, once, where something failed."""
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
