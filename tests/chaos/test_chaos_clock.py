@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chatcache.gateway.response_registry import ResponseRegistry
-from tests.chat.redis_servers import RedisServer, redis_server
+from tests.chat.redis_servers import RedisServer
 from tests.gateway.kept import server_on
 from tests.gateway.responding import Events
 from tests.gateway.serving import Server, slowed
@@ -18,15 +18,6 @@ from tests.gateway.serving import Server, slowed
 HOUR_S = 3600.0
 PATH = "/v1/responses"
 Jump = Callable[[float], None]
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer | str]:
-    if request.param == "sqlite":
-        yield str(tmp_path / "chat.db")
-        return
-    with redis_server(tmp_path / "redis") as server:
-        yield server
 
 
 @pytest.fixture

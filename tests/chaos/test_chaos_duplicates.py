@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,11 @@ from typing import Any
 import pytest
 
 from chatcache.gateway.repeats import Once
-from tests.chat.redis_servers import RedisServer, redis_server
+from tests.chat.redis_servers import RedisServer
 from tests.gateway.kept import server_on
 from tests.gateway.serving import Server
 
 NUM_TIMES = 10
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer | str]:
-    if request.param == "sqlite":
-        yield str(tmp_path / "chat.db")
-        return
-    with redis_server(tmp_path / "redis") as server:
-        yield server
 
 
 def submit(server: Server, key: str) -> str:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.chat.redis_servers import RedisServer, redis_server
+from tests.chat.redis_servers import RedisServer
 from tests.gateway.kept import server_on
 from tests.gateway.test_gateway_killed import Gateway
 
 KEY = "once-and-only"
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer | str]:
-    if request.param == "sqlite":
-        yield str(tmp_path / "chat.db")
-        return
-    with redis_server(tmp_path / "redis") as server:
-        yield server
 
 
 def say(port: int) -> tuple[int, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contracts.node_clients import run
-from tests.gateway.serving import PAGE_SIZE, Server, slowed
+from tests.gateway.serving import PAGE_SIZE, Server, failing_after, slowed
 
 SCENARIOS = ("plain", "streamed", "helper", "responses", "responsesHelper", "socket", "refused")
 
@@ -77,20 +77,8 @@ def test_breaking_off_a_loop_ends_the_generation(server: Server) -> None:
 
 def test_a_fault_in_the_middle_is_an_error_with_the_servers_words(module_server: Server) -> None:
     server = module_server
-    original, calls = server.runner.execute, 0
-
-    def failing(plan: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 6:
-            raise RuntimeError("secret detail of the inside")
-        return original(plan)
-
-    server.runner.execute = failing  # type: ignore[method-assign]
-    try:
+    with failing_after(server, 6):
         heard = run("openai.mjs", "failing", url=server.url)["failing"]
-    finally:
-        server.runner.execute = original  # type: ignore[method-assign]
     assert heard["text"] and heard["name"] == "APIError" and heard["code"]
     assert "secret" not in heard["message"]
     server.wait_idle()

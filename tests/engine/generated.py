@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -14,6 +15,19 @@ from tests.engine.workloads import Arrival, Workload
 
 AHEAD = ["", "eager", "lazy", "lazy"]
 _FAMILIES = [tuple(int(t) for t in np.random.default_rng(i).integers(1, VOCAB, 48)) for i in range(3)]
+
+
+def until_it_fails(max_examples: int) -> settings:
+    """For a property that a bug was planted under: nobody wants to know its smallest example."""
+    return settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @st.composite

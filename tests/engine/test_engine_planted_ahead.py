@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.engine.flight import Flights, Landed
@@ -18,7 +18,7 @@ from chatcache.sched.plan import I32
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
 from chatcache.sched.steady import NO_ROW, SteadyBranches, SteadyRows
-from tests.engine.generated import workloads
+from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
@@ -146,15 +146,7 @@ BUGS: list[Callable[[Patch], None]] = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    @settings(
-        max_examples=400,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @until_it_fails(max_examples=400)
     @given(st.one_of(workloads(), workloads(tight=True)).filter(lambda workload: bool(workload.ahead)))
     def property_holds(workload: Workload) -> None:
         assert_equals_alone(workload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
 from chatcache.engine.selfcheck import SelfCheck
 from chatcache.kv.pool import BrokenInvariant
@@ -13,7 +13,7 @@ from chatcache.sched.batch import Batch, Step
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
 from chatcache.sched.slots import Slots
-from tests.engine.generated import workloads
+from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 from tests.kv.planted import (
     copied_page_not_told_to_the_runner,
@@ -71,15 +71,7 @@ BUGS: list[Callable[[Patch], None]] = [
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 @pytest.mark.parametrize("audit", [False, True], ids=["answers", "audit"])
 def test_the_bug_is_caught(bug: Callable[[Patch], None], audit: bool, monkeypatch: Patch) -> None:
-    @settings(
-        max_examples=200,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @until_it_fails(max_examples=200)
     @given(workloads())
     def property_holds(workload: Workload) -> None:
         assert_equals_alone(workload, audit=audit)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.kv.cache import KVCache
@@ -16,7 +16,7 @@ from chatcache.kv.table import PageTable
 from chatcache.sched.plan import I32
 from chatcache.sched.request import Branch
 from chatcache.sched.steady import SteadyBranches, SteadyRows
-from tests.engine.generated import workloads
+from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
@@ -230,15 +230,7 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> 
     if bug is lack_of_pages_not_noticed:  # one in a few hundred of all, and of these nearly every other one
         where = workloads(tight=True, calm=True)
 
-    @settings(
-        max_examples=300,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @until_it_fails(max_examples=300)
     @given(where)
     def property_holds(workload: Workload) -> None:
         assert_equals_alone(workload)

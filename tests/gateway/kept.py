@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 from chatcache.config import ServerConfig
-from tests.chat.redis_servers import RedisServer
+from tests.chat.redis_servers import RedisServer, redis_server
 from tests.gateway.serving import Server
+
+KINDS = ("sqlite", "redis")
+
+
+@contextlib.contextmanager
+def keeping(kind: str, folder: Path) -> Iterator[RedisServer | str]:
+    """A store of that kind, which outlives gateways: a running Redis server, or the name of a file."""
+    if kind == "sqlite":
+        yield str(folder / "chat.db")
+        return
+    with redis_server(folder / "redis") as server:
+        yield server
 
 
 def server_on(store: RedisServer | str, *, api_keys: tuple[str, ...] = ()) -> Server:

@@ -302,6 +302,25 @@ def slowed(server: Server, delay_s: float) -> Iterator[None]:
         hurry(server)
 
 
+@contextlib.contextmanager
+def failing_after(server: Server, num_steps: int) -> Iterator[None]:
+    """Let every step behind the next `num_steps` fail, with words that are nobody's business outside."""
+    original, calls = server.runner.execute, 0
+
+    def execute(plan: StepPlan) -> StepResult:
+        nonlocal calls
+        calls += 1
+        if calls > num_steps:
+            raise RuntimeError("secret detail of the inside")
+        return original(plan)
+
+    server.runner.execute = execute  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        server.runner.execute = original  # type: ignore[method-assign]
+
+
 def hurry(server: Server) -> None:
     """From here on steps take no longer than they must."""
     server.runner.delay_s = 0.0

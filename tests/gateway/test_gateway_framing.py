@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from chatcache.config import ServerConfig
-from tests.gateway.serving import MODEL, Server, parse_head, post_bytes, read_all, slowed, unchunk
+from tests.gateway.serving import MODEL, Server, failing_after, parse_head, post_bytes, read_all, slowed, unchunk
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hello, how are you?"}]
@@ -103,20 +103,8 @@ def test_characters_and_tokens_are_never_torn(server: Server) -> None:
 def test_a_fault_behind_the_first_byte_is_one_error_event(module_server: Server) -> None:
     """The envelope, no exception text, no [DONE], and the stream ends."""
     server = module_server
-    original, calls = server.runner.execute, 0
-
-    def failing(plan: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 6:
-            raise RuntimeError("secret detail of the inside")
-        return original(plan)
-
-    server.runner.execute = failing  # type: ignore[method-assign]
-    try:
+    with failing_after(server, 6):
         _, body = server.stream(CHAT, messages=USER, max_tokens=100, ignore_eos=True)
-    finally:
-        server.runner.execute = original  # type: ignore[method-assign]
     last = body.split(b"\n\n")[-2]
     error = json.loads(last.removeprefix(b"data: "))["error"]
     assert set(error) == {"message", "type", "param", "code"}

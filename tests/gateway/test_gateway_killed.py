@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.chat.redis_servers import RedisServer, redis_server
-from tests.gateway.kept import server_on
+from tests.chat.redis_servers import RedisServer
+from tests.gateway.kept import KINDS, keeping, server_on
 
 NUM_CLIENTS = 6
 
@@ -97,13 +97,10 @@ class Clients:
         return str(told["id"]) if answer.status == 200 else None
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=KINDS)
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer | str]:
-    if request.param == "sqlite":
-        yield str(tmp_path / "chat.db")
-        return
-    with redis_server(tmp_path / "redis") as server:
-        yield server
+    with keeping(request.param, tmp_path) as store:
+        yield store
 
 
 def live_and_die(kept: RedisServer | str, num_kills: int, *more: str) -> Clients:

@@ -1,0 +1,17 @@
+"""What keeps the conversations while gateways come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chat.redis_servers import RedisServer
+from tests.gateway.kept import KINDS, keeping
+
+
+@pytest.fixture(params=KINDS)
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer | str]:
+    with keeping(request.param, tmp_path) as store:
+        yield store
