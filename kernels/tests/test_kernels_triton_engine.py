@@ -15,7 +15,7 @@ from chatcache.model.runner import Ahead
 from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
 
 QUICK = [case for case in CASES if case != "long"]
-SLOW = ("mixed", "cancelled", "chunked", "cached")  # up to a minute each in the interpreter: the long suite has them
+SLOW = ("mixed", "cancelled", "chunked", "cached")  # five to ten seconds each: the long suite has them
 
 
 @pytest.fixture(autouse=True)
