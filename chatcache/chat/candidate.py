@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from chatcache.chat.events import ReplyDelta, ReplyDone
 from chatcache.chat.forks import ReplyStart, begun, check_fork_at, forked_ids
 from chatcache.chat.messages import said
-from chatcache.chat.reading import Heard, Speech
-from chatcache.chat.token_spans import TAIL_TOKENS
+from chatcache.chat.reading import TAIL_TOKENS, Heard, Speech
 from chatcache.chat.tree import Turn
 from chatcache.text.stream import TextStream
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, Tokens

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 from chatcache.chat.ids import new_id
 from chatcache.chat.reading import Speech
-from chatcache.chat.token_spans import TAIL_TOKENS
 from chatcache.chat.tree import FORKED, INCOMPLETE, ConversationTree, Item, ReplyParts, Turn
 from chatcache.errors import InvalidRequest
-from chatcache.text.stream import TextStream
 
 _MAX_BYTES_OF_CHARACTER = 4
 
@@ -136,13 +134,7 @@ def whole_characters(
     """Drop the last tokens if they are the beginning of a character; return what is left, and its text."""
 
     def decode(some: Sequence[int]) -> str:
-        stream = TextStream(
-            speech.tokenizer,
-            skip_special_tokens=skip_special_tokens,
-            prompt_ids_tail=tuple(prompt[-TAIL_TOKENS:]),
-            stop_token_ids=(),
-            visible_ids=speech.mark_ids,
-        )
+        stream = speech.retold(prompt, skip_special_tokens=skip_special_tokens)
         return stream.push(some) + stream.finish()
 
     for num_dropped in range(min(_MAX_BYTES_OF_CHARACTER, len(ids))):

@@ -12,8 +12,10 @@ from chatcache.chat.events import CallDelta
 from chatcache.chat.ids import new_id
 from chatcache.chat.tree import ReplyParts, ToolCall
 from chatcache.text.reply_format import ReplyFormat, ReplyParser, Said, prompt_end
+from chatcache.text.stream import TextStream
 from chatcache.text.tokenizer import Tokenizer
 
+TAIL_TOKENS = 8  # of a prompt: they tell whether the first word of a reply keeps its space
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -36,6 +38,16 @@ class Speech:
     def mark_ids(self) -> frozenset[int]:
         """Special tokens that are marks: they are hidden from people, not from the parser."""
         return frozenset(self.tokenizer.special_of(self.form.marks(tools=self.names is not None)).values())
+
+    def retold(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+        """The text of a reply that was generated before, from its tokens: whatever ended it, no token ends it now."""
+        return TextStream(
+            self.tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            prompt_ids_tail=tuple(prompt[-TAIL_TOKENS:]),
+            stop_token_ids=(),
+            visible_ids=self.mark_ids,
+        )
 
     def reading(self, prompt: Sequence[int], call_ids: Sequence[str] = ()) -> Reading:
         """A new candidate's. `call_ids`: ids that its first calls have already."""

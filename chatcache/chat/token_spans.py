@@ -12,9 +12,6 @@ from collections.abc import Sequence
 
 from chatcache.chat.reading import Heard, Reading, Speech
 from chatcache.chat.tree import Item
-from chatcache.text.stream import TextStream
-
-TAIL_TOKENS = 8
 
 Span = tuple[int, int] | None
 """[start, end) in characters (code points) of the shown text; None for a token that shows nothing."""
@@ -50,13 +47,7 @@ def _pieces(
     speech: Speech, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[list[str], list[bool]]:
     """The characters that each token completes, and whether it leaves one that it has begun, or gone on with."""
-    stream = TextStream(
-        speech.tokenizer,
-        skip_special_tokens=skip_special_tokens,
-        prompt_ids_tail=tuple(prompt[-TAIL_TOKENS:]),
-        stop_token_ids=(),
-        visible_ids=speech.mark_ids,
-    )
+    stream = speech.retold(prompt, skip_special_tokens=skip_special_tokens)
     hidden = speech.tokenizer.special_ids - speech.mark_ids if skip_special_tokens else frozenset()
     pieces: list[str] = []
     torn: list[bool] = []
