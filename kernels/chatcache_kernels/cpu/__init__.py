@@ -11,7 +11,7 @@
     invariant.py  the same operations, of which no bit depends on batch, chunk or threads
     logits.py     draws: noise, temperature, the best token; noise.py is their arithmetic
     fused.py      norms and the activation in one pass each
-    vectors.py    registers of float32 for numba
+    vectors.py    registers of float32 for numba; llvm.py is what they are written with
     launch.py     compile once per machine, run on torch's threads
     matmul.py     linear layers of few tokens; amx.py and pairs.py are the CPU's instructions for them
     int8.py       the same with weights of 8 bits: codes.py packs them, widen.py widens them

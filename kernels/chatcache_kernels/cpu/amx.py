@@ -14,12 +14,11 @@ import torch
 from llvmlite import binding, ir
 from numba import types
 
-from .vectors import _call, _instruction
+from . import llvm
+from .llvm import I8, instruction
 
 TILE_ROWS, TILE_BYTES = 16, 1024
 CONFIG_BYTES = 64
-
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
 
 
 @cache
@@ -39,76 +38,76 @@ def tile_config(num_rows: tuple[int, ...]) -> bytes:
 
 
 def _tile(numbers: Any) -> list[Any]:
-    return [ir.Constant(_I8, number.literal_value) for number in numbers]
+    return [ir.Constant(I8, number.literal_value) for number in numbers]
 
 
 def _address(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _I8.as_pointer())
+    return builder.inttoptr(address, I8.as_pointer())
 
 
-@_instruction
+@instruction
 def configure(typing: Any, address: Any) -> Any:
     """configure(address): set up the tiles from the 64 bytes of a `tile_config`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _address(builder, args[0]))
+        llvm.call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _address(builder, args[0]))
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
 
 
-@_instruction
+@instruction
 def release(typing: Any) -> Any:
     """release(): let go of the tiles, so that the system need not save them when threads change."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.tilerelease", ir.VoidType())
+        llvm.call(builder, "llvm.x86.tilerelease", ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(), generate
 
 
-@_instruction
+@instruction
 def tile_clear(typing: Any, tile: Any) -> Any:
     """tile_clear(t): zeros."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.tilezero", ir.VoidType(), *_tile((tile,)))
+        llvm.call(builder, "llvm.x86.tilezero", ir.VoidType(), *_tile((tile,)))
         return context.get_dummy_value()
 
     return types.void(tile), generate
 
 
-@_instruction
+@instruction
 def tile_load(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
     """tile_load(t, address, stride): read the rows, `stride` bytes apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = _address(builder, args[1])
-        _call(builder, "llvm.x86.tileloadd64", ir.VoidType(), *_tile((tile,)), at, args[2])
+        llvm.call(builder, "llvm.x86.tileloadd64", ir.VoidType(), *_tile((tile,)), at, args[2])
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64), generate
 
 
-@_instruction
+@instruction
 def tile_store(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
     """tile_store(t, address, stride): write the rows, `stride` bytes apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = _address(builder, args[1])
-        _call(builder, "llvm.x86.tilestored64", ir.VoidType(), *_tile((tile,)), at, args[2])
+        llvm.call(builder, "llvm.x86.tilestored64", ir.VoidType(), *_tile((tile,)), at, args[2])
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64), generate
 
 
-@_instruction
+@instruction
 def tile_dot(typing: Any, total: Any, x: Any, weight: Any) -> Any:
     """tile_dot(c, a, b): c += a @ b."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), *_tile((total, x, weight)))
+        llvm.call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), *_tile((total, x, weight)))
         return context.get_dummy_value()
 
     return types.void(total, x, weight), generate

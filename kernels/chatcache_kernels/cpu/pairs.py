@@ -9,9 +9,9 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 
-from .vectors import _call, _instruction, _round_bfloat16, _splat
-
-_F32, _I32 = ir.FloatType(), ir.IntType(32)
+from . import llvm
+from .llvm import F32, I32, instruction
+from .vectors import round_bfloat16
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no name for LLVM's bfloat
@@ -31,32 +31,32 @@ def has_pair_products() -> bool:
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
-@_instruction
+@instruction
 def dot_pairs(typing: Any, native: Any, sums: Any, a: Any, b: Any) -> Any:
     """dot_pairs(native, sums, a, b): sums + low(a) * low(b) + high(a) * high(b), lane by lane.
 
     A lane of a and b holds two bf16 numbers, low and high. `native` (a literal) uses AVX512-BF16, 16 lanes only.
     """
     lanes = sums.lanes
-    wide = ir.VectorType(_F32, lanes)
+    wide = ir.VectorType(F32, lanes)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, total, *pairs = args
         if native.literal_value:
             halves = [builder.bitcast(x, ir.VectorType(_BFloat(), 2 * lanes)) for x in pairs]
-            return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", wide, total, *halves)
-        bits = ir.VectorType(_I32, lanes)
+            return llvm.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", wide, total, *halves)
+        bits = ir.VectorType(I32, lanes)
         sixteen, upper = ir.Constant(bits, [16] * lanes), ir.Constant(bits, [0xFFFF0000] * lanes)
         words = [builder.bitcast(x, bits) for x in pairs]
         low = [builder.bitcast(builder.shl(x, sixteen), wide) for x in words]
         high = [builder.bitcast(builder.and_(x, upper), wide) for x in words]
         name = f"llvm.fmuladd.v{lanes}f32"
-        return _call(builder, name, wide, *high, _call(builder, name, wide, *low, total))
+        return llvm.call(builder, name, wide, *high, llvm.call(builder, name, wide, *low, total))
 
     return sums(native, sums, a, b), generate
 
 
-@_instruction
+@instruction
 def store_rounded(typing: Any, native: Any, target: Any, index: Any, value: Any) -> Any:
     """store_rounded(native, pointer, i, x): write 16 lanes as bf16, by the CPU's own instruction if `native`."""
 
@@ -65,9 +65,9 @@ def store_rounded(typing: Any, native: Any, target: Any, index: Any, value: Any)
         half = ir.VectorType(ir.IntType(16), value.lanes)
         if native.literal_value:
             rounded = ir.VectorType(_BFloat(), value.lanes)
-            narrow = builder.bitcast(_call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", rounded, x), half)
+            narrow = builder.bitcast(llvm.call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", rounded, x), half)
         else:
-            narrow = _round_bfloat16(builder, x, value.lanes)
+            narrow = round_bfloat16(builder, x, value.lanes)
         place = builder.gep(base, [at], source_etype=ir.IntType(16))
         builder.store(narrow, builder.bitcast(place, half.as_pointer()), align=2)
         return context.get_dummy_value()
@@ -75,13 +75,13 @@ def store_rounded(typing: Any, native: Any, target: Any, index: Any, value: Any)
     return types.void(native, target, types.int64, value), generate
 
 
-@_instruction
+@instruction
 def store_pair(typing: Any, target: Any, index: Any, low: Any, high: Any) -> Any:
     """store_pair(pointer, i, low, high): write 32 lanes as bf16, AVX512-BF16 only."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         base, at, *parts = args
-        rounded = _call(
+        rounded = llvm.call(
             builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(_BFloat(), 32), *reversed(parts)
         )
         half = ir.VectorType(ir.IntType(16), 32)
@@ -92,33 +92,33 @@ def store_pair(typing: Any, target: Any, index: Any, low: Any, high: Any) -> Any
     return types.void(target, types.int64, low, high), generate
 
 
-@_instruction
+@instruction
 def interleave(typing: Any, like: Any, even: Any, odd: Any) -> Any:
     """interleave(like, address, other): as many bf16 numbers of two rows as `like` has lanes, side by side in pairs."""
     lanes = like.lanes
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        half, bits = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(_I32, lanes)
+        half, bits = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(I32, lanes)
         rows = [builder.inttoptr(address, half.as_pointer()) for address in args[1:]]
         low, high = (builder.zext(builder.load(row, align=2, typ=half), bits) for row in rows)
         pairs = builder.or_(low, builder.shl(high, ir.Constant(bits, [16] * lanes)))
-        return builder.bitcast(pairs, ir.VectorType(_F32, lanes))
+        return builder.bitcast(pairs, ir.VectorType(F32, lanes))
 
     return like(like, types.int64, types.int64), generate
 
 
-@_instruction
+@instruction
 def any_above(typing: Any, a: Any, bound: Any) -> Any:
     """any_above(x, y): tell whether a lane is larger than y; NaN is not."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        above = builder.fcmp_ordered(">", args[0], _splat(builder, args[1], a.lanes))
+        above = builder.fcmp_ordered(">", args[0], llvm.splat(builder, args[1], a.lanes))
         return builder.icmp_unsigned("!=", builder.bitcast(above, ir.IntType(a.lanes)), ir.IntType(a.lanes)(0))
 
     return types.boolean(a, types.float32), generate
 
 
-@_instruction
+@instruction
 def exp2_coarse(typing: Any, a: Any) -> Any:
     """exp2_coarse(x): 2 ** x within 1e-4 relative, for weights that become bf16; 16 lanes, AVX-512 only.
 
@@ -127,24 +127,24 @@ def exp2_coarse(typing: Any, a: Any) -> Any:
     coefficients = (0.07802452264047956, 0.22606715542748315, 0.6958335404947528, 0.9999252185627154)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (x,), wide = args, ir.VectorType(_F32, 16)
-        whole, same = ir.Constant(ir.IntType(16), -1), ir.Constant(_I32, 4)
-        down = ir.Constant(_I32, 9)  # x less its floor, no exceptions
-        part = _call(builder, "llvm.x86.avx512.mask.reduce.ps.512", wide, x, down, x, whole, same)
+        (x,), wide = args, ir.VectorType(F32, 16)
+        whole, same = ir.Constant(ir.IntType(16), -1), ir.Constant(I32, 4)
+        down = ir.Constant(I32, 9)  # x less its floor, no exceptions
+        part = llvm.call(builder, "llvm.x86.avx512.mask.reduce.ps.512", wide, x, down, x, whole, same)
         power = ir.Constant(wide, [coefficients[0]] * 16)
         for coefficient in coefficients[1:]:
-            power = _call(builder, "llvm.fmuladd.v16f32", wide, power, part, ir.Constant(wide, [coefficient] * 16))
-        return _call(builder, "llvm.x86.avx512.mask.scalef.ps.512", wide, power, x, x, whole, same)
+            power = llvm.call(builder, "llvm.fmuladd.v16f32", wide, power, part, ir.Constant(wide, [coefficient] * 16))
+        return llvm.call(builder, "llvm.x86.avx512.mask.scalef.ps.512", wide, power, x, x, whole, same)
 
     return a(a), generate
 
 
-@_instruction
+@instruction
 def reciprocal_coarse(typing: Any, a: Any) -> Any:
     """reciprocal_coarse(x): 1 / x within 2 ** -14 relative, for results that become bf16; 16 lanes, AVX-512 only."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         whole = ir.Constant(ir.IntType(16), -1)
-        return _call(builder, "llvm.x86.avx512.rcp14.ps.512", ir.VectorType(_F32, 16), *args, *args, whole)
+        return llvm.call(builder, "llvm.x86.avx512.rcp14.ps.512", ir.VectorType(F32, 16), *args, *args, whole)
 
     return a(a), generate

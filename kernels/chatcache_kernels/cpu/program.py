@@ -17,8 +17,10 @@ from llvmlite import ir
 from numba import carray, types
 from numpy.typing import NDArray
 
+from . import llvm
 from .launch import Launch, compile_kernel, omp_function, record
-from .vectors import INT64, _call, _instruction, fetch_add, pointer
+from .llvm import I64, instruction
+from .vectors import INT64, fetch_add, pointer
 
 SPINS = 2000  # looks at the counter (tens of microseconds) before a waiting thread first gives way
 
@@ -26,8 +28,6 @@ JOB, _PACK = record("steps num_steps sched_yield team_size")
 """`steps` [num_steps, 2] int64: address of a kernel, address of its job. `sched_yield`, `team_size`: addresses of
 functions of no arguments; `team_size` tells how many threads came, 0 = one. The counters are threads that arrived, and
 that started."""
-
-_I64 = ir.IntType(64)
 
 
 class Jobs:
@@ -98,7 +98,7 @@ def _program_kernel() -> Launch:
     return compile_kernel(kernel)
 
 
-@_instruction
+@instruction
 def call(typing: Any, entry: Any, argument: Any) -> Any:
     """call(entry, argument): call the compiled function at an address with one address."""
 
@@ -112,36 +112,36 @@ def call(typing: Any, entry: Any, argument: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@_instruction
+@instruction
 def ask(typing: Any, entry: Any) -> Any:
     """ask(entry): call the C function `int f(void)` at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), _I64)
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), I64)
 
     return types.int64(types.int64), generate
 
 
-@_instruction
+@instruction
 def look(typing: Any, source: Any, index: Any) -> Any:
     """look(pointer, i): read 64-bit element i that other threads change."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        base = builder.bitcast(args[0], _I64.as_pointer())
-        at = builder.gep(base, [args[1]], source_etype=_I64)
-        return builder.load_atomic(at, "acquire", 8, typ=_I64)
+        base = builder.bitcast(args[0], I64.as_pointer())
+        at = builder.gep(base, [args[1]], source_etype=I64)
+        return builder.load_atomic(at, "acquire", 8, typ=I64)
 
     return types.int64(source, types.int64), generate
 
 
-@_instruction
+@instruction
 def pause(typing: Any) -> Any:
     """pause(): tell an x86 CPU that this is a waiting loop."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if "x86_64" in builder.module.triple:
-            _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+            llvm.call(builder, "llvm.x86.sse2.pause", ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(), generate

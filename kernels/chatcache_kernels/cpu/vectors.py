@@ -16,20 +16,16 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
+from . import llvm
 from .launch import helper
+from .llvm import F32, I32, I64, instruction
 
 FLOAT32, BFLOAT16, FLOAT16, INT32, INT64 = range(5)  # element kinds in memory
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _ELEMENTS = (types.float32, types.uint16, types.int16, types.int32, types.int64)  # the numba type of each kind
-
-
-def _instruction(function: Callable[..., Any]) -> Any:
-    """Register a typing function that returns (signature, code generator) as callable from kernels."""
-    return intrinsic(prefer_literal=True)(function)
 
 
 class Vector(types.Type):  # type: ignore[misc]
@@ -43,35 +39,10 @@ class Vector(types.Type):  # type: ignore[misc]
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, vector: Vector) -> None:
-        super().__init__(manager, vector, ir.VectorType(_F32, vector.lanes))
+        super().__init__(manager, vector, ir.VectorType(F32, vector.lanes))
 
 
-def _wide(lanes: int, element: ir.Type = _F32) -> ir.VectorType:
-    return ir.VectorType(element, lanes)
-
-
-def _constant(lanes: int, value: float, element: ir.Type = _F32) -> ir.Constant:
-    return ir.Constant(_wide(lanes, element), [value] * lanes)
-
-
-def _call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
-    """Call an LLVM intrinsic by its full name."""
-    function_type = ir.FunctionType(result, [a.type for a in args])
-    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, function_type, name), args)
-
-
-def _splat(builder: Any, value: Any, lanes: int) -> Any:
-    none = ir.Constant(_wide(lanes, value.type), ir.Undefined)
-    one = builder.insert_element(none, value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, none, _constant(lanes, 0, _I32))
-
-
-def _element_pointer(builder: Any, pointer: Any, index: Any, element: ir.Type) -> Any:
-    base = builder.bitcast(pointer, element.as_pointer())
-    return builder.gep(base, [index], source_etype=element)
-
-
-@_instruction
+@instruction
 def pointer(typing: Any, kind: Any, address: Any) -> Any:
     """pointer(kind, address): a typed pointer to elements of a literal kind at an integer address."""
 
@@ -81,71 +52,73 @@ def pointer(typing: Any, kind: Any, address: Any) -> Any:
     return types.CPointer(_ELEMENTS[kind.literal_value])(kind, types.int64), generate
 
 
-@_instruction
+@instruction
 def zeros(typing: Any, lanes: Any) -> Any:
     """zeros(lanes): a register of zeros; `lanes` is a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _constant(lanes.literal_value, 0.0)
+        return llvm.constant(lanes.literal_value, 0.0)
 
     return Vector(lanes.literal_value)(lanes), generate
 
 
-@_instruction
+@instruction
 def num_lanes(typing: Any, like: Any) -> Any:
     """num_lanes(x): how many lanes a register has, a constant."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_I64, like.lanes)
+        return ir.Constant(I64, like.lanes)
 
     return types.int64(like), generate
 
 
-@_instruction
+@instruction
 def splat(typing: Any, like: Any, value: Any) -> Any:
     """splat(like, x): every lane x, as many lanes as `like`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, args[1], like.lanes)
+        return llvm.splat(builder, args[1], like.lanes)
 
     return like(like, types.float32), generate
 
 
-@_instruction
+@instruction
 def load(typing: Any, like: Any, source: Any, index: Any) -> Any:
     """load(like, pointer, i): elements i .. i + lanes - 1, widened to float32."""
     lanes, element = like.lanes, source.dtype
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if element == types.float32:
-            at = _element_pointer(builder, args[1], args[2], _F32)
-            return builder.load(builder.bitcast(at, _wide(lanes).as_pointer()), align=4, typ=_wide(lanes))
-        at = _element_pointer(builder, args[1], args[2], ir.IntType(16))
+            at = llvm.element_pointer(builder, args[1], args[2], F32)
+            return builder.load(builder.bitcast(at, llvm.wide(lanes).as_pointer()), align=4, typ=llvm.wide(lanes))
+        at = llvm.element_pointer(builder, args[1], args[2], ir.IntType(16))
         if element == types.uint16:  # bfloat16 is the upper half of a float32
-            narrow = _wide(lanes, ir.IntType(16))
+            narrow = llvm.wide(lanes, ir.IntType(16))
             bits = builder.load(builder.bitcast(at, narrow.as_pointer()), align=2, typ=narrow)
-            shifted = builder.shl(builder.zext(bits, _wide(lanes, _I32)), _constant(lanes, 16, _I32))
-            return builder.bitcast(shifted, _wide(lanes))
-        halves = _wide(lanes, ir.HalfType())
-        return builder.fpext(builder.load(builder.bitcast(at, halves.as_pointer()), align=2, typ=halves), _wide(lanes))
+            shifted = builder.shl(builder.zext(bits, llvm.wide(lanes, I32)), llvm.constant(lanes, 16, I32))
+            return builder.bitcast(shifted, llvm.wide(lanes))
+        halves = llvm.wide(lanes, ir.HalfType())
+        return builder.fpext(
+            builder.load(builder.bitcast(at, halves.as_pointer()), align=2, typ=halves), llvm.wide(lanes)
+        )
 
     return like(like, source, types.int64), generate
 
 
-@_instruction
+@instruction
 def store(typing: Any, target: Any, index: Any, value: Any) -> Any:
     """store(pointer, i, x): write the lanes to elements i .. i + lanes - 1, rounded to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         narrow = _narrow(builder, args[2], value.lanes, target.dtype)
-        at = _element_pointer(builder, args[0], args[1], narrow.type.element)
+        at = llvm.element_pointer(builder, args[0], args[1], narrow.type.element)
         builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=target.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(target, types.int64, value), generate
 
 
-@_instruction
+@instruction
 def scatter(typing: Any, target: Any, index: Any, stride: Any, value: Any) -> Any:
     """scatter(pointer, i, stride, x): write the lanes to elements i, i + stride, i + 2 * stride ..., rounded."""
 
@@ -153,8 +126,8 @@ def scatter(typing: Any, target: Any, index: Any, stride: Any, value: Any) -> An
         narrow = _narrow(builder, args[3], value.lanes, target.dtype)
         at = args[1]
         for lane in range(value.lanes):
-            element = builder.extract_element(narrow, ir.Constant(_I32, lane))
-            builder.store(element, _element_pointer(builder, args[0], at, element.type))
+            element = builder.extract_element(narrow, ir.Constant(I32, lane))
+            builder.store(element, llvm.element_pointer(builder, args[0], at, element.type))
             at = builder.add(at, args[2])
         return context.get_dummy_value()
 
@@ -166,20 +139,20 @@ def _narrow(builder: Any, x: Any, lanes: int, element: Any) -> Any:
     if element == types.float32:
         return x
     return (
-        _round_bfloat16(builder, x, lanes)
+        round_bfloat16(builder, x, lanes)
         if element == types.uint16
-        else builder.fptrunc(x, _wide(lanes, ir.HalfType()))
+        else builder.fptrunc(x, llvm.wide(lanes, ir.HalfType()))
     )
 
 
-def _round_bfloat16(builder: Any, x: Any, lanes: int) -> Any:
+def round_bfloat16(builder: Any, x: Any, lanes: int) -> Any:
     """Round float32 lanes to the bits of bfloat16; NaN stays NaN."""
-    bits = builder.bitcast(x, _wide(lanes, _I32))
-    sixteen, one = _constant(lanes, 16, _I32), _constant(lanes, 1, _I32)
+    bits = builder.bitcast(x, llvm.wide(lanes, I32))
+    sixteen, one = llvm.constant(lanes, 16, I32), llvm.constant(lanes, 1, I32)
     odd = builder.and_(builder.lshr(bits, sixteen), one)
-    rounded = builder.add(bits, builder.add(odd, _constant(lanes, 0x7FFF, _I32)))
-    rounded = builder.select(builder.fcmp_unordered("uno", x, x), _constant(lanes, 0x7FC00000, _I32), rounded)
-    return builder.trunc(builder.lshr(rounded, sixteen), _wide(lanes, ir.IntType(16)))
+    rounded = builder.add(bits, builder.add(odd, llvm.constant(lanes, 0x7FFF, I32)))
+    rounded = builder.select(builder.fcmp_unordered("uno", x, x), llvm.constant(lanes, 0x7FC00000, I32), rounded)
+    return builder.trunc(builder.lshr(rounded, sixteen), llvm.wide(lanes, ir.IntType(16)))
 
 
 def _halve(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any]) -> Any:
@@ -187,17 +160,17 @@ def _halve(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any])
     while width > 1:
         width //= 2
         none = ir.Constant(x.type, ir.Undefined)
-        low, high = (ir.Constant(_wide(width, _I32), list(range(i, i + width))) for i in (0, width))
+        low, high = (ir.Constant(llvm.wide(width, I32), list(range(i, i + width))) for i in (0, width))
         x = combine(builder.shuffle_vector(x, none, low), builder.shuffle_vector(x, none, high))
-    return builder.extract_element(x, ir.Constant(_I32, 0))
+    return builder.extract_element(x, ir.Constant(I32, 0))
 
 
-@_instruction
+@instruction
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """fma(a, b, c): a * b + c, fused where the CPU can."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, f"llvm.fmuladd.v{a.lanes}f32", _wide(a.lanes), *args)
+        return llvm.call(builder, f"llvm.fmuladd.v{a.lanes}f32", llvm.wide(a.lanes), *args)
 
     return a(a, a, a), generate
 
@@ -209,7 +182,7 @@ def _binary(name: str, emit: Any) -> Any:
         return a(a, a), lambda context, builder, signature, args: emit(builder, *args)
 
     typed.__name__ = typed.__qualname__ = name
-    return _instruction(typed)
+    return instruction(typed)
 
 
 add = _binary("add", lambda builder, a, b: builder.fadd(a, b))
@@ -219,7 +192,7 @@ minimum = _binary("minimum", lambda builder, a, b: builder.select(builder.fcmp_o
 maximum = _binary("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
-@_instruction
+@instruction
 def largest(typing: Any, a: Any) -> Any:
     """largest(x): the largest lane, by halves. No lane may be NaN."""
 
@@ -229,17 +202,17 @@ def largest(typing: Any, a: Any) -> Any:
     return types.float32(a), generate
 
 
-@_instruction
+@instruction
 def first_lane(typing: Any, a: Any) -> Any:
     """first_lane(x): lane 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.extract_element(args[0], ir.Constant(_I32, 0))
+        return builder.extract_element(args[0], ir.Constant(I32, 0))
 
     return types.float32(a), generate
 
 
-@_instruction
+@instruction
 def total(typing: Any, a: Any) -> Any:
     """total(x): the sum of the lanes, by halves."""
 
@@ -249,61 +222,61 @@ def total(typing: Any, a: Any) -> Any:
     return types.float32(a), generate
 
 
-@_instruction
+@instruction
 def keep(typing: Any, a: Any, first: Any, end: Any, other: Any) -> Any:
     """keep(x, first, end, other): lanes first .. end - 1 of x, and `other` in the rest (whatever x holds there)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lane = ir.Constant(_wide(a.lanes, _I32), list(range(a.lanes)))
-        low, high = (_splat(builder, builder.trunc(x, _I32), a.lanes) for x in args[1:3])
+        lane = ir.Constant(llvm.wide(a.lanes, I32), list(range(a.lanes)))
+        low, high = (llvm.splat(builder, builder.trunc(x, I32), a.lanes) for x in args[1:3])
         inside = builder.and_(builder.icmp_signed(">=", lane, low), builder.icmp_signed("<", lane, high))
-        return builder.select(inside, args[0], _splat(builder, args[3], a.lanes))
+        return builder.select(inside, args[0], llvm.splat(builder, args[3], a.lanes))
 
     return a(a, types.int64, types.int64, types.float32), generate
 
 
-@_instruction
+@instruction
 def exp2(typing: Any, a: Any) -> Any:
     """exp2(x): 2 ** x for x <= 127; 0 below -126 (-inf included); NaN for NaN."""
     lanes = a.lanes
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        in_range = builder.fcmp_unordered(">=", args[0], _constant(lanes, -126.0))
-        x = builder.select(in_range, args[0], _constant(lanes, 0.0))
-        magic = _constant(lanes, 1.5 * 2.0**23)  # adding it rounds x to a whole number, kept in the lowest bits
+        in_range = builder.fcmp_unordered(">=", args[0], llvm.constant(lanes, -126.0))
+        x = builder.select(in_range, args[0], llvm.constant(lanes, 0.0))
+        magic = llvm.constant(lanes, 1.5 * 2.0**23)  # adding it rounds x to a whole number, kept in the lowest bits
         shifted = builder.fadd(x, magic)
         part = builder.fsub(x, builder.fsub(shifted, magic))
-        power = _constant(lanes, math.log(2) ** 7 / math.factorial(7))
+        power = llvm.constant(lanes, math.log(2) ** 7 / math.factorial(7))
         for degree in range(6, -1, -1):
-            coefficient = _constant(lanes, math.log(2) ** degree / math.factorial(degree))
-            power = _call(builder, f"llvm.fmuladd.v{lanes}f32", _wide(lanes), power, part, coefficient)
-        exponent = builder.shl(builder.bitcast(shifted, _wide(lanes, _I32)), _constant(lanes, 23, _I32))
-        scaled = builder.bitcast(builder.add(builder.bitcast(power, _wide(lanes, _I32)), exponent), _wide(lanes))
-        return builder.select(in_range, scaled, _constant(lanes, 0.0))
+            coefficient = llvm.constant(lanes, math.log(2) ** degree / math.factorial(degree))
+            power = llvm.call(builder, f"llvm.fmuladd.v{lanes}f32", llvm.wide(lanes), power, part, coefficient)
+        exponent = builder.shl(builder.bitcast(shifted, llvm.wide(lanes, I32)), llvm.constant(lanes, 23, I32))
+        scaled = builder.bitcast(builder.add(builder.bitcast(power, llvm.wide(lanes, I32)), exponent), llvm.wide(lanes))
+        return builder.select(in_range, scaled, llvm.constant(lanes, 0.0))
 
     return a(a), generate
 
 
-@_instruction
+@instruction
 def prefetch(typing: Any, source: Any, index: Any) -> Any:
     """prefetch(pointer, i): ask for the cache line of element i, to be read soon."""
     width = 32 if source.dtype == types.float32 else 16
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _element_pointer(builder, args[0], args[1], ir.IntType(width))
-        flags = [ir.Constant(_I32, n) for n in (0, 3, 1)]  # read, keep in all caches, data
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), builder.bitcast(at, ir.IntType(8).as_pointer()), *flags)
+        at = llvm.element_pointer(builder, args[0], args[1], ir.IntType(width))
+        flags = [ir.Constant(I32, n) for n in (0, 3, 1)]  # read, keep in all caches, data
+        llvm.call(builder, "llvm.prefetch.p0", ir.VoidType(), builder.bitcast(at, ir.IntType(8).as_pointer()), *flags)
         return context.get_dummy_value()
 
     return types.void(source, types.int64), generate
 
 
-@_instruction
+@instruction
 def fetch_add(typing: Any, source: Any, index: Any, amount: Any) -> Any:
     """fetch_add(pointer, i, n): add n to 64-bit element i of any pointer atomically; return what it held."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _element_pointer(builder, args[0], args[1], _I64), args[2], "seq_cst")
+        return builder.atomic_rmw("add", llvm.element_pointer(builder, args[0], args[1], I64), args[2], "seq_cst")
 
     return types.int64(source, types.int64, types.int64), generate
 

@@ -13,10 +13,10 @@ import torch
 from llvmlite import binding, ir
 from numba import types
 
-from .vectors import _call, _instruction
+from . import llvm
+from .llvm import F32, I8, I16, I32, instruction
 
-_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
-_CODES, _WORDS = ir.VectorType(_I8, 64), ir.VectorType(_I16, 64)
+_CODES, _WORDS = ir.VectorType(I8, 64), ir.VectorType(I16, 64)
 _RUNS = [[16 * run + 8 * row + i for run in range(4) for i in range(8)] for row in range(2)]  # where a row's codes lie
 
 
@@ -27,7 +27,7 @@ def has_byte_tables() -> bool:
     return bool(features.get("avx512vbmi") and features.get("avx512bw"))
 
 
-@_instruction
+@instruction
 def widen_codes(typing: Any, tables: Any, source: Any, target: Any) -> Any:
     """widen_codes(tables, source, target): widen the 64 codes of two rows of a tile to bf16, at addresses.
 
@@ -52,43 +52,43 @@ def _look_up(builder: Any, codes: Any) -> list[Any]:
     high = builder.or_(high, sign)
     order = [[i for place in row for i in (place, 64 + place)] for row in _RUNS]
     return [
-        builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 64), each)) for each in order
+        builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 64), each)) for each in order
     ]  # interleaved within 16 bytes: one instruction each
 
 
 def _table(builder: Any, codes: Any, values: list[int]) -> Any:
     first, second = ir.Constant(_CODES, values[:64]), ir.Constant(_CODES, values[64:])
-    return _call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _CODES, first, codes, second)
+    return llvm.call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _CODES, first, codes, second)
 
 
 def _convert(builder: Any, codes: Any) -> list[Any]:
-    wide = builder.zext(codes, ir.VectorType(_I32, 64))
+    wide = builder.zext(codes, ir.VectorType(I32, 64))
     magnitude = builder.and_(wide, ir.Constant(wide.type, [0x7F] * 64))
-    bits = builder.bitcast(builder.sitofp(magnitude, ir.VectorType(_F32, 64)), wide.type)
+    bits = builder.bitcast(builder.sitofp(magnitude, ir.VectorType(F32, 64)), wide.type)
     sign = builder.shl(builder.and_(wide, ir.Constant(wide.type, [0x80] * 64)), ir.Constant(wide.type, [8] * 64))
     words = builder.trunc(builder.or_(builder.lshr(bits, ir.Constant(wide.type, [16] * 64)), sign), _WORDS)
     none = ir.Constant(_WORDS, ir.Undefined)
-    return [builder.shuffle_vector(words, none, ir.Constant(ir.VectorType(_I32, 32), row)) for row in _RUNS]
+    return [builder.shuffle_vector(words, none, ir.Constant(ir.VectorType(I32, 32), row)) for row in _RUNS]
 
 
-@_instruction
+@instruction
 def low_half(typing: Any, a: Any) -> Any:
     """low_half(x): the bf16 number in the lower half of each lane's bits, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = ir.VectorType(_I32, a.lanes)
+        bits = ir.VectorType(I32, a.lanes)
         moved = builder.shl(builder.bitcast(args[0], bits), ir.Constant(bits, [16] * a.lanes))
         return builder.bitcast(moved, args[0].type)
 
     return a(a), generate
 
 
-@_instruction
+@instruction
 def high_half(typing: Any, a: Any) -> Any:
     """high_half(x): the bf16 number in the upper half of each lane's bits, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = ir.VectorType(_I32, a.lanes)
+        bits = ir.VectorType(I32, a.lanes)
         kept = builder.and_(builder.bitcast(args[0], bits), ir.Constant(bits, [0xFFFF0000] * a.lanes))
         return builder.bitcast(kept, args[0].type)
 
