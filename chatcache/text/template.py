@@ -16,14 +16,14 @@ from jinja2.utils import Namespace
 
 from chatcache.errors import InvalidRequest, ModelFolderError
 from chatcache.text.template_limits import (
-    JOIN,
     MAX_RENDER_CHARS,
+    OURS,
     TICK,
     BoundedEnvironment,
     Meter,
     Metered,
-    TemplateTooCostly,
 )
+from chatcache.text.template_weight import TemplateTooCostly
 from chatcache.text.verbatim import dumped
 
 Message = Mapping[str, Any]
@@ -115,7 +115,7 @@ class ChatTemplate:
 
 def _compile(source: str) -> jinja2.Template:
     environment = _environment()
-    for name in (TICK, JOIN):
+    for name in OURS:
         if name in source:
             raise jinja2.TemplateSyntaxError(f"{name} is not for templates", 1)
     tree = environment.parse(source)
@@ -153,6 +153,9 @@ class _PublicNamespace(Namespace):
         Namespace.__init__(self)
         for name, value in dict(*rest, **kwargs).items():
             self[name] = value
+
+    def __repr__(self) -> str:  # not what is in it, which may be itself
+        return "<Namespace>"
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

@@ -14,26 +14,43 @@ from functools import wraps
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+from chatcache.text.template_weight import (
+    COMPARING_TESTS,
+    MAX_LENGTH,
+    TemplateTooCostly,
+    check_search,
+    check_weight,
+    checked,
+    compared,
+    weight,
+    with_short_search,
+)
 
 MAX_RENDER_S = 5.0  # thousands of long messages take a tenth of that
 MAX_RENDER_CHARS = 32 << 20
-MAX_LENGTH = 8 << 20  # of one value made within
 MAX_EXPONENT = 64
 MAX_BITS = 4096
 TICK = "_chatcache_tick"
 JOIN = "_chatcache_join"
+COMPARE = "_chatcache_compare"
+KEY = "_chatcache_key"
+OURS = (TICK, JOIN, COMPARE, KEY)
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
 _PADDING_FILTERS = ("center", "indent", "slice", "batch", "wordwrap", "round", "format", "filesizeformat")
+# These look at the entries alone; whatever else takes a value may write it out, hash it or compare it.
+_SHALLOW = frozenset(
+    {
+        *("attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random"),
+        *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
+    }
+)
 _FIELD = re.compile(r"%[-+ #0\d.*]*|\{[^{}]*")  # what may carry a width
 _NESTED = re.compile(r"\{[^{}]*\{|%[-+ #0\d.]*\*")  # a width that an argument decides
-
-
-class TemplateTooCostly(SecurityError):
-    """A template takes more time or memory than any chat needs."""
 
 
 class Meter:
@@ -67,6 +84,20 @@ class Metered(NodeTransformer):
         self.generic_visit(node)
         return _call(JOIN, [nodes.List(node.nodes, lineno=node.lineno)], node.lineno)
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        values = [node.expr, *(each.expr for each in node.ops)]
+        if any(map(_is_plain, values)):  # which ends every comparison soon
+            return node
+        names: list[nodes.Expr] = [nodes.Const(each.op, lineno=node.lineno) for each in node.ops]
+        return _call(COMPARE, [nodes.List(names, lineno=node.lineno), *values], node.lineno)
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        if not _is_plain(node.key):
+            node.key = _call(KEY, [node.key], node.lineno)
+        return node
+
     def _ticking(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         tick = nodes.ExprStmt(_call(TICK, [], node.lineno), lineno=node.lineno)
@@ -79,23 +110,36 @@ def _call(name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
     return nodes.Call(nodes.Name(name, "load", lineno=line), args, [], None, None, lineno=line)
 
 
+def _is_plain(node: nodes.Expr) -> bool:
+    if isinstance(node, nodes.List | nodes.Tuple):
+        return all(map(_is_plain, node.items))
+    return isinstance(node, nodes.Const)
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox in which no expression makes a value out of all proportion."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, finalize=checked, **kwargs)
         self.globals.pop("lipsum", None)
-        self.globals[JOIN] = _joined
+        self.globals.update({JOIN: _joined, COMPARE: compared, KEY: checked})
+        tests: dict[str, Any] = self.tests
+        tests.update({name: with_short_search(tests[name]) for name in COMPARING_TESTS})
         for name in _PADDING_FILTERS:
             self.filters[name] = _with_small_numbers(self.filters[name])
         self.filters["join"] = _with_short_list(self.filters["join"])
         self.filters["replace"] = _replaced
-        self.filters.update({name: _with_short_result(made) for name, made in self.filters.items()})
+        for name, made in list(self.filters.items()):
+            self.add_filter(name, made)
 
     def add_filter(self, name: str, made: Callable[..., Any]) -> None:
-        self.filters[name] = _with_short_result(made)
+        self.filters[name] = _with_short_result(made, takes_all=name in _SHALLOW)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        check_search(argument, obj)
+        return super().getitem(obj, argument)
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
@@ -137,6 +181,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 _check_replace(owner, args[0], args[1])
             elif name in _PADDING:
                 _check_format("", (*args, *kwargs.values()))
+        if not isinstance(obj, Macro | Meter) and obj is not compared:
+            is_holder = isinstance(obj, type) and issubclass(obj, Namespace)  # of what it is given by name
+            for arg in args if is_holder else (*args, *kwargs.values()):
+                check_search(arg, owner)
         return _short(super().call(context, obj, *args, **kwargs))
 
 
@@ -171,7 +219,7 @@ def _check_format(form: str, args: Iterable[Any]) -> None:
     if not form or _NESTED.search(form):
         for arg in args:
             _check_length(abs(arg) if isinstance(arg, int) else 0)
-    longest = max((len(arg) for arg in args if isinstance(arg, Sized)), default=0)
+    longest = max((weight(arg) for arg in args if isinstance(arg, Sized)), default=0)
     _check_length(len(_FIELD.findall(form)) * longest)
 
 
@@ -185,14 +233,14 @@ def _short_list(values: Iterable[Any], num_between: int = 0) -> list[Any]:
     found: list[Any] = []
     length = 0
     for value in values:
-        length += num_between + (len(value) if isinstance(value, str) else 1)
+        length += num_between + weight(value)
         _check_length(length)
         found.append(value)
     return found
 
 
 def _joined(values: Sequence[Any]) -> str:
-    return "".join(_short_list([str(value) for value in values]))
+    return "".join(_short_list([str(value) for value in _short_list(values)]))
 
 
 def _replaced(value: Any, old: Any, new: Any, count: int | None = None) -> str:
@@ -220,12 +268,14 @@ def _short(value: Any) -> Any:
     return value
 
 
-def _with_short_result(made: Callable[..., Any]) -> Callable[..., Any]:
+def _with_short_result(made: Callable[..., Any], *, takes_all: bool) -> Callable[..., Any]:
     @wraps(made)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        if not takes_all:
+            check_weight(*args, *kwargs.values())
         return _short(made(*args, **kwargs))
 
-    return checked
+    return bounded
 
 
 def _with_short_list(made: Callable[..., Any]) -> Callable[..., Any]:

@@ -218,6 +218,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "9" * 10_000
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TREE = "{% macro f(n) %}{% if n < 64 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) }}"
+SHARING = (
+    "{% set ns = namespace(x=['ab'], y=('ab',), z=['ab']) %}{% for i in range(LEVELS) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% set ns.y = (ns.y, ns.y) %}{% set ns.z = [ns.z, ns.z] %}{% endfor %}BODY"
+)
 GROWING = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = BODY %}{% endfor %}"
 
 MUTATIONS: dict[str, Mutation] = {
@@ -346,6 +350,32 @@ MUTATIONS: dict[str, Mutation] = {
     "template wide percent": Mutation(template("{{ '%9999999999d' % 1 }}"), TEMPLATE, "makes a value"),
     "template wide center": Mutation(template("{{ 'a'|center(10**10) }}"), TEMPLATE, "makes a value"),
     "template wide ljust": Mutation(template("{{ 'a'.ljust(9999999999) }}"), TEMPLATE, "makes a value"),
+    "template list in itself twice": Mutation(
+        template(SHARING.replace("LEVELS", "21").replace("BODY", "{{ ns.x }}")), TEMPLATE, "makes a value"
+    ),
+    **{
+        f"template list of lists {name}": Mutation(
+            template(SHARING.replace("LEVELS", "60").replace("BODY", f"{{{{ {body} }}}}")), TEMPLATE, "makes a value"
+        )
+        for name, body in (
+            ("printed", "ns.x"),
+            ("as text", "ns.x|string|length"),
+            ("as JSON", "ns.x|tojson"),
+            ("joined", "[ns.x]|join"),
+            ("with tilde", "'' ~ ns.x"),
+            ("in a percent", "'%s' % ns.x"),
+            ("in a format", "'{}'.format(ns.x)"),
+            ("mapped", "[ns.x]|map('upper')|first"),
+            ("compared", "ns.x == ns.z"),
+            ("tested", "ns.x is eq ns.z"),
+            ("looked for", "ns.x in [ns.z]"),
+            ("counted", "[ns.x].count(ns.z)"),
+            ("hashed", "{ns.y: 1}"),
+            ("as a key", "{}[ns.y]"),
+            ("as a reason", "raise_exception(ns.x)"),
+            ("in a namespace", "namespace([(ns.y, 1)])"),
+        )
+    },
     **{
         f"template doubling by {name}": Mutation(template(GROWING.replace("BODY", body)), TEMPLATE, "makes a value")
         for name, body in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,16 @@ def test_variables_reach_the_template() -> None:
 def test_a_template_that_does_not_compile_is_the_folders_fault() -> None:
     with pytest.raises(ModelFolderError, match=r"here: .*line 2"):
         template("fine\n{% for %}")
+
+
+def test_large_values_that_are_no_trick_are_written_and_compared() -> None:
+    """Two thousand messages as JSON, by themselves, and looked for among each other."""
+    source = (
+        "{{ messages|tojson|length }} {{ messages|string|length }} {{ messages == messages|list }} "
+        "{% for m in messages %}{{ m in messages }}{{ m == messages[-1] }}{% endfor %}"
+        "{% set ns = namespace(all=messages) %}{{ ns.all|length }} {{ {'a': 1}['a'] }} {{ 1 < 2 < 3 }}{{ 1 < 3 < 2 }}"
+    )
+    messages = [{"role": "user", "content": f"{number} " * 20} for number in range(2000)]
+    text = ChatTemplate(source, origin="test", variables={}).render(messages, add_generation_prompt=False)
+    told = f"{len(json.dumps(messages))} {len(str(messages))} True " + "TrueFalse" * 1999 + "TrueTrue"
+    assert text == told + "2000 1 TrueFalse"
