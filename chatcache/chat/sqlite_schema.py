@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import sqlite3
 from pathlib import Path
 
@@ -96,11 +99,27 @@ def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA foreign_keys = ON")
     if 0 < version < len(MIGRATIONS):
-        with sqlite3.connect(path.with_name(f"{path.name}.before-schema-{len(MIGRATIONS)}")) as backup:
-            db.backup(backup)
-        backup.close()
+        _back_up(db, path, version)
     for step in range(version, len(MIGRATIONS)):
         _migrate_once(db, step)
+
+
+def _back_up(db: sqlite3.Connection, path: Path, version: int) -> None:
+    """Keep the file as it is before a migration, for whoever runs this alone to read."""
+    copy = path.with_name(f"{path.name}.before-schema-{len(MIGRATIONS)}")
+    partial = path.with_name(f".{copy.name}.{secrets.token_hex(4)}.partial")
+    try:
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            with contextlib.closing(sqlite3.connect(partial)) as backup:
+                db.backup(backup)
+                is_before = _version(backup) == version  # or another process did all this meanwhile
+            if is_before:
+                partial.replace(copy)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreUnusable(f"{path} cannot be copied before it is brought up to date: {error.strerror}") from error
 
 
 def _migrate_once(db: sqlite3.Connection, step: int) -> None:

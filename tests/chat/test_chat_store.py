@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import sqlite3
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -440,6 +442,31 @@ async def test_migration_backs_up_first(tmp_path: Path, monkeypatch: pytest.Monk
     tables = {name for (name,) in backup.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     assert backup.execute("SELECT id FROM conversations").fetchall() == [("conv_1",)] and "extra" not in tables
     backup.close()
+
+
+def test_a_backup_before_a_migration_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, elsewhere = tmp_path / "chat.db", tmp_path / "elsewhere"
+    asyncio.run(SqliteStore(path).close())
+    monkeypatch.setattr(sqlite_schema, "MIGRATIONS", (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x)"))
+    backup = Path(f"{path}.before-schema-{len(sqlite_schema.MIGRATIONS)}")
+    elsewhere.write_bytes(b"kept")
+    backup.symlink_to(elsewhere)
+    umask = os.umask(0)
+    try:
+        asyncio.run(SqliteStore(path).close())
+    finally:
+        os.umask(umask)
+    assert elsewhere.read_bytes() == b"kept" and not backup.is_symlink()
+    assert stat.S_IMODE(backup.stat().st_mode) == 0o600
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["chat.db", backup.name, "elsewhere"]
+
+
+def test_a_backup_before_a_migration_is_none_of_what_another_process_migrated(tmp_path: Path) -> None:
+    path, newest = tmp_path / "chat.db", len(sqlite_schema.MIGRATIONS)
+    asyncio.run(SqliteStore(path).close())
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        sqlite_schema._back_up(db, path, newest - 1)  # it was of that version a moment ago
+    assert not path.with_name(f"chat.db.before-schema-{newest}").exists()
 
 
 async def test_a_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
