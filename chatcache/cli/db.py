@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -177,7 +178,7 @@ def _new_file(path: Path, force: bool) -> Iterator[Path]:
 
     Raises: StoreUnusable where it cannot be written, or is there already.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if path.exists() and not force:
             raise FileExistsError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sqlite3
 import threading
@@ -109,6 +110,14 @@ async def test_nothing_is_written_over_without_force(db: Path, tmp_path: Path) -
         assert call(kind, file, "--db", db, "--force").exit_code == 0
         assert file.read_bytes()[:8] in (b"SQLite f", b'{"archiv')
     assert not names(tmp_path, ".*partial")
+
+
+def test_what_a_killed_backup_left_is_in_nobodys_way(db: Path, tmp_path: Path) -> None:
+    left = tmp_path / f".copy.{os.getpid()}.partial"  # in containers, process ids come again
+    left.write_text("half")
+    for kind in ("backup", "export"):
+        assert call(kind, tmp_path / "copy", "--db", db, "--force").exit_code == 0
+    assert left.read_text() == "half"
 
 
 def test_what_cannot_be_copied_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
