@@ -13,7 +13,8 @@ from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model import folder as folders
 from chatcache.model import weights
-from chatcache.text import template_weight, tokenizer
+from chatcache.text import folder as tokenizers
+from chatcache.text import template_weight
 from chatcache.text.template import ChatTemplate
 from tests.cli.servers import serving
 from tests.llm.tiny_llama import make_model, write_folder
@@ -98,7 +99,7 @@ TWINS: dict[str, tuple[Callable[[Patch], None], str]] = {
         lambda patch: patch.setattr(template_weight, "weight", lambda value: 1),
         "template list in itself twice",
     ),
-    "tokenizers are not tried": (lambda patch: patch.setattr(tokenizer, "_PROBES", ()), "tokenizer panics"),
+    "tokenizers are not tried": (lambda patch: patch.setattr(tokenizers, "_PROBES", ()), "tokenizer panics"),
 }
 
 
