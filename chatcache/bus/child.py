@@ -43,8 +43,12 @@ class Child(asyncio.Protocol):
         Raises: OSError when the system has no room for a process.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = _start(theirs)
+        try:
+            with theirs:
+                self.process = _start(theirs)
+        except OSError:
+            ours.close()
+            raise
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         self.send(boot)
 

@@ -29,7 +29,7 @@ from chatcache.bus.messages import (
     Scored,
     Stop,
 )
-from chatcache.bus.supervision import RestartPolicy, cpu_s, wait_hung
+from chatcache.bus.supervision import RestartPolicy, cpu_s, is_passing, wait_hung
 from chatcache.bus.survivors import Survivors
 from chatcache.bus.switchboard import Switchboard
 from chatcache.config import EngineConfig
@@ -216,12 +216,8 @@ class EngineProcess:
         num_deaths = 0
         while True:
             told_before = self._survivors.num_told
-            child, self._last_words = Child(self._receive), None
-            self._child = child
-            try:
-                await child.spawn(self._boot)
-            except OSError as reason:
-                self._give_up(EngineFault(f"the engine process could not be started: {reason}"))
+            child = await self._spawn()
+            if child is None:
                 return
             is_hung = await self._outlived(child)
             was_ready, self._ready = self._ready, False
@@ -241,10 +237,29 @@ class EngineProcess:
             num_poisoned = self._survivors.died(error, is_sure=is_hung or status != -signal.SIGKILL)
             num_deaths = 0 if num_poisoned else num_deaths  # it will not happen again
             delay_s = self._policy.delay_s(num_deaths) if num_deaths else 0.0
-            self._pause(error, f"{error.message}; starting a new one in {delay_s:g} s")
-            log.error("%s; starting a new one in %g s", error.message, delay_s)
-            await asyncio.sleep(delay_s)
+            await self._wait_to_start(error, delay_s)
             self.num_restarts += 1
+
+    async def _spawn(self) -> Child | None:
+        """Return a new child; None, with all given up, when no waiting would help."""
+        num_refused = 0
+        while True:
+            self._child, self._last_words = Child(self._receive), None
+            try:
+                await self._child.spawn(self._boot)
+                return self._child
+            except OSError as reason:
+                refused = EngineFault(f"the engine process could not be started: {reason}")
+                if self.facts is None or not is_passing(reason):
+                    self._give_up(refused)
+                    return None
+                num_refused += 1  # not among the deaths: none of the engine's doing
+                await self._wait_to_start(refused, self._policy.delay_s(num_refused))
+
+    async def _wait_to_start(self, error: ChatcacheError, delay_s: float) -> None:
+        self._pause(error, f"{error.message}; starting a new one in {delay_s:g} s")
+        log.error("%s; starting a new one in %g s", error.message, delay_s)
+        await asyncio.sleep(delay_s)
 
     async def _outlived(self, child: Child) -> bool:
         """Wait for the end of a child; say whether it came to that because it hung."""

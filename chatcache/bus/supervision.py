@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 
 _TICKS = 10
 _BUSY_SHARE = 0.05
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +32,12 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     lost_after_s: float = 900.0
 
     def delay_s(self, num_deaths: int) -> float:
-        return float(min(self.first_delay_s * 2 ** (num_deaths - 1), self.max_delay_s))
+        return min(self.first_delay_s * 2.0 ** min(num_deaths - 1, 100), self.max_delay_s)
+
+
+def is_passing(error: OSError) -> bool:
+    """Whether the system only has no room for a process, or its socket, just now."""
+    return error.errno in _NO_ROOM
 
 
 def cpu_s(pid: int) -> float | None:

@@ -1,5 +1,5 @@
-"""uvicorn's protocols with an end to what clients may draw out: request heads, answers that nobody reads, and messages
-in pieces without number.
+"""uvicorn's protocols with an end to what clients may draw out: connections, request heads, answers that nobody reads,
+and messages in pieces without number.
 
 uvicorn gathers a head for ever, ever more slowly, and keeps what a stalled reader does not take for as long as its
 connection lasts; even closing waits for it. A WebSocket may send pings and empty pieces of a message as fast as it
@@ -16,6 +16,7 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from chatcache.cli.descriptors import most_connections
 from chatcache.cli.ws_protocol import StrictProtocol
 from chatcache.errors import InvalidRequest
 from chatcache.gateway.errors import error_body
@@ -139,8 +140,8 @@ class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
 
 
 class BoundedHttp(_Watched, HttpToolsProtocol):
-    """Answers 431 to a head that is still open after `MAX_HEAD_BYTES`, hangs up on one that never ends, and on a reader
-    that stalls."""
+    """Turns away who comes when there are `most_connections`, answers 431 to a head that is still open after
+    `MAX_HEAD_BYTES`, hangs up on one that never ends, and on a reader that stalls."""
 
     _in_head = True
     _num_head_bytes = 0
@@ -148,6 +149,10 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            log.debug("all connections are taken: one is turned away")
+            self.transport.abort()
+            return
         self._await_head()
 
     def data_received(self, data: bytes) -> None:

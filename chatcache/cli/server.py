@@ -27,6 +27,7 @@ from chatcache.chat.open_store import open_store
 from chatcache.chat.store import StoreUnusable
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
+from chatcache.cli.descriptors import raise_most
 from chatcache.cli.drain import drain
 from chatcache.cli.http import BoundedHttp, BoundedSocket
 from chatcache.compose import BUILD_ENGINE, load_tokenizer
@@ -57,6 +58,7 @@ def run_server(
     """
     logs.configure(server_config.log_level, server_config.log_format, "gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner tells what it would
+    raise_most()
     try:
         sock = listen(server_config.host, server_config.port)
     except OSError as error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
+from chatcache.bus import child as children
 from chatcache.bus.child import Child
 from chatcache.bus.messages import Notice
 from chatcache.bus.pipe import EngineProcess
@@ -67,6 +71,36 @@ async def test_a_bus_that_forgets_what_was_told_is_caught(monkeypatch: pytest.Mo
     monkeypatch.setattr(Told, "resumed", _without_tokens)
     with pytest.raises(AssertionError, match="not what an undisturbed run says"):
         await killed_under_streams(1, num_streams=3)
+
+
+@pytest.mark.parametrize(("code", "is_waited_for"), [(errno.EMFILE, True), (errno.ENOENT, False)])
+async def test_a_system_without_room_for_an_engine_is_waited_for(
+    code: int, is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refusals = children._start, iter([OSError(code, os.strerror(code))] * 6)
+
+    def refused_at_first(sock: socket.socket) -> subprocess.Popen[bytes]:
+        for refusal in refusals:
+            raise refusal
+        return start(sock)
+
+    async with process(step_ms=5) as engine:
+        await engine.wait_loaded()
+        requests = [a_request(0, 200)]
+        expected = undisturbed(requests)
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        await crowd.grown()
+        monkeypatch.setattr(children, "_start", refused_at_first)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        await crowd.end()
+        for name, events in crowd.events.items():
+            if is_waited_for:
+                check_same(events, expected[name])
+            else:
+                assert "could not be started" in (await engine.wait_failed()).message
+                assert isinstance(events[-1], Failed)
+        assert engine.num_restarts == 1
 
 
 async def poisoned(num_poison: int, num_good: int) -> EngineProcess:

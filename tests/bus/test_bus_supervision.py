@@ -86,3 +86,8 @@ def test_what_a_process_computed_is_read() -> None:
     after = cpu_s(os.getpid())
     assert before is not None and after is not None and after >= before + 0.03
     assert cpu_s(2**22 + 1) is None
+
+
+def test_delays_double_to_a_limit_however_many_there_were() -> None:
+    policy = RestartPolicy(first_delay_s=0.5, max_delay_s=30.0)
+    assert [policy.delay_s(number) for number in (1, 2, 3, 7, 5000)] == [0.5, 1.0, 2.0, 30.0, 30.0]

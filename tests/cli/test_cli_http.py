@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 
@@ -14,6 +15,7 @@ from websockets.asyncio.client import connect
 
 from chatcache.cli import http
 from chatcache.cli.http import MAX_HEAD_BYTES, BoundedHttp, BoundedSocket
+from tests.bus.bus_engines import until
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
 
@@ -169,3 +171,34 @@ async def test_a_slow_reader_gets_it_all(flood: tuple[Flood, int], monkeypatch: 
     writer.close()
     async with connect(f"ws://127.0.0.1:{port}", max_size=None) as client:
         assert await client.recv() == BIG
+
+
+async def test_connections_leave_descriptors_to_the_server(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "most_connections", lambda: 3)
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    for reader, writer in idle:  # each is there by now
+        writer.write(HEAD % 1 + b"\r\nx")
+        assert await answer(reader) == (200, b"1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.suppress(ConnectionError):
+        writer.write(HEAD % 1 + b"\r\nx")
+        assert await reader.read() == b""  # turned away
+    writer.close()
+    idle[0][1].write(HEAD % 2 + b"\r\nxx")
+    assert await answer(idle[0][0]) == (200, b"2")
+    for _, writer in idle:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    await until(lambda: is_served(port))
+
+
+async def is_served(port: int) -> bool:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(HEAD % 1 + b"\r\nx")
+        return bool(await reader.read(1))
+    except ConnectionError:
+        return False
+    finally:
+        writer.close()
