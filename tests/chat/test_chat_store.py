@@ -1,37 +1,19 @@
-"""The storage contract, and what SQLite adds to it: durability, migration, one writer."""
+"""The storage contract, kept by every kind of store."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import os
-import sqlite3
-import stat
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from chatcache.chat import sqlite_schema
 from chatcache.chat.removal import without_item
 from chatcache.chat.search import SearchQuery
-from chatcache.chat.store import ConversationStore, Handed, Merged, StaleRevision, StoreUnusable, cursor_of
-from chatcache.chat.store_sqlite import SqliteStore
-from chatcache.chat.tree import COMPLETED, INCOMPLETE, Conversation, ConversationTree, Item, Turn, Usage
+from chatcache.chat.store import ConversationStore, Handed, StaleRevision, cursor_of
+from chatcache.chat.tree import COMPLETED, Conversation, Usage
 from chatcache.errors import NotFound
-
-USER = Item("msg_u", None, "user", "Hé\x00llo 🎉", created_at=1.5)
-REPLY = Item("msg_a", "msg_u", "assistant", "Hi", (1, 70_000, 2**31 - 1), "resp_1", 3, INCOMPLETE, "length", 2.5)
-TURN = Turn("resp_1", "msg_u", "model", 1.0, None, (5, 6), "Be kind", None)
-
-
-async def create(store: ConversationStore, name: str = "conv_1", owner: str = "me") -> Conversation:
-    conversation = Conversation(name, owner, created_at=1.0, updated_at=1.0, metadata={"a": "ü"})
-    await store.create(conversation)
-    return conversation
+from tests.chat.stored import REPLY, TURN, USER, create
 
 
 async def test_what_goes_in_comes_out(store: ConversationStore) -> None:
@@ -253,88 +235,6 @@ async def test_deleting_expects_what_was_read(store: ConversationStore) -> None:
         await store.get("me", "conv_1")
 
 
-async def grow(store: ConversationStore) -> ConversationTree:
-    """a - b (resp_1) - c - d (resp_2, on b), and e beside c."""
-    await create(store)
-    items = [
-        Item("a", None, "user", "one"),
-        Item("b", "a", "assistant", "two", (1, 2), "resp_1"),
-        Item("c", "b", "user", "three"),
-        Item("d", "c", "assistant", "four", (3,), "resp_2"),
-        Item("e", "b", "user", "five"),
-    ]
-    await store.append("me", "conv_1", items[:2], Turn("resp_1", "a", "m", 1.0, None, (8, 9), status=COMPLETED))
-    second = Turn("resp_2", "c", "m", 2.0, "b", (7,), status=COMPLETED)
-    await store.append("me", "conv_1", items[2:], second, active_leaf="d")
-    return await store.load("me", "conv_1")
-
-
-async def take_out(store: ConversationStore, item_id: str) -> Conversation:
-    tree = await store.load("me", "conv_1")
-    return await store.edit("me", "conv_1", without_item(tree, item_id), expect=tree.conversation.rev)
-
-
-async def test_what_stood_on_a_deleted_message_moves_up_and_forgets_its_tokens(store: ConversationStore) -> None:
-    tree = await grow(store)
-    assert tree.sequence(tree.items["d"]) == (8, 9, 1, 2, 7, 3)
-    head = await take_out(store, "b")
-    after = await store.load("me", "conv_1")
-    assert (head.rev, head.active_leaf, list(after.items)) == (3, "d", ["a", "c", "d", "e"])
-    assert {item.id: item.parent_id for item in after.items.values()} == {"a": None, "c": "a", "d": "c", "e": "a"}
-    assert after.sequence(after.items["d"]) == () and after.turns["resp_2"].prompt_ids == ()
-    with pytest.raises(NotFound):
-        await store.locate("me", "b")
-
-
-async def test_the_active_leaf_falls_back_when_it_is_deleted(store: ConversationStore) -> None:
-    await grow(store)
-    for item, leaf in (("d", "c"), ("c", "b"), ("e", "b"), ("b", "a"), ("a", None)):
-        assert (await take_out(store, item)).active_leaf == leaf
-    assert not (await store.load("me", "conv_1")).items
-
-
-async def test_a_stale_edit_changes_nothing(store: ConversationStore) -> None:
-    tree = await grow(store)
-    edit = without_item(tree, "d")
-    before = await store.update("me", "conv_1", title="meanwhile")
-    for owner, error in (("me", StaleRevision), ("you", NotFound)):
-        with pytest.raises(error):
-            await store.edit(owner, "conv_1", edit, expect=tree.conversation.rev)
-    after = await store.load("me", "conv_1")
-    assert (after.conversation, after.items, after.turns) == (before, tree.items, tree.turns)
-
-
-async def test_merging_adds_what_is_missing_and_nothing_twice(store: ConversationStore) -> None:
-    conversation = Conversation("conv_1", "me", 1.0, 5.0, "Title", "msg_u", 4, {"a": "b"})
-    assert await store.merge(conversation, [USER], []) == Merged(conversation, True, 1, 0)
-    assert await store.merge(conversation, [USER], []) == Merged(conversation, False, 0, 0)
-    longer = replace(conversation, title="Other", active_leaf="msg_a")
-    merged = await store.merge(longer, [replace(USER, text="changed"), REPLY], [TURN])
-    assert (merged.is_new, merged.num_items, merged.num_turns) == (False, 1, 1)
-    assert (merged.conversation.title, merged.conversation.active_leaf) == ("Title", "msg_a")
-    assert merged.conversation.rev == 5 and merged.conversation.updated_at > 5.0
-    tree = await store.load("me", "conv_1")
-    assert (list(tree.items.values()), list(tree.turns.values())) == ([USER, REPLY], [TURN])
-    assert await store.merge(longer, [USER, REPLY], [TURN]) == Merged(merged.conversation, False, 0, 0)
-
-
-async def test_a_merge_touches_nothing_of_others(store: ConversationStore) -> None:
-    await store.merge(Conversation("conv_1", "me", 1.0, 1.0), [USER, REPLY], [TURN])
-    mine = await store.load("me", "conv_1")
-    for conversation, items, turns in (
-        (Conversation("conv_1", "you", 1.0, 1.0), [replace(USER, id="msg_2")], []),
-        (Conversation("conv_2", "you", 1.0, 1.0), [USER], []),
-        (Conversation("conv_2", "me", 1.0, 1.0), [replace(USER, id="msg_2"), REPLY], []),
-        (Conversation("conv_2", "me", 1.0, 1.0), [], [TURN]),
-        (Conversation("conv_2", "me", 1.0, 1.0), [replace(USER, id="msg_2", parent_id="nowhere")], []),
-    ):
-        with pytest.raises(NotFound):
-            await store.merge(conversation, items, turns)
-    assert list(await store.ids("me", 9)) == ["conv_1"] and list(await store.ids("you", 9)) == []
-    after = await store.load("me", "conv_1")
-    assert (after.conversation, after.items, after.turns) == (mine.conversation, mine.items, mine.turns)
-
-
 async def test_many_writers_lose_nothing(store: ConversationStore) -> None:
     await create(store)
     await store.append("me", "conv_1", [USER])
@@ -365,127 +265,3 @@ async def test_a_failure_whose_caller_has_left_is_no_news(
     gc.collect()
     await asyncio.sleep(0)
     assert not caplog.records
-
-
-_WRITER = """
-import asyncio, os, sys
-from chatcache.chat.store_sqlite import SqliteStore
-from chatcache.chat.tree import Conversation, Item, Turn
-
-async def main():
-    store = SqliteStore(sys.argv[1])
-    await store.create(Conversation("conv", "", 1.0, 1.0))
-    parent = None
-    for number in range(100000):
-        item = Item(f"msg_{number}", parent, "user", "x" * 100, tuple(range(50)))
-        await store.append("", "conv", [item], Turn(f"resp_{number}", item.id, "m", 1.0), active_leaf=item.id)
-        parent = item.id
-        print(number, flush=True)
-
-asyncio.run(main())
-"""
-
-
-async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
-    """SIGKILL between turns: everything acknowledged is there, whole, and running responses are marked incomplete."""
-    path = tmp_path / "chat.db"
-    command = [sys.executable, "-c", _WRITER, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:  # noqa: ASYNC220 - nothing else runs
-        assert writer.stdout is not None
-        acknowledged = [int(writer.stdout.readline()) for _ in range(25)][-1]
-        writer.kill()
-        writer.stdout.read()
-    store = SqliteStore(path)
-    tree = await store.load("", "conv")
-    await store.close()
-    assert len(tree.items) > acknowledged
-    assert [item.id for item in tree.path(tree.conversation.active_leaf)] == list(tree.items)
-    assert tree.conversation.rev == len(tree.items)
-    assert all(item.token_ids == tuple(range(50)) for item in tree.items.values())
-    assert {turn.status for turn in tree.turns.values()} == {INCOMPLETE}
-
-
-def test_durability_settings(tmp_path: Path) -> None:
-    path = tmp_path / "chat.db"
-    db = sqlite3.connect(path)
-    sqlite_schema.prepare(db, path)
-    pragmas = {
-        name: db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous", "foreign_keys")
-    }
-    db.close()
-    assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
-
-
-async def test_a_newer_file_is_refused_untouched(tmp_path: Path) -> None:
-    path = tmp_path / "chat.db"
-    await SqliteStore(path).close()
-    with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version = 99")
-    db.close()
-    with pytest.raises(StoreUnusable, match="newer"):
-        SqliteStore(path)
-    with sqlite3.connect(path) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (99,)
-    db.close()
-
-
-async def test_migration_backs_up_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "chat.db"
-    store = SqliteStore(path)
-    await create(store)
-    await store.close()
-    monkeypatch.setattr(sqlite_schema, "MIGRATIONS", (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x)"))
-    store = SqliteStore(path)
-    assert (await store.get("me", "conv_1")).id == "conv_1"
-    await store.close()
-    backup = sqlite3.connect(f"{path}.before-schema-{len(sqlite_schema.MIGRATIONS)}")
-    tables = {name for (name,) in backup.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    assert backup.execute("SELECT id FROM conversations").fetchall() == [("conv_1",)] and "extra" not in tables
-    backup.close()
-
-
-def test_a_backup_before_a_migration_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, elsewhere = tmp_path / "chat.db", tmp_path / "elsewhere"
-    asyncio.run(SqliteStore(path).close())
-    monkeypatch.setattr(sqlite_schema, "MIGRATIONS", (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x)"))
-    backup = Path(f"{path}.before-schema-{len(sqlite_schema.MIGRATIONS)}")
-    elsewhere.write_bytes(b"kept")
-    backup.symlink_to(elsewhere)
-    umask = os.umask(0)
-    try:
-        asyncio.run(SqliteStore(path).close())
-    finally:
-        os.umask(umask)
-    assert elsewhere.read_bytes() == b"kept" and not backup.is_symlink()
-    assert stat.S_IMODE(backup.stat().st_mode) == 0o600
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["chat.db", backup.name, "elsewhere"]
-
-
-def test_a_backup_before_a_migration_is_none_of_what_another_process_migrated(tmp_path: Path) -> None:
-    path, newest = tmp_path / "chat.db", len(sqlite_schema.MIGRATIONS)
-    asyncio.run(SqliteStore(path).close())
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        sqlite_schema._back_up(db, path, newest - 1)  # it was of that version a moment ago
-    assert not path.with_name(f"chat.db.before-schema-{newest}").exists()
-
-
-async def test_a_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "chat.db"
-    await SqliteStore(path).close()
-    broken = (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x); CREATE TABLE conversations (x)")
-    monkeypatch.setattr(sqlite_schema, "MIGRATIONS", broken)
-    with pytest.raises(StoreUnusable, match="already exists"):
-        SqliteStore(path)
-    db = sqlite3.connect(path)
-    assert db.execute("PRAGMA user_version").fetchone() == (len(broken) - 1,)
-    assert not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'extra'").fetchall()
-    db.close()
-
-
-async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "chat.db"
-    path.write_bytes(os.urandom(4096))
-    with pytest.raises(StoreUnusable, match=r"chat\.db"):
-        SqliteStore(path)
-    with pytest.raises(StoreUnusable, match="nowhere"):
-        SqliteStore(tmp_path / "nowhere" / "chat.db")
