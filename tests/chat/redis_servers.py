@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
+from chatcache.chat.store import StoreUnavailable
+from chatcache.chat.store_redis import RedisStore
 from chatcache.cli.redis_user import acl
 from tests.ports import free_port
 
@@ -84,3 +87,18 @@ def redis_server(folder: Path, *settings: str, appendfsync: str = "everysec") ->
         yield server.start()
     finally:
         server.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline_s, f"never: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def answers(store: RedisStore) -> bool:
+    try:
+        await store.check()
+    except StoreUnavailable:
+        return False
+    return True
