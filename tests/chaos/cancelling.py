@@ -1,4 +1,4 @@
-"""G13's check with redis-py alone, whichever version: `python cancelling.py PORT NUM SEED` prints what came of it.
+"""G13's check with redis-py alone, whichever version: `python cancelling.py URL NUM SEED` prints what came of it.
 
 Many readers share few connections and are cancelled while they wait; whoever comes next must read their own answer.
 Imports nothing of ours, so that it runs in an environment that has an old redis-py and nothing else.
@@ -15,11 +15,11 @@ import redis.asyncio
 NUM_KEYS, NUM_READERS, NUM_CONNECTIONS = 20, 40, 4
 
 
-async def main(port: int, num_to_cancel: int, seed: int) -> dict[str, object]:
-    pool = redis.asyncio.BlockingConnectionPool(port=port, max_connections=NUM_CONNECTIONS, timeout=60)
+async def main(url: str, num_to_cancel: int, seed: int) -> dict[str, object]:
+    pool = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=NUM_CONNECTIONS, timeout=60)
     client = redis.asyncio.Redis(connection_pool=pool)
     draw = random.Random(seed)
-    names = [f"cancelling-{number}" for number in range(NUM_KEYS)]
+    names = [f"chatcache:cancelling-{number}" for number in range(NUM_KEYS)]
     for name in names:
         await client.set(name, name)
     found = {"cancelled": 0, "right": 0, "wrong": 0, "failed": 0}
@@ -42,4 +42,4 @@ async def main(port: int, num_to_cancel: int, seed: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(*map(int, sys.argv[1:])))))
+    print(json.dumps(asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))))

@@ -117,7 +117,8 @@ async def cancelled_through(server: RedisServer, python: Path | str, num_to_canc
     """The bare check, in a process of its own."""
     async with proxied(server.port) as proxy:
         proxy.delay_s = DELAY_S
-        command = [str(python), cancelling.__file__, str(proxy.port), str(num_to_cancel), str(SEED)]
+        url = with_port(server.url, proxy.port)
+        command = [str(python), cancelling.__file__, url, str(num_to_cancel), str(SEED)]
         done = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         said, _ = await done.communicate()
     assert done.returncode == 0
