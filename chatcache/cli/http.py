@@ -3,7 +3,9 @@ and messages in pieces without number.
 
 uvicorn gathers a head for ever, ever more slowly, and keeps what a stalled reader does not take for as long as its
 connection lasts; even closing waits for it. A WebSocket may send pings and empty pieces of a message as fast as it
-likes: nobody else would be heard.
+likes: nobody else would be heard. What comes behind a body in pieces it gathers too, and takes for more of the head;
+requests that wait for the answer to another, however many; and what is left of a body that was answered, it awaits
+for ever.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 30.0
+MAX_PIPELINED = 100  # requests that wait while one before them is answered
 # Of a WebSocket, whatever they are; messages have a limit of their own (`gateway.ws`).
 MAX_FRAMES_PER_S = 1000.0
 MAX_FRAMES_AT_ONCE = 5000.0
@@ -141,10 +144,11 @@ class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
 
 class BoundedHttp(_Watched, HttpToolsProtocol):
     """Turns away who comes when there are `most_connections`, answers 431 to a head that is still open after
-    `MAX_HEAD_BYTES`, hangs up on one that never ends, and on a reader that stalls."""
+    `MAX_HEAD_BYTES`, and to as much between the pieces of a body or behind it; hangs up on what never ends, on a reader
+    that stalls, and on whoever sends requests without waiting for answers."""
 
     _in_head = True
-    _num_head_bytes = 0
+    _num_idle_bytes = 0  # since the last head or piece of a body was whole
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -153,30 +157,50 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
             log.debug("all connections are taken: one is turned away")
             self.transport.abort()
             return
-        self._await_head()
+        self._await_end()
 
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._deadline is None:
-            self._await_head()
-        self._num_head_bytes += len(data) if self._in_head else 0
+            self._await_end()
+        self._num_idle_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._num_idle_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # what comes behind a body, uvicorn would take for more of its head
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_head, self._num_head_bytes = False, 0
+        """Raises: ConnectionError, which the parser takes for a request that is none."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ConnectionError("too many requests wait for others")
+        self._in_head, self._num_idle_bytes = False, 0
         self._stop_waiting()
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._num_idle_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._in_head, self._num_idle_bytes = True, 0
         super().on_message_complete()
+        if self._deadline is not None:  # it was answered before it was whole
+            self._stop_waiting()
+            self._await_end()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head and self.cycle.response_complete and not self.transport.is_closing():
+            self._await_end()  # nobody reads what is left of this body
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
 
-    def _await_head(self) -> None:
+    def _await_end(self) -> None:
+        """Of a head, or of what is left of a body behind its answer."""
         self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._hang_up)
 
     def _stop_waiting(self) -> None:
@@ -190,17 +214,25 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self) -> None:
-        log.info("a request head is larger than %d bytes", MAX_HEAD_BYTES)
-        told = f"the request head is larger than {MAX_HEAD_BYTES} bytes"
+        log.info("the fields of a request are larger than %d bytes", MAX_HEAD_BYTES)
+        told = f"the request head, or what is beside its body, is larger than {MAX_HEAD_BYTES} bytes"
         self._end(b"431 Request Header Fields Too Large", InvalidRequest(told, code="request_head_too_large"))
 
     def send_400_response(self, msg: str) -> None:
         self._end(b"400 Bad Request", InvalidRequest("this is not HTTP/1.1", code="invalid_http"))
 
     def _end(self, status: bytes, error: InvalidRequest) -> None:
-        body = encode({"error": error_body(error)})
-        self.transport.write(
-            b"HTTP/1.1 %b\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (status, len(body), body)
-        )
+        if not self._is_answering:
+            body = encode({"error": error_body(error)})
+            self.transport.write(
+                b"HTTP/1.1 %b\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (status, len(body), body)
+            )
         self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether an answer is under way, or due before one to what is being read."""
+        if self.cycle is None or self.cycle.response_complete:
+            return False
+        return self._in_head or bool(self.pipeline) or self.cycle.response_started

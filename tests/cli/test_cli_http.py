@@ -1,4 +1,5 @@
-"""Request heads that are too long or never end, answers that nobody takes."""
+"""Request heads that are too long or never end, bodies with more beside them, requests that do not wait, answers that
+nobody takes."""
 
 from __future__ import annotations
 
@@ -14,21 +15,21 @@ from uvicorn.server import ServerState
 from websockets.asyncio.client import connect
 
 from chatcache.cli import http
-from chatcache.cli.http import MAX_HEAD_BYTES, BoundedHttp, BoundedSocket
+from chatcache.cli.http import MAX_HEAD_BYTES, MAX_PIPELINED, BoundedHttp, BoundedSocket
 from tests.bus.bus_engines import until
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
 
 
 async def echo_length(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the length of the body."""
-    num_bytes, more = 0, True
+    """Answers with the length of the body, or the names of the fields in the head; at /early before there is a body."""
+    num_bytes, more = 0, scope["path"] != "/early"
     pause_s = 0.6 if scope["path"] == "/slow" else 0.0
     while more:
         message = await receive()
         num_bytes, more = num_bytes + len(message["body"]), message["more_body"]
     await asyncio.sleep(pause_s)
-    body = str(num_bytes).encode()
+    body = str(num_bytes).encode() if scope["path"] != "/fields" else b" ".join(name for name, _ in scope["headers"])
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -99,6 +100,81 @@ async def test_stray_bytes_do_not_end_a_slow_answer(port: int, monkeypatch: pyte
     await asyncio.sleep(0.1)
     writer.write(b"\r\n")
     assert await answer(reader) == (200, b"2")
+    writer.close()
+
+
+CHUNKED = b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n"
+
+
+async def test_fields_behind_a_body_are_not_of_its_head(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):
+        writer.write(CHUNKED % b"/fields" + b"0\r\nHost: b\r\nAuthorization: Bearer x\r\n\r\n")
+        assert await answer(reader) == (200, b"host transfer-encoding")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [(b"0\r\n", b"X: y\r\n"), (b"0\r\nX: ", b"y"), (b"2;", b"x"), (b"", b"0")],
+    ids=["many fields", "one field", "extension", "length"],
+)
+async def test_what_is_beside_a_body_has_an_end(port: int, begun: bytes, more: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(CHUNKED % b"/" + begun)
+    told = asyncio.create_task(reader.read())
+    for _ in range(16):  # a MiB, and no more than a few reads of it are taken
+        if not told.done():
+            writer.write(more * (MAX_HEAD_BYTES // len(more)))
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+    with contextlib.suppress(ConnectionError):  # its answer may be lost behind what we still sent
+        async with asyncio.timeout(60):
+            assert b"invalid_request_error" in await told
+    writer.close()
+
+
+async def test_pieces_of_a_body_may_be_small(port: int) -> None:
+    """More beside them than a head may be long, but never at once."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    num_pieces = MAX_HEAD_BYTES // 8
+    writer.write(CHUNKED % b"/" + b"1;a=b;c=d\r\nx\r\n" * num_pieces + b"0\r\n\r\n")
+    assert await answer(reader) == (200, b"%d" % (num_pieces + 2))
+    writer.close()
+
+
+async def test_requests_that_wait_for_others_are_counted(port: int) -> None:
+    slow = b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(slow + (HEAD % 1 + b"\r\nx") * MAX_PIPELINED)
+    assert [await answer(reader) for _ in range(MAX_PIPELINED + 1)] == [(200, b"0")] + [(200, b"1")] * MAX_PIPELINED
+    writer.write(slow + (HEAD % 1 + b"\r\nx") * (MAX_PIPELINED + 1))
+    async with asyncio.timeout(60):
+        assert await reader.read(1) == b""  # no answer to another request in the place of the first one's
+    writer.close()
+
+
+@pytest.mark.parametrize("rest", [b"b", b"bc", b"bcGET / HT"], ids=["part", "all", "next"])
+async def test_what_is_left_of_a_body_is_not_waited_for(
+    port: int, monkeypatch: pytest.MonkeyPatch, rest: bytes
+) -> None:
+    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\na")
+    assert await answer(reader) == (200, b"0")
+    writer.write(rest)
+    async with asyncio.timeout(60):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_body_behind_its_answer_is_followed_by_the_next_request(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):
+        writer.write(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\na")
+        assert await answer(reader) == (200, b"0")
+        writer.write(b"bc" + HEAD % 1 + b"\r\nx")
+        assert await answer(reader) == (200, b"1")
     writer.close()
 
 
