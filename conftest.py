@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, settings
 from chatcache.engine.selfcheck import SelfCheck
 from chatcache.kv.cache import KVCache
 from chatcache.sched.scheduler import Scheduler
-
-MAX_STRICT_PAGES = 20_000
+from tests.strictness import MAX_STRICT_PAGES
 
 # How long an example takes, or the making of one, says more of what else the machine does than of the code. Every run
 # tries the same examples: what fails is what was changed.

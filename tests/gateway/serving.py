@@ -29,6 +29,7 @@ from chatcache.kv.audit import PageUsage
 from chatcache.sched.plan import StepPlan, StepResult
 from chatcache.text.template import ChatTemplate
 from chatcache.text.tokenizer import Tokenizer
+from tests.strictness import MAX_STRICT_PAGES
 from tests.text.text_tokenizers import backend_of
 
 Result = TypeVar("Result")
@@ -58,12 +59,15 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 class CheckedEngine(Engine):
-    """Whoever asks of its pages while none is held has its books checked, in its own thread, where nothing moves."""
+    """Whoever asks of its pages while none is held has its books checked, in its own thread, where nothing moves.
+
+    Those of huge pools are checked in parts, as the engine does it by itself.
+    """
 
     @property
     def pages(self) -> EnginePages:
         pages = super().pages
-        if pages.stats().num_in_use == 0:
+        if self._kv.pool.num_pages <= MAX_STRICT_PAGES and pages.stats().num_in_use == 0:
             pages.check()
         return pages
 
