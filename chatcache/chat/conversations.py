@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from chatcache.chat.bound import PromptBound
 from chatcache.chat.forks import ReplyStart, generated
 from chatcache.chat.ids import new_id
 from chatcache.chat.items import input_items, title_of
@@ -65,8 +66,10 @@ class Conversations:
         public: PublicPrompts | None = None,
         form: ReplyFormat | None = None,
         transcripts: Transcripts | None = None,
+        bound: PromptBound | None = None,
     ) -> None:
         self.store = store
+        self._bound = bound
         self._tokenizer = tokenizer
         self._places = Places(store, tokenizer, form if form is not None else ReplyFormat())
         self._transcripts = transcripts if transcripts is not None else Transcripts()
@@ -244,7 +247,7 @@ class Conversations:
                 return stored
             return self._transcripts.recall(request.namespace, head, said(message["content"], calls_of(message)))
 
-        prompt = assemble(self._tokenizer, messages, known, variables(request.functions))
+        prompt = assemble(self._tokenizer, messages, known, variables(request.functions), self._bound)
         num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
         return replace(prompt, num_public_tokens=num_public)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NotRequired, Protocol, TypedDict
 
+from chatcache.chat.bound import PromptBound
 from chatcache.text.quoting import SEAM, unquote
 
 MAX_LOOKBACK = 8
@@ -99,12 +100,15 @@ def assemble(
     messages: Sequence[Message],
     known: KnownReply = nothing_known,
     variables: Mapping[str, Any] = NO_VARIABLES,
+    bound: PromptBound | None = None,
 ) -> Prompt:
     """Render `messages` with the generation prompt and tokenise what follows the latest known reply.
 
-    `variables` (tools) reach the template.
+    `variables` (tools) reach the template. Raises: ContextTooLong beyond `bound`.
     """
     text = tokenizer.render(messages, add_generation_prompt=True, **variables)
+    if bound is not None:
+        bound.check(len(text))
     append_only = True
     rewritten: tuple[int, str, Known] | None = None
     prompt: Prompt | None = None

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import anyio
 
+from chatcache.chat.bound import PromptBound
 from chatcache.chat.candidate import Candidate
 from chatcache.chat.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.chat.forks import ReplyStart
@@ -66,8 +67,10 @@ class ChatService:
         transcripts: Transcripts | None = None,
         public: PublicPrompts | None = None,
         form: ReplyFormat | None = None,
+        bound: PromptBound | None = None,
     ) -> None:
         self.engine = engine
+        self.bound = bound if bound is not None else PromptBound()
         self.tokenizer = tokenizer
         self.form = form if form is not None else ReplyFormat()
         self.transcripts = transcripts if transcripts is not None else Transcripts()
@@ -85,7 +88,7 @@ class ChatService:
             return self.transcripts.recall(namespace, head, said(message["content"], calls_of(message)))
 
         def assembled() -> Prompt:
-            prompt = assemble(self.tokenizer, messages, known, variables(functions))
+            prompt = assemble(self.tokenizer, messages, known, variables(functions), self.bound)
             num_public = self._public.num_tokens(self.tokenizer, messages, prompt)
             return replace(prompt, num_public_tokens=num_public) if num_public else prompt
 
@@ -95,7 +98,8 @@ class ChatService:
         return await asyncio.to_thread(assembled)
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """Tokenise raw text."""
+        """Tokenise raw text. Raises: ContextTooLong."""
+        self.bound.check(len(text))
         if len(text) <= _INLINE_CHARS:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens))

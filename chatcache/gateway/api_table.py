@@ -26,7 +26,7 @@ PAGE_PATHS = frozenset({"/", "/assets", "/{file}"})
 
 _SAMPLING = wire.SamplingFields
 _MODEL = (404, 503)  # no such model; not loaded yet, or no room in the queue
-_WORK = (404, 429, 503)  # more than the key or its tenant may have now
+_WORK = (404, 429, 503)  # more than the key, its tenant or its owner may have now
 _STARTING = (503,)
 _CONVERSATION = (404, 503)
 _CONFLICT: Mapping[int, object] = {409: answers_stored.Conflict}
@@ -69,7 +69,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="How long the prompt of such a request would be; computes and stores nothing",
         body=Body("InputTokensRequest", _RESPONSE_FIELDS),
         answer=answers_responses.InputTokens,
-        errors=_MODEL,
+        errors=_WORK,
         failures=_CONFLICT,
     ),
     Operation(
@@ -243,7 +243,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="The token ids of a text, or of a chat as its template writes it",
         body=Body("TokenizeRequest", (wire.TokenizeFields,)),
         answer=answers.Tokens,
-        errors=_MODEL,
+        errors=_WORK,
     ),
     Operation(
         method="POST",
@@ -251,7 +251,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="The text of token ids",
         body=Body("DetokenizeRequest", (wire.DetokenizeFields,)),
         answer=answers.Text,
-        errors=_MODEL,
+        errors=_WORK,
     ),
     Operation(
         method="POST",
@@ -259,7 +259,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Which pages a prompt would find in the cache, and why not more; computes and stores nothing",
         body=Body("ExplainRequest", (wire.ExplainFields,)),
         answer=answers_cache.CacheExplanation,
-        errors=_MODEL,
+        errors=_WORK,
     ),
     Operation(
         method="GET",

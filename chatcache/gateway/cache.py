@@ -39,13 +39,14 @@ async def explain(request: Request) -> Response:
     ignored = unknown_fields(body, ExplainFields)
     model = await gateway.ready(fields.model)
     functions = tool_use(model.service.form, fields.tools, "none", None).functions
-    messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
-    explanation = await gateway.engine.explain(
-        prompt.token_ids, principal.tenant, prompt.num_public_tokens, operator=gateway.is_open
-    )
     ends = None
-    if messages:
-        ends = await asyncio.to_thread(message_ends, model.tokenizer, messages, prompt, variables(functions))
+    async with gateway.counting.turn(principal.owner, len(await request.body())):
+        messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
+        explanation = await gateway.engine.explain(
+            prompt.token_ids, principal.tenant, prompt.num_public_tokens, operator=gateway.is_open
+        )
+        if messages:
+            ends = await asyncio.to_thread(message_ends, model.tokenizer, messages, prompt, variables(functions))
     answer = {
         "object": "cache.explanation",
         "model": gateway.model_name,

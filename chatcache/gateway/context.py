@@ -10,6 +10,7 @@ from typing import cast
 
 from starlette.requests import HTTPConnection
 
+from chatcache.chat.bound import PromptBound
 from chatcache.chat.conversations import Conversations
 from chatcache.chat.histories import Histories
 from chatcache.chat.public import PublicPrompts
@@ -18,6 +19,7 @@ from chatcache.chat.store import ConversationStore
 from chatcache.config import ServerConfig
 from chatcache.engine.client import EngineClient
 from chatcache.errors import ChatcacheError, NotFound, Overloaded, UnsupportedParameter
+from chatcache.gateway.counting import Counting
 from chatcache.gateway.door import Door
 from chatcache.gateway.errors import ModelLoading
 from chatcache.gateway.hub import ConversationHub
@@ -69,7 +71,9 @@ class Gateway:
     responses: ResponseRegistry = field(default_factory=ResponseRegistry)
     hub: ConversationHub = field(default_factory=ConversationHub)
     unsaved: Unsaved = field(default_factory=Unsaved)
+    bound: PromptBound = field(default_factory=PromptBound)
     keys: KeyLocks = field(default_factory=KeyLocks)
+    counting: Counting = field(default_factory=Counting)
     openapi: bytes | None = None
     _interrupted: set[str] = field(default_factory=set)
 
@@ -97,8 +101,9 @@ class Gateway:
         else:
             public = PublicPrompts(self.config.public_prompts)
             form = format_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
-            service = ChatService(self.engine, tokenizer, public=public, form=form)
-            conversations = Conversations(store, tokenizer, public, form, service.transcripts)
+            self.bound.max_token_chars = max(map(len, tokenizer.token_bytes), default=0)
+            service = ChatService(self.engine, tokenizer, public=public, form=form, bound=self.bound)
+            conversations = Conversations(store, tokenizer, public, form, service.transcripts, self.bound)
             self.model = Model(tokenizer, service, conversations, Histories(conversations))
 
     def opened_store(self) -> ConversationStore:
@@ -112,7 +117,7 @@ class Gateway:
         health = await self.engine.health()
         if health.ready:
             self.engine_seen_ready = True
-            self.max_model_len = health.max_model_len
+            self.max_model_len = self.bound.max_model_len = health.max_model_len
             self.scheduling_policy = health.scheduling_policy
             self.model_name = self.model_name or health.model
         return health

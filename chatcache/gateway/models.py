@@ -17,6 +17,7 @@ from chatcache.gateway.errors import json_response
 from chatcache.gateway.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.messages import to_messages
 from chatcache.gateway.params import check_tokens
+from chatcache.gateway.principal import owner_of
 from chatcache.gateway.tooling import tool_use
 from chatcache.gateway.wire import DetokenizeFields, TokenizeFields
 from chatcache.text.tokenizer import Tokenizer
@@ -61,7 +62,8 @@ async def tokenize(request: Request) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     functions = tool_use(model.service.form, fields.tools, "none", None).functions
-    answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer, functions)
+    async with gateway.counting.turn(owner_of(request), len(await request.body())):
+        answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer, functions)
     return json_response({**answer, "max_model_len": gateway.max_model_len}, headers=ignored_header(ignored))
 
 
@@ -86,5 +88,6 @@ async def detokenize(request: Request) -> Response:
     ignored = unknown_fields(body, DetokenizeFields)
     model = await gateway.ready(fields.model)
     check_tokens(fields.tokens, model.tokenizer.vocab_size, "tokens")
-    text = await asyncio.to_thread(model.tokenizer.decode, fields.tokens, skip_special_tokens=False)
+    async with gateway.counting.turn(owner_of(request), len(await request.body())):
+        text = await asyncio.to_thread(model.tokenizer.decode, fields.tokens, skip_special_tokens=False)
     return json_response({"prompt": text}, headers=ignored_header(ignored))

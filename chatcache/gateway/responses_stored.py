@@ -91,7 +91,8 @@ class InputTokens(HTTPEndpoint):
         functions = response_tools(model, fields).functions
         running = await running_reply(gateway, owner, fields)
         asked = turn_request(fields, owner, gateway.model_name, functions, running)
-        planned = await model.conversations.plan(asked)
+        async with gateway.counting.turn(owner, len(await request.body())):
+            planned = await model.conversations.plan(asked)
         answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
         return json_response(answer, headers=ignored_header(ignored))
 
