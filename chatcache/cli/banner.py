@@ -107,6 +107,9 @@ class Banner:
         return f"{format_size(max(unused, 0))} of the memory hold no page ({share:.1%}); {text}"
 
     def _access(self) -> str:
+        if self._keyring is not None and not self._keyring.is_known:
+            given = f"{self._keyring.num_keys} API key(s)" if self._keyring.num_keys else "nobody yet"
+            return f"[bold yellow]{given}; the store does not answer, so the keys in it are not known[/]"
         if self._keyring is not None and not self._keyring.is_open:
             return f"{self._keyring.num_keys} API key(s)"
         if _is_loopback(self._server.host):

@@ -55,11 +55,16 @@ class Keyring:
     @property
     def is_open(self) -> bool:
         """Whether everybody is let in, and so nobody is a tenant."""
-        return self._version is not None and not self._given and not self._stored
+        return self.is_known and not self._given and not self._stored
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the stored keys were read once: before that nobody can say whether keys are needed, or which."""
+        return self._version is not None
 
     def check_known(self) -> None:
-        """Raises: StoreUnavailable while nobody can say whether keys are needed, or which."""
-        if self._version is None:
+        """Raises: StoreUnavailable unless `is_known`."""
+        if not self.is_known:
             raise StoreUnavailable("the API keys cannot be read now")
 
     @property
@@ -187,7 +192,7 @@ class Keyring:
 
     async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S if self._version is not None else FIRST_POLL_S)
+            await asyncio.sleep(POLL_S if self.is_known else FIRST_POLL_S)
             try:
                 await self.look()
             except Exception:

@@ -16,6 +16,7 @@ from chatcache.chat.service import Reply
 from chatcache.errors import EngineFault
 from chatcache.gateway.body import until_disconnect
 from chatcache.gateway.context import gateway_of
+from chatcache.gateway.errors import ShuttingDown
 from chatcache.gateway.jsonio import encode
 from chatcache.gateway.logprobs import max_top
 from chatcache.gateway.metering import metered
@@ -121,8 +122,8 @@ def _encode(shape: Shape, heard: Heard) -> bytes:
 
 
 async def generation(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
-    """A reply's events, metered. Raises: EngineFault when the server, not the client, ended it."""
+    """A reply's events, metered. Raises: ShuttingDown when the server, not the client, ended it."""
     async for event in metered(reply, metrics):
         if isinstance(event, ReplyFinished) and event.cancelled:
-            raise EngineFault("the server ended this generation", code="cancelled")
+            raise ShuttingDown("the server is shutting down and ended this generation; try again in a moment")
         yield event

@@ -75,3 +75,14 @@ async def test_who_may_come_in_is_said(host: str, api_keys: tuple[str, ...], sai
         assert "1 API key(s)" in told.getvalue(), "those of the store count too"
     await ring.close()
     await store.close()
+
+
+@pytest.mark.parametrize(
+    ("api_keys", "said"), [((), "nobody yet; the store"), (("sk-one",), "1 API key(s); the store")]
+)
+async def test_keys_that_nobody_could_read_are_not_counted(api_keys: tuple[str, ...], said: str) -> None:
+    ring = Keyring(api_keys)  # a store that has not answered yet
+    told = io.StringIO()
+    config = ServerConfig(api_keys=api_keys)
+    Banner(EngineConfig(), config, ("127.0.0.1", 1), Console(file=told, width=200), ring).show_ready(FACTS, HEALTH)
+    assert f"{said} does not answer" in told.getvalue()

@@ -98,7 +98,7 @@ def drain(server: Drained, timeout_s: float) -> tuple[Stream, float]:
     end = long.end
     assert end["type"] == "response.incomplete", f"what ran was cut off at {end}"
     assert end["response"]["incomplete_details"] == {"reason": "interrupted"}
-    assert "error" in stateless.end
+    assert stateless.end["error"]["code"] == "shutting_down"
     assert server.wait() == 0
     assert not alive(child)
     return long, time.monotonic() - told_s - timeout_s

@@ -9,8 +9,11 @@ import pytest
 
 from chatcache.chat.service import ChatService, ReplyFailed
 from chatcache.gateway.door import Door
+from chatcache.gateway.errors import ShuttingDown, error_headers
 from chatcache.gateway.limits import Limiter, Work
+from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.principal import Limits, Principal
+from chatcache.gateway.stateless import generation
 from chatcache.types.events import EngineEvent, Failed, Finished
 from chatcache.types.health import EngineHealth
 from chatcache.types.params import SamplingParams
@@ -72,3 +75,13 @@ async def num_left(*events: EngineEvent) -> int:
 )
 async def test_leaving_before_the_first_token_costs_the_prompt(told: tuple[EngineEvent, ...], cost: int) -> None:
     assert await num_left(*told) == PER_MINUTE - cost
+
+
+async def test_whom_the_server_ends_is_told_to_come_back() -> None:
+    engine: Any = OneReply(Finished("r", 1, 100, 0, 0, cancelled=True))
+    asked = GenerateRequest(request_id="r", prompt=(1,) * 100, params=SamplingParams(max_tokens=10))
+    reply = await ChatService(engine, tokenizer_with(CHATML)).start(asked)
+    with pytest.raises(ShuttingDown) as told:
+        async for _ in generation(reply, Metrics()):
+            pass
+    assert told.value.status == 503 and "retry-after" in error_headers(told.value)
