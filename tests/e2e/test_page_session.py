@@ -93,3 +93,17 @@ def test_a_session_that_ends_locks_the_page_and_says_so(
     monkeypatch.undo()
     sign_in(visitor, keys.bob.key)
     visitor.connected()
+
+
+def test_whoever_signs_in_next_sees_nothing_of_whom_was_here(keys: Keyed, visitor: Watched) -> None:
+    held = keys.give("acme", "ivy")
+    sign_in(visitor, held.key)
+    visitor.connected()
+    visitor.ask("My secret is a marmot")
+    keys.take_away(held)
+    visitor.page.wait_for_selector(f"text={NO_LONGER}")
+    visitor.forgive()
+    sign_in(visitor, keys.bob.key)
+    visitor.connected()
+    visitor.page.wait_for_selector("text=My secret is a marmot", state="detached")
+    assert "#" not in visitor.page.url

@@ -307,6 +307,26 @@ describe("Chat", () => {
     expect(kept.filter((value) => value.includes("sk-1"))).toEqual([]);
   });
 
+  it("shows nobody what somebody else was shown before", async () => {
+    const startOver = vi.fn();
+    const page = new Chat(undefined, startOver);
+    replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
+    replies["/v1/session"] = { key_id: "key_1", tenant: "acme", user: "ann" };
+    await page.start();
+    await vi.advanceTimersByTimeAsync(0);
+    replies["/v1/session"] = { key_id: "key_2", tenant: "acme", user: "ann" };
+    await page.unlock("sk-2");
+    expect(startOver).not.toHaveBeenCalled();
+    replies["/v1/session"] = { key_id: "key_3", tenant: "acme", user: "bob" };
+    FakeSocket.last.open();
+    FakeSocket.last.close(1006); // another tab is bob's by now
+    await vi.advanceTimersByTimeAsync(0);
+    expect(startOver).toHaveBeenCalled();
+    startOver.mockClear();
+    await page.unlock("sk-3");
+    expect(startOver).toHaveBeenCalledOnce();
+  });
+
   it("asks for a key again when its session has ended", async () => {
     statuses["/v1/session"] = 401;
     FakeSocket.last.close(4401);

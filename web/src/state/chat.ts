@@ -4,7 +4,7 @@ import type { CreateFrame, ServerFrame, Session, WireConversation } from "../wir
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
-import { Door } from "./door";
+import { Door, leaveAll } from "./door";
 import { Drafts } from "./drafts";
 import { Follower } from "./follower";
 import { Forks } from "./forks";
@@ -51,7 +51,7 @@ export class Chat {
   private readonly follower: Follower;
   private count = 0;
 
-  constructor(url = socketUrl()) {
+  constructor(url = socketUrl(), startOver = leaveAll) {
     this.socket = new Socket(url, (frame) => this.receive(frame));
     this.lanes = new Lanes(this.socket, this.keeper, {
       created: (lane, conversation) => this.created(lane, conversation),
@@ -72,7 +72,7 @@ export class Chat {
       this.follower.connected();
       if (times > 1) this.recover();
     });
-    this.door = new Door(this.socket, this.conversations);
+    this.door = new Door(this.socket, this.conversations, startOver);
     effect(() => {
       void [systemPrompt.value, sampling.value];
       const thread = this.thread.peek();

@@ -1,13 +1,20 @@
 // The door: where the server wants a key, the page stays outside until somebody hands one in.
 import { effect, untracked } from "@preact/signals";
 import { RequestFailed } from "../wire/rest";
-import { signIn, whoAmI } from "../wire/session";
+import { type Identity, signIn, whoAmI } from "../wire/session";
 import type { Socket } from "../wire/socket";
 import type { Conversations } from "./conversations";
 import { toast } from "./toast";
 
 export class Door {
-  constructor(private readonly socket: Socket, private readonly conversations: Conversations) {
+  private owner: string | null = null; // whose chats this page has shown, once that is known
+
+  /** `startOver`: forget all that this page shows; somebody else is there. */
+  constructor(
+    private readonly socket: Socket,
+    private readonly conversations: Conversations,
+    private readonly startOver: () => void,
+  ) {
     effect(() => {
       if (["lost", "refused"].includes(socket.state.value)) untracked(() => void this.knock());
     });
@@ -17,15 +24,19 @@ export class Door {
   async enter(): Promise<boolean> {
     this.socket.connect();
     await this.conversations.refresh();
-    if (this.conversations.state.value !== "locked") return true;
-    this.socket.refuse();
-    return false;
+    if (this.conversations.state.value === "locked") {
+      this.socket.refuse();
+      return false;
+    }
+    void whoAmI().then((who) => (this.owner = ownerOf(who)), () => {});
+    return true;
   }
 
   /** Hand in a key for a session; false where it opens nothing, which is told. */
   async unlock(key: string): Promise<boolean> {
+    let owner: string;
     try {
-      await signIn(key);
+      owner = ownerOf(await signIn(key));
     } catch (error) {
       toast(refusalOf(error));
       return false;
@@ -35,15 +46,34 @@ export class Door {
       toast("This browser keeps no cookies for this page: nobody can stay signed in.");
       return false;
     }
+    if (this.isAnother(owner)) return false;
+    this.owner = owner;
     this.socket.admit();
     return true;
   }
 
-  /** The connection is gone: was it the session? Then only a key helps. */
+  /** The connection is gone: was it the session? Then only a key helps; or another tab has signed in as somebody else. */
   private async knock(): Promise<void> {
-    const ended = await whoAmI().then(() => false, (error) => this.conversations.lock(error));
+    const ended = await whoAmI().then((who) => this.isAnother(ownerOf(who)), (error) => this.conversations.lock(error));
     if (ended) this.socket.refuse();
   }
+
+  /** Start over if this is not whose chats are shown. */
+  private isAnother(owner: string): boolean {
+    if (this.owner === null || owner === this.owner) return false;
+    this.startOver();
+    return true;
+  }
+}
+
+/** Load the page anew, at no conversation. */
+export function leaveAll(): void {
+  history.replaceState(null, "", location.pathname + location.search);
+  location.reload();
+}
+
+function ownerOf({ tenant, user }: Identity): string {
+  return JSON.stringify([tenant, user]);
 }
 
 /** Why a key was not taken. */
