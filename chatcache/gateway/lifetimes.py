@@ -26,6 +26,12 @@ class Lifetime:
         if self._ttl_s is not None:
             self._arm(max(self._ttl_s, _FIRST_READER_S))
 
+    def shorten(self) -> None:
+        """End it with its last reader: now, if there is none."""
+        self._ttl_s = 0.0
+        if self._log.on_readers is not None:
+            self._readers(self._log.num_readers)
+
     def stop(self) -> None:
         """The response is over."""
         self._log.on_readers = None

@@ -23,6 +23,7 @@ from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.heads import conversation_json
 from chatcache.gateway.lifetimes import Lifetime
 from chatcache.gateway.metering import metered
+from chatcache.gateway.principal import Principal
 from chatcache.gateway.response_frames import ResponseFrames, usage_of
 from chatcache.gateway.response_log import ResponseLog
 from chatcache.gateway.response_registry import Receipt
@@ -46,10 +47,11 @@ _COALESCE_S = 0.033
 class Order:
     """How a response was asked for.
 
-    `ttl_s`: how long it outlives its last reader; None: until it is done. `succeed` starts a response that goes on with
-    it, and returns its id.
+    `ttl_s`: how long it outlives its last reader while the `principal` is let in; None: until it is done. `succeed`
+    starts a response that goes on with it, and returns its id.
     """
 
+    principal: Principal
     body: Mapping[str, Any]
     generate: bool
     ttl_s: float | None
@@ -152,6 +154,13 @@ class LiveResponse:
         await self._reply.cancel()
 
     async def _work(self) -> None:
+        keyring, principal = self._gateway.keyring, self._order.principal
+        with keyring.watching(principal, self._lifetime.shorten):
+            if not keyring.lets_in(principal):  # since a moment ago
+                self._lifetime.shorten()
+            await self._run()
+
+    async def _run(self) -> None:
         try:
             await self._listen()
             if self.log.terminal is None:

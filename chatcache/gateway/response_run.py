@@ -119,7 +119,7 @@ async def _start(
     async def succeed(successor: Mapping[str, Any]) -> str:
         return (await _start(gateway, principal, successor, watched)).id
 
-    order = Order(body, fields.generate is not False, _ttl_s(gateway, fields), succeed)
+    order = Order(principal, body, fields.generate is not False, _ttl_s(gateway, fields), succeed)
     claim = once.claim(planned.turn.id) if once is not None else None
     opening = asyncio.create_task(_open(gateway, model, planned, reply, order, claim))
     opening.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -221,6 +221,26 @@ def test_a_revoked_key_ends_sockets_streams_and_requests_that_wait(keys: Keyed) 
         assert until_end(bystander)[-1]["type"] in ("response.completed", "response.incomplete")
 
 
+def test_what_a_revoked_key_left_in_the_background_ends(keys: Keyed) -> None:
+    """Unless somebody who is let in reads it. What it had said stays its user's."""
+    server, held, other = keys.server, keys.give("acme", "dora"), keys.give("acme", "dora")
+    with slowed(server, 0.2), server.connect() as reading:
+        unread, read = (
+            server.request("POST", "/v1/responses", {**LONG, "background": True}, held.bearer)[2]["id"] for _ in "ab"
+        )
+        authorization = f"authorization: Bearer {other.key}\r\nhost: 127.0.0.1:{server.port}\r\n\r\n"
+        reading.sendall(f"GET /v1/responses/{read}?stream=true HTTP/1.1\r\n{authorization}".encode())
+        assert b"200 OK" in reading.recv(65536)
+        keys.take_away(held)
+
+        def status(response_id: str) -> str:
+            return str(server.request("GET", f"/v1/responses/{response_id}", headers=other.bearer)[2]["status"])
+
+        wait_until(lambda: status(unread) == "cancelled", "the one to end", PATIENCE_S)
+        assert status(read) == "in_progress"
+    wait_until(lambda: server.call(server.engine.health()).num_running == 0, "the other to end", PATIENCE_S)
+
+
 async def test_a_stream_that_told_its_end_says_nothing_more() -> None:
     """However long it stays open: what steered a response is told after its terminal event."""
     log, metrics = ResponseLog("resp_a"), SimpleNamespace(disconnects=SimpleNamespace(inc=lambda: None))
