@@ -5,6 +5,7 @@ The first two are typer's doing; the file becomes click's `default_map`. Nothing
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -74,3 +75,10 @@ def per_command(settings: Mapping[str, Any], commands: Mapping[str, Iterable[str
     return {
         command: {name: settings[name] for name in flags if name in settings} for command, flags in commands.items()
     }
+
+
+def misspelt(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
+    """Of `names` those that nobody knows and that look like a known one, and which: the ends of variables' names."""
+    choices = sorted(set(known))
+    close = {name: difflib.get_close_matches(name, choices, 1, cutoff=0.7) for name in names if name not in choices}
+    return {name: found[0] for name, found in close.items() if found}

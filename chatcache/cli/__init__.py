@@ -16,7 +16,9 @@ exits.py     exit codes
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +29,7 @@ from chatcache.cli import bench, chat, db, exits, keys, redis_user, serve
 from chatcache.cli.doctor.command import doctor
 from chatcache.cli.options import env
 from chatcache.errors import ChatcacheError, InvalidRequest, ModelFolderError
-from chatcache.settings import FILE_NAME, per_command, read_file
+from chatcache.settings import FILE_NAME, misspelt, per_command, read_file
 
 app = typer.Typer(
     name="chatcache",
@@ -65,6 +67,25 @@ def settings(
         context.default_map = _nested(per_command(values, _flags(context.command), config))
     except InvalidRequest as error:
         raise typer.BadParameter(error.message, param_hint="--config") from None
+    _tell_misspelt(context.command)
+
+
+def _tell_misspelt(app: object) -> None:
+    """A variable that nobody reads is no fault: others have some of that prefix. But one letter off a key leaves a
+    server open."""
+    prefix = env("")
+    given = [name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)]
+    known = [variable.removeprefix(prefix) for variable in _variables(app)]
+    for name, meant in sorted(misspelt(given, known).items()):
+        print(f"chatcache: nothing reads {prefix}{name}; {prefix}{meant} is a setting", file=sys.stderr)
+
+
+def _variables(command: object) -> Iterator[str]:
+    """The environment variables that a command reads, and those below it."""
+    for param in getattr(command, "params", ()):
+        yield from [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+    for below in getattr(command, "commands", {}).values():
+        yield from _variables(below)
 
 
 def _flags(group: object, above: str = "") -> dict[str, list[str]]:

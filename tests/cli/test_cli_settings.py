@@ -338,3 +338,21 @@ def test_an_empty_variable_is_one_that_is_not_set(seen: Seen) -> None:
     )
     assert result.exit_code == 0, result.output
     assert seen == [(EngineConfig(served_model_name="chatcache-builtin"), ServerConfig())]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("CHATCACHE_APIKEY", "CHATCACHE_API_KEY"),
+        ("CHATCACHE_PROT", "CHATCACHE_PORT"),
+        ("CHATCACHE_REDIS_URL", "CHATCACHE_REDIS"),
+        ("CHATCACHE_API_KEY", None),
+        ("CHATCACHE_SERVICE_HOST", None),
+        ("CHATCACHE_TEST_SEED", None),
+    ],
+)
+def test_a_misspelt_variable_is_told_and_no_other(seen: Seen, name: str, meant: str | None) -> None:
+    result = serve(env={name: "sk-of-some-length"})
+    assert result.exit_code == 0
+    told = f"nothing reads {name}; {meant} is a setting" if meant else ""
+    assert told in result.stderr and bool(told) == ("nothing reads" in result.stderr)
