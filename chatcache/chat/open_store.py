@@ -10,9 +10,9 @@ from pathlib import Path
 
 from chatcache.chat.keys import KeyStore
 from chatcache.chat.keys_sqlite import SqliteKeys
-from chatcache.chat.sqlite_schema import migrate
+from chatcache.chat.sqlite_schema import migrate, unusable
 from chatcache.chat.sqlite_writer import SqliteWriter
-from chatcache.chat.store import ConversationStore, StoreUnusable
+from chatcache.chat.store import ConversationStore
 from chatcache.chat.store_sqlite import SqliteStore
 from chatcache.config import ServerConfig
 
@@ -50,7 +50,7 @@ async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
     try:
         writer = await asyncio.to_thread(SqliteWriter, path, lambda db: migrate(db, path))
     except sqlite3.Error as error:
-        raise StoreUnusable(f"{path}: {error}") from error
+        raise unusable(path, error) from error
     try:
         yield SqliteKeys(writer)
     finally:

@@ -13,6 +13,8 @@ from chatcache.chat.store import StoreUnusable
 from chatcache.chat.tree import IN_PROGRESS, INCOMPLETE
 
 MAX_CHECKED_BYTES = 2**30
+BUSY_MS = 5000  # how long another program may hold the file
+_INSTEAD = "; bring back a backup, or start with another file"
 
 MIGRATIONS = (
     """
@@ -87,7 +89,7 @@ def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
 
     `check`: look for damage before. Raises: StoreUnusable for a file of a newer version, or a damaged one.
     """
-    db.execute("PRAGMA busy_timeout = 5000")
+    db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
     version = _version(db)
     if version > len(MIGRATIONS):
         raise StoreUnusable(
@@ -149,10 +151,26 @@ def _check_whole(db: sqlite3.Connection, path: Path) -> None:
         found = error
     if found != "ok":
         detail = " ".join(str(found).split())
-        raise StoreUnusable(f"{path} is damaged ({detail}); bring back a backup, or start with another file")
+        raise StoreUnusable(f"{path} is damaged ({detail}){_INSTEAD}")
+
+
+def unusable(path: Path, error: sqlite3.Error) -> StoreUnusable:
+    """What SQLite says of a file that it cannot open, and what of it can be seen from here."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if path.is_dir():
+        hint = "; it is a folder"
+    elif not path.absolute().parent.is_dir():
+        hint = f"; there is no folder {path.parent}"
+    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        hint = _INSTEAD
+    elif code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        hint = " by another program"
+    else:
+        hint = ""
+    return StoreUnusable(f"{path}: {error}{hint}")
 
 
 def prepare_reader(db: sqlite3.Connection) -> None:
     """Set the pragmas of a connection that only reads, beside the one that writes."""
-    db.execute("PRAGMA busy_timeout = 5000")
+    db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
     db.execute("PRAGMA query_only = ON")

@@ -21,10 +21,10 @@ from chatcache.chat.sqlite_rows import (
     put_turn,
     update_conversation,
 )
-from chatcache.chat.sqlite_schema import prepare, prepare_reader
+from chatcache.chat.sqlite_schema import prepare, prepare_reader, unusable
 from chatcache.chat.sqlite_search import find, index_item, index_title
 from chatcache.chat.sqlite_writer import SqliteWriter
-from chatcache.chat.store import Claim, Handed, Merged, StoreUnusable
+from chatcache.chat.store import Claim, Handed, Merged
 from chatcache.chat.tree import Conversation, ConversationTree, Item, Turn, grown, revised
 from chatcache.errors import NotFound
 
@@ -44,7 +44,7 @@ class SqliteStore:
             # Searching may read much: beside the writer, of which it sees all that is acknowledged.
             self._reader = SqliteWriter(path, prepare_reader, begin="BEGIN")
         except sqlite3.Error as error:
-            raise StoreUnusable(f"{path}: {error}") from error
+            raise unusable(Path(path), error) from error
         self.keys = SqliteKeys(self._writer)
 
     async def check(self) -> None:

@@ -134,6 +134,26 @@ async def test_a_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: 
     db.close()
 
 
+async def test_a_file_that_cannot_be_opened_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreUnusable, match="unable to open database file; it is a folder"):
+        SqliteStore(tmp_path)
+    with pytest.raises(StoreUnusable, match=f"; there is no folder {tmp_path / 'nowhere'}"):
+        SqliteStore(tmp_path / "nowhere" / "chat.db")
+    path = tmp_path / "chat.db"
+    await SqliteStore(path).close()
+    monkeypatch.setattr(sqlite_schema, "BUSY_MS", 1)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreUnusable, match="is locked by another program"):
+            SqliteStore(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(StoreUnusable, match="bring back a backup"):
+        SqliteStore(path)
+
+
 async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     path.write_bytes(os.urandom(4096))
