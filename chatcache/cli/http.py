@@ -190,6 +190,13 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
             self._stop_waiting()
             self._await_end()
 
+    def handle_websocket_upgrade(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            log.info("a WebSocket was asked for amid an answer: disconnected")
+            self.transport.close()  # else that answer would be written into the socket, and hear of no end
+            return
+        super().handle_websocket_upgrade()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._in_head and self.cycle.response_complete and not self.transport.is_closing():

@@ -154,6 +154,21 @@ async def test_requests_that_wait_for_others_are_counted(port: int) -> None:
     writer.close()
 
 
+async def test_no_websocket_opens_amid_an_answer(flood: tuple[Flood, int]) -> None:
+    """It would be written into the socket, with no regard to whether that is read, and when it ends."""
+    upgrade = (
+        b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    _, port = flood
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEAD % 0 + b"\r\n" + upgrade)
+    async with asyncio.timeout(60):
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read(1) == b""
+    writer.close()
+
+
 @pytest.mark.parametrize("rest", [b"b", b"bc", b"bcGET / HT"], ids=["part", "all", "next"])
 async def test_what_is_left_of_a_body_is_not_waited_for(
     port: int, monkeypatch: pytest.MonkeyPatch, rest: bytes
