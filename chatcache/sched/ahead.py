@@ -12,6 +12,9 @@ Its pages may be freed, matched, swapped out and given to others at once, since 
 and the row writes behind the tokens that the page's name tells of. Its result is dropped (`Scheduler.current`). A
 branch that goes on with another token than was drawn (`Scheduler.confirm`) loses its row, too, and computes that token.
 
+Nor is n followed blindly if it copies pages to or from the host: whoever left with those copies has no row in n, and
+if n fails, they are nothing to come back to.
+
 A page that n fills gets its name when n+1 is planned. Until n is collected nobody is matched, so nobody builds on it;
 if n fails, or its numbers are not finite, the request is forgotten and the name with it. Between two calls of the
 engine one step may be on the device, not noted yet: what tables and audits say then has been computed and seen.
@@ -44,7 +47,7 @@ class Ahead:
 
         `budget`: tokens of a step.
         """
-        if step.granted or self._steady.unsettled or self._slots.has_forks:
+        if step.granted or step.moves_pages or self._steady.unsettled or self._slots.has_forks:
             return False
         return self._steady.can_follow() and not self._may_start(running, budget)
 

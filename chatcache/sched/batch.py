@@ -66,6 +66,11 @@ class Step:
         steady = SteadyRows([branches[row] for row in rows.tolist()], kept, draws)
         return replace(self, plan=replace(self.plan, rows=kept, draws=draws), steady=steady, kept=rows)
 
+    @property
+    def moves_pages(self) -> bool:
+        """Whether it copies pages to or from the host."""
+        return bool(len(self.plan.swaps_out) or len(self.plan.swaps_in))
+
     def branches(self) -> list[Branch]:
         """List the branch of each row."""
         return [*(branch for branch, _ in self.granted), *self.steady.branches]

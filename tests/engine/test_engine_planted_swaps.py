@@ -13,17 +13,19 @@ from chatcache.kv.keys import TOKEN_BYTES, PageContent
 from chatcache.kv.matching import PrefixMatch
 from chatcache.kv.pool import BrokenInvariant
 from chatcache.kv.table import PageTable
+from chatcache.sched.batch import Step
 from chatcache.sched.limits import worst_case_pages
 from chatcache.sched.swap import Swaps
 from chatcache.types.params import BeamSearchParams, Params, SamplingParams, num_branches
 from chatcache.types.request import GenerateRequest
 from tests.engine.oracle import VOCAB
-from tests.engine.workloads import Arrival, Workload, assert_equals_alone
+from tests.engine.workloads import Arrival, Workload, assert_equals_alone, run
 
 Patch = pytest.MonkeyPatch
 
 
 NUM_WORKLOADS = 40
+AHEAD = ("", "eager", "lazy")
 
 
 def swapping(seed: int) -> Workload:
@@ -51,6 +53,30 @@ def swapping(seed: int) -> Workload:
         num_host_pages=int(rng.choice([30, 300])),
         preemption="swap",
         swap_crashes=frozenset({1 + seed % 3} if seed % 3 else ()),
+        ahead=AHEAD[seed // 3 % 3],
+    )
+
+
+def leaving(ahead: str) -> Workload:
+    """Page by page six candidates take what is free, beside one answer that goes on steadily; then they have to leave,
+    and the step that copies their pages out fails."""
+    small = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
+    wide = SamplingParams(n=6, max_tokens=30, ignore_eos=True, seed=94)
+    requests = [
+        GenerateRequest(request_id="steady", prompt=(27,), params=small),
+        GenerateRequest(request_id="leaves", prompt=(27, 20, 16, 9), params=wide),
+    ]
+    return Workload(
+        tuple(Arrival(request, 0, None) for request in requests),
+        num_pages=19,
+        page_size=16,
+        num_slots=32,
+        budget=512,
+        caching=False,
+        num_host_pages=12,
+        preemption="swap",
+        swap_crashes=frozenset({1}),
+        ahead=ahead,
     )
 
 
@@ -152,6 +178,11 @@ def siblings_forget_their_own_pages(patch: Patch) -> None:
     patch.setattr(KVCache, "extend", extend)
 
 
+def copies_count_before_they_are_seen(patch: Patch) -> None:
+    """The step behind one that copies pages is planned before that one's result is known."""
+    patch.setattr(Step, "moves_pages", False)
+
+
 BUGS: list[Callable[[Patch], None]] = [
     copies_out_never_made,
     copies_in_never_made,
@@ -165,12 +196,15 @@ BUGS: list[Callable[[Patch], None]] = [
     loads_outlive_an_abandoned_step,
     loaded_page_is_another,
     siblings_forget_their_own_pages,
+    copies_count_before_they_are_seen,
 ]
 
 
 def all_equal_alone() -> None:
     for seed in range(NUM_WORKLOADS):
         assert_equals_alone(swapping(seed), audit=seed % 2 == 0)
+    for ahead in AHEAD:
+        assert_equals_alone(leaving(ahead))
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
@@ -192,3 +226,11 @@ def test_without_a_bug_they_swap_and_are_right() -> None:
             engine.step()
         num_loaded += engine.health().num_pages_swapped_in > 0
     assert num_loaded > NUM_WORKLOADS / 2
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_what_a_failed_step_copied_out_is_nothing_to_come_back_to(ahead: str) -> None:
+    workload = leaving(ahead)
+    assert_equals_alone(workload)
+    answers = run(workload)
+    assert answers["steady"].failed and not answers["leaves"].failed
