@@ -93,6 +93,19 @@ def check_model_folder(config: EngineConfig) -> None:
         weight_files(folder)
 
 
+def check_weight_files(config: EngineConfig) -> None:
+    """Read the headers of a local model folder's weights: whether they are whole, and lie as they should.
+
+    Raises: ModelFolderError naming the file and the reason.
+    """
+    from chatcache.model.folder import naming, weight_files
+    from chatcache.model.weights import Weights  # which needs torch
+
+    folder = model_folder(config)
+    with naming(folder):
+        Weights(weight_files(folder))
+
+
 def served_name(config: EngineConfig) -> str:
     """The name clients call the model by: as configured, else the id or the folder's name."""
     from chatcache.model.folder import model_name

@@ -42,4 +42,5 @@ def taken(host: str, port: int, error: OSError) -> Taken:
     model = neighbour(host, port)
     if model is None:
         return Taken(reason, f"{other} for another, or end the program that has it")
-    return Taken(f"a chatcache serves {model or 'a model'} there already", f"{other} for another", is_ours=True)
+    why = f"a chatcache serves {model or 'a model'} there already"
+    return Taken(why, f"{other} for another, with a --db of its own", is_ours=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -56,6 +57,13 @@ def test_a_folder_without_a_tokenizer_is_bad(tmp_path: Path, folder: Path) -> No
     finding = of_settings("Model", tmp_path, str(tmp_path))
     assert finding.state is State.BAD and "tokenizer" in finding.found
     assert of_settings("Model", tmp_path, str(folder)).state is State.GOOD
+
+
+def test_weights_that_are_not_whole_are_bad(tmp_path: Path, folder: Path) -> None:
+    cut = Path(shutil.copytree(folder, tmp_path / "cut")) / "model.safetensors"
+    os.truncate(cut, cut.stat().st_size - 1)
+    finding = of_settings("Model", tmp_path, str(cut.parent))
+    assert finding.state is State.BAD and f"{cut}: truncated" in finding.found
 
 
 def test_a_model_that_is_not_here_is_fetched_unless_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +124,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_an_address_that_is_taken(tmp_path: Path, gateway: Server) -> None:
     finding = of_settings("Address", tmp_path, port=gateway.port)
     assert finding.state is State.WARNING and "a chatcache serves org/tiny-hash there" in finding.found
-    assert finding.remedy == f"--port {gateway.port + 1} for another"
+    assert finding.remedy == f"--port {gateway.port + 1} for another, with a --db of its own"
     with stranger() as port:
         finding = of_settings("Address", tmp_path, port=port)
         assert finding.state is State.BAD and "chatcache" not in finding.found

@@ -14,7 +14,7 @@ from chatcache.cli.doctor.machine import room_on_disk
 from chatcache.cli.doctor.store import keys_finding
 from chatcache.cli.neighbour import taken
 from chatcache.cli.server import listen
-from chatcache.compose import check_model_folder, has_tokenizer, served_name
+from chatcache.compose import check_model_folder, check_weight_files, has_tokenizer, served_name
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.errors import ModelFolderError
 from chatcache.gateway.static import STATIC
@@ -38,6 +38,7 @@ def _model(config: EngineConfig) -> Finding:
         check_model_folder(config)
         if not has_tokenizer(config):
             return bad("Model", f"{name}: no tokenizer", "add tokenizer.json from where the weights came from")
+        check_weight_files(config)
     except ModelFolderError as error:
         return bad("Model", error.message, "MODEL is a folder with config.json and *.safetensors, or an id")
     return good("Model", name)
