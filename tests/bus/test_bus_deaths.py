@@ -137,7 +137,7 @@ async def test_ten_poison_among_two_hundred_end_alone() -> None:
 async def test_without_quarantine_poison_takes_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: whatever was running is thought innocent."""
     monkeypatch.setattr(Survivors, "_suspects", lambda self: iter(()))
-    with pytest.raises(AssertionError, match=r"1 poison killed [3-9] engines"):
+    with pytest.raises(AssertionError, match=r"1 poison killed ([3-9]|[1-9][0-9]+) engines"):
         await poisoned(1, 5)
 
 

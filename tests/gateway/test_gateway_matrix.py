@@ -127,12 +127,12 @@ def any_response(registry: ResponseRegistry, owner: str, response_id: str) -> Lo
 
 def test_a_route_declared_open_by_mistake_fails(keys: Keyed) -> None:
     """Planted: two routes that need less than they should."""
-    wrong = ("/tokenize", "/metrics")
+    wrong = ("/v1/models", "/metrics")
     gates = [each for each in keys.server.app.routes if isinstance(each, Protected) and each.path in wrong]
     needs = [gate.need for gate in gates]
     for gate in gates:
         gate.need = "open"
-    found = violations(keys, some(("POST", "/tokenize"), ("GET", "/metrics")))
+    found = violations(keys, some(("GET", "/v1/models"), ("GET", "/metrics")))
     for gate, need in zip(gates, needs, strict=True):
         gate.need = need
     assert {each.split()[1] for each in found} == set(wrong) and any("nobody: got 200" in each for each in found)
