@@ -7,6 +7,8 @@ import { Heights, type Slot, rowsAt, slotsOf, startsOf } from "./rows";
 const NEAR_PX = 48;
 const MARGIN_PX = 16;
 const FOUND_MS = 1600;
+const READER_MS = 1000; // so long after the last of these, or the last scroll of theirs, it is the reader who scrolls
+const BY_READER = ["wheel", "touchmove", "pointerdown", "keydown"];
 
 interface Anchor {
   readonly key: string;
@@ -19,6 +21,8 @@ export class ThreadScroll {
   private box: HTMLElement | null = null;
   private topPx = Infinity; // the end
   private heightPx = 0;
+  private contentPx = 0; // of all rows, when the position was last put right
+  private readerMs = -Infinity;
   private anchor: Anchor | null = null;
   private focused: string | null = null;
   private path: readonly Message[] = [];
@@ -34,7 +38,12 @@ export class ThreadScroll {
     this.heightPx = box.clientHeight;
     this.observer.observe(box);
     this.observer.observe(inner);
-    return () => this.observer.disconnect();
+    const byReader = () => (this.readerMs = performance.now());
+    for (const kind of BY_READER) box.addEventListener(kind, byReader, { passive: true });
+    return () => {
+      this.observer.disconnect();
+      for (const kind of BY_READER) box.removeEventListener(kind, byReader);
+    };
   }
 
   /** The rows and spaces of `path` as they have to be now. */
@@ -68,6 +77,7 @@ export class ThreadScroll {
   settle(): void {
     const { box } = this;
     if (!box) return;
+    this.contentPx = box.scrollHeight;
     if (this.pinned.peek()) {
       const end = this.path.length === 0 ? 0 : box.scrollHeight - box.clientHeight; // the start page is read from its top
       if (Math.abs(box.scrollTop - end) >= 1) box.scrollTop = end;
@@ -82,6 +92,9 @@ export class ThreadScroll {
   scrolled(): void {
     const { box } = this;
     if (!box) return;
+    const nowMs = performance.now();
+    if (nowMs - this.readerMs < READER_MS) this.readerMs = nowMs;
+    else if (this.pinned.peek() && box.scrollHeight !== this.contentPx) this.settle(); // rows moved it, nobody left the end
     const upwards = Number.isFinite(this.topPx) && box.scrollTop < this.topPx - 1;
     this.topPx = box.scrollTop;
     const below = box.scrollHeight - box.scrollTop - box.clientHeight;

@@ -1,0 +1,79 @@
+import { signal } from "@preact/signals";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import type { Message } from "../src/state/tree";
+import { ThreadScroll } from "../src/ui/ThreadScroll";
+
+const SCREEN_PX = 500;
+
+/** A scroller whose content has a height, and whose browser keeps the position within it. */
+class Box extends EventTarget {
+  readonly clientHeight = SCREEN_PX;
+  private topPx = 0;
+
+  constructor(public scrollHeight: number) {
+    super();
+  }
+
+  get scrollTop() {
+    return this.topPx;
+  }
+
+  set scrollTop(px: number) {
+    this.topPx = Math.max(0, Math.min(px, this.scrollHeight - SCREEN_PX));
+  }
+
+  becomes(heightPx: number) {
+    this.scrollHeight = heightPx;
+    this.scrollTop = this.topPx;
+  }
+
+  get belowPx() {
+    return this.scrollHeight - this.topPx - SCREEN_PX;
+  }
+}
+
+beforeEach(() => {
+  vi.stubGlobal("ResizeObserver", class {
+    observe() {}
+    disconnect() {}
+  });
+});
+afterEach(() => vi.unstubAllGlobals());
+
+function atTheEnd() {
+  const box = new Box(9000);
+  const scroll = new ThreadScroll();
+  scroll.attach(box as unknown as HTMLElement, document.createElement("div"));
+  scroll.slots([{ key: "a", text: signal("a") } as unknown as Message]);
+  scroll.settle();
+  scroll.scrolled();
+  expect(box.belowPx).toBe(0);
+  return { box, scroll };
+}
+
+describe("ThreadScroll at the end", () => {
+  it("stays there when rows shrink and grow before the browser tells of it", () => {
+    const { box, scroll } = atTheEnd();
+    box.becomes(4000);
+    box.becomes(9100);
+    expect(box.belowPx).toBe(5100);
+    scroll.scrolled();
+    expect([box.belowPx, scroll.pinned.value]).toEqual([0, true]);
+  });
+
+  it("lets a reader go who scrolls while rows grow", () => {
+    const { box, scroll } = atTheEnd();
+    box.dispatchEvent(new Event("wheel"));
+    box.scrollTop -= 240;
+    box.becomes(9100);
+    scroll.scrolled();
+    expect([box.belowPx, scroll.pinned.value]).toEqual([340, false]);
+  });
+
+  it("lets a reader go whom nothing announced while rows are as they were", () => {
+    const { box, scroll } = atTheEnd();
+    box.scrollTop -= 240;
+    scroll.scrolled();
+    expect([box.belowPx, scroll.pinned.value]).toEqual([240, false]);
+  });
+});
