@@ -57,7 +57,7 @@ async def test_one_at_a_time_of_an_owner_and_few_of_all() -> None:
 
 async def test_short_texts_do_not_wait() -> None:
     counting = Counting()
-    async with AsyncExitStack() as stack:
+    async with asyncio.timeout(60), AsyncExitStack() as stack:  # whoever waited here, would wait for ever
         for owner in ("a", "b"):
             await stack.enter_async_context(counting.turn(owner, LONG))
         for _ in range(3):
