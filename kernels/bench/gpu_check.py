@@ -3,7 +3,8 @@
 At most nine minutes on one GPU. Needs torch, triton, numba, transformers and pytest, no package of the web or the bus.
 Every stage runs in a process of its own with its own time limit and survives the failure of the others; what it had
 measured by then is kept. `kernels/bench/check/__init__.py` lists the stages. Writes DIR/gpu_check.json after each of
-them and ends with a short table. Exit status 1 if a stage failed; a goal missed is no failure.
+them, DIR/tests.log after the tests, and nothing else there; ends with a short table. Exit status 1 if a stage failed; a
+goal missed is no failure.
 
 Without a GPU: tests under Triton's interpreter, the CPU's ceilings and kernels, a small model. --quick: every stage at
 sizes that say nothing, to see that it runs.
@@ -15,7 +16,9 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import shutil
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -27,7 +30,7 @@ sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *(entry for entry in sys.path i
 def main() -> int:
     """Run every stage, or the one named."""
     parser = argparse.ArgumentParser(description="Check and measure kernels and engine on whatever this machine has.")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for gpu_check.json and logs")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for gpu_check.json and tests.log")
     parser.add_argument("--quick", action="store_true", help="run every stage at sizes that say nothing")
     parser.add_argument("--only", metavar="TEXT", help="run the stages whose names contain this")
     parser.add_argument("--tune", action="store_true", help="time the attention configurations instead")
@@ -41,7 +44,8 @@ def main() -> int:
         return _one_stage(arguments.stage, arguments.size, out, arguments.seconds)
     if arguments.tune:
         return _tune(out)
-    return _all_stages(out, arguments.quick, arguments.only or "", arguments.seconds)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:  # sheets and model folders of the stages
+        return _all_stages(out, pathlib.Path(work), arguments.quick, arguments.only or "", arguments.seconds)
 
 
 def _one_stage(name: str, size: str, out: pathlib.Path, seconds: float) -> int:
@@ -63,7 +67,7 @@ def _tune(out: pathlib.Path) -> int:
     return subprocess.run([sys.executable, str(script), "--out", str(out)], env=environment(), check=False).returncode
 
 
-def _all_stages(out: pathlib.Path, quick: bool, only: str, seconds: float) -> int:
+def _all_stages(out: pathlib.Path, work: pathlib.Path, quick: bool, only: str, seconds: float) -> int:
     from bench.check.figures import table
     from bench.check.goals import across_stages, all_figures, in_table
     from bench.check.machine import describe
@@ -83,10 +87,12 @@ def _all_stages(out: pathlib.Path, quick: bool, only: str, seconds: float) -> in
         if left_s < 10:
             outcomes.append(Outcome(stage.name, "left out", left_out=[{"left_out": stage.name, "why": "no time left"}]))
         else:
-            outcomes.append(run_apart(stage, size, out, min(stage.limit_s, left_s)))
+            outcomes.append(run_apart(stage, size, work, min(stage.limit_s, left_s)))
         report["stages"] = [dataclasses.asdict(outcome) for outcome in outcomes]
         report["across"] = [figure.as_json() for figure in across_stages(all_figures(outcomes))]
         (out / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
+        if (work / "tests.log").exists():
+            shutil.copyfile(work / "tests.log", out / "tests.log")
     figures = all_figures(outcomes)
     print(f"\n{json.dumps(machine)}")
     for outcome in outcomes:

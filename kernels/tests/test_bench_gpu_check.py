@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from bench.check import ceilings, decode, model, offline, prefill, read_kernel, 
 from bench.check.context import Context
 from bench.check.figures import Figure, above_floor, compared, from_json, rate, table
 from bench.check.goals import PEER, across_stages, all_figures, in_table
-from bench.check.machine import describe
+from bench.check.machine import ROOT, describe
 from bench.check.stages import Outcome, Stage, read_sheet, run_apart
 from bench.check.workload import PAGE, equal_rows, tree_rows, unshared
 
@@ -148,6 +150,17 @@ def test_a_stage_that_hangs_or_dies_leaves_what_it_had(tmp_path: Path) -> None:
     figure = json.dumps({"figure": Figure("kept", 1.0, "s").as_json()})
     stages.sheet_of(stage, tmp_path).write_text(f"{figure}\n{figure[:20]}")
     assert [fields["name"] for fields in read_sheet(stage, tmp_path).figures] == ["kept"]
+
+
+def test_gpu_check_leaves_the_report_and_the_log_of_tests_only(tmp_path: Path) -> None:
+    """A machine that runs it may hand back few files."""
+    script = ROOT / "kernels" / "bench" / "gpu_check.py"
+    command = [sys.executable, str(script), "--quick", "--only", "tests", "--out", str(tmp_path / "out")]
+    run = subprocess.run(command, env=stages.environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu_check.json", "tests.log"]
+    report = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert [stage["ended"] for stage in report["stages"]] == ["ok"] and report["stages"][0]["figures"]
 
 
 def test_the_machine_is_described() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from chatcache.model.runner import Runner
 from chatcache.sched.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
+
+CPU = torch.device("cpu")
+KERNELS = CPU if os.environ.get("TRITON_INTERPRET") == "1" else torch.device("cuda", 0)  # as the root conftest decides
 
 DEFAULTS: dict[str, tuple[Any, type]] = {
     "row": (0, np.int32),

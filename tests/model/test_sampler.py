@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import permutations
@@ -18,10 +17,8 @@ from chatcache.model.noise import draw_keys, gumbel, token_base
 from chatcache.model.ranking import top_tokens
 from chatcache.model.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
 from chatcache.sched.plan import LogitEdit, LogitMask, StepResult
-from tests.model.drive import make_draws
+from tests.model.drive import CPU, KERNELS, make_draws
 
-CPU = torch.device("cpu")
-KERNELS = CPU if os.environ.get("TRITON_INTERPRET") == "1" else torch.device("cuda", 0)  # as the root conftest decides
 NUM_DRAWS = 20_000
 
 

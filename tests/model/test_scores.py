@@ -17,7 +17,7 @@ from chatcache.model.runner import Runner
 from chatcache.model.sampler import Sampler
 from chatcache.model.scores import ScoreSheet, part_sizes, scored_tokens
 from chatcache.sched.plan import Rows, Scores, StepResult
-from tests.model.drive import Driver, make_draws
+from tests.model.drive import CPU, KERNELS, Driver, make_draws
 from tests.model.families import VOCAB, Sample
 
 Get = Callable[[str], Sample]
@@ -84,14 +84,14 @@ def test_the_scored_tokens_are_found_row_by_row() -> None:
     assert scored_tokens(rows_of([3]), scores_of([], [], [])).tolist() == []
 
 
-@pytest.mark.parametrize("kind", [Sampler, DeviceSampler], ids=["cpu", "triton"])
+@pytest.mark.parametrize(("kind", "device"), [(Sampler, CPU), (DeviceSampler, KERNELS)], ids=["cpu", "triton"])
 def test_not_finite_logits_leave_nan_and_ids_out_of_range_are_never_looked_up(
-    kind: type[Sampler] | type[DeviceSampler],
+    kind: type[Sampler] | type[DeviceSampler], device: torch.device
 ) -> None:
-    sheet = kind(3, torch.device("cpu")).sheet(rows_of([4]), scores_of([0], [2], [1, 2, 99, 0]))
+    sheet = kind(3, device).sheet(rows_of([4]), scores_of([0], [2], [1, 2, 99, 0]))
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 1.0], [0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0]])
-    sheet.fill(logits[:1])
-    sheet.fill(logits[1:])
+    sheet.fill(logits[:1].to(device))
+    sheet.fill(logits[1:].to(device))
     result = sheet.add_to(nothing())
     assert result.scores is not None and result.score_tokens is not None and result.score_logprobs is not None
     assert np.isnan(result.scores).tolist() == [False, True, True, False]
