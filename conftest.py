@@ -1,15 +1,14 @@
-"""Suite-wide rules: under CI a skip is a failure, GPU tests are deselected where no GPU is, engines are strict."""
+"""Suite-wide rules: under CI a skip is a failure, unmet hardware requirements deselect, engines are strict."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import random
-import shutil
-import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +17,9 @@ from chatcache.engine.selfcheck import SelfCheck
 from chatcache.kv.cache import KVCache
 from chatcache.sched.scheduler import Scheduler
 from tests.strictness import MAX_STRICT_PAGES
+from tests.support.machine import describe_unmet, has_gpu, unmet_requirements
+
+NOT_RUN = pytest.StashKey[Counter[str]]()  # by marker, how many tests this machine cannot run
 
 # How long an example takes, or the making of one, says more of what else the machine does than of the code. Every run
 # tries the same examples: what fails is what was changed.
@@ -34,25 +36,8 @@ os.environ.setdefault("CHATCACHE_TEST_SEED", str(random.SystemRandom().randrange
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def _has_gpu() -> bool:
-    devices = Path("/dev")
-    if not any(devices.glob("nvidia[0-9]*")) and not (devices / "dxg").exists():
-        return False  # without asking torch, whose import takes longer than most tests
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
-
-
-def _may_trace() -> bool:
-    """False only where strace is there and forbidden; where it is missing, its tests say so themselves."""
-    strace = shutil.which("strace")
-    return strace is None or not subprocess.run([strace, "-qqf", "true"], capture_output=True).returncode
-
-
 # Triton decides when a kernel is defined whether it is compiled or interpreted: before any test module is imported.
-if not _has_gpu():
+if not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what it is anyway, said aloud: 3.9 warns where it is not
 
@@ -63,24 +48,39 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how to draw the same cases again, once, where something failed."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what this machine could not run, and after a failure the seed that repeats the run."""
+    if counts := config.stash.get(NOT_RUN, None):
+        terminalreporter.section("not run on this machine")
+        for line in describe_unmet(counts):
+            terminalreporter.line(line)
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.line(f"The same cases again: CHATCACHE_TEST_SEED={os.environ['CHATCACHE_TEST_SEED']}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect rather than skip what this machine cannot run, and long runs unless `-m long` asks for them."""
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    unwanted = set() if not gpu_items or _has_gpu() else {id(item) for item in gpu_items}
-    traced = [item for item in items if item.get_closest_marker("traced")]
-    unwanted |= set() if not traced or _may_trace() else {id(item) for item in traced}
+    """Deselect tests that this machine cannot run, and long runs unless `-m long` asks for them."""
+    unwanted, config.stash[NOT_RUN] = unmet_requirements(items)
     if "long" not in config.option.markexpr:
         unwanted |= {id(item) for item in items if item.get_closest_marker("long")}
     dropped = [item for item in items if id(item) in unwanted]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if id(item) not in unwanted]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the counts of a pytest-xdist worker to the process that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        counts: Counter[str] = session.config.stash.get(NOT_RUN, Counter())
+        session.config.workeroutput["not_run"] = dict(counts)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep the counts of a pytest-xdist worker; every worker collects the same tests."""
+    if counts := getattr(node, "workeroutput", {}).get("not_run"):
+        node.config.stash[NOT_RUN] = Counter(counts)
 
 
 @pytest.fixture(autouse=True, scope="session")

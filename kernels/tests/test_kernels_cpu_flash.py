@@ -9,11 +9,10 @@ import pytest
 import torch
 from chatcache_kernels import cpu, reference
 from chatcache_kernels.cpu import flash
-from chatcache_kernels.cpu.amx import has_amx
 from chatcache_kernels.types import AttentionBatch, KVPages
 
 pytestmark = [
-    pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX"),
+    pytest.mark.requires_amx,
     pytest.mark.usefixtures("poisoned_memory", "fresh_random"),
 ]
 

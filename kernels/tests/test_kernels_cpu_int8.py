@@ -10,7 +10,6 @@ from chatcache_kernels.cpu import int8
 from chatcache_kernels.cpu.amx import has_amx
 from chatcache_kernels.cpu.codes import pack_numbers, quantise
 from chatcache_kernels.cpu.pairs import has_pair_products
-from chatcache_kernels.cpu.widen import has_byte_tables
 from torch import Tensor
 
 UNITS = ["floats", *(["pairs"] if has_pair_products() else []), *(["tiles"] if has_amx() else [])]
@@ -108,7 +107,7 @@ def test_weights_are_the_nearest_of_their_row() -> None:
         assert torch.equal(quantise(half)[0], quantise(half.float())[0])
 
 
-@pytest.mark.skipif(not has_byte_tables(), reason="this CPU has one way to widen")
+@pytest.mark.requires_vbmi  # other CPUs have one way to widen
 def test_both_ways_to_widen_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number from -127 to 127, in every place of a tile row."""
     numbers = (torch.arange(32 * 512).view(32, 512) % 255 - 127).to(torch.int8)

@@ -15,13 +15,8 @@ from chatcache.model.runner import Ahead
 from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
 
 QUICK = [case for case in CASES if case != "long"]
+pytestmark = pytest.mark.interpreter  # tests/gpu runs these cases compiled
 SLOW = ("mixed", "cancelled", "chunked", "cached")  # five to ten seconds each: the long suite has them
-
-
-@pytest.fixture(autouse=True)
-def _interpreted(triton_device: str) -> None:
-    if triton_device != "cpu":
-        pytest.skip("compiled here: tests/gpu runs these cases on the device")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in SLOW else ()) for case in QUICK])

@@ -295,7 +295,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
+@pytest.mark.linux  # parent-death signals are Linux's
 @pytest.mark.parametrize(("model", "loaded"), [("", 1.0), ("loading", 0.5)])
 def test_the_death_of_the_parent_ends_the_child(model: str, loaded: float) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

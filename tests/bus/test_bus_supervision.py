@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable
 
@@ -77,7 +76,7 @@ async def test_who_speaks_or_owes_nothing_is_not_hung() -> None:
         watch.cancel()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.linux  # /proc is Linux's
 def test_what_a_process_computed_is_read() -> None:
     before = cpu_s(os.getpid())
     until_s = time.process_time() + 0.05

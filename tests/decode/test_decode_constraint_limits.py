@@ -178,7 +178,7 @@ def test_a_grammar_that_is_too_deep_is_refused(checker: GrammarChecker) -> None:
     assert checker.check(deep_grammar(5000)) == "it is nested too deeply"
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is bounded on Linux only")
+@pytest.mark.linux  # memory is bounded on Linux only
 def test_a_compile_that_takes_too_much_memory_is_stopped(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +342,7 @@ def many_schemas(own: Grammars, first: int, count: int) -> None:
         walk(Constraint(ticket, RULES).fork(None), b'{"p')
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+@pytest.mark.linux  # reads /proc
 @pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.long)])
 def test_endless_new_schemas_take_no_more_memory(own: Grammars, count: int) -> None:
     many_schemas(own, 0, 2 * MAX_GRAMMARS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from loadtest.gateway.figures import Arrivals, latencies_ms, volume
 from loadtest.gateway.ticks import NUM_TICKS, tick_text
 from loadtest.gateway.wires import WIRES
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and pins processes to cores")
+pytestmark = pytest.mark.linux  # reads /proc and pins processes to cores
 
 
 def arrivals(ticks: list[int], seed: int) -> tuple[Arrivals, list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ def test_the_layers_of_a_model_share_a_piece() -> None:
     assert second.data_ptr() - first.data_ptr() == first.nbytes
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.linux  # needs /proc
 def test_freed_memory_is_used_again() -> None:
     """In a process of its own: the setting stays for good."""
     program = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from chatcache.model.touch import TouchAhead
 LAYERS, HEADS, DIM, SIZE = 3, 2, 64, 16
 PAGE_BYTES = 2 * LAYERS * HEADS * DIM * SIZE * 2  # of keys and values in all layers, bf16
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not Path("/proc/self/pagemap").exists(), reason="needs Linux's page map"
-)
+pytestmark = pytest.mark.requires_populate
 
 
 def resident(pages: KVPages, page: int) -> bool:
@@ -50,8 +47,7 @@ def test_memory_is_there_before_it_is_used(pages: KVPages) -> None:
     assert not resident(pages, 500)
     touch.reach(0)
     settle(touch)
-    if touch.is_off:
-        pytest.skip("this system cannot touch memory for others")
+    assert not touch.is_off
     assert all(resident(pages, page) for page in (0, 1, 500, 999, 1000))
     assert not resident(pages, 19_000)
     touch.reach(18_500)

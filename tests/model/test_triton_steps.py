@@ -18,7 +18,7 @@ from tests.model.lives import NUM_SLOTS, Life, live, make_runner
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu has the same with real streams")
+@pytest.mark.interpreter  # tests/gpu has the same with real streams
 def test_a_life_on_triton_kernels_is_the_same_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work.SPLIT", 16)
     monkeypatch.setattr(room, "SPLIT", 16)

@@ -42,7 +42,7 @@ def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[str
     return kernel.fn.__name__, *map(str, facts), str(sorted(options.items()))
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="reads launches off the interpreter")
+@pytest.mark.interpreter  # its launches are read
 def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work.SPLIT", 16)
     monkeypatch.setattr(room, "SPLIT", 16)

@@ -22,7 +22,7 @@ from tests.gateway.test_gateway_ws_fuzz import _fuzz as fuzz_socket
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 20))
 MAX_GROWTH_BYTES = 32 << 20
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+pytestmark = pytest.mark.linux  # needs /proc
 
 
 @dataclass
