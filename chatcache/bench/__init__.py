@@ -1,12 +1,7 @@
-"""`chatcache bench`: how fast the engine is, always beside what this machine could do in the same run.
+"""Measure and report speed: the `chatcache bench` command, and the library that `kernels/bench` and `loadtest` use too.
 
-A speed alone says little; a speed over its limit says how much is left. Limits are measured, not read from a data
-sheet: read bandwidth over a buffer as large as the weights, matmul rate in the weights' dtype.
-
-    limits.py    measure the machine; the roofline of a step
-    shapes.py    random-weight model folders in the shapes people know
-    driver.py    step an engine and keep the times
-    measures.py  latency, throughput, beam, prefix
-    kv.py        pages and scheduler steps alone, beside their goals
-    report.py    figures as a table or JSON
+A speed is reported next to a limit that was measured in the same run (read bandwidth over a buffer as large as the
+weights, matrix multiplication rate in their dtype), so that the ratio says how much is left. Read `report` first (a
+figure, its limit and its goal; no dependency but numpy), then `device` (timing and limits of a device), `drivers` (run
+batches through an engine), and the benchmarks `engine_bench` and `kv_bench`. `shapes` makes models with random weights.
 """

@@ -1,20 +1,36 @@
-"""Figures, and how they are shown."""
+"""Measured figures next to their limits and goals, as text tables and JSON.
+
+Needs the standard library and numpy only, because `kernels/bench` and `loadtest` run where the packages of the server
+are not installed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
-import msgspec
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from chatcache.settings import format_size
+ROOT = Path(__file__).resolve().parents[2]
+PERCENTILES = (50, 90, 99)
+PACKAGES = ("torch", "triton", "transformers", "numba", "numpy", "msgspec")
+UNITS_OF_TIME = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured value. `limit` is what the machine would allow in the same unit, `ratio` how much of it was reached.
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured value, the value it is compared with, and the goal of that comparison.
 
-    For values where less is better the ratio is value over the compared value instead, and `limit_name` says of what.
+    `limit` has the unit of `value`, and `limit_name` describes it. `goal` is a bound on `ratio`, such as ">= 0.90" or
+    "<= 1.03". `spread` is the lowest and the highest value of the repetitions.
     """
 
     name: str
@@ -23,85 +39,151 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
     limit_name: str = ""
     ratio: float | None = None
+    goal: str = ""
+    spread: tuple[float, float] | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None without a goal."""
+        if not self.goal or self.ratio is None:
+            return None
+        sign, bound = self.goal.split()
+        return self.ratio >= float(bound) if sign == ">=" else self.ratio <= float(bound)
+
+    @property
+    def verdict(self) -> str:
+        return {None: "", True: "met", False: "MISSED"}[self.met]
+
+    def line(self) -> str:
+        """Return the figure as one line of text, for output during a run."""
+        name, *cells = (cell for cell in _cells(self) if cell)
+        return f"{name}: {'  '.join(cells)}"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Figure:
+        """Read what `dataclasses.asdict` returned; fields that older files lack have their defaults."""
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        return cls(**{**known, "spread": tuple(known["spread"]) if known.get("spread") else None})
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one benchmark. Bandwidth in bytes/s, matmul rate in flop/s."""
-
-    bench: str
-    model: str
-    num_parameters: int
-    weight_bytes: int
-    step_bytes: int
-    dtype: str
-    quantization: str
-    device: str
-    attention: str
-    page_size: int
-    read_bytes_per_s: float
-    matmul_flops_per_s: float
-    buffer_bytes: int
-    num_threads: int
-    figures: tuple[Figure, ...]
+def compare(name: str, value: float, unit: str, limit: float, limit_name: str = "", goal: str = "") -> Figure:
+    """Return a value next to a limit or another value of the same run; ratio = value / limit."""
+    return Figure(name, value, unit, limit, limit_name, value / limit, goal)
 
 
-class KVReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of `bench kv`. The figures are medians of `repeats`."""
-
-    bench: str
-    page_size: int
-    repeats: int
-    figures: tuple[Figure, ...]
+def compare_to_floor(name: str, seconds: float, floor_s: float, goal: str = "", unit: str = "ms") -> Figure:
+    """Return a time next to the shortest possible time; ratio = floor / time, so that 1 is the best."""
+    scale = UNITS_OF_TIME[unit]
+    return Figure(name, seconds * scale, unit, floor_s * scale, "", floor_s / seconds, goal)
 
 
-def rate(name: str, per_s: float, limit_per_s: float, limit_name: str, unit: str = "tokens/s") -> Figure:
-    """A speed beside its limit."""
-    return Figure(
-        name=name, value=per_s, unit=unit, limit=limit_per_s, limit_name=limit_name, ratio=per_s / limit_per_s
-    )
+# -- text ---------------------------------------------------------------------------------------------------------
 
 
-def compared(name: str, value: float, unit: str, other: float, other_name: str) -> Figure:
-    """A value over another of the same run."""
-    return Figure(name=name, value=value, unit=unit, limit=other, limit_name=other_name, ratio=value / other)
-
-
-def to_json(report: Report | KVReport) -> str:
-    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
-
-
-def print_report(report: Report, console: Console) -> None:
-    """Print the machine's limits, then a row per figure."""
-    precision = report.dtype if report.quantization == "none" else f"{report.dtype}, {report.quantization} weights,"
-    console.print(
-        f"[bold]{report.bench}[/]  {report.model}: {report.num_parameters / 1e6:,.1f} M parameters, {precision} on "
-        f"{report.device} ({report.num_threads} threads), {report.attention} attention, pages of {report.page_size}",
-        soft_wrap=True,
-    )
-    console.print(
-        f"limits measured now: read {report.read_bytes_per_s / 1e9:.1f} GB/s over {format_size(report.buffer_bytes)}, "
-        f"{report.dtype} matmul {report.matmul_flops_per_s / 1e9:,.0f} GFLOP/s",
-        soft_wrap=True,
-    )
-    _print_figures(report.figures, console, "limit or peer")
-
-
-def print_kv_report(report: KVReport, console: Console) -> None:
-    """Print a row per figure."""
-    console.print(f"[bold]{report.bench}[/]  pages of {report.page_size}; CPU time, medians of {report.repeats}")
-    _print_figures(report.figures, console, "goal")
-
-
-def _print_figures(figures: Sequence[Figure], console: Console, beside: str) -> None:
-    table = Table("figure", "measured", beside, "ratio", "of what", box=None, padding=(0, 2), header_style="dim")
-    for column in (1, 2, 3):
-        table.columns[column].justify = "right"
-    for figure in figures:
-        limit = "" if figure.limit is None else f"{_digits(figure.limit)} {figure.unit}"
-        ratio = "" if figure.ratio is None else f"{figure.ratio:.3f}"
-        table.add_row(figure.name, f"{_digits(figure.value)} {figure.unit}", limit, ratio, figure.limit_name)
-    console.print(table)
-
-
-def _digits(value: float) -> str:
+def format_number(value: float) -> str:
+    """Return "12,345", "12.35" or "0.001235": four significant digits, or all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], alignment: str = "") -> str:
+    """Return text columns. `alignment` has "<" or ">" for each column; by default only the first is aligned left."""
+    cells = [headers, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = alignment or "<" + ">" * (len(headers) - 1)
+    lines = ("  ".join(map(format, row, map("{}{}".format, sides, widths))) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def figure_table(figures: Iterable[Figure]) -> str:
+    """Return a row for each figure; columns that would be empty are left out."""
+    headers = ("figure", "measured", "compared with", "", "ratio", "goal", "")
+    rows = [_cells(figure) for figure in figures]
+    used = [index for index in range(len(headers)) if index < 2 or any(row[index] for row in rows)]
+    selected = [[row[index] for index in used] for row in (headers, *rows)]
+    return format_table(selected[0], selected[1:], "".join("<>><><<"[index] for index in used))
+
+
+def _cells(figure: Figure) -> tuple[str, ...]:
+    value = f"{format_number(figure.value)} {figure.unit}"
+    limit = "" if figure.limit is None else f"{format_number(figure.limit)} {figure.unit}"
+    ratio = "" if figure.ratio is None else f"{figure.ratio:.3f}"
+    return figure.name, value, limit, figure.limit_name, ratio, figure.goal, figure.verdict
+
+
+# -- data ---------------------------------------------------------------------------------------------------------
+
+
+def percentiles(
+    values: Sequence[float], points: Sequence[float] = PERCENTILES, *, scale: float = 1.0, digits: int = 2
+) -> dict[str, float]:
+    """Return {"p50": ..., "p90": ..., "p99": ...} of the values times `scale`; {} without values."""
+    if not len(values):
+        return {}
+    found = np.percentile(np.asarray(values, np.float64) * scale, points)
+    return {f"p{point:g}": round(float(value), digits) for point, value in zip(points, found, strict=True)}
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file, and the folder it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def utc_timestamp() -> str:
+    """Return the current time as "2026-11-22T09:30:00Z"."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+# -- the machine --------------------------------------------------------------------------------------------------
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the date, the processor or GPU, package versions and the revision of the source."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    facts: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "kind": "cuda" if on_gpu else "cpu",
+        "chip": torch.cuda.get_device_name() if on_gpu else cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "revision": _git_revision(),
+    }
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "cuda": torch.version.cuda,
+        }
+    return facts | {"versions": {name: _package_version(name) for name in PACKAGES}}
+
+
+def cpu_name() -> str:
+    """Return the name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str | None:
+    """Return the commit, followed by "+" if files differ from it; None outside a git checkout."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""Model folders with random weights, so that speed can be measured without a download."""
+"""Models with random weights in the shapes of known models, to measure speed without a download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The figures of a Llama- or Qwen3-family model that decide its speed."""
+    """The dimensions of a Llama or Qwen3 model."""
 
     hidden: int
     intermediate: int
@@ -57,16 +57,16 @@ def write_model(shape: Shape, folder: Path, *, dtype: torch.dtype = torch.bfloat
 
 
 def write_config(shape: Shape, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write `config.json` alone: a folder for `RandomWeights`."""
+    """Write only `config.json`, for use with `RandomWeights`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape, dtype), indent=2), encoding="utf-8")
 
 
 class RandomWeights:
-    """Weights that `write_model` might have written, drawn on the device when asked for: seconds for 8 B parameters.
+    """Random weights drawn on the device when they are requested: 8 B parameters take seconds.
 
-    `std` is that of the matrices. Satisfies `model.weights.WeightSource`; the same seed draws the same weights on the
-    same kind of device, whatever the order.
+    `std`: standard deviation of the matrices. Implements `model.weights.WeightSource`. The same seed draws the same
+    weights on the same kind of device, in any order of requests.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RandomWeights:
         return sum(math.prod(size) for size in self._sizes.values())
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Draw one tensor. Raises: ModelFolderError for one that this shape of model has not."""
+        """Draw one tensor. Raises: ModelFolderError for a tensor that is not part of this shape of model."""
         if self._sizes.get(name) != shape:
             raise ModelFolderError(f"tensor {name}: random weights have shape {self._sizes.get(name)}, not {shape}")
         if len(shape) == 1:
@@ -96,7 +96,7 @@ class RandomWeights:
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, self._std, generator=generator)
 
     def digest(self) -> str:
-        """Return a hex digest of what decides the draws."""
+        """Return a hex digest of everything that determines the weights."""
         facts = (self._shape, self._device, self._dtype, self._seed, self._std)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -126,7 +126,7 @@ def _config(shape: Shape, dtype: torch.dtype) -> dict[str, object]:
 
 
 def _tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint, under its transformers name."""
+    """Return the shape of each tensor of the checkpoint, by its transformers name."""
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden)}
     for layer in range(shape.num_layers):

@@ -1,7 +1,9 @@
-"""`chatcache bench`: speed beside the limit measured in the same run."""
+"""`chatcache bench`: measure speed next to the limit measured in the same run."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,15 +14,14 @@ from chatcache.cli import options
 from chatcache.config import EngineConfig
 
 if TYPE_CHECKING:
-    from chatcache.bench.report import KVReport, Report
-
-TABLE_WIDTH = 120
+    from chatcache.bench.engine_bench import EngineReport
+    from chatcache.bench.kv_bench import KVReport
 
 Which = Annotated[
     Literal["latency", "throughput", "beam", "prefix", "kv"],
     typer.Argument(help="What to measure.", show_default=False),
 ]
-NamedModel = Annotated[str, typer.Option("--model", help="MODEL, as other benchmarks name it.", show_default=False)]
+NamedModel = Annotated[str, typer.Option("--model", help="The same as MODEL.", show_default=False)]
 ShapeName = Annotated[
     Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b"] | None,
     typer.Option("--shape", help="Random weights of this shape instead of MODEL.", show_default=False),
@@ -30,13 +31,13 @@ OutputTokens = Annotated[int, typer.Option(min=4, max=2**20, help="Tokens to gen
 Batch = Annotated[
     list[int], typer.Option("--batch", min=1, max=4096, help="Batch size of throughput; may be given several times.")
 ]
-Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Runs of each figure; the median counts.")]
+Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Repetitions; the median is reported.")]
 Compare = Annotated[
     Literal["transformers"] | None,
-    typer.Option("--compare", help="Let this peer do the same work, too.", show_default=False),
+    typer.Option("--compare", help="Also run the same work with this library.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON here.", show_default=False)]
+Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", show_default=False)]
 
 
 def bench(
@@ -61,14 +62,13 @@ def bench(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     deterministic: options.Deterministic = False,
 ) -> None:
-    """Measure the engine, each figure beside what this machine allows (kv: beside its goal; no model is loaded)."""
+    """Measure the engine next to the limits of this machine (kv: next to goals, without a model)."""
     if model and named_model and model != named_model:
         raise typer.BadParameter(f"{named_model!r} is not MODEL, {model!r}; give one of them.", param_hint="--model")
     if which == "kv":
         _bench_kv(page_size, repeats, as_json, out)
         return
-    from chatcache.bench.report import print_report
-    from chatcache.bench.run import run_bench
+    from chatcache.bench.engine_bench import Load, run_engine_bench
 
     config = EngineConfig(
         model=named_model or model,
@@ -82,43 +82,30 @@ def bench(
         max_num_batched_tokens=max_num_batched_tokens,
         deterministic=deterministic,
     )
+    load = Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens, batches=tuple(batch), repeats=repeats)
     with Console(stderr=True).status("loading") as status:
-        report = run_bench(
+        report = run_engine_bench(
             which,
             config,
+            load,
             shape=shape,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            batches=tuple(batch),
-            repeats=repeats,
-            say=status.update,
-            compare=compare,
+            compare_with_transformers=compare is not None,
+            on_progress=status.update,
         )
-    console = _deliver(report, as_json, out)
-    if console is not None:
-        print_report(report, console)
+    _print(report, as_json, out)
 
 
 def _bench_kv(page_size: int, repeats: int, as_json: bool, out: Path | None) -> None:
-    from chatcache.bench.kv import KVLoad, run_kv_bench
-    from chatcache.bench.report import print_kv_report
+    from chatcache.bench.kv_bench import KVLoad, run_kv_bench
 
     with Console(stderr=True).status("pages") as status:
         report = run_kv_bench(KVLoad(page_size=page_size, repeats=repeats), status.update)
-    console = _deliver(report, as_json, out)
-    if console is not None:
-        print_kv_report(report, console)
+    _print(report, as_json, out)
 
 
-def _deliver(report: Report | KVReport, as_json: bool, out: Path | None) -> Console | None:
-    """Write JSON where it is wanted; return a console if a table is wanted, too."""
-    from chatcache.bench.report import to_json
+def _print(report: EngineReport | KVReport, as_json: bool, out: Path | None) -> None:
+    from chatcache.bench.report import write_json
 
     if out is not None:
-        out.write_text(to_json(report) + "\n", encoding="utf-8")
-    if as_json:
-        typer.echo(to_json(report))
-        return None
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)
-    return console
+        write_json(out, dataclasses.asdict(report))
+    typer.echo(json.dumps(dataclasses.asdict(report), indent=1) if as_json else report.text())

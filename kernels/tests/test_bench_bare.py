@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chatcache.bench.driver import Driver
+from chatcache.bench.drivers import EngineDriver
 from chatcache.bench.shapes import SHAPES, RandomWeights, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
@@ -45,7 +45,7 @@ def answers(folder: Path) -> list[list[int]]:
     )
     runner = load_model(config, weights=weights)
     engine = Engine(runner, runner.facts, config)
-    prompt = Driver(engine, engine.facts).prompt(40)
+    prompt = EngineDriver(engine).prompt(40)
     kinds: list[Params] = [
         SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
         SamplingParams(n=3, seed=7, top_p=0.9, repetition_penalty=1.1, max_tokens=12, stop_token_ids=[3]),  # type: ignore[arg-type]

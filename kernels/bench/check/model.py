@@ -14,7 +14,7 @@ from bench.check.context import Context
 from bench.check.figures import Figure, above_floor, compared
 from bench.check.in_order import OneByOne
 from bench.check.profile import profile_steps
-from chatcache.bench.driver import Driver, Prompt
+from chatcache.bench.drivers import EngineDriver, Prompt
 from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
@@ -195,7 +195,7 @@ def step_times_s(engine: Engine, prompts: Sequence[Prompt], params: Params) -> l
 
 def _warm_up(model: Loaded, sizes: Sizes) -> None:
     engine = model.engine()
-    driver = Driver(engine, engine.facts)
+    driver = EngineDriver(engine)
     for branches, prompt, _ in sizes.decode:
         step_times_s(engine, [driver.prompt(min(prompt, 64)) for _ in range(branches)], greedy(6))
 
@@ -208,7 +208,7 @@ def _decode(context: Context, model: Loaded, sizes: Sizes, branches: int, prompt
     medians = {}
     for ahead in (True, False):
         engine = model.engine(ahead=ahead)
-        driver = Driver(engine, engine.facts, seed=branches)
+        driver = EngineDriver(engine, seed=branches)
         times = step_times_s(engine, [driver.prompt(prompt) for _ in range(branches)], greedy(sizes.output))
         medians[ahead] = statistics.median(times)
         if ahead:
@@ -225,7 +225,7 @@ def _decode(context: Context, model: Loaded, sizes: Sizes, branches: int, prompt
 
 def _profile(context: Context, model: Loaded, sizes: Sizes, branches: int, prompt: int) -> None:
     engine = model.engine()
-    driver = Driver(engine, engine.facts, seed=1000 + branches)
+    driver = EngineDriver(engine, seed=1000 + branches)
     prompts = [driver.prompt(prompt) for _ in range(branches)]
     start_all(engine, prompts, greedy(sizes.output))
     step(engine)
@@ -240,7 +240,7 @@ def _profile(context: Context, model: Loaded, sizes: Sizes, branches: int, promp
 
 def _prefill(context: Context, model: Loaded, sizes: Sizes) -> None:
     engine = model.engine()
-    driver = Driver(engine, engine.facts, seed=7)
+    driver = EngineDriver(engine, seed=7)
     for length in sizes.prefill:
         times = [driver.run([driver.prompt(length)], greedy(1)).prefill_s for _ in range(5)]
         goal = {"llama3-8b": ">= 0.60", "qwen3-0.6b": ">= 0.35"}.get(model.name, "") if length >= 2000 else ""
@@ -253,7 +253,7 @@ def _prefill(context: Context, model: Loaded, sizes: Sizes) -> None:
 def _cached(context: Context, model: Loaded, sizes: Sizes) -> None:
     """A history again with 64 new tokens, beside its first time."""
     engine = model.engine()
-    driver = Driver(engine, engine.facts, seed=8)
+    driver = EngineDriver(engine, seed=8)
     for length in sizes.histories:
         misses, hits, cached = [], [], 0
         for _ in range(3):
@@ -273,7 +273,7 @@ def _cached(context: Context, model: Loaded, sizes: Sizes) -> None:
 
 def _step_s(model: Loaded, prompt: int, params: Params) -> float:
     engine = model.engine()
-    driver = Driver(engine, engine.facts, seed=9)
+    driver = EngineDriver(engine, seed=9)
     return statistics.median(step_times_s(engine, [driver.prompt(prompt)], params))
 
 

@@ -1,26 +1,22 @@
-"""The bench: its counting against an exact runner, its arithmetic by hand, its models against transformers."""
+"""`chatcache bench`: counts against an exact runner, limits computed manually, models against transformers."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from chatcache import compose
-from chatcache.bench import limits as limits_module
-from chatcache.bench.driver import Driver
-from chatcache.bench.limits import Limits, measure_limits
-from chatcache.bench.measures import MEASURES
-from chatcache.bench.report import Report, compared, print_report, rate, to_json
-from chatcache.bench.run import matmul_params, run_bench
+from chatcache.bench import device as device_module
+from chatcache.bench.device import Limits, measure_limits, time_with_host, time_work
+from chatcache.bench.drivers import EngineDriver
+from chatcache.bench.engine_bench import BENCHMARKS, EngineReport, Load, count_matmul_params, run_engine_bench
 from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config, write_model
 from chatcache.cli import app
 from chatcache.config import EngineConfig
@@ -37,20 +33,20 @@ QUICK = EngineConfig(dtype="float32", attention="reference", kv_memory_bytes=2**
 
 @pytest.fixture(autouse=True)
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits_module, "MEASURE_S", 0.01)
-    monkeypatch.setattr(limits_module, "MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setattr(device_module, "BUDGET_S", 0.01)
+    monkeypatch.setattr(device_module, "MATMUL_SIZE", {"cpu": 64})
 
 
-def fake_driver(caching: bool = True) -> Driver:
-    facts = fake_facts()
-    return Driver(Engine(FakeRunner(eos_every=0), facts, EngineConfig(enable_prefix_caching=caching)), facts)
+def fake_driver(caching: bool = True) -> EngineDriver:
+    config = EngineConfig(enable_prefix_caching=caching)
+    return EngineDriver(Engine(FakeRunner(eos_every=0), fake_facts(), config))
 
 
 def greedy(num_tokens: int, n: int = 1) -> SamplingParams:
     return SamplingParams(temperature=1.0, n=n, max_tokens=num_tokens, ignore_eos=True)
 
 
-def test_the_driver_counts_what_was_computed() -> None:
+def test_engine_driver_counts_tokens_and_decode_steps() -> None:
     driver = fake_driver()
     run = driver.run([driver.prompt(40), driver.prompt(30)], greedy(6, n=3))
     assert run.num_output_tokens == 2 * 3 * 6
@@ -61,7 +57,7 @@ def test_the_driver_counts_what_was_computed() -> None:
     assert run.decode_tokens_per_s == pytest.approx(run.num_decoded / sum(run.decode_s))
 
 
-def test_the_driver_sees_cache_hits_and_pages() -> None:
+def test_engine_driver_reports_cache_hits_and_pages() -> None:
     driver = fake_driver()
     prompt = driver.prompt(64)
     assert driver.run([prompt], greedy(2)).num_cached == [0]
@@ -73,7 +69,7 @@ def test_the_driver_sees_cache_hits_and_pages() -> None:
     assert plain.run([prompt], greedy(2)).num_cached == [0]
 
 
-def test_beams_are_timed_too() -> None:
+def test_engine_driver_times_beam_search() -> None:
     driver = fake_driver()
     params = BeamSearchParams(beam_width=4, max_tokens=8, early_stopping="never", ignore_eos=True)
     run = driver.run([driver.prompt(20)], params)
@@ -81,22 +77,30 @@ def test_beams_are_timed_too() -> None:
     assert run.num_output_tokens == 4 * 8
 
 
-def test_the_roofline_is_the_larger_of_both_times() -> None:
+def test_limits_floor_is_the_larger_of_both_times() -> None:
     limits = Limits(read_bytes_per_s=10.0, matmul_flops_per_s=100.0, buffer_bytes=1)
-    assert limits.step_s(num_bytes=50, num_flops=100) == 5.0
-    assert limits.step_s(num_bytes=50, num_flops=1000) == 10.0
+    assert limits.floor_s(num_bytes=50, num_flops=100) == 5.0
+    assert limits.floor_s(num_bytes=50, num_flops=1000) == 10.0
 
 
-def test_limits_are_measured_over_a_buffer_of_the_weights_size() -> None:
+def test_time_work_reports_seconds_per_call() -> None:
+    calls: list[int] = []
+    timing = time_work(calls.append, 4, "cpu", repeats=3)
+    assert calls[:3] == [0, 1, 2] and calls[3:7] == [0, 1, 2, 3]
+    assert 0 <= timing.low_s <= timing.median_s <= timing.high_s < 1 and not timing.graphed
+    assert time_with_host(lambda: None, "cpu") < 1
+
+
+def test_measure_limits_reads_a_buffer_of_the_given_size() -> None:
     limits = measure_limits(3 * 2**20, "float32", "cpu")
     assert limits.buffer_bytes == 3 * 2**20
-    assert measure_limits(1, "bfloat16", "cpu").buffer_bytes == limits_module.MIN_BUFFER_BYTES
-    assert limits.read_bytes_per_s > 0 and limits.matmul_flops_per_s > 0
+    assert measure_limits(1, "bfloat16", "cpu").buffer_bytes == device_module.MIN_BUFFER_BYTES
+    assert limits.read_bytes_per_s > 0 and limits.matmul_flops_per_s > 0 and limits.copy_bytes_per_s > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_a_written_model_is_whole_to_transformers(tmp_path: Path, tied: bool, qk_norm: bool) -> None:
+def test_write_model_loads_completely_in_transformers(tmp_path: Path, tied: bool, qk_norm: bool) -> None:
     shape = dataclasses.replace(SHAPES["tiny"], tied=tied, qk_norm=qk_norm)
     write_model(shape, tmp_path, seed=3)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -105,40 +109,30 @@ def test_a_written_model_is_whole_to_transformers(tmp_path: Path, tied: bool, qk
     assert weight.std().item() == pytest.approx(0.02, rel=0.05)
     engine = compose.build_engine(msgspec.structs.replace(QUICK, model=str(tmp_path)), need_tokenizer=False)
     body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name and "lm_head" not in name)
-    assert matmul_params(tmp_path, engine.facts) == body
+    assert count_matmul_params(tmp_path, engine.facts) == body
 
 
-@pytest.mark.parametrize("name", sorted(MEASURES))
-def test_every_bench_reports_figures_beside_their_limits(name: str) -> None:
-    report = run_bench(
-        name, QUICK, shape="tiny", prompt_tokens=32, output_tokens=8, batches=(1, 2), repeats=1, say=lambda _: None
-    )
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_engine_bench_reports_figures_next_to_limits(name: str) -> None:
+    load = Load(prompt_tokens=32, output_tokens=8, batches=(1, 2), repeats=1)
+    report = run_engine_bench(name, QUICK, load, shape="tiny")
     assert (report.bench, report.model, report.dtype, report.attention) == (name, "tiny", "float32", "reference")
     ratios = [figure for figure in report.figures if figure.ratio is not None]
     assert len(ratios) >= 2
     for figure in report.figures:
         assert figure.value > 0 and (figure.limit is None or figure.ratio == pytest.approx(figure.value / figure.limit))
-    assert msgspec.json.decode(to_json(report), type=Report) == report
-    console = Console(width=160, record=True, file=io.StringIO())
-    print_report(report, console)
-    text = console.export_text()
-    assert all(figure.name in text for figure in report.figures) and "GB/s" in text
+    assert msgspec.json.decode(json.dumps(dataclasses.asdict(report)), type=EngineReport) == report
+    assert all(figure.name in report.text() for figure in report.figures) and "GB/s" in report.text()
 
 
-def test_the_prefix_bench_finds_its_history_cached() -> None:
-    report = run_bench(
-        "prefix", QUICK, shape="tiny", prompt_tokens=64, output_tokens=8, batches=(1,), repeats=1, say=lambda _: None
-    )
+def test_prefix_bench_finds_history_in_the_cache() -> None:
+    load = Load(prompt_tokens=64, output_tokens=8, batches=(1,), repeats=1)
+    report = run_engine_bench("prefix", QUICK, load, shape="tiny")
     cached = next(figure for figure in report.figures if figure.name == "tokens from cache")
     assert 48 <= cached.value <= 64
 
 
-def test_figures() -> None:
-    assert rate("x", 5.0, 10.0, "y").ratio == 0.5
-    assert compared("x", 3.0, "ms", 2.0, "y").ratio == 1.5
-
-
-def test_the_command_prints_json(tmp_path: Path) -> None:
+def test_bench_command_prints_and_writes_json(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--json"]
     more = ["--attention", "reference", "--dtype", "float32", "--out", str(tmp_path / "out.json")]
     result = CliRunner().invoke(app, ["bench", "latency", *options, *more])
@@ -147,7 +141,7 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
     assert torch.get_num_threads() == json.loads(result.stdout)["num_threads"]
 
 
-def test_a_folder_is_measured_by_either_name(tmp_path: Path) -> None:
+def test_bench_command_takes_model_as_argument_or_option(tmp_path: Path) -> None:
     write_model(SHAPES["tiny"], tmp_path / "mine", seed=3)
     options = ["--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--json", "--attention", "reference"]
     folder = str(tmp_path / "mine")
@@ -158,14 +152,14 @@ def test_a_folder_is_measured_by_either_name(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "another" in result.output
 
 
-def test_the_deterministic_model_can_be_measured() -> None:
-    """The flag reaches the loader: the reference attention cannot be had so."""
+def test_bench_command_passes_deterministic_to_the_loader() -> None:
+    """The loader refuses the combination with the reference attention."""
     result = CliRunner().invoke(app, ["bench", "latency", "--deterministic", "--attention", "reference"])
     assert isinstance(result.exception, ModelFolderError) and "deterministic" in result.exception.message
 
 
-def test_weights_drawn_in_place(tmp_path: Path) -> None:
-    """One seed, one text; another seed, another; every tensor that transformers' model has, and no other shape."""
+def test_random_weights_depend_on_seed_only(tmp_path: Path) -> None:
+    """The same seed generates the same text, another seed another text; tensors are those of transformers' model."""
     shape, texts = dataclasses.replace(SHAPES["tiny"], tied=False, qk_norm=True), []
     write_config(shape, tmp_path, dtype=torch.float32)
     for seed in (0, 0, 1):
@@ -178,13 +172,13 @@ def test_weights_drawn_in_place(tmp_path: Path) -> None:
         events = [event for _ in range(20) if engine.has_work() for event in engine.step()]
         texts.append([event.token_ids for event in events if isinstance(event, Tokens)])
     assert texts[0] == texts[1] != texts[2]
-    model = AutoModelForCausalLM.from_pretrained(written(shape, tmp_path / "written"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(write_folder(shape, tmp_path / "written"), dtype=torch.float32)
     names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert all(weights.get(name, size).shape == size for name, size in names.items())
     with pytest.raises(ModelFolderError, match="random weights have shape"):
         weights.get("lm_head.weight", (2, 2))
 
 
-def written(shape: Shape, folder: Path) -> Path:
+def write_folder(shape: Shape, folder: Path) -> Path:
     write_model(shape, folder, dtype=torch.float32)
     return folder

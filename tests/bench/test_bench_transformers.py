@@ -1,4 +1,4 @@
-"""`--compare transformers`: the same measures over both, counted alike."""
+"""`--compare transformers`: the same benchmarks over both, with the same counts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from chatcache.bench.driver import Driver
-from chatcache.bench.peer import TransformersDriver, beside
+from chatcache.bench.drivers import EngineDriver, TransformersDriver
+from chatcache.bench.engine_bench import compare_with_peer
 from chatcache.bench.report import Figure
 from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.cli import app
@@ -33,30 +33,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("lengths", "params"), LOADS)
-def test_a_peer_counts_as_our_driver_does(folder: Path, lengths: list[int], params: Params) -> None:
+def test_transformers_driver_counts_as_the_engine_driver_does(folder: Path, lengths: list[int], params: Params) -> None:
     config = EngineConfig(model=str(folder), dtype="float32", kv_memory_bytes=2**24)
     engine = build_engine(config, need_tokenizer=False)
-    ours, theirs = Driver(engine, engine.facts), TransformersDriver(folder, engine.facts)
+    ours, theirs = EngineDriver(engine), TransformersDriver(folder, engine.facts)
     mine, other = (each.run([each.prompt(length) for length in lengths], params) for each in (ours, theirs))
     assert other.num_output_tokens == mine.num_output_tokens
-    if isinstance(params, SamplingParams):  # our beams tell most of their tokens at the end
+    if isinstance(params, SamplingParams):  # our beam search emits most of its tokens at the end
         assert other.num_decoded == mine.num_decoded
     assert len(other.decode_s) == len(mine.decode_s)
     assert len(other.first_token_s) == len(mine.first_token_s) and other.num_cached == mine.num_cached
     assert 0 < other.prefill_s < other.total_s
 
 
-def test_figures_are_paired_by_name() -> None:
+def test_compare_with_peer_pairs_figures_by_name() -> None:
     ours = [Figure(name=name, value=3.0, unit=unit) for name, unit in (("a", "tokens/s"), ("b", "ms"), ("c", "s"))]
     theirs = [Figure(name="b", value=6.0, unit="ms"), Figure(name="a", value=2.0, unit="tokens/s")]
-    found = beside(ours, theirs, "it")
+    found = compare_with_peer(ours, theirs, "it")
     assert [(each.name, each.ratio, each.limit_name) for each in found] == [
         ("a", 1.5, "it"),
         ("b", 0.5, "it (less is better)"),
     ]
 
 
-def test_the_command_compares(folder: Path, tmp_path: Path) -> None:
+def test_bench_command_compares_with_transformers(folder: Path, tmp_path: Path) -> None:
     sizes = ["--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--kv-memory", "16MiB"]
     out = tmp_path / "report.json"
     result = CliRunner().invoke(
@@ -69,7 +69,7 @@ def test_the_command_compares(folder: Path, tmp_path: Path) -> None:
     assert all(each["ratio"] > 0 for each in peers.values())
 
 
-def test_what_has_no_peer_is_refused(folder: Path) -> None:
+def test_bench_command_refuses_to_compare_prefix(folder: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "prefix", str(folder), "--compare", "transformers"])
     assert result.exit_code != 0
     assert "compare works for latency, throughput, beam" in str(result.output) + str(result.exception)

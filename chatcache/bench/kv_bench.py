@@ -1,9 +1,9 @@
-"""`chatcache bench kv`: what pages and scheduling cost, without any model, each figure beside its goal.
+"""`chatcache bench kv`: the cost of pages and scheduling without a model, each figure next to its goal.
 
-All figures are CPU time of one thread, so a busy machine does not count its neighbours in; still, its caches are theirs
-too. A scheduler step is plan() + commit() over branches that each decode one token: at first every branch stands
-elsewhere in its page, so that one in `page_size` needs a new page in each step; then all of them stand at the same
-place and need one in the same step, which is the worst there is.
+All figures are CPU time of one thread, so the time of other programs is not counted, although they use the same caches.
+A scheduler step is plan() + commit() over branches that each decode one token. First every branch is at a different
+position of its page, so that one in `page_size` needs a new page in each step; then all branches are at the same
+position and need a new page in the same step, which is the worst case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from chatcache.bench.report import Figure, KVReport, compared
+from chatcache.bench.report import Figure, compare, figure_table
 from chatcache.decode.actions import Advance, Candidates, DrawSpec, Dropped, Extend
 from chatcache.kv.cache import KVCache
 from chatcache.kv.chain import Scope
@@ -26,7 +26,6 @@ from chatcache.kv.table import PageTable
 from chatcache.sched.request import LiveRequest
 from chatcache.sched.scheduler import Scheduler
 
-GOAL = "goal (less is better)"
 HASH_GOAL_NS = 450.0
 ALLOCATE_FREE_GOAL_NS = 120.0
 FORK_GOAL_US = 5.0
@@ -38,7 +37,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """How much to measure, `repeats` times over. A step's figures are means of `num_rounds` times `page_size` steps."""
+    """Sizes of the benchmark. A step's figures are means over `num_rounds` times `page_size` steps."""
 
     page_size: int = 16
     num_pages: int = 4096
@@ -48,38 +47,61 @@ class KVLoad:
     repeats: int = 5
 
 
-def run_kv_bench(load: KVLoad, say: Callable[[str], None]) -> KVReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVReport:
+    """One run of `bench kv`. The figures are medians of `repeats`."""
+
+    bench: str
+    page_size: int
+    repeats: int
+    figures: tuple[Figure, ...]
+
+    def text(self) -> str:
+        """Return a row for each figure."""
+        heading = f"{self.bench}  pages of {self.page_size}; CPU time, medians of {self.repeats}"
+        return f"{heading}\n{figure_table(self.figures)}"
+
+
+def run_kv_bench(load: KVLoad, on_progress: Callable[[str], None] = lambda _: None) -> KVReport:
     """Measure hashing, allocation, forks and scheduler steps."""
-    say("pages")
-    figures = [_hash(load), _allocate_free(load), *(_fork(load, num_tokens) for num_tokens in load.fork_tokens)]
+    on_progress("pages")
+    figures = [
+        _measure_hash(load),
+        _measure_allocation(load),
+        *(_measure_fork(load, num_tokens) for num_tokens in load.fork_tokens),
+    ]
     for num_branches in load.branches:
-        say(f"{num_branches} branches")
-        figures += _steps(load, num_branches)
+        on_progress(f"{num_branches} branches")
+        figures += _measure_steps(load, num_branches)
     return KVReport(bench="kv", page_size=load.page_size, repeats=load.repeats, figures=tuple(figures))
 
 
-def _hash(load: KVLoad) -> Figure:
+def _compare_to_goal(name: str, value: float, unit: str, goal: float) -> Figure:
+    return compare(name, value, unit, goal, "goal", "<= 1.00")
+
+
+def _measure_hash(load: KVLoad) -> Figure:
     kv, numbers = KVCache(2, load.page_size), count()
 
     def prompt() -> bytes:
         return np.random.default_rng(next(numbers)).integers(0, 2**17, load.num_pages * load.page_size, "<i4").tobytes()
 
     value = _median_ns(10 * load.repeats, prompt, kv.chain) / load.num_pages
-    return compared("page hash", value, "ns", HASH_GOAL_NS, GOAL)
+    return _compare_to_goal("page hash", value, "ns", HASH_GOAL_NS)
 
 
-def _allocate_free(load: KVLoad) -> Figure:
+def _measure_allocation(load: KVLoad) -> Figure:
     pool = KVCache(load.num_pages + 1, load.page_size).pool
 
-    def turn_over(_: object) -> None:
+    def allocate_and_free(_: object) -> None:
         pool.release(pool.allocate(load.num_pages) or ())
 
-    value = _median_ns(10 * load.repeats, lambda: None, turn_over) / load.num_pages
-    return compared("allocate + free, per page", value, "ns", ALLOCATE_FREE_GOAL_NS, GOAL)
+    value = _median_ns(10 * load.repeats, lambda: None, allocate_and_free) / load.num_pages
+    return _compare_to_goal("allocate + free, per page", value, "ns", ALLOCATE_FREE_GOAL_NS)
 
 
-def _fork(load: KVLoad, num_tokens: int) -> Figure:
-    """Time 8 forks of a branch that ends in the middle of a page; the children are closed off the clock."""
+def _measure_fork(load: KVLoad, num_tokens: int) -> Figure:
+    """Time 8 forks of a branch that ends in the middle of a page; closing the children is not timed."""
     num_tokens += load.page_size // 2
     kv = KVCache(num_tokens // load.page_size + 2, load.page_size)
     table = _filled_table(kv, num_tokens)
@@ -94,7 +116,7 @@ def _fork(load: KVLoad, num_tokens: int) -> Figure:
             children.append(kv.fork(table))
 
     value = _median_ns(100 * load.repeats, close, fork) / 1e3
-    return compared(f"fork n={NUM_FORKS} at {num_tokens:,} tokens", value, "us", FORK_GOAL_US, GOAL)
+    return _compare_to_goal(f"fork n={NUM_FORKS} at {num_tokens:,} tokens", value, "us", FORK_GOAL_US)
 
 
 def _filled_table(kv: KVCache, num_tokens: int) -> PageTable:
@@ -109,9 +131,9 @@ def _filled_table(kv: KVCache, num_tokens: int) -> PageTable:
 def _median_ns(repeats: int, prepare: Callable[[], _T], work: Callable[[_T], object]) -> float:
     times: list[int] = []
     for _ in range(repeats):
-        given = prepare()
+        argument = prepare()
         start = time.thread_time_ns()
-        work(given)
+        work(argument)
         times.append(time.thread_time_ns() - start)
     return statistics.median(times)
 
@@ -119,8 +141,8 @@ def _median_ns(repeats: int, prepare: Callable[[], _T], work: Callable[[_T], obj
 # -- scheduler steps ----------------------------------------------------------------------------------------------
 
 
-class _Decode:
-    """Draws one token per step, always in the same way."""
+class _DecodeStrategy:
+    """Decode one token per step, always with the same sampling."""
 
     max_branches = 1
     lockstep = False
@@ -139,53 +161,51 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _StepTimes:
-    """Milliseconds: means over the steps of one repeat, and its longest step."""
+    """Means over the steps of one repetition, and its longest step."""
 
     plan_ms: float
     commit_ms: float
     apply_ms: float
-    worst_ms: float
+    longest_ms: float
 
     @property
     def step_ms(self) -> float:
         return self.plan_ms + self.commit_ms
 
 
-def _steps(load: KVLoad, num_branches: int) -> list[Figure]:
+def _measure_steps(load: KVLoad, num_branches: int) -> list[Figure]:
     goal = STEP_GOALS_MS.get(num_branches)
     figures: list[Figure] = []
-    for manner, spread in (("", load.page_size), (", pages in step", 1)):
-        runs = _run_steps(load, num_branches, spread)
-        title = f"{num_branches:,} branches{manner}"
-        step = Figure(name=f"{title}: step", value=statistics.median(run.step_ms for run in runs), unit="ms")
-        if goal is not None:
-            step = compared(step.name, step.value, step.unit, goal, GOAL)
+    for suffix, num_lengths in (("", load.page_size), (", pages in step", 1)):
+        runs = _run_steps(load, num_branches, num_lengths)
+        title = f"{num_branches:,} branches{suffix}"
+        name, step_ms = f"{title}: step", statistics.median(run.step_ms for run in runs)
         parts = {
-            "longest step": statistics.median(run.worst_ms for run in runs),
+            "longest step": statistics.median(run.longest_ms for run in runs),
             "plan": statistics.median(run.plan_ms for run in runs),
             "commit": statistics.median(run.commit_ms for run in runs),
             "apply": statistics.median(run.apply_ms for run in runs),
         }
-        figures.append(step)
-        figures += [Figure(name=f"{title}: {part}", value=value, unit="ms") for part, value in parts.items()]
+        figures.append(Figure(name, step_ms, "ms") if goal is None else _compare_to_goal(name, step_ms, "ms", goal))
+        figures += [Figure(f"{title}: {part}", value, "ms") for part, value in parts.items()]
     return figures
 
 
-def _run_steps(load: KVLoad, num_branches: int, spread: int) -> list[_StepTimes]:
-    """Decode with prompts of `spread` different lengths."""
+def _run_steps(load: KVLoad, num_branches: int, num_lengths: int) -> list[_StepTimes]:
+    """Decode with prompts of `num_lengths` different lengths."""
     num_steps = load.num_rounds * load.page_size
     num_tokens = 3 * load.page_size + (load.repeats + 1) * num_steps
     kv = KVCache(num_branches * (num_tokens // load.page_size + 1) + 1, load.page_size)
     scheduler = Scheduler(kv, num_slots=num_branches, max_num_batched_tokens=2 * num_branches * load.page_size)
     random = np.random.default_rng(0)
     for number in range(num_branches):
-        prompt = random.integers(0, 2**17, load.page_size + 1 + number % spread).tolist()
-        scheduler.add(LiveRequest(f"r{number}", prompt, "", _Decode(), number))
-    _round(scheduler, load.page_size)
-    return [_round(scheduler, num_steps) for _ in range(load.repeats)]
+        prompt = random.integers(0, 2**17, load.page_size + 1 + number % num_lengths).tolist()
+        scheduler.add(LiveRequest(f"r{number}", prompt, "", _DecodeStrategy(), number))
+    _run_round(scheduler, load.page_size)
+    return [_run_round(scheduler, num_steps) for _ in range(load.repeats)]
 
 
-def _round(scheduler: Scheduler, num_steps: int) -> _StepTimes:
+def _run_round(scheduler: Scheduler, num_steps: int) -> _StepTimes:
     clock, actions = time.thread_time_ns, (Extend(0, TOKEN),)
     plans: list[int] = []
     commits: list[int] = []
@@ -208,5 +228,5 @@ def _round(scheduler: Scheduler, num_steps: int) -> _StepTimes:
         plan_ms=sum(plans) / num_steps / 1e6,
         commit_ms=sum(commits) / num_steps / 1e6,
         apply_ms=sum(applies) / num_steps / 1e6,
-        worst_ms=max(map(add, plans, commits)) / 1e6,
+        longest_ms=max(map(add, plans, commits)) / 1e6,
     )

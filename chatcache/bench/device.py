@@ -1,0 +1,170 @@
+"""Time work on a device, and measure what the device can do at best.
+
+On a GPU one CUDA graph runs the work over several inputs in turn, so that neither the host nor the L2 cache decides the
+time. Other devices run a plain loop.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Work = Callable[[int], object]
+"""Does the work on input number i; its return value is dropped."""
+
+MIN_BUFFER_BYTES = 2**20
+MATMUL_SIZE = {"cpu": 1024, "cuda": 4096}
+BUDGET_S = 0.4
+"""A measurement ends after this time, or after its last repetition if that is earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call: median, lowest and highest of the repetitions. `graphed`: timed by CUDA graph replay."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+    graphed: bool = False
+
+
+def time_work(work: Work, num_inputs: int, device: str, *, repeats: int = 15, budget_s: float | None = None) -> Timing:
+    """Time `work(0)` to `work(num_inputs - 1)`; the result is per call."""
+    budget_s = BUDGET_S if budget_s is None else budget_s
+    with torch.inference_mode():
+        for number in range(min(num_inputs, 3)):  # compiles and allocates
+            work(number)
+        if device.startswith("cuda"):
+            return _time_on_gpu(work, num_inputs, repeats, budget_s)
+        return _time_on_cpu(work, num_inputs, repeats, budget_s)
+
+
+def time_with_host(work: Callable[[], object], device: str, repeats: int = 5) -> float:
+    """Return the median seconds on the host's clock, until the device has finished."""
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has finished all work."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def _time_on_cpu(work: Work, num_inputs: int, repeats: int, budget_s: float) -> Timing:
+    times, end = [], time.perf_counter() + budget_s
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for number in range(num_inputs):
+            work(number)
+        times.append((time.perf_counter() - start) / num_inputs)
+        if len(times) >= 2 and time.perf_counter() > end:
+            break
+    return Timing(statistics.median(times), min(times), max(times))
+
+
+def _time_on_gpu(work: Work, num_inputs: int, repeats: int, budget_s: float) -> Timing:
+    replay, graphed = _capture(work, num_inputs)
+    replay()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < repeats:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]) / 1e3 / num_inputs)
+        if len(times) >= 5 and time.perf_counter() > end:
+            break
+    return Timing(statistics.median(times), min(times), max(times), graphed)
+
+
+def _capture(work: Work, num_inputs: int) -> tuple[Callable[[], None], bool]:
+    """Return a function that does all the work, and whether it replays a CUDA graph (if the work can be captured)."""
+
+    def loop() -> None:
+        for number in range(num_inputs):
+            work(number)
+
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loop()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            loop()
+    except RuntimeError as error:  # work that waits for the device cannot be captured
+        print(f"timed without a graph: {str(error).splitlines()[0]}", flush=True)
+        torch.cuda.synchronize()
+        return loop, False
+    return graph.replay, True
+
+
+# -- limits -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Measured limits of a device. `buffer_bytes`: size of the buffer that was read; a small one fits a cache."""
+
+    read_bytes_per_s: float
+    matmul_flops_per_s: float
+    buffer_bytes: int
+    copy_bytes_per_s: float = 0.0
+
+    def floor_s(self, num_bytes: float, num_flops: float = 0.0) -> float:
+        """Return the roofline: the least seconds in which so much can be read and multiplied."""
+        return max(num_bytes / self.read_bytes_per_s, num_flops / self.matmul_flops_per_s)
+
+
+def measure_limits(num_bytes: int, dtype: str, device: str, matmul_size: int | None = None) -> Limits:
+    """Measure the limits, the bandwidths over a buffer of `num_bytes` (at least 1 MiB)."""
+    num_bytes = max(num_bytes, MIN_BUFFER_BYTES)
+    size = matmul_size or MATMUL_SIZE[device.split(":")[0]]
+    return Limits(
+        read_bytes_per_s=num_bytes / time_read(num_bytes, device).low_s,
+        matmul_flops_per_s=2 * size**3 / time_matmul(size, getattr(torch, dtype), device).low_s,
+        buffer_bytes=num_bytes,
+        copy_bytes_per_s=2 * num_bytes / time_copy(num_bytes, device).low_s,
+    )
+
+
+def time_read(num_bytes: int, device: str) -> Timing:
+    """Time torch's sum over a buffer."""
+    buffer = torch.arange(num_bytes // 4, dtype=torch.float32, device=device)
+    out = torch.empty((), device=device)
+    return _time_often(lambda _: torch.sum(buffer, dim=0, out=out), device)
+
+
+def time_copy(num_bytes: int, device: str) -> Timing:
+    """Time torch's copy of a buffer, which reads and writes `num_bytes` each."""
+    source = torch.arange(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return _time_often(lambda _: target.copy_(source), device)
+
+
+def time_matmul(size: int, dtype: torch.dtype, device: str) -> Timing:
+    """Time one product of square random matrices."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return _time_often(lambda _: torch.mm(left, right, out=out), device)
+
+
+def _time_often(work: Work, device: str) -> Timing:
+    """Time single calls on a host, where the lowest of many is the least disturbed, and graphs of four on a GPU."""
+    return time_work(work, 4 if device.startswith("cuda") else 1, device, repeats=1000)

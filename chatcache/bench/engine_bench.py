@@ -1,0 +1,312 @@
+"""`chatcache bench latency | throughput | beam | prefix`: the speed of an engine next to the limits of the machine.
+
+Everything that a figure is compared with is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from chatcache import compose
+from chatcache.bench.device import Limits, measure_limits
+from chatcache.bench.drivers import Driver, EngineDriver, RunTimes, TransformersDriver
+from chatcache.bench.report import Figure, compare, figure_table
+from chatcache.bench.shapes import SHAPES, write_model
+from chatcache.config import EngineConfig
+from chatcache.errors import InvalidRequest
+from chatcache.settings import format_size
+from chatcache.types.model import ModelFacts
+from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+
+MAX_BUFFER_BYTES = 2**30
+COMPARABLE = ("latency", "throughput", "beam")
+"""The benchmarks that transformers can run, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes of a benchmark, and what a token costs.
+
+    `matmul_params`: weights that each token is multiplied with. `kv_token_bytes`: keys and values of one token.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    batches: tuple[int, ...]
+    repeats: int
+    matmul_params: int = 0
+    kv_token_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """One run of one benchmark. Units: bandwidth in bytes/s, matrix multiplication rate in FLOP/s."""
+
+    bench: str
+    model: str
+    num_parameters: int
+    weight_bytes: int
+    step_bytes: int
+    dtype: str
+    quantization: str
+    device: str
+    attention: str
+    page_size: int
+    read_bytes_per_s: float
+    matmul_flops_per_s: float
+    buffer_bytes: int
+    num_threads: int
+    figures: tuple[Figure, ...]
+
+    def text(self) -> str:
+        """Return the model, the limits of the machine, and a row for each figure."""
+        precision = self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} weights,"
+        return "\n".join(
+            (
+                f"{self.bench}  {self.model}: {self.num_parameters / 1e6:,.1f} M parameters, {precision} on "
+                f"{self.device} ({self.num_threads} threads), {self.attention} attention, pages of {self.page_size}",
+                f"limits of this machine, measured now: read {self.read_bytes_per_s / 1e9:.1f} GB/s over "
+                f"{format_size(self.buffer_bytes)}, {self.dtype} matmul {self.matmul_flops_per_s / 1e9:,.0f} GFLOP/s",
+                figure_table(self.figures),
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBench:
+    """An engine to measure, a factory for the same engine without prefix caching, and the limits of the machine."""
+
+    driver: Driver
+    build_uncached: Callable[[], Driver]
+    limits: Limits
+    load: Load
+
+    def warm_up(self) -> None:
+        """Run once untimed, for compilation and the first touch of memory."""
+        self.driver.run([self.driver.prompt(self.load.prompt_tokens)], _greedy(4))
+        self.driver.run([self.driver.prompt(8) for _ in range(max(self.load.batches))], _greedy(4))
+
+    def run_repeatedly(self, num_prompts: int, num_tokens: int, params: Params) -> list[RunTimes]:
+        """Run one batch several times, with new prompts each time."""
+        return [
+            self.driver.run([self.driver.prompt(num_tokens) for _ in range(num_prompts)], params)
+            for _ in range(self.load.repeats)
+        ]
+
+    def decode_limit(self, num_branches: int, num_shared: int, num_own: float) -> float:
+        """Return the highest tokens/s. A step reads the weights, shared tokens once, and each branch's own tokens."""
+        kv_bytes = (num_shared + num_branches * num_own) * self.load.kv_token_bytes
+        flops = 2.0 * num_branches * self.load.matmul_params
+        return num_branches / self.limits.floor_s(self.driver.facts.step_bytes + kv_bytes, flops)
+
+    def prefill_limit(self, num_tokens: int) -> float:
+        """Return the highest tokens/s, without the arithmetic of attention."""
+        flops = 2.0 * num_tokens * self.load.matmul_params
+        return num_tokens / self.limits.floor_s(self.driver.facts.step_bytes, flops)
+
+
+# -- benchmarks ---------------------------------------------------------------------------------------------------
+
+
+def latency(bench: EngineBench) -> list[Figure]:
+    """Measure one request alone: time to first token, prefill and decode speed."""
+    load = bench.load
+    runs = bench.run_repeatedly(1, load.prompt_tokens, _greedy(load.output_tokens))
+    first_s = statistics.median(run.prefill_s for run in runs)
+    step_s = statistics.median(run.step_s for run in runs)
+    prefill_limit = bench.prefill_limit(load.prompt_tokens)
+    decode_limit = bench.decode_limit(1, 0, load.prompt_tokens + load.output_tokens / 2)
+    name = f"prefill, {load.prompt_tokens} tokens"
+    return [
+        compare(name, load.prompt_tokens / first_s, "tokens/s", prefill_limit, "matmul rate"),
+        compare("decode, batch 1", 1 / step_s, "tokens/s", decode_limit, "read bandwidth"),
+        Figure("time to first token", first_s * 1e3, "ms"),
+        Figure("inter-token latency", step_s * 1e3, "ms"),
+    ]
+
+
+def throughput(bench: EngineBench) -> list[Figure]:
+    """Measure decode speed by batch size, then a mixed queue from submission to end."""
+    load, figures = bench.load, []
+    prompt_tokens = max(load.prompt_tokens // 8, 8)
+    for batch in load.batches:
+        runs = bench.run_repeatedly(batch, prompt_tokens, _greedy(load.output_tokens))
+        per_s = statistics.median(run.decode_tokens_per_s for run in runs)
+        limit = bench.decode_limit(batch, 0, prompt_tokens + load.output_tokens / 2)
+        figures.append(compare(f"decode, batch {batch}", per_s, "tokens/s", limit, "roofline"))
+    num_prompts = 2 * max(load.batches)
+    lengths = [max(load.prompt_tokens * (1 + index % 4) // 4, 8) for index in range(num_prompts)]
+    run = bench.driver.run([bench.driver.prompt(length) for length in lengths], _greedy(load.output_tokens))
+    figures += [
+        Figure(f"{num_prompts} mixed, output", run.num_output_tokens / run.total_s, "tokens/s"),
+        Figure(f"{num_prompts} mixed, prompt", sum(lengths) / run.total_s, "tokens/s"),
+    ]
+    return figures
+
+
+def beam(bench: EngineBench) -> list[Figure]:
+    """Measure beam search against n-best of the same width; only forks and page copies differ."""
+    load, figures = bench.load, []
+    for width in (4, 8):
+        sampled_params = SamplingParams(n=width, max_tokens=load.output_tokens, ignore_eos=True, seed=0)
+        beam_params = BeamSearchParams(
+            beam_width=width, max_tokens=load.output_tokens, ignore_eos=True, early_stopping="never"
+        )
+        sampled, beams = (
+            bench.run_repeatedly(1, load.prompt_tokens, params) for params in (sampled_params, beam_params)
+        )
+        beam_s, sampled_s = (statistics.median(run.step_s for run in runs) for runs in (beams, sampled))
+        limit = bench.decode_limit(width, load.prompt_tokens, load.output_tokens / 2)
+        limit_name = "roofline, prompt read once"
+        figures += [
+            compare(f"n={width} decode", width / sampled_s, "tokens/s", limit, limit_name),
+            compare(f"beam {width} decode", width / beam_s, "tokens/s", limit, limit_name),
+            compare(f"beam {width} step", beam_s * 1e3, "ms", sampled_s * 1e3, f"n={width} step (less is better)"),
+            Figure(f"beam {width} total", statistics.median(run.total_s for run in beams), "s"),
+            Figure(f"beam {width} peak pages", max(run.peak_pages for run in beams), "pages"),
+        ]
+    return figures
+
+
+def prefix(bench: EngineBench) -> list[Figure]:
+    """Measure a long history repeated with a short new turn, and the cost of the cache where nothing hits."""
+    load, driver = bench.load, bench.driver
+    cold, warm, cached = [], [], 0
+    for _ in range(load.repeats):
+        history = driver.prompt(load.prompt_tokens)
+        cold.append(driver.run([history], _greedy(1)).prefill_s)
+        run = driver.run([history + driver.prompt(16)], _greedy(1))
+        warm.append(run.prefill_s)
+        cached = run.num_cached[0]
+    on, off = _total_times(driver, bench.build_uncached(), load)
+    name = f"first token, {load.prompt_tokens} cached + 16 new"
+    warm_ms, cold_ms = statistics.median(warm) * 1e3, statistics.median(cold) * 1e3
+    return [
+        compare(name, warm_ms, "ms", cold_ms, "the miss (less is better)"),
+        compare("tokens from cache", cached, "tokens", load.prompt_tokens, "the history"),
+        compare("throughput at 0 % hits", 1 / min(on), "runs/s", 1 / min(off), "prefix caching off"),
+    ]
+
+
+def _total_times(driver: Driver, uncached: Driver, load: Load) -> tuple[list[float], list[float]]:
+    """Return the seconds of batches in both engines; they take turns, so that a disturbance hits both."""
+    on: list[float] = []
+    off: list[float] = []
+    uncached.run([uncached.prompt(load.prompt_tokens)], _greedy(2))
+    for _ in range(max(load.repeats, 3)):
+        for each, times in ((driver, on), (uncached, off)):
+            prompts = [each.prompt(load.prompt_tokens // 4) for _ in range(8)]
+            times.append(each.run(prompts, _greedy(load.output_tokens // 4)).total_s)
+    return on, off
+
+
+BENCHMARKS: dict[str, Callable[[EngineBench], list[Figure]]] = {
+    "latency": latency,
+    "throughput": throughput,
+    "beam": beam,
+    "prefix": prefix,
+}
+
+
+def _greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+# -- a run --------------------------------------------------------------------------------------------------------
+
+
+def run_engine_bench(
+    name: str,
+    config: EngineConfig,
+    load: Load,
+    *,
+    shape: str | None = None,
+    compare_with_transformers: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> EngineReport:
+    """Measure the limits of the machine, then the engine.
+
+    `shape` names a model with random weights that is made instead of loading one.
+    Raises: InvalidRequest for a benchmark that transformers cannot run; ModelFolderError; ContextTooLong if the load
+    does not fit the model's context or the pages.
+    """
+    if compare_with_transformers and name not in COMPARABLE:
+        raise InvalidRequest(f"compare works for {', '.join(COMPARABLE)}, not for {name}", param="compare")
+    with tempfile.TemporaryDirectory(prefix="chatcache-bench-") as scratch:
+        if shape is not None:
+            on_progress(f"writing random weights of {shape}")
+            write_model(SHAPES[shape], Path(scratch))
+            config = msgspec.structs.replace(config, model=scratch, served_model_name=shape)
+        engine = compose.build_engine(config, lambda _, detail: on_progress(detail), need_tokenizer=False)
+        facts, health = engine.facts, engine.health()
+        on_progress("measuring the machine")
+        limits = measure_limits(min(facts.step_bytes, MAX_BUFFER_BYTES), facts.dtype, facts.device)
+        load = replace(
+            load,
+            matmul_params=count_matmul_params(compose.model_folder(config), facts),
+            kv_token_bytes=health.kv_bytes / ((health.num_pages + 1) * health.page_size),
+        )
+
+        def build_uncached() -> EngineDriver:
+            uncached = msgspec.structs.replace(config, enable_prefix_caching=False)
+            return EngineDriver(compose.build_engine(uncached, need_tokenizer=False))
+
+        bench = EngineBench(EngineDriver(engine), build_uncached, limits, load)
+        figures = _run(name, bench, on_progress)
+        if compare_with_transformers:
+            on_progress("loading transformers")
+            peer = replace(bench, driver=TransformersDriver(compose.model_folder(config), facts))
+            figures += compare_with_peer(figures, _run(name, peer, on_progress), "transformers")
+    return EngineReport(
+        bench=name,
+        model=compose.served_name(config),
+        num_parameters=facts.num_parameters,
+        weight_bytes=facts.weight_bytes,
+        step_bytes=facts.step_bytes,
+        dtype=facts.dtype,
+        quantization=facts.quantization,
+        device=facts.device,
+        attention=facts.attention,
+        page_size=health.page_size,
+        read_bytes_per_s=limits.read_bytes_per_s,
+        matmul_flops_per_s=limits.matmul_flops_per_s,
+        buffer_bytes=limits.buffer_bytes,
+        num_threads=torch.get_num_threads(),
+        figures=tuple(figures),
+    )
+
+
+def _run(name: str, bench: EngineBench, on_progress: Callable[[str], None]) -> list[Figure]:
+    on_progress("warming up")
+    bench.warm_up()
+    on_progress(f"running {name}")
+    return BENCHMARKS[name](bench)
+
+
+def compare_with_peer(ours: Sequence[Figure], theirs: Sequence[Figure], peer_name: str) -> list[Figure]:
+    """Return our figures over the peer's of the same name; a ratio above 1 is faster for speeds, slower for times."""
+    peer_values = {figure.name: figure.value for figure in theirs if figure.unit != "pages"}
+    found = []
+    for figure in ours:
+        if figure.name in peer_values:
+            limit_name = peer_name if figure.unit.endswith("/s") else f"{peer_name} (less is better)"
+            found.append(compare(figure.name, figure.value, figure.unit, peer_values[figure.name], limit_name))
+    return found
+
+
+def count_matmul_params(folder: Path, facts: ModelFacts) -> int:
+    """Return how many parameters a prompt token is multiplied with: all but the embedding tables.
+
+    Only a prompt's last token reaches the output head, and input embeddings are looked up.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tables = 1 if config.get("tie_word_embeddings", True) else 2
+    return facts.num_parameters - tables * facts.vocab_size * int(config.get("hidden_size", 0))
