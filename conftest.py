@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from chatcache.engine.selfcheck import SelfCheck
-from chatcache.kv.cache import KVCache
-from chatcache.sched.scheduler import Scheduler
+from chatcache.engine.invariants import SelfCheck
+from chatcache.kv_cache.manager import KVCache
+from chatcache.scheduler.scheduler import Scheduler
 from tests.strictness import MAX_STRICT_PAGES
 from tests.support.machine import describe_unmet, has_gpu, unmet_requirements
 

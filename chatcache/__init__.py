@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chatcache.llm import LLM as LLM
-    from chatcache.types.params import BeamSearchParams as BeamSearchParams
-    from chatcache.types.params import SamplingParams as SamplingParams
-    from chatcache.types.params import StructuredOutputs as StructuredOutputs
+    from chatcache.types.request import BeamSearchParams as BeamSearchParams
+    from chatcache.types.request import SamplingParams as SamplingParams
+    from chatcache.types.request import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs", "__version__"]
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name in ("SamplingParams", "BeamSearchParams", "StructuredOutputs"):
-        from chatcache.types import params
+        from chatcache.types import request as params
 
         return getattr(params, name)
     raise AttributeError(f"module 'chatcache' has no attribute {name!r}")

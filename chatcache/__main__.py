@@ -1,6 +1,6 @@
 """`python -m chatcache` is the `chatcache` command."""
 
-from chatcache.cli import main
+from chatcache.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.test_security_advisories import functions_in
+from tests.security.test_advisories import functions_in
 
 TESTS = Path(__file__).parent
 GOALS = {f"G{number}" for number in (7, 9, 10, 12, 13, 15, 16, 17, 18, 19, 20, 22, 24, 25)}
@@ -44,9 +44,17 @@ def test_every_goal_has_a_test_and_a_planted_bug_that_exist() -> None:
     ("old", "new", "words"),
     [
         ("**G22**", "**G23**", "nothing is said of {'G22'}"),
-        ("::test_poison_ends_alone", "::test_poison_ends", "there is no bus/test_bus_deaths.py::test_poison_ends"),
-        ("`cli/test_cli_drain.py::test_a_server_that_ends_nothing_is_caught`", "none", "G24 has no test"),
-        ("long tests/chat/test_chat_power.py", "long tests/chat/test_chat_disk.py", "test_chat_disk.py is long"),
+        (
+            "::test_poison_ends_alone",
+            "::test_poison_ends",
+            "there is no engine_process/test_deaths.py::test_poison_ends",
+        ),
+        ("`cli/test_drain.py::test_a_server_that_ends_nothing_is_caught`", "none", "G24 has no test"),
+        (
+            "long tests/conversations/test_power.py",
+            "long tests/conversations/test_disk.py",
+            "test_chat_disk.py is long",
+        ),
     ],
     ids=["a goal left out", "a test that is not there", "no planted bug", "a full size that is none"],
 )

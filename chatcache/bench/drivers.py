@@ -17,9 +17,8 @@ import torch
 
 from chatcache.errors import EngineFault
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
-from chatcache.types.model import ModelFacts
-from chatcache.types.params import BeamSearchParams, Params
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params
+from chatcache.types.stats import ModelFacts
 
 if TYPE_CHECKING:
     from chatcache.engine.engine import Engine

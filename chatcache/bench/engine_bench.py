@@ -15,16 +15,15 @@ from pathlib import Path
 import msgspec
 import torch
 
-from chatcache import compose
+from chatcache import factory as compose
 from chatcache.bench.device import Limits, measure_limits
 from chatcache.bench.drivers import Driver, EngineDriver, RunTimes, TransformersDriver
 from chatcache.bench.report import Figure, compare, figure_table
 from chatcache.bench.shapes import SHAPES, write_model
-from chatcache.config import EngineConfig
+from chatcache.config import EngineConfig, format_size
 from chatcache.errors import InvalidRequest
-from chatcache.settings import format_size
-from chatcache.types.model import ModelFacts
-from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.types.request import BeamSearchParams, Params, SamplingParams
+from chatcache.types.stats import ModelFacts
 
 MAX_BUFFER_BYTES = 2**30
 COMPARABLE = ("latency", "throughput", "beam")

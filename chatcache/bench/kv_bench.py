@@ -19,12 +19,12 @@ from typing import TypeVar
 import numpy as np
 
 from chatcache.bench.report import Figure, compare, figure_table
-from chatcache.decode.actions import Advance, Candidates, DrawSpec, Dropped, Extend
-from chatcache.kv.cache import KVCache
-from chatcache.kv.chain import Scope
-from chatcache.kv.table import PageTable
-from chatcache.sched.request import LiveRequest
-from chatcache.sched.scheduler import Scheduler
+from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import Scope
+from chatcache.kv_cache.page_table import PageTable
+from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.scheduler import Scheduler
+from chatcache.types.actions import Advance, Candidates, DrawSpec, Dropped, Extend
 
 HASH_GOAL_NS = 450.0
 ALLOCATE_FREE_GOAL_NS = 120.0

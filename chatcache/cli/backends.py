@@ -11,15 +11,14 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from chatcache import compose
-from chatcache.bus.inproc import ThreadedEngine
-from chatcache.chat.events import ReplyDelta, ReplyFinished
-from chatcache.chat.prompt import Message
-from chatcache.chat.service import ChatService
+from chatcache import factory as compose
 from chatcache.config import EngineConfig
+from chatcache.conversations.prompt import Message
+from chatcache.conversations.replies.events import ReplyDelta, ReplyFinished
+from chatcache.conversations.replies.service import ChatService
+from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.errors import ChatcacheError, EngineFault
-from chatcache.types.params import SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import GenerateRequest, SamplingParams
 
 CONNECT_TIMEOUT_S = 5.0
 

@@ -11,13 +11,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from chatcache.config import EngineConfig, ServerConfig
-from chatcache.engine.client import EngineClient
+from chatcache.config import EngineConfig, ServerConfig, format_size
+from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.keyring import Keyring
-from chatcache.settings import format_size
-from chatcache.types.health import EngineHealth
-from chatcache.types.model import ModelFacts
+from chatcache.gateway.auth.keys import Keyring
+from chatcache.types.stats import EngineHealth, ModelFacts
 
 POLL_S = 0.1
 

@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from chatcache.chat.prompt import Message
 from chatcache.cli import options
 from chatcache.cli.backends import Backend, HttpBackend, LocalBackend, Usage
 from chatcache.config import EngineConfig
+from chatcache.conversations.prompt import Message
 from chatcache.errors import ChatcacheError
-from chatcache.types.params import MAX_N, SamplingParams
+from chatcache.types.request import MAX_N, SamplingParams
 
 HELP = f"""/n N        ask for N candidates (1 to {MAX_N}); then pick the one to go on with
 /reset      start over        /system TEXT   set the system prompt and start over

@@ -12,16 +12,20 @@ from typing import Annotated
 
 import typer
 
-from chatcache.chat.archive import ConversationSource, write_archive
-from chatcache.chat.owners import owner_name
-from chatcache.chat.restore import check_archive, restore
-from chatcache.chat.sqlite_backup import SqliteSnapshot, back_up
-from chatcache.chat.store import ConversationStore, Handed, StoreUnusable
-from chatcache.chat.store_sqlite import SqliteStore
+from chatcache.auth import owner_name
 from chatcache.cli import exits, options
-from chatcache.config import ServerConfig
+from chatcache.config import ServerConfig, format_size
+from chatcache.conversations.store import ConversationStore, Handed, StoreUnusable
 from chatcache.errors import ChatcacheError, InvalidRequest
-from chatcache.settings import format_size
+from chatcache.storage.sqlite import SqliteStore
+from chatcache.transfer.archive import (
+    ConversationSource,
+    SqliteSnapshot,
+    back_up,
+    check_archive,
+    restore,
+    write_archive,
+)
 
 DB = ServerConfig().db
 PATIENCE_S = 30.0
@@ -146,7 +150,7 @@ async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
         finally:
             await snapshot.close()
         return
-    from chatcache.chat.store_redis import RedisStore, look_at
+    from chatcache.storage.redis import RedisStore, look_at
 
     look_at(redis)
     store = RedisStore(redis, timeout_s=PATIENCE_S)
@@ -160,7 +164,7 @@ async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
 async def _store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
     """What is there, to add to. Raises: StoreUnusable, StoreUnavailable."""
     if redis:
-        from chatcache.chat.store_redis import RedisStore, look_at
+        from chatcache.storage.redis import RedisStore, look_at
 
         look_at(redis)
         store: ConversationStore = RedisStore(redis, timeout_s=PATIENCE_S)

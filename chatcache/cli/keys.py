@@ -13,14 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from chatcache.chat.keys import KeyRecord, KeyStore, new_key
-from chatcache.chat.open_store import open_keys
-from chatcache.chat.owners import MAX_NAME_CHARS
-from chatcache.chat.store import StoreUnavailable
+from chatcache.auth import MAX_NAME_CHARS, KeyRecord, KeyStore, new_key
 from chatcache.cli import options
 from chatcache.cli.db import open_source
 from chatcache.config import ServerConfig
+from chatcache.conversations.store import StoreUnavailable
 from chatcache.errors import ChatcacheError, InvalidRequest
+from chatcache.storage.open import open_keys
 
 DB = ServerConfig().db
 ALPHABET = f"1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 _ . -"
@@ -145,7 +144,7 @@ def revoke(
 async def _keys(db: str, redis: str, *, must_exist: bool = False) -> AsyncIterator[KeyStore]:
     """Raises: StoreUnusable, StoreUnavailable, saying why."""
     if redis:
-        from chatcache.chat.store_redis import look_at
+        from chatcache.storage.redis import look_at
 
         with contextlib.suppress(StoreUnavailable):  # whoever has time may get through yet
             await asyncio.to_thread(look_at, redis)

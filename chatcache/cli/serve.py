@@ -12,9 +12,8 @@ import msgspec
 import typer
 
 from chatcache.cli import options
-from chatcache.compose import check_model_folder, served_name
-from chatcache.config import EngineConfig, ServerConfig
-from chatcache.settings import format_size
+from chatcache.config import EngineConfig, ServerConfig, format_size
+from chatcache.factory import check_model_folder, served_name
 
 ENGINE = EngineConfig()
 SERVER = ServerConfig()

@@ -3,6 +3,8 @@
 The socket listens first, the model loads behind it (503 `model_loading` until then). The first SIGINT or SIGTERM
 drains (see `drain`), the second kills. Exit codes: 0 drained, 1 the engine is beyond hope or the port taken,
 78 a bad model folder or an unusable store.
+
+How a server leaves: no new work, what runs may finish, what does not is ended with what it has said.
 """
 
 from __future__ import annotations
@@ -22,20 +24,32 @@ from rich.console import Console
 from starlette.applications import Starlette
 
 from chatcache import logs
-from chatcache.bus.pipe import EngineProcess
-from chatcache.chat.open_store import open_store
-from chatcache.chat.store import StoreUnusable
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
-from chatcache.cli.descriptors import raise_most
-from chatcache.cli.drain import drain
-from chatcache.cli.http import BoundedHttp, BoundedSocket
-from chatcache.compose import BUILD_ENGINE, load_tokenizer
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.conversations.store import StoreUnusable
+from chatcache.engine_process.process import EngineProcess
 from chatcache.errors import ChatcacheError, ModelFolderError
+from chatcache.factory import BUILD_ENGINE, load_tokenizer
 from chatcache.gateway.app import create_app
 from chatcache.gateway.context import Gateway
-from chatcache.text.tokenizer import Tokenizer
+from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedSocket, raise_most
+from chatcache.storage.open import open_store
+from chatcache.tokenizer.tokenizer import Tokenizer
+
+LAST_S = 0.5  # for what is ended to be stored
+_POLL_S = 0.05
+
+
+async def drain(gateway: Gateway, timeout_s: float) -> None:
+    """Wait until nothing is being answered, `timeout_s` at most; then end what still is."""
+    gateway.drain()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not gateway.is_quiet:  # noqa: ASYNC110 - what it waits for has no one event
+                await asyncio.sleep(_POLL_S)
+    await gateway.interrupt(LAST_S)
+
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +77,7 @@ def run_server(
         sock = listen(server_config.host, server_config.port)
     except OSError as error:
         where = f"{server_config.host}:{server_config.port}"
-        from chatcache.cli.neighbour import taken  # which needs an HTTP client
+        from chatcache.cli.port_check import taken  # which needs an HTTP client
 
         found = taken(server_config.host, server_config.port, error)
         _refuse(server_config, f"cannot listen on {where}: {found.why}{f'; {found.remedy}' if found.remedy else ''}")

@@ -1,5 +1,8 @@
 """The engine: requests in, events out, one step at a time. Synchronous and single-threaded; `bus` gives it a thread or
-a process of its own."""
+a process of its own.
+
+The scheduler that a configuration and a runner ask for.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,43 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
-from chatcache.decode.actions import Advance
-from chatcache.decode.factory import make_strategy
-from chatcache.engine.accounts import UsageGauge
-from chatcache.engine.build import build_scheduler
-from chatcache.engine.client import ModelRunner
-from chatcache.engine.flight import Flights, StepFailed
-from chatcache.engine.health import Totals, lasting, with_pages, with_traffic
-from chatcache.engine.intake import Intake, StrategyFactory
-from chatcache.engine.namespaces import Namespaces
-from chatcache.engine.outbox import Outbox
-from chatcache.engine.pages import EnginePages
-from chatcache.engine.preparing import Preparing
-from chatcache.engine.results import candidates_of
-from chatcache.engine.resuming import take_up
-from chatcache.engine.selfcheck import SelfCheck
+from chatcache.decoding.strategy import make_strategy
+from chatcache.engine.admission import Intake, Preparing, StrategyFactory, check_policies
+from chatcache.engine.events import Outbox
+from chatcache.engine.invariants import SelfCheck
+from chatcache.engine.pipeline import Flights, StepFailed, candidates_of
+from chatcache.engine.protocols import ModelRunner
+from chatcache.engine.resume import take_up
+from chatcache.engine.stats import EnginePages, Namespaces, Totals, UsageGauge, lasting, with_pages, with_traffic
 from chatcache.errors import DeviceLost, EngineFault, InvalidRequest, Overloaded
-from chatcache.sched.batch import Step
-from chatcache.sched.plan import StepResult
-from chatcache.sched.request import LiveRequest
-from chatcache.sched.scheduler import Scheduler
+from chatcache.kv_cache.manager import KVCache
+from chatcache.scheduler.batch import Step
+from chatcache.scheduler.fairness import FAIR, VirtualCounters
+from chatcache.scheduler.preemption import RECOMPUTE, CostModel
+from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.scheduler import Scheduler
+from chatcache.types.actions import Advance
 from chatcache.types.events import EngineEvent
-from chatcache.types.health import EngineHealth
-from chatcache.types.model import ModelFacts
+from chatcache.types.plan import KVCapacity, StepResult
 from chatcache.types.request import GenerateRequest
+from chatcache.types.stats import EngineHealth, ModelFacts
+
+
+def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str) -> Scheduler:
+    """Build the scheduler over empty pages. `digest`: the model's, which names its pages.
+
+    Raises: InvalidRequest for a policy that does not exist, or that this runner cannot follow.
+    """
+    check_policies(config, capacity)
+    num_host_pages = capacity.num_host_pages if config.preemption != RECOMPUTE else 0
+    return Scheduler(
+        KVCache(capacity.num_pages, capacity.page_size, digest, config.enable_prefix_caching, num_host_pages),
+        num_slots=min(config.max_num_seqs, capacity.num_slots),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        cost=CostModel(config.preemption, capacity.swap_page_s),
+        counters=VirtualCounters() if config.scheduling_policy == FAIR else None,
+    )
+
 
 PREPARING_WAIT_S = 0.005
 

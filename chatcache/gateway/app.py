@@ -14,42 +14,34 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
-from chatcache.chat.open_store import open_store
-from chatcache.chat.store import ConversationStore
 from chatcache.config import ServerConfig
-from chatcache.engine.client import EngineClient
+from chatcache.conversations.store import ConversationStore
+from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.gateway import (
-    cache,
-    cache_pages,
-    conversation_files,
-    conversation_items,
-    conversation_titles,
-    conversations,
-    health,
-    message_tokens,
-    models,
-    responses_http,
-    responses_stored,
-    sessions,
-    static,
-)
-from chatcache.gateway.access import Unmatched, protected
-from chatcache.gateway.completions import completions
+from chatcache.gateway import health, static
+from chatcache.gateway.api import cache, conversations, models, sessions
+from chatcache.gateway.api import cache as cache_pages
+from chatcache.gateway.api import conversations as conversation_items
+from chatcache.gateway.api import conversations as conversation_titles
+from chatcache.gateway.api import files as conversation_files
+from chatcache.gateway.api import tokens as message_tokens
+from chatcache.gateway.api.chat_completions import chat_completions
+from chatcache.gateway.api.completions import completions
+from chatcache.gateway.auth.keys import Keyring
+from chatcache.gateway.auth.middleware import EndRevoked, Guard
 from chatcache.gateway.context import Gateway
-from chatcache.gateway.door import Door
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
-from chatcache.gateway.guard import Guard
-from chatcache.gateway.keyring import Keyring
-from chatcache.gateway.limits import RATE_HEADERS, Limiter
-from chatcache.gateway.metered_store import metered_store
-from chatcache.gateway.metrics import Metrics
+from chatcache.gateway.limits.admission import Door
+from chatcache.gateway.limits.rate_limits import RATE_HEADERS, Limiter
+from chatcache.gateway.metrics import Metrics, metered_store
 from chatcache.gateway.middleware import BodyLimit, RequestContext
-from chatcache.gateway.openai_chat import chat_completions
 from chatcache.gateway.openapi import openapi
-from chatcache.gateway.revocation import EndRevoked
-from chatcache.gateway.ws import responses_socket
-from chatcache.text.tokenizer import Tokenizer
+from chatcache.gateway.responses import http as responses_http
+from chatcache.gateway.responses import http as responses_stored
+from chatcache.gateway.routes import Unmatched, protected
+from chatcache.gateway.websocket.connection import responses_socket
+from chatcache.storage.open import open_store
+from chatcache.tokenizer.tokenizer import Tokenizer
 
 IMPORT_PATH = "/v1/conversations/import"
 

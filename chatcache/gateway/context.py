@@ -10,29 +10,26 @@ from typing import cast
 
 from starlette.requests import HTTPConnection
 
-from chatcache.chat.bound import PromptBound
-from chatcache.chat.conversations import Conversations
-from chatcache.chat.histories import Histories
-from chatcache.chat.public import PublicPrompts
-from chatcache.chat.service import ChatService
-from chatcache.chat.store import ConversationStore
 from chatcache.config import ServerConfig
-from chatcache.engine.client import EngineClient
+from chatcache.conversations.prompt import PromptBound, PublicPrompts
+from chatcache.conversations.replies.service import ChatService
+from chatcache.conversations.store import ConversationStore
+from chatcache.conversations.turns import Conversations, Histories
+from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError, NotFound, Overloaded, UnsupportedParameter
-from chatcache.gateway.counting import Counting
-from chatcache.gateway.door import Door
+from chatcache.gateway.api.idempotency import KeyLocks
+from chatcache.gateway.auth.keys import Keyring
 from chatcache.gateway.errors import ModelLoading
-from chatcache.gateway.hub import ConversationHub
-from chatcache.gateway.keyring import Keyring
-from chatcache.gateway.limits import Limiter
+from chatcache.gateway.limits.admission import Counting, Door
+from chatcache.gateway.limits.rate_limits import Limiter
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.repeats import KeyLocks
-from chatcache.gateway.response_registry import ResponseRegistry
-from chatcache.gateway.unsaved import Unsaved
-from chatcache.text.reply_format import format_of
-from chatcache.text.tokenizer import Tokenizer
-from chatcache.types.health import EngineHealth
+from chatcache.gateway.responses.pending_saves import Unsaved
+from chatcache.gateway.responses.registry import ResponseRegistry
+from chatcache.gateway.websocket.notifications import ConversationHub
+from chatcache.tokenizer.reply_format import format_of
+from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.request import MAX_PRIORITY
+from chatcache.types.stats import EngineHealth
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""Errors on the wire: one envelope, on every route and for every cause."""
+"""Errors on the wire: one envelope, on every route and for every cause.
+
+The head of a conversation on the wire: in lists, in notices, in a refusal that shows what is new.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.chat.store import StaleRevision
+from chatcache.conversations.store import StaleRevision
+from chatcache.conversations.tree import Conversation
 from chatcache.errors import ChatcacheError, Overloaded, QuotaExhausted, RateLimited, RequestPoisoned
-from chatcache.gateway.heads import conversation_json
-from chatcache.gateway.jsonio import encode
+from chatcache.gateway.json_codec import encode
+
+
+def conversation_json(conversation: Conversation) -> dict[str, object]:
+    """The wire form; the owner stays inside."""
+    return {
+        "id": conversation.id,
+        "object": "conversation",
+        "created_at": int(conversation.created_at),
+        "updated_at": conversation.updated_at,
+        "title": conversation.title,
+        "active_leaf": conversation.active_leaf,
+        "rev": conversation.rev,
+        "metadata": dict(conversation.metadata),
+    }
+
 
 _RETRY_AFTER_S = 1
 

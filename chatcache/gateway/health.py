@@ -5,13 +5,13 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.chat.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailable
 from chatcache.errors import ChatcacheError, Overloaded
+from chatcache.gateway.api.conversations import store_of
+from chatcache.gateway.auth.principal import signed_in
 from chatcache.gateway.context import Gateway, gateway_of
-from chatcache.gateway.conversations import store_of
 from chatcache.gateway.errors import ModelLoading, ShuttingDown, error_body, error_headers, json_response
 from chatcache.gateway.metrics import CONTENT_TYPE
-from chatcache.gateway.principal import signed_in
 
 
 async def livez(request: Request) -> Response:

@@ -1,17 +1,28 @@
-"""Prometheus metrics: the gateway's own, and the engine's as of its last health."""
+"""Prometheus metrics: the gateway's own, and the engine's as of its last health.
+
+A reply's events, timed and counted on their way through.
+
+A store whose calls are timed, and which is known to be up or down: every call passes through unchanged.
+"""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from itertools import accumulate
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
+from chatcache.conversations.replies.service import Reply
+from chatcache.conversations.store import ConversationStore, StoreUnavailable
 from chatcache.errors import ChatcacheError
-from chatcache.types.health import DURATION_BOUNDS_S, Durations, EngineHealth
+from chatcache.types.stats import DURATION_BOUNDS_S, Durations, EngineHealth
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_REASONS = 64
@@ -166,3 +177,89 @@ def _labelled(
     for value, number in values.items():
         family.add_metric([value], number)
     return family
+
+
+async def metered(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
+    """Pass a reply's events on."""
+    accepted_s = time.perf_counter()
+    last_s: float | None = None
+    outcome = "miss"
+    async for event in reply.events():
+        if isinstance(event, ReplyDelta):
+            now_s = time.perf_counter()
+            if last_s is None:
+                metrics.first_token.labels(cache=outcome).observe(now_s - accepted_s)
+            else:
+                metrics.inter_token.observe(now_s - last_s)
+            last_s = now_s
+        elif isinstance(event, ReplyStarted):
+            outcome = _cache_outcome(event)
+        elif isinstance(event, ReplyDone):
+            metrics.finished.labels(finish_reason=event.finish_reason).inc()
+        elif isinstance(event, ReplyFinished):
+            _count_tokens(metrics, event)
+        yield event
+
+
+def _cache_outcome(started: ReplyStarted) -> str:
+    """miss: nothing of the prompt came from the cache; hit: half of it or more."""
+    if started.num_cached_tokens == 0:
+        return "miss"
+    return "hit" if 2 * started.num_cached_tokens >= started.num_prompt_tokens else "partial"
+
+
+def _count_tokens(metrics: Metrics, finished: ReplyFinished) -> None:
+    metrics.prompt_tokens.labels(source="cached").inc(finished.num_cached_tokens)
+    metrics.prompt_tokens.labels(source="computed").inc(finished.num_prompt_tokens - finished.num_cached_tokens)
+    metrics.generation_tokens.inc(finished.num_output_tokens)
+
+
+def metered_store(store: ConversationStore, metrics: Metrics) -> ConversationStore:
+    """The same store, with its calls in the metrics."""
+    return cast(ConversationStore, _Metered(store, metrics))
+
+
+class _Metered:
+    """Stands in for the store; what is no call of the contract is the store's own."""
+
+    def __init__(self, store: ConversationStore, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._is_up = True
+        metrics.store_up.set(1)
+        for name, call in vars(ConversationStore).items():
+            if not name.startswith("_") and callable(call) and name != "close":
+                setattr(self, name, self._timed(name, getattr(store, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _timed(self, name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        duration = self._metrics.store_seconds.labels(operation=name)
+
+        @wraps(call)
+        async def timed(*args: Any, **kwargs: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                result = await call(*args, **kwargs)
+            except StoreUnavailable:
+                self._note(is_up=False)
+                raise
+            except Exception:
+                self._note(is_up=True)
+                raise
+            finally:
+                duration.observe(time.perf_counter() - started_s)
+            self._note(is_up=True)
+            return result
+
+        return timed
+
+    def _note(self, *, is_up: bool) -> None:
+        if not is_up:
+            self._metrics.store_failures.inc()
+        if is_up != self._is_up:
+            self._is_up = is_up
+            self._metrics.store_up.set(int(is_up))
+            if not is_up:
+                self._metrics.store_outages.inc()

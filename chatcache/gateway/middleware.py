@@ -1,4 +1,7 @@
-"""Pure ASGI around every request: an id, the error envelope, one log line, body limits."""
+"""Pure ASGI around every request: an id, the error envelope, one log line, body limits.
+
+Reading request bodies, and noticing that the client is gone while a reply is computed.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,22 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chatcache.chat.ids import new_id
+from chatcache.conversations.tree import new_id
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.errors import INTERNAL, BodyTooLarge, BodyTooSlow, error_response
-from chatcache.gateway.limits import Limiter
+from chatcache.gateway.auth.principal import admitted
+from chatcache.gateway.errors import INTERNAL, BodyTooLarge, BodyTooSlow, UnsupportedMediaType, error_response
+from chatcache.gateway.json_codec import decode_object
+from chatcache.gateway.limits.rate_limits import Limiter
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.principal import admitted
 from chatcache.logs import REQUEST_ID as LOGGED_ID
 
 log = logging.getLogger(__name__)
@@ -153,3 +158,62 @@ def _route_of(scope: Scope) -> str:
     route = scope.get("route")
     path = getattr(route, "path", None)
     return path if isinstance(path, str) else "unmatched"
+
+
+Result = TypeVar("Result")
+
+# Checking this much JSON, however it is made, takes milliseconds; longer bodies leave the event loop alone.
+_INLINE_BYTES = 16_384
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body as a strict JSON object.
+
+    Raises: UnsupportedMediaType, BodyTooLarge, InvalidRequest, ClientDisconnect.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaType("send JSON with content-type: application/json")
+    refuse_encoding(request)
+    return await parse_json(await request.body())
+
+
+def refuse_encoding(request: Request) -> None:
+    """Raises: UnsupportedMediaType for a compressed body: what a few bytes would become is nobody's to find out."""
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType("send the body as it is, without content-encoding")
+
+
+async def read_json_or_nothing(request: Request) -> dict[str, Any]:
+    """The body as a strict JSON object, {} where there is none. Raises: as `read_json`."""
+    return await read_json(request) if await request.body() else {}
+
+
+async def parse_json(data: bytes | str) -> dict[str, Any]:
+    """`decode_object` without holding up everybody else. Raises: InvalidRequest."""
+    if len(data) <= _INLINE_BYTES:
+        return decode_object(data)
+    return await asyncio.to_thread(decode_object, data)
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`, cancelling it when the client leaves: the server itself never would.
+
+    Raises: ClientDisconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -11,13 +11,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.gateway.answers import Error
-from chatcache.gateway.api_operation import Body, Operation
-from chatcache.gateway.api_table import OPERATIONS, SOCKETS
+from chatcache.gateway.api.idempotency import HEADER, KEY
+from chatcache.gateway.auth.principal import NAME
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.cookies import NAME
-from chatcache.gateway.jsonio import encode
-from chatcache.gateway.repeats import HEADER, KEY
+from chatcache.gateway.json_codec import encode
+from chatcache.gateway.routes import OPERATIONS, SOCKETS, Body, Operation
+from chatcache.gateway.schemas.responses import Error
 
 Schema = dict[str, Any]
 

@@ -19,7 +19,7 @@ from chatcache_kernels.types import AttentionBatch, AttentionWork, HeadNorms, Ho
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
-from chatcache.sched.plan import I32
+from chatcache.types.plan import I32
 
 log = logging.getLogger(__name__)
 

@@ -12,19 +12,18 @@ import torch
 from chatcache_kernels.types import KVPages
 
 from chatcache.model.attention import AttentionBackend, Network
+from chatcache.model.cuda_graphs import Capture, CudaCapture, DecodeSteps, Ready, as_it_is, batch_sizes
 from chatcache.model.device_errors import device_lost
 from chatcache.model.eager import EagerSteps, Finish
-from chatcache.model.graphs import Capture, CudaCapture, DecodeSteps, Ready, as_it_is, batch_sizes
-from chatcache.model.plain import PlainDraws, TorchDraws
-from chatcache.model.room import WorkRoom
-from chatcache.model.sampler import AnySampler, Sampler
-from chatcache.model.static import Parties
+from chatcache.model.host_memory import TouchAhead
+from chatcache.model.page_tables import Changes, DeviceSlots, PageTables, Placement
+from chatcache.model.sampling.device_sampler import PlainDraws, TorchDraws
+from chatcache.model.sampling.sampler import AnySampler, Sampler
+from chatcache.model.static_steps import Parties, WorkRoom
 from chatcache.model.streams import Mark, Streams, streams_of
-from chatcache.model.swaps import Swaps
-from chatcache.model.tables import Changes, DeviceSlots, PageTables, Placement
-from chatcache.model.touch import TouchAhead
-from chatcache.sched.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
-from chatcache.types.model import ModelFacts
+from chatcache.model.swap import Swaps
+from chatcache.types.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
+from chatcache.types.stats import ModelFacts
 
 Progress = Callable[[float, str], None]
 

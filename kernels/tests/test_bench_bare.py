@@ -12,10 +12,9 @@ from chatcache.bench.drivers import EngineDriver
 from chatcache.bench.shapes import SHAPES, RandomWeights, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.model.load import load_model
+from chatcache.model.loading.loader import load_model
 from chatcache.types.events import Tokens
-from chatcache.types.params import BeamSearchParams, Params, SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 
 CHILD = """
 import runpy, sys

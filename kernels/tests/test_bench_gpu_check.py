@@ -20,7 +20,7 @@ from bench.check.machine import ROOT, describe
 from bench.check.stages import Outcome, Stage, read_sheet, run_apart
 from bench.check.workload import PAGE, equal_rows, tree_rows, unshared
 
-from chatcache.model.load import load_model
+from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Ahead
 
 

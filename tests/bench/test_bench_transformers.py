@@ -12,10 +12,10 @@ from chatcache.bench.drivers import EngineDriver, TransformersDriver
 from chatcache.bench.engine_bench import compare_with_peer
 from chatcache.bench.report import Figure
 from chatcache.bench.shapes import SHAPES, write_model
-from chatcache.cli import app
-from chatcache.compose import build_engine
+from chatcache.cli.main import app
 from chatcache.config import EngineConfig
-from chatcache.types.params import BeamSearchParams, Params, SamplingParams
+from chatcache.factory import build_engine
+from chatcache.types.request import BeamSearchParams, Params, SamplingParams
 
 LOADS: list[tuple[list[int], Params]] = [
     ([40], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)),

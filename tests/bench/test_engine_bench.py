@@ -12,21 +12,20 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from chatcache import compose
+from chatcache import factory as compose
 from chatcache.bench import device as device_module
 from chatcache.bench.device import Limits, measure_limits, time_with_host, time_work
 from chatcache.bench.drivers import EngineDriver
 from chatcache.bench.engine_bench import BENCHMARKS, EngineReport, Load, count_matmul_params, run_engine_bench
 from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config, write_model
-from chatcache.cli import app
+from chatcache.cli.main import app
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import FakeRunner, fake_facts
 from chatcache.errors import ModelFolderError
-from chatcache.model.load import load_model
+from chatcache.model.loading.loader import load_model
 from chatcache.types.events import Tokens
-from chatcache.types.params import BeamSearchParams, SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
+from tests.support.fake_runner import FakeRunner, fake_facts
 
 QUICK = EngineConfig(dtype="float32", attention="reference", kv_memory_bytes=2**24)
 

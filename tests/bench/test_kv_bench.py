@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from chatcache.bench import kv_bench
 from chatcache.bench.kv_bench import KVLoad, KVReport, run_kv_bench
-from chatcache.cli import app
+from chatcache.cli.main import app
 
 SMALL = KVLoad(page_size=4, num_pages=32, fork_tokens=(16, 64), branches=(3, 256), num_rounds=2, repeats=2)
 

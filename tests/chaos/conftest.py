@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat.redis_servers import RedisServer
+from tests.conversations.redis_servers import RedisServer
 from tests.gateway.kept import KINDS, keeping
 
 

@@ -17,7 +17,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.served import CLOCK
 from tests.chaos.speaker import STEP_S
 from tests.chaos.wire import Lost, ask
-from tests.chat.redis_servers import RedisServer
+from tests.conversations.redis_servers import RedisServer
 
 START_TIMEOUT_S = 120.0
 LOG_LINES = 40
@@ -61,7 +61,7 @@ class Gateway:
         """Process id of its engine, if it has one now."""
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
-                if b"chatcache.bus.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"chatcache.engine_process.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                     self.engines.add(int(child))
                     return int(child)
         return None
@@ -152,7 +152,7 @@ class Rig:
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z" and b"chatcache.bus.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return state != "Z" and b"chatcache.engine_process.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -16,11 +16,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
-from chatcache.sched.plan import F32, I32, U64, KVCapacity, StepPlan, StepResult
-from chatcache.text.template import ChatTemplate
-from chatcache.text.tokenizer import Tokenizer
+from chatcache.tokenizer.chat_template import ChatTemplate
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.plan import F32, I32, U64, KVCapacity, StepPlan, StepResult
 from tests.chaos.speech import TAG, choices_at
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 STEP_S = "CHAOS_STEP_S"
 MAX_MODEL_LEN = 1024

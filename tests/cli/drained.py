@@ -7,9 +7,9 @@ import sys
 from chatcache.cli.server import run_server
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.gateway.context import Gateway
 from tests.gateway.serving import MAX_MODEL_LEN, tiny_tokenizer
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 STEP_S = 0.02
 

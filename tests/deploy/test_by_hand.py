@@ -11,8 +11,8 @@ import httpx
 import pytest
 import redis
 
-from chatcache.chat.restore import check_archive
-from tests.chat.redis_servers import redis_binary
+from chatcache.transfer.archive import check_archive
+from tests.conversations.redis_servers import redis_binary
 from tests.deploy.composed import ByHand, resolved
 
 # No kernel is compiled, few pages are made, one thread computes; a numba cache of the machine's own is used.

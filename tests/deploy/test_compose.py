@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from chatcache.bus.pipe import EXIT_GRACE_S
 from chatcache.config import ServerConfig
+from chatcache.engine_process.process import EXIT_GRACE_S
 from tests.deploy.composed import ROOT, compose_binary, dockerfile, resolved
 
 SERVED = ("chatcache", "chatcache-cpu")

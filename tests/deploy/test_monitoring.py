@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.metrics import Metrics
-from chatcache.types.health import EngineHealth
+from chatcache.types.stats import EngineHealth
 from tests.gateway.serving import Server
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from chatcache import compose
-from chatcache.bus.loop import Progress
-from chatcache.cli import main as chatcache
+from chatcache import factory as compose
 from chatcache.cli import server
+from chatcache.cli.main import main as chatcache
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
+from chatcache.engine_process.loop import Progress
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
 

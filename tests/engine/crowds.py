@@ -12,11 +12,10 @@ import numpy as np
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.errors import ChatcacheError, Overloaded, RateLimited
 from chatcache.types.events import Finished, Started, Tokens
-from chatcache.types.params import SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import GenerateRequest, SamplingParams
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 VOCAB, PAGE = 64, 8
 SLOTS = 6

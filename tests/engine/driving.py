@@ -6,10 +6,9 @@ from typing import Any
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
 from chatcache.types.events import EngineEvent, Tokens
-from chatcache.types.params import Params, SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import GenerateRequest, Params, SamplingParams
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 VOCAB = 64
 

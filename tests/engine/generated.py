@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from chatcache.sched.limits import worst_case_pages
-from chatcache.types.params import BeamSearchParams, SamplingParams, num_branches
-from chatcache.types.request import ForkPoint, GenerateRequest
+from chatcache.scheduler.limits import worst_case_pages
+from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, SamplingParams, num_branches
 from tests.engine.oracle import NARROW, VOCAB, WANDER, Wander, alone
 from tests.engine.workloads import Arrival, Workload
 

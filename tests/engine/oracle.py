@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chatcache.decode.actions import (
+from chatcache.decoding.strategy import make_strategy
+from chatcache.scheduler.decode_batch import draws_of
+from chatcache.types.actions import (
     Advance,
     BranchAction,
     Candidates,
@@ -19,14 +21,12 @@ from chatcache.decode.actions import (
     Output,
     Retire,
 )
-from chatcache.decode.actions import Strategy as DecodeStrategy
-from chatcache.decode.factory import make_strategy
-from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts, history_of
-from chatcache.engine.fake_sampling import log_softmax, top_candidates
-from chatcache.sched.draws import draws_of
-from chatcache.sched.plan import StepResult
+from chatcache.types.actions import Strategy as DecodeStrategy
 from chatcache.types.events import CandidateDone, TokenLogprob, Tokens
+from chatcache.types.plan import StepResult
 from chatcache.types.request import GenerateRequest
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts, history_of
+from tests.support.fake_sampling import log_softmax, top_candidates
 
 VOCAB = 32
 FACTS = fake_facts(vocab_size=VOCAB)

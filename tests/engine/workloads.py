@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import POISON, FakeRunner, fake_capacity
 from chatcache.errors import ContextTooLong, UnsupportedParameter
-from chatcache.kv.pool import PagePool
-from chatcache.sched.plan import StepPlan, StepResult
+from chatcache.kv_cache.pool import PagePool
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest
 from tests.engine.oracle import FACTS, VOCAB, WANDER, Answer, alone, strategy_for
+from tests.support.fake_runner import POISON, FakeRunner, fake_capacity
 
 AUDIT_EVERY = 5  # not every step: an audit makes the scheduler tell the tables what it has put off
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chatcache.config import ServerConfig
-from tests.chat.redis_servers import RedisServer, redis_server
+from tests.conversations.redis_servers import RedisServer, redis_server
 from tests.gateway.serving import Server
 
 KINDS = ("sqlite", "redis")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chatcache.chat.keys import KeyRecord, new_key
-from chatcache.chat.open_store import open_keys
+from chatcache.auth import KeyRecord, new_key
 from chatcache.config import ServerConfig
+from chatcache.storage.open import open_keys
 from tests.gateway.serving import Server
 
 Headers = dict[str, str]

@@ -8,8 +8,8 @@ import sys
 
 from chatcache.cli.server import calm_gc
 from chatcache.config import ServerConfig
-from chatcache.gateway.live_response import LiveResponse
-from chatcache.gateway.repeats import Once
+from chatcache.gateway.api.idempotency import Once
+from chatcache.gateway.responses.run import LiveResponse
 from tests.gateway.serving import Server
 
 

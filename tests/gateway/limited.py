@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from chatcache.config import ServerConfig
-from chatcache.gateway.principal import Limits
+from chatcache.gateway.auth.principal import Limits
 from tests.gateway.clocks import Clock
 from tests.gateway.keyed import Headers, Held, give
 from tests.gateway.serving import Server

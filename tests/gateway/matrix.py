@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
-from chatcache.gateway.access import Protected
-from chatcache.gateway.cookies import signed
+from chatcache.gateway.auth.principal import signed
+from chatcache.gateway.routes import Protected
 from tests.gateway.keyed import Headers, Held, Keyed
 from tests.gateway.serving import MODEL
 

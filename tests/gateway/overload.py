@@ -25,10 +25,10 @@ from pathlib import Path
 from chatcache.cli.server import run_server
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
-from chatcache.text.tokenizer import Tokenizer
+from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.gateway.keyed import give
 from tests.gateway.serving import MAX_MODEL_LEN, parse_head, tiny_tokenizer
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 SLOTS, MOST = 8, 64
 STEP_S = 0.05

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.gateway.serving import Server, post_bytes, wait_until
-from tests.gateway.test_gateway_disconnect import close_hard
+from tests.gateway.test_disconnect import close_hard
 
 Json = dict[str, Any]
 PATH = "/v1/responses"

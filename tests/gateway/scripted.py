@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from chatcache.config import ServerConfig
-from chatcache.engine.fake import FakeRunner
-from chatcache.sched.plan import F32, Draws, StepResult
+from chatcache.types.plan import F32, Draws, StepResult
 from tests.gateway.serving import Server
-from tests.text.text_families import tokenizer_of
+from tests.support.fake_runner import FakeRunner
+from tests.tokenizer.text_families import tokenizer_of
 
 _SURE = 60.0  # far above any logit of the hash
 

@@ -16,21 +16,21 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from chatcache.bus.inproc import ThreadedEngine
-from chatcache.chat.store import ConversationStore
-from chatcache.cli.http import BoundedHttp, BoundedSocket
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.conversations.store import ConversationStore
 from chatcache.engine.engine import Engine
-from chatcache.engine.fake import FakeRunner, fake_capacity, fake_facts
-from chatcache.engine.pages import EnginePages
+from chatcache.engine.stats import EnginePages
+from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.gateway.app import create_app
 from chatcache.gateway.context import Gateway
-from chatcache.kv.audit import PageUsage
-from chatcache.sched.plan import StepPlan, StepResult
-from chatcache.text.template import ChatTemplate
-from chatcache.text.tokenizer import Tokenizer
+from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedSocket
+from chatcache.kv_cache.stats import PageUsage
+from chatcache.tokenizer.chat_template import ChatTemplate
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.plan import StepPlan, StepResult
 from tests.strictness import MAX_STRICT_PAGES
-from tests.text.text_tokenizers import backend_of
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.tokenizer.text_tokenizers import backend_of
 
 Result = TypeVar("Result")
 

@@ -23,12 +23,11 @@ from chatcache_kernels import triton, work
 from chatcache.bench.shapes import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.model.graphs import DecodeSteps, Ready
-from chatcache.model.load import load_model
+from chatcache.model.cuda_graphs import DecodeSteps, Ready
+from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Ahead
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
-from chatcache.types.params import BeamSearchParams, Params, SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 
 SEED = 20  # weights and prompts that every device has seen
 VOCAB = 128

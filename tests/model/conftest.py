@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatcache.config import EngineConfig
-from chatcache.model.load import load_model
+from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from tests.model.families import Sample, make_sample
 

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.model.load import load_model
+from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner, Underway
-from chatcache.sched.plan import Draws, KVCapacity, StepPlan, StepResult
 from chatcache.types.events import Failed, Started, Tokens
-from chatcache.types.params import SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.plan import Draws, KVCapacity, StepPlan, StepResult
+from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.model.families import VOCAB, save_random
 
 SHAPE: dict[str, Any] = {

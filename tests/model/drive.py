@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from chatcache.model.runner import Runner
-from chatcache.sched.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
+from chatcache.types.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
 
 CPU = torch.device("cpu")
 KERNELS = CPU if os.environ.get("TRITON_INTERPRET") == "1" else torch.device("cuda", 0)  # as the root conftest decides

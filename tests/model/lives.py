@@ -14,11 +14,11 @@ from chatcache_kernels import reference
 from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, allocate
-from chatcache.model.choose import choose_plain, choose_sampler
+from chatcache.model.loading.loader import choose_plain, choose_sampler
 from chatcache.model.runner import Ahead, Runner
 from chatcache.model.streams import Streams
-from chatcache.sched.plan import I32, NOT_YET, KVCapacity, LogitEdit, Rows, StepPlan, StepResult
-from chatcache.types.model import ModelFacts
+from chatcache.types.plan import I32, NOT_YET, KVCapacity, LogitEdit, Rows, StepPlan, StepResult
+from chatcache.types.stats import ModelFacts
 from tests.model.drive import make_draws
 
 VOCAB, LAYERS, HEADS, KV_HEADS, DIM, SIZE = 53, 2, 2, 1, 16, 8

@@ -9,12 +9,11 @@ import pytest
 
 from chatcache.engine.engine import Engine
 from chatcache.model import runner as runners
-from chatcache.model.graphs import batch_sizes
+from chatcache.model.cuda_graphs import batch_sizes
 from chatcache.model.runner import Ahead
-from chatcache.model.static import Replay
+from chatcache.model.static_steps import Replay
 from chatcache.types.events import CandidateDone, Failed, Tokens
-from chatcache.types.params import Params, SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import GenerateRequest, Params, SamplingParams
 from tests.gpu.engine_cases import PAGE_BYTES, build, drain, prompt_of
 from tests.model.lazy_streams import lazy_streams
 

@@ -11,13 +11,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from chatcache.model.filters import Filters
-from chatcache.model.noise import draw_keys, gumbel, token_base
-from chatcache.model.ranking import top_tokens
 from chatcache.model.runner import Runner
-from chatcache.model.sampler import Sampler
-from chatcache.model.vocabulary import log_sum_exp, row_sum
-from chatcache.sched.plan import Draws
+from chatcache.model.sampling.ops import Filters, draw_keys, gumbel, log_sum_exp, row_sum, token_base, top_tokens
+from chatcache.model.sampling.sampler import Sampler
+from chatcache.types.plan import Draws
 from tests.model.drive import Driver, make_draws
 from tests.model.families import Sample
 

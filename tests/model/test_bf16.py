@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from chatcache.model import load as loading
+from chatcache.model.loading import loader as loading
 from chatcache.model.runner import Runner
 from tests.model.drive import Driver, make_draws
 from tests.model.families import FAMILIES, VOCAB, save_random

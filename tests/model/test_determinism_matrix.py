@@ -18,11 +18,10 @@ import torch
 from chatcache_kernels import cpu
 from msgspec.structs import replace
 
-from chatcache.model import invariant
-from chatcache.model import load as loading
+from chatcache.model import batch_invariant as invariant
+from chatcache.model.loading import loader as loading
 from chatcache.model.runner import Runner
-from chatcache.types.params import BeamSearchParams, SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.model.determinism import (
     MAX_TOKENS,
     SHAPES,

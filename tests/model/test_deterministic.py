@@ -16,16 +16,24 @@ from torch.nn import functional
 
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
-from chatcache.model import invariant
-from chatcache.model import load as loading
+from chatcache.model import batch_invariant as invariant
 from chatcache.model.attention import AttentionStep, Geometry, Network, choose_backend
+from chatcache.model.batch_invariant import (
+    SIZES,
+    InvariantLinear,
+    InvariantLinears,
+    TokenByToken,
+    agreeing_sizes,
+    check_determinism,
+    cut,
+    probes,
+)
 from chatcache.model.decoder import Decoder
-from chatcache.model.deterministic import TokenByToken, check_determinism
-from chatcache.model.invariant import SIZES, InvariantLinear, InvariantLinears, agreeing_sizes, cut, probes
 from chatcache.model.linear import Product, fast_linear
-from chatcache.model.load import load_model
+from chatcache.model.loading import loader as loading
+from chatcache.model.loading.loader import load_model
+from chatcache.model.loading.weights import Weights
 from chatcache.model.runner import Runner
-from chatcache.model.weights import Weights
 from tests.model.families import FAMILIES, Sample
 
 LAYERS = ("qkv", "out", "gate_up", "down")

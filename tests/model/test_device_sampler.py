@@ -15,13 +15,12 @@ from chatcache_kernels.triton.sampling_noise import bits_of, gumbel
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatcache.model.device_sampler import DeviceSampler
-from chatcache.model.kernel_draws import KernelDraws
-from chatcache.model.noise import draw_keys, token_base
-from chatcache.model.noise import gumbel as cpu_gumbel
-from chatcache.model.sampler import NOT_FINITE, Sampler
-from chatcache.model.transfer import Layout
-from chatcache.sched.plan import Draws, LogitEdit, LogitMask, StepResult
+from chatcache.model.sampling.device_sampler import DeviceSampler, KernelDraws
+from chatcache.model.sampling.ops import draw_keys, token_base
+from chatcache.model.sampling.ops import gumbel as cpu_gumbel
+from chatcache.model.sampling.sampler import NOT_FINITE, Sampler
+from chatcache.model.streams import Layout
+from chatcache.types.plan import Draws, LogitEdit, LogitMask, StepResult
 from tests.model.drive import make_draws
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
-from chatcache.model.folder import resolve_model_path
-from chatcache.model.load import load_model
+from chatcache.model.loading.files import resolve_model_path
+from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from tests.model.families import Sample
 

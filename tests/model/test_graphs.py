@@ -13,14 +13,15 @@ import pytest
 import torch
 from chatcache_kernels.work import plan_work
 
-from chatcache.model import graphs, room, static
-from chatcache.model.graphs import DecodeSteps, batch_sizes
-from chatcache.model.plain import TorchDraws, is_plain
-from chatcache.model.room import WorkRoom
+from chatcache.model import cuda_graphs as graphs
+from chatcache.model import static_steps as room
+from chatcache.model import static_steps as static
+from chatcache.model.cuda_graphs import DecodeSteps, batch_sizes
+from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import Ahead
-from chatcache.model.static import Replay
-from chatcache.model.tables import DeviceSlots
-from chatcache.sched.plan import NOT_YET, Rows, StepPlan
+from chatcache.model.sampling.device_sampler import TorchDraws, is_plain
+from chatcache.model.static_steps import Replay, WorkRoom
+from chatcache.types.plan import NOT_YET, Rows, StepPlan
 from tests.model import listed
 from tests.model.drive import make_draws
 from tests.model.lazy_streams import lazy_streams

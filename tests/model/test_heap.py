@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from chatcache.model.heap import ALIGNMENT, Arena
+from chatcache.model.host_memory import ALIGNMENT, Arena
 from chatcache.model.linear import PanelLinear, TwofoldLinears
 
 
@@ -42,7 +42,7 @@ def test_freed_memory_is_used_again() -> None:
     """In a process of its own: the setting stays for good."""
     program = """
 import resource, sys, torch
-from chatcache.model.heap import keep_freed_memory
+from chatcache.model.host_memory import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def resident():

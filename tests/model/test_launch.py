@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from chatcache.model.graphs import batch_sizes
+from chatcache.model.cuda_graphs import batch_sizes
 from chatcache.model.runner import Ahead
 from tests.model.lazy_streams import ORDERS, LazyStream, lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, Outcome, live, make_runner

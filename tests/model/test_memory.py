@@ -14,15 +14,16 @@ from chatcache_kernels import reference
 
 from chatcache.config import EngineConfig
 from chatcache.errors import DeviceLost, ModelFolderError
-from chatcache.model import eager, halving
+from chatcache.model import eager
+from chatcache.model import eager as halving
 from chatcache.model.attention import choose_backend
 from chatcache.model.device_errors import device_lost, is_out_of_memory
-from chatcache.model.halving import Part, halve
-from chatcache.model.load import plan_capacity
-from chatcache.model.memory import GRAPH_BYTES, SLACK_SHARE, Budget, measure_budget
+from chatcache.model.eager import Part, halve
+from chatcache.model.loading.loader import plan_capacity
+from chatcache.model.loading.memory_budget import GRAPH_BYTES, SLACK_SHARE, Budget, measure_budget
 from chatcache.model.runner import Ahead, Runner
-from chatcache.model.sampler import Sampler
-from chatcache.sched.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
+from chatcache.model.sampling.sampler import Sampler
+from chatcache.types.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
 from tests.model.drive import Driver, make_draws
 from tests.model.lives import MAX_LEN, VOCAB, Life, Reader, live, make_runner, same
 

@@ -13,12 +13,11 @@ import torch
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.model import load as loading
 from chatcache.model.decoder import Decoder
+from chatcache.model.loading import loader as loading
 from chatcache.model.runner import Runner
 from chatcache.types.events import Failed, Started, Tokens
-from chatcache.types.params import SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.model.drive import Driver, greedy, make_draws
 from tests.model.families import FAMILIES, NUM_NEW, VOCAB, Sample
 

@@ -18,15 +18,13 @@ from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.llm import LLM
-from chatcache.model import choose
-from chatcache.model import load as loading
-from chatcache.model.choose import TWICE_MAX_BYTES, choose_linear, keeps_twice
 from chatcache.model.decoder import Decoder
-from chatcache.model.linear import TwofoldLinears, fast_linear
-from chatcache.model.load import load_model
-from chatcache.model.quantised import Int8Linear, weight_sizes
+from chatcache.model.linear import Int8Linear, TwofoldLinears, fast_linear, weight_sizes
+from chatcache.model.loading import loader as choose
+from chatcache.model.loading import loader as loading
+from chatcache.model.loading.loader import TWICE_MAX_BYTES, choose_linear, keeps_twice, load_model
 from chatcache.model.runner import Runner
-from chatcache.types.params import SamplingParams
+from chatcache.types.request import SamplingParams
 from tests.model.drive import Driver, greedy, make_draws
 from tests.model.families import VOCAB, Sample
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatcache.model.ranking import top_tokens
+from chatcache.model.sampling.ops import top_tokens
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 300, 2003])

@@ -10,12 +10,11 @@ import torch
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
+from chatcache.model.page_tables import PageTables
 from chatcache.model.runner import Runner
-from chatcache.model.tables import PageTables
-from chatcache.sched.plan import Rows, StepPlan, StepResult
 from chatcache.types.events import Tokens
-from chatcache.types.params import SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.plan import Rows, StepPlan, StepResult
+from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.model.drive import Driver, make_draws
 from tests.model.families import VOCAB, Sample
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from chatcache.model.device_sampler import DeviceSampler
-from chatcache.model.noise import draw_keys, gumbel, token_base
-from chatcache.model.ranking import top_tokens
-from chatcache.model.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
-from chatcache.sched.plan import LogitEdit, LogitMask, StepResult
+from chatcache.model.sampling.device_sampler import DeviceSampler
+from chatcache.model.sampling.ops import draw_keys, gumbel, token_base, top_tokens
+from chatcache.model.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
+from chatcache.types.plan import LogitEdit, LogitMask, StepResult
 from tests.model.drive import CPU, KERNELS, make_draws
 
 NUM_DRAWS = 20_000

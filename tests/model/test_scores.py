@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatcache.model import scores as scores_module
-from chatcache.model.device_sampler import DeviceSampler
 from chatcache.model.eager import nothing
 from chatcache.model.runner import Runner
-from chatcache.model.sampler import Sampler
-from chatcache.model.scores import ScoreSheet, part_sizes, scored_tokens
-from chatcache.sched.plan import Rows, Scores, StepResult
+from chatcache.model.sampling import sampler as scores_module
+from chatcache.model.sampling.device_sampler import DeviceSampler
+from chatcache.model.sampling.sampler import Sampler, ScoreSheet, part_sizes, scored_tokens
+from chatcache.types.plan import Rows, Scores, StepResult
 from tests.model.drive import CPU, KERNELS, Driver, make_draws
 from tests.model.families import VOCAB, Sample
 

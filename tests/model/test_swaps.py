@@ -16,10 +16,10 @@ from torch import Tensor
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionStep, Geometry, allocate, choose_backend
-from chatcache.model.load import SWAP_MAX_BYTES, plan_capacity
+from chatcache.model.loading.loader import SWAP_MAX_BYTES, plan_capacity
 from chatcache.model.runner import Runner
-from chatcache.sched.plan import KVCapacity, Rows, StepPlan
-from chatcache.types.model import ModelFacts
+from chatcache.types.plan import KVCapacity, Rows, StepPlan
+from chatcache.types.stats import ModelFacts
 from tests.model.drive import Driver, make_draws
 from tests.model.families import VOCAB, Sample
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatcache.model.threads import SINGLE_THREAD_BYTES, allowed_cpus, limit_threads
+from chatcache.model.loading.loader import SINGLE_THREAD_BYTES, allowed_cpus, limit_threads
 
 CPUS = len(os.sched_getaffinity(0))
 

@@ -11,7 +11,7 @@ import torch
 from chatcache_kernels import cpu
 from chatcache_kernels.types import KVPages
 
-from chatcache.model.touch import TouchAhead
+from chatcache.model.host_memory import TouchAhead
 
 LAYERS, HEADS, DIM, SIZE = 3, 2, 64, 16
 PAGE_BYTES = 2 * LAYERS * HEADS * DIM * SIZE * 2  # of keys and values in all layers, bf16
@@ -91,7 +91,7 @@ def test_a_program_that_never_closes_ends_well() -> None:
     program = f"""
 import torch
 from chatcache_kernels import cpu
-from chatcache.model.touch import TouchAhead
+from chatcache.model.host_memory import TouchAhead
 pages = cpu.allocate_pages(30, 20_000, {SIZE}, {HEADS}, {DIM}, torch.bfloat16)
 touch = TouchAhead(pages)
 touch.reach(0)

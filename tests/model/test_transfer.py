@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from chatcache.model.transfer import ALIGNMENT, Layout, to_device, upload
+from chatcache.model.streams import ALIGNMENT, Layout, to_device, upload
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 

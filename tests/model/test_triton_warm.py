@@ -12,8 +12,8 @@ import torch
 from chatcache_kernels import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from chatcache.model import room
-from chatcache.model.graphs import batch_sizes
+from chatcache.model import static_steps as room
+from chatcache.model.cuda_graphs import batch_sizes
 from chatcache.model.runner import Ahead
 from tests.model.lazy_streams import lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, live, make_runner

@@ -33,25 +33,25 @@ CLASSES = (
         "a prefix hash that collides hands out another prompt's pages",
         ("CVE-2025-25183", "GHSA-rm76-4mrf-v9r8", "vllm#29163", "vllm#54727"),
         (
-            "kv/test_kv_pool.py::test_equal_keys_do_not_hit_when_the_tokens_differ",
-            "security/test_security_lint.py::test_nothing_forbidden_is_said",
+            "kv_cache/test_pool.py::test_equal_keys_do_not_hit_when_the_tokens_differ",
+            "security/test_lint.py::test_nothing_forbidden_is_said",
         ),
     ),
     Class(
         "cached pages of another tenant show in time or in usage",
         ("CVE-2025-46570", "GHSA-4qjh-9fv9-r85r"),
         (
-            "kv/test_kv_namespaces.py::test_ten_thousand_probes_find_nothing_foreign",
-            "gateway/test_gateway_tenants.py::test_an_undeclared_one_is_not",
+            "kv_cache/test_namespaces.py::test_ten_thousand_probes_find_nothing_foreign",
+            "gateway/test_tenants.py::test_an_undeclared_one_is_not",
         ),
     ),
     Class(
         "a salt or cache key chosen by the client",
         ("CVE-2026-105756", "CVE-2026-111392", "CVE-2026-105754", "PYSEC-2026-4198"),
         (
-            "security/test_security_regressions.py::test_no_field_of_the_wire_names_a_page_a_hash_or_a_namespace",
-            "security/test_security_regressions.py::test_fields_that_ended_others_are_refused_by_name",
-            "gateway/test_gateway_tenants.py::test_no_field_of_a_client_makes_tokens_public",
+            "security/test_regressions.py::test_no_field_of_the_wire_names_a_page_a_hash_or_a_namespace",
+            "security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",
+            "gateway/test_tenants.py::test_no_field_of_a_client_makes_tokens_public",
         ),
     ),
     Class(
@@ -61,36 +61,36 @@ CLASSES = (
             *("CVE-2026-105757", "PYSEC-2026-4353"),
         ),
         (
-            "security/test_security_crowd.py::test_no_request_ends_the_engine_or_reaches_a_canary",
-            "security/test_security_crowd.py::test_nor_with_a_model_that_computes",
-            "engine/test_engine_faults.py::test_a_result_of_the_wrong_shape_ends_the_requests_of_its_step",
+            "security/test_crowd.py::test_no_request_ends_the_engine_or_reaches_a_canary",
+            "security/test_crowd.py::test_nor_with_a_model_that_computes",
+            "engine/test_faults.py::test_a_result_of_the_wrong_shape_ends_the_requests_of_its_step",
         ),
     ),
     Class(
         "log-probabilities of cached prompt tokens are whatever was in memory",
         ("CVE-2026-116180",),
-        ("engine/test_engine_prompt_logprobs.py::test_exact_with_any_part_cached_and_any_chunks",),
+        ("engine/test_prompt_logprobs.py::test_exact_with_any_part_cached_and_any_chunks",),
     ),
     Class(
         "logits that are no numbers become noise, and poison the cache",
         ("sglang#33187", "sglang#33206", "sglang#33263", "vllm#50283", "tokenspeed#434"),
         (
-            "engine/test_engine_faults.py::test_one_spoilt_row_in_thirty_two",
-            "security/test_security_not_finite.py::test_one_of_thirty_two_rows_goes_and_the_others_stay",
+            "engine/test_faults.py::test_one_spoilt_row_in_thirty_two",
+            "security/test_not_finite.py::test_one_of_thirty_two_rows_goes_and_the_others_stay",
         ),
     ),
     Class(
         "a cancelled command leaves its reply to the next user of the connection",
         _cves("2023-28858 -28859"),
-        ("chat/test_chat_redis.py::test_cancelled_callers_leave_nothing_for_others",),
+        ("conversations/test_redis.py::test_cancelled_callers_leave_nothing_for_others",),
     ),
     Class(
         "rights looked at once, or an id taken for a right",
         _cves("2026-44553 -44564 -59216 -111630 2024-41703"),
         (
-            "gateway/test_gateway_tenants.py::test_nobody_reads_stops_steers_or_hears_of_what_is_not_theirs",
-            "gateway/test_gateway_guard.py::test_tenants_do_not_see_each_other",
-            "gateway/test_gateway_guard.py::test_tenants_cannot_stop_each_other",
+            "gateway/test_tenants.py::test_nobody_reads_stops_steers_or_hears_of_what_is_not_theirs",
+            "gateway/test_guard.py::test_tenants_do_not_see_each_other",
+            "gateway/test_guard.py::test_tenants_cannot_stop_each_other",
         ),
     ),
     Class(
@@ -99,52 +99,52 @@ CLASSES = (
             "2024-9053 -11041 2025-29783 -32444 -30165 -47277 -59953 -66455 2026-3059 -14890 -86793 -93034 -93088 -7304"
         ),
         (
-            "security/test_security_lint.py::test_nothing_forbidden_is_said",
-            "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
-            "bus/test_bus_codec.py::test_what_is_no_command_is_refused",
+            "security/test_lint.py::test_nothing_forbidden_is_said",
+            "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "engine_process/test_codec.py::test_what_is_no_command_is_refused",
         ),
     ),
     Class(
         "an inner socket open to everybody",
         ("CVE-2025-30202",),
         (
-            "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
             "deploy/test_compose.py::test_services_wait_for_redis_and_are_published_on_loopback_only",
         ),
     ),
     Class(
         "weights that are a pickle",
         _cves("2025-24357 -32434 2026-24747 2024-11392 -11394 2025-14924"),
-        ("security/test_security_model_folder.py::test_a_spoilt_folder_is_refused",),
+        ("security/test_model_folder.py::test_a_spoilt_folder_is_refused",),
     ),
     Class(
         "code or paths that a model's files name",
         (*_cves("2026-22807 2025-66448"), "transformers weight_map"),
         (
-            "security/test_security_model_folder.py::test_code_beside_a_model_that_needs_none_is_left_alone",
-            "security/test_security_model_folder.py::test_a_spoilt_folder_is_refused",
+            "security/test_model_folder.py::test_code_beside_a_model_that_needs_none_is_left_alone",
+            "security/test_model_folder.py::test_a_spoilt_folder_is_refused",
         ),
     ),
     Class(
         "a guard that is an assert, gone under -O",
         ("CVE-2026-41523",),
         (
-            "security/test_security_lint.py::test_a_planted_line_is_found",
-            "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "security/test_lint.py::test_a_planted_line_is_found",
+            "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
         ),
     ),
     Class(
         "a chat template breaks out of its sandbox, or has none",
         _cves("2026-5760 2024-56326 -56201 2025-27516"),
         (
-            "security/test_security_model_folder.py::test_a_spoilt_folder_is_refused",
-            "security/test_security_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
+            "security/test_model_folder.py::test_a_spoilt_folder_is_refused",
+            "security/test_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
         ),
     ),
     Class(
         "scripts in Redis",
         _cves("2025-49844 -46817 -46818 -46819"),
-        ("chat/test_chat_redis.py::test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing",),
+        ("conversations/test_redis.py::test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing",),
     ),
     Class(
         "state read back from a file or from another machine, unchecked",
@@ -159,24 +159,24 @@ CLASSES = (
     Class(
         "a number below zero",
         ("CVE-2026-21869",),
-        ("gateway/test_gateway_bad_input.py::test_both_bounds",),
+        ("gateway/test_bad_input.py::test_both_bounds",),
     ),
     Class(
         "candidates without number",
         _cves("2026-34756 2024-8939"),
-        ("security/test_security_regressions.py::test_how_many_is_bounded_before_anything_is_made",),
+        ("security/test_regressions.py::test_how_many_is_bounded_before_anything_is_made",),
     ),
     Class(
         "lists without number",
         _cves("2026-73559 -71486"),
-        ("security/test_security_regressions.py::test_many_things_in_one_request_are_refused_as_a_whole",),
+        ("security/test_regressions.py::test_many_things_in_one_request_are_refused_as_a_whole",),
     ),
     Class(
         "a rule across fields that null jumps over, or that another door forgot",
         _cves("2026-114051 -116173"),
         (
-            "security/test_security_regressions.py::test_any_fields_together_and_any_of_them_null_are_answered",
-            "engine/test_engine_door.py::test_what_is_refused_at_the_door",
+            "security/test_regressions.py::test_any_fields_together_and_any_of_them_null_are_answered",
+            "engine/test_door.py::test_what_is_refused_at_the_door",
         ),
     ),
     Class(
@@ -186,53 +186,53 @@ CLASSES = (
             *("PYSEC-2026-3933", "GHSA-389x-67px-mjg3", "GHSA-hf3c-wxg2-49q9"),
         ),
         (
-            "decode/test_decode_constraint_limits.py::test_a_compile_that_takes_too_long_is_stopped",
-            "decode/test_decode_constraint_limits.py::test_a_compile_that_takes_too_much_memory_is_stopped",
-            "decode/test_decode_constraint_limits.py::test_endless_new_schemas_take_no_more_memory",
+            "decoding/test_constraint_limits.py::test_a_compile_that_takes_too_long_is_stopped",
+            "decoding/test_constraint_limits.py::test_a_compile_that_takes_too_much_memory_is_stopped",
+            "decoding/test_constraint_limits.py::test_endless_new_schemas_take_no_more_memory",
         ),
     ),
     Class(
         "a template, or its variables, of the request's",
         (*_cves("2025-62426 2026-115911 -115918"), "PYSEC-2026-2013"),
-        ("security/test_security_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
+        ("security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
     ),
     Class(
         "tensors of the request's",
         _cves("2025-62164 2026-56340 -73557"),
-        ("security/test_security_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
+        ("security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
     ),
     Class(
         "little that inflates to much",
         _cves("2026-54233 -100650 -109225 -109229"),
         (
-            "security/test_security_regressions.py::test_compressed_bodies_are_refused_unread",
-            "security/test_security_regressions.py::test_no_websocket_inflates",
-            "gateway/test_gateway_guard.py::test_bodies_are_counted_while_read",
+            "security/test_regressions.py::test_compressed_bodies_are_refused_unread",
+            "security/test_regressions.py::test_no_websocket_inflates",
+            "gateway/test_guard.py::test_bodies_are_counted_while_read",
         ),
     ),
     Class(
         "a head without end",
         ("CVE-2025-48956",),
         (
-            "cli/test_cli_http.py::test_heads_up_to_the_limit_and_bodies_beyond_it",
-            "cli/test_cli_http.py::test_a_head_without_end_is_refused",
+            "cli/test_http.py::test_heads_up_to_the_limit_and_bodies_beyond_it",
+            "cli/test_http.py::test_a_head_without_end_is_refused",
         ),
     ),
     Class(
         "a tokenizer that panics, past every `except Exception`",
         ("pyo3 PanicException",),
         (
-            "security/test_security_regressions.py::test_a_tokenizer_that_panics_ends_the_request_only",
-            "decode/test_decode_constraint_limits.py::test_a_library_that_panics_ends_the_request",
+            "security/test_regressions.py::test_a_tokenizer_that_panics_ends_the_request_only",
+            "decoding/test_constraint_limits.py::test_a_library_that_panics_ends_the_request",
         ),
     ),
     Class(
         "text cut inside a character",
         ("vllm#44620", "vllm#17448", "vllm#48853", "rapid-mlx#730"),
         (
-            "text/test_text_stream.py::test_every_split_point",
-            "text/test_text_stream.py::test_behind_a_prompt_the_text_is_what_the_prompt_lacks",
-            "gateway/test_gateway_json.py::test_over_the_wire",
+            "tokenizer/test_stream.py::test_every_split_point",
+            "tokenizer/test_stream.py::test_behind_a_prompt_the_text_is_what_the_prompt_lacks",
+            "gateway/test_json.py::test_over_the_wire",
         ),
     ),
     Class(
@@ -242,38 +242,38 @@ CLASSES = (
             *("CVE-2026-94627", "CVE-2026-112266"),
         ),
         (
-            "bus/test_bus_clients.py::test_unknown_aborts_are_ignored_and_unknown_events_are_not_found",
-            "bus/test_bus_clients.py::test_an_id_in_use_is_refused",
-            "security/test_security_regressions.py::test_ids_that_clients_choose_meet_nobody_elses",
-            "security/test_security_regressions.py::test_a_beginning_of_an_id_names_nothing",
+            "engine_process/test_clients.py::test_unknown_aborts_are_ignored_and_unknown_events_are_not_found",
+            "engine_process/test_clients.py::test_an_id_in_use_is_refused",
+            "security/test_regressions.py::test_ids_that_clients_choose_meet_nobody_elses",
+            "security/test_regressions.py::test_a_beginning_of_an_id_names_nothing",
         ),
     ),
     Class(
         "a reply of no tokens",
         ("vllm#52693",),
-        ("security/test_security_regressions.py::test_a_reply_of_no_words_is_a_reply",),
+        ("security/test_regressions.py::test_a_reply_of_no_words_is_a_reply",),
     ),
     Class(
         "a Host header that changes the path, a range or a form without number",
         (*_cves("2026-48710 -48746 2025-62727 2023-30798"), "PYSEC-2026-248"),
         (
-            "gateway/test_gateway_guard.py::test_foreign_hosts_are_refused",
-            "security/test_security_lint.py::test_nothing_forbidden_is_said",
-            "security/test_security_regressions.py::test_ranges_without_number_cost_nothing",
-            "security/test_security_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
+            "gateway/test_guard.py::test_foreign_hosts_are_refused",
+            "security/test_lint.py::test_nothing_forbidden_is_said",
+            "security/test_regressions.py::test_ranges_without_number_cost_nothing",
+            "security/test_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
         ),
     ),
     Class(
         "keys that are compared, or asked for on some routes only",
         ("CVE-2025-59425",),
-        ("gateway/test_gateway_guard.py::test_keys",),
+        ("gateway/test_guard.py::test_keys",),
     ),
     Class(
         "any web page talks to a server on this machine",
         (*_cves("2026-44211 2024-28224"), "GHSA-5jx5-hqx5-2vrj"),
         (
-            "gateway/test_gateway_guard.py::test_foreign_origins_are_refused",
-            "gateway/test_gateway_guard.py::test_foreign_hosts_are_refused",
+            "gateway/test_guard.py::test_foreign_origins_are_refused",
+            "gateway/test_guard.py::test_foreign_hosts_are_refused",
         ),
     ),
     Class(
@@ -294,8 +294,8 @@ CLASSES = (
         "the server fetches what a request names",
         _cves("2026-45400 -45331 2025-69222"),
         (
-            "security/test_security_regressions.py::test_nothing_is_fetched",
-            "security/test_security_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "security/test_regressions.py::test_nothing_is_fetched",
+            "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
         ),
     ),
 )

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from chatcache.engine.engine import Engine
 from chatcache.errors import InvalidRequest
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Tokens
-from chatcache.types.params import BeamSearchParams, Params, SamplingParams, StructuredOutputs
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
 from tests.security.hostile import Adversary
 
 NUM_CANARIES = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from chatcache.decode.validate import (
+from chatcache.decoding.validation import (
     MAX_DIVERSITY_PENALTY,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
@@ -16,15 +16,17 @@ from chatcache.decode.validate import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
-from chatcache.types.params import (
+from chatcache.types.request import (
+    MAX_PRIORITY,
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
     BeamSearchParams,
+    ForkPoint,
+    GenerateRequest,
     Params,
     SamplingParams,
     StructuredOutputs,
 )
-from chatcache.types.request import MAX_PRIORITY, ForkPoint, GenerateRequest
 
 WIDTHS = (1, 1, 1, 1, 2, 3, 7, 16)
 TINY = 5e-324

@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from chatcache.config import ServerConfig
-from chatcache.gateway import body, jsonio
+from chatcache.gateway import json_codec as jsonio
+from chatcache.gateway import middleware as body
 from tests.gateway.serving import Server
 
 LEAK_BYTES = 1 << 17

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chatcache.engine.client import Launched
+from chatcache.engine.protocols import Launched
 from chatcache.model.runner import Runner
-from chatcache.sched.plan import KVCapacity, StepPlan, StepResult
+from chatcache.types.plan import KVCapacity, StepPlan, StepResult
 
 
 class OneByOne:

@@ -19,11 +19,10 @@ from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.errors import EngineFault
-from chatcache.model.load import load_model
+from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.events import Failed, Started
-from chatcache.types.params import BeamSearchParams, Params, SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from bench.check.context import Context
 from bench.check.figures import Figure, compared, rate
 from bench.check.model import Loaded, load, step
 from chatcache.engine.engine import Engine
-from chatcache.types.params import SamplingParams
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import GenerateRequest, SamplingParams
 
 MOST_IDS = 10_000
 

@@ -12,9 +12,9 @@ from bench.check.ceilings import Ceilings, quick
 from bench.check.context import Context
 from bench.check.figures import above_floor
 from bench.check.timing import wall_s
-from chatcache.model.choose import choose_sampler
-from chatcache.model.sampler import AnySampler
-from chatcache.sched.plan import Draws
+from chatcache.model.loading.loader import choose_sampler
+from chatcache.model.sampling.sampler import AnySampler
+from chatcache.types.plan import Draws
 
 VOCAB = {"full": 151_936, "cpu": 49_152, "tiny": 128}
 BATCHES = {"full": (1, 64, 256), "cpu": (1, 8), "tiny": (2,)}

@@ -17,7 +17,7 @@ from bench.check.context import Context
 from bench.check.figures import Figure, rate
 from bench.check.timing import Work, measure, wall_s
 from bench.check.workload import PAGE, Heads, choose_kernels
-from chatcache.model.swaps import Swaps
+from chatcache.model.swap import Swaps
 
 LAUNCH_BYTES = 64 * 2**20  # below this a launch is judged by its time alone
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from chatcache.cli import http
 from chatcache.config import ServerConfig
+from chatcache.gateway import uvicorn_limits as http
 from tests.gateway.conformance.echoing import PATH, PROTOCOL, echoing
 
 SUITE = "autobahntestsuite==25.10.1"

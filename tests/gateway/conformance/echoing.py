@@ -12,9 +12,9 @@ from starlette.websockets import WebSocket
 
 from chatcache.cli.server import loop_factory, uvicorn_config
 from chatcache.config import ServerConfig
-from chatcache.gateway.access import Protected
-from chatcache.gateway.guard import KEY_PROTOCOL
-from chatcache.gateway.ws_frames import GONE
+from chatcache.gateway.auth.middleware import KEY_PROTOCOL
+from chatcache.gateway.routes import Protected
+from chatcache.gateway.websocket.frames import GONE
 from tests.gateway.serving import Server
 
 PATH = "/echo"

@@ -1,0 +1,89 @@
+"""What else the model would have said at a place inside a stored reply: one step over a prompt that the cache holds.
+
+prompt + reply[:index] -> one draw, held to reply[index]: its raw log-probability, and those of the likeliest
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chatcache.auth import namespace_of
+from chatcache.conversations.replies.events import ReplyDelta, ReplyFinished, ReplyStarted
+from chatcache.conversations.replies.service import ChatService, Reply
+from chatcache.conversations.tree import ConversationTree, Item, new_id
+from chatcache.conversations.turns import Conversations
+from chatcache.errors import EngineFault
+from chatcache.types.events import TokenLogprob
+from chatcache.types.request import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams
+
+_HELD = 100.0  # a bias that no logit of a model makes up for; reported log-probabilities are raw
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The token that is there, and the likeliest, best first.
+
+    `logprob`: None for a token that the model rules out. `rank`: 1 for the likeliest, None beyond those reported.
+    `num_copied_pages`: a fork at the place takes them over.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int | None
+    likeliest: tuple[tuple[int, float], ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_copied_pages: int
+
+
+class Alternatives:
+    """Looks at tokens of stored replies."""
+
+    def __init__(self, conversations: Conversations, service: ChatService) -> None:
+        self._conversations = conversations
+        self._service = service
+
+    async def start(self, tree: ConversationTree, item: Item, index: int) -> Reply:
+        """Ask for the token `index` of a reply, to be `heard`. Raises: InvalidRequest; what submitting raises."""
+        prompt = await self._conversations.behind(tree, item, index)
+        request = GenerateRequest(
+            request_id=new_id("look"),
+            prompt=prompt.token_ids,
+            params=SamplingParams(
+                temperature=0.0,
+                max_tokens=1,
+                logit_bias={item.token_ids[index]: _HELD},
+                ignore_eos=True,
+                logprobs=MAX_TOP_LOGPROBS,
+            ),
+            namespace=namespace_of(tree.conversation.owner),
+            num_public_tokens=prompt.num_public_tokens,
+            conversation_id=tree.conversation.id,
+            explain=True,
+        )
+        return await self._service.start(request, owner=tree.conversation.owner)
+
+
+async def heard(reply: Reply, token_id: int) -> Look:
+    """Read the reply to its end. Raises: ReplyFailed."""
+    scored = TokenLogprob(0.0)
+    drawn: int | None = None
+    num_copied_pages = 0
+    async with reply:
+        async for event in reply.events():
+            if isinstance(event, ReplyStarted) and event.report is not None:
+                num_copied_pages = event.report.num_copied_pages
+            elif isinstance(event, ReplyDelta) and event.logprobs:
+                drawn, scored = event.token_ids[0], event.logprobs[0]
+            elif isinstance(event, ReplyFinished) and drawn is not None:
+                ids = [other for other, _ in scored.top]
+                return Look(
+                    token_id=token_id,
+                    logprob=scored.logprob if drawn == token_id else None,
+                    rank=ids.index(token_id) + 1 if token_id in ids else None,
+                    likeliest=scored.top,
+                    num_prompt_tokens=event.num_prompt_tokens,
+                    num_cached_tokens=event.num_cached_tokens,
+                    num_copied_pages=num_copied_pages,
+                )
+    raise EngineFault("the engine stopped without saying why")

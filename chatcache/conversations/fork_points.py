@@ -1,0 +1,284 @@
+"""Where a turn continues: at a response, at a message, at the end of a conversation, inside a reply.
+
+Forks inside a reply: cut at a token, or as far as a reply goes that is still being generated.
+
+    user --- reply R ............... (still growing, or finished)
+        `--- R cut --- user ---      the cut is stored as a message of its own: what was said later is no part of it
+        |--- R cut + something else  without input the reply itself goes on, as one more candidate beside R
+        `--- R cut + token + ...     with a token that was chosen for it
+
+The tokens up to the cut are R's own, so their pages are too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chatcache.auth import namespace_of
+from chatcache.conversations.prompt import Function, Message, echoed
+from chatcache.conversations.replies.parser import Speech
+from chatcache.conversations.store import ConversationStore, StaleRevision
+from chatcache.conversations.tree import (
+    DELETED,
+    FORKED,
+    INCOMPLETE,
+    ConversationTree,
+    Item,
+    ReplyParts,
+    Turn,
+    main_output,
+    new_id,
+)
+from chatcache.errors import InvalidRequest, NotFound
+from chatcache.tokenizer.reply_format import ReplyFormat
+from chatcache.tokenizer.tokenizer import Tokenizer
+
+_MAX_BYTES_OF_CHARACTER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyStart:
+    """The beginning of candidate `index` of `turn`: its `ids` after `prompt`, and their text.
+
+    `shown` of it is its message's text, `parts` what else there is. The last `num_open` ids begin a character, which is
+    no part of the text yet.
+    """
+
+    turn: Turn
+    index: int
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str
+    shown: str
+    parts: ReplyParts
+    num_open: int = 0
+
+    def item(self) -> Item:
+        """A message of its own, beside the reply it was cut from."""
+        return Item(
+            id=new_id("msg"),
+            parent_id=self.turn.parent_id,
+            role="assistant",
+            text=self.shown,
+            token_ids=self.ids,
+            response_id=self.turn.id,
+            index=self.index,
+            status=INCOMPLETE,
+            finish_reason=FORKED,
+            created_at=time.time(),
+            parts=self.parts,
+        )
+
+
+def cut(
+    speech: Speech, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
+) -> ReplyStart:
+    """The first `num_tokens` of a stored reply, in whole characters; or these and the token `fork_with`.
+
+    Raises: InvalidRequest naming `fork_at` or `fork_with`.
+    """
+    turn, prompt = generated(tree, item, "fork_at")
+    check_fork_at(num_tokens, len(item.token_ids))
+    ids = forked_ids(speech, item.token_ids[:num_tokens], fork_with)
+    some = item.token_ids[: num_tokens or None]
+    _, hidden = whole_characters(speech, prompt, some, skip_special_tokens=True)
+    skips = (item.parts.raw or item.text).startswith(hidden)  # else it was generated with its special tokens shown
+    call_ids = [call.call_id for call in item.parts.tool_calls]
+    return begun(speech, turn, item.index, prompt, ids, call_ids, skips=skips, is_exact=fork_with is not None)
+
+
+def begun(
+    speech: Speech,
+    turn: Turn,
+    index: int,
+    prompt: tuple[int, ...],
+    ids: tuple[int, ...],
+    call_ids: Sequence[str],
+    *,
+    skips: bool,
+    is_exact: bool,
+) -> ReplyStart:
+    """Read the beginning of a reply; the beginning of a character at its end is dropped, or kept open if `is_exact`.
+
+    `skips`: special tokens are no text. `call_ids`: ids that its calls have already.
+    """
+    whole, text = whole_characters(speech, prompt, ids, skip_special_tokens=skips)
+    reading = speech.reading(prompt, call_ids)
+    reading.push(text)
+    reading.finish()
+    num_open = len(ids) - len(whole) if is_exact else 0
+    kept = ids if is_exact else whole
+    return ReplyStart(turn, index, prompt, kept, text, reading.text, reading.parts(text), num_open)
+
+
+def forked_ids(speech: Speech, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
+    """The tokens that a fork begins with. Raises: InvalidRequest for a token that nothing can follow."""
+    if fork_with is None:
+        return ids
+    num_ids = speech.tokenizer.vocab_size
+    if not 0 <= fork_with < num_ids:
+        raise InvalidRequest(f"fork_with must be a token id between 0 and {num_ids - 1}", param="fork_with")
+    if fork_with in speech.tokenizer.eos_token_ids:
+        raise InvalidRequest("fork_with: that token ends the reply, nothing goes on behind it", param="fork_with")
+    return (*ids, fork_with)
+
+
+def generated(tree: ConversationTree, item: Item, param: str) -> tuple[Turn, tuple[int, ...]]:
+    """The response that made a message, and the exact prompt it was generated from.
+
+    Raises: InvalidRequest naming `param` where that, or the message's tokens, are not known.
+    """
+    turn, sequence = tree.turn_of(item), tree.sequence(item)
+    if turn is None or not item.token_ids or not sequence:
+        raise InvalidRequest(f"{param} is for messages that this server generated", param=param)
+    return turn, sequence[: -len(item.token_ids)]
+
+
+def check_fork_at(fork_at: int, num_tokens: int) -> None:
+    """Raises: InvalidRequest unless a reply of `num_tokens` has a token `fork_at`."""
+    if fork_at > num_tokens:
+        raise InvalidRequest(
+            f"fork_at must be at most {num_tokens}, the message's tokens, got {fork_at}", param="fork_at"
+        )
+
+
+def whole_characters(
+    speech: Speech, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+) -> tuple[tuple[int, ...], str]:
+    """Drop the last tokens if they are the beginning of a character; return what is left, and its text."""
+
+    def decode(some: Sequence[int]) -> str:
+        stream = speech.retold(prompt, skip_special_tokens=skip_special_tokens)
+        return stream.push(some) + stream.finish()
+
+    for num_dropped in range(min(_MAX_BYTES_OF_CHARACTER, len(ids))):
+        kept = tuple(ids[: len(ids) - num_dropped])
+        text = decode(kept)
+        if not text.endswith("\ufffd"):
+            return kept, text
+    return tuple(ids), decode(ids)
+
+
+ROOT = "root"
+_NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """What a client asked to say and where. `owner`: whose conversations; at most one of the three places is needed.
+
+    `fork_at` cuts the reply that the place names after so many tokens, and `fork_with`, if there is one, is the token
+    that it goes on with; `running` is that reply while it is generated, cut already. `rev`: the revision that the
+    client has seen; nothing is said in any other.
+    """
+
+    owner: str
+    model: str
+    input: tuple[Message, ...] = ()
+    instructions: str | None = None
+    conversation_id: str | None = None
+    previous_response_id: str | None = None
+    previous_item_id: str | None = None
+    store: bool = True
+    fork_at: int | None = None
+    fork_with: int | None = None
+    running: ReplyStart | None = None
+    functions: tuple[Function, ...] = ()
+    rev: int | None = None
+
+    @property
+    def namespace(self) -> str:
+        """Of the pages."""
+        return namespace_of(self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a turn continues. `start`: the beginning of a reply that comes after `path`."""
+
+    tree: ConversationTree | None
+    path: tuple[Item, ...]
+    start: ReplyStart | None = None
+
+
+class Places:
+    """Finds places in a store's trees."""
+
+    def __init__(self, store: ConversationStore, tokenizer: Tokenizer, form: ReplyFormat) -> None:
+        self._store = store
+        self._tokenizer = tokenizer
+        self._form = form
+
+    async def find(self, request: TurnRequest) -> Place:
+        """Raises: NotFound for ids the owner lacks, InvalidRequest for a place that cannot be; StaleRevision."""
+        owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
+        member = item_id if item_id is not None and item_id != ROOT else response_id
+        if request.running is not None:
+            member, item_id = request.running.turn.id, None
+        conversation_id = request.conversation_id
+        if member is not None:
+            held_by = await self._locate(owner, member, "previous_item_id" if member == item_id else None)
+            if conversation_id is not None and held_by != conversation_id:
+                raise InvalidRequest(f"{member!r} is not in conversation {conversation_id!r}", param="conversation")
+            conversation_id = held_by
+        if conversation_id is None:
+            if item_id == ROOT:
+                raise InvalidRequest("previous_item_id 'root' needs a conversation", param="previous_item_id")
+            if request.fork_at is not None:
+                raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
+            if request.rev is not None:
+                raise InvalidRequest("rev needs a conversation to be the revision of", param="rev")
+            return Place(None, ())
+        tree = await self._store.load(owner, conversation_id)
+        if request.rev is not None and request.rev != tree.conversation.rev:
+            raise StaleRevision(tree.conversation, request.rev)
+        if request.running is not None:
+            return Place(tree, tree.path(request.running.turn.parent_id), request.running)
+        path = tree.path(_leaf(tree, item_id, response_id))
+        if request.fork_at is None:
+            return Place(tree, path)
+        if not path:
+            raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
+        speech = self.speech_of(tree, path[-1])
+        start = await asyncio.to_thread(cut, speech, tree, path[-1], request.fork_at, request.fork_with)
+        if request.input and start.ids == path[-1].token_ids:
+            return Place(tree, path)
+        return Place(tree, path[:-1], start)
+
+    def speech_of(self, tree: ConversationTree, item: Item) -> Speech:
+        """How a stored reply was read."""
+        turn = tree.turn_of(item)
+        names = {function.name for function in echoed(turn.echo.get("tools"))} if turn is not None else set()
+        return Speech(self._tokenizer, self._form if item.parts.raw else ReplyFormat(), names or None)
+
+    async def _locate(self, owner: str, member: str, param: str | None) -> str:
+        try:
+            return await self._store.locate(owner, member)
+        except NotFound:
+            if param is not None:
+                raise NotFound(f"no message {member!r}", param=param) from None
+            raise _no_response(member) from None
+
+
+def _no_response(response_id: str) -> NotFound:
+    message = f"no response {response_id!r}"
+    return NotFound(message, param="previous_response_id", code="previous_response_not_found")
+
+
+def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) -> str | None:
+    if item_id == ROOT:
+        return None
+    if item_id is not None:
+        if item_id not in tree.items:
+            raise NotFound(f"no message {item_id!r}", param="previous_item_id")
+        return item_id
+    if response_id is not None:
+        turn = tree.turns.get(response_id)
+        if turn is None or turn.status == DELETED:
+            raise _no_response(response_id)
+        outputs = tree.outputs(response_id)
+        return main_output(outputs, turn.status).id if outputs else turn.parent_id or None
+    return tree.conversation.active_leaf

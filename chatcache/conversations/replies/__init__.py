@@ -1,0 +1,1 @@
+"""A running reply: candidates, parsed deltas and numbered events. Start at `service`."""

@@ -1,0 +1,255 @@
+"""What a reply says while it is made: text, not tokens; candidates by index.
+
+Live beams as people may read them: each node's own text, and which nodes are in the running.
+
+Fewer, larger deltas for readers that draw frames: the first at once, then at most one per source and window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec.structs import replace
+
+from chatcache.conversations.tree import ReplyParts
+from chatcache.types.events import Beams, StartReport, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyStarted:
+    """The first token was computed; the prompt's figures are final. `index`: which prompt, where there are several.
+
+    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first. So is `report`.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    index: int = 0
+    report: StartReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """More of tool call `number` (0, 1, ... within its candidate). `call_id` and `name` come whole, with the first."""
+
+    number: int
+    arguments: str
+    call_id: str = ""
+    name: str = ""
+
+
+class ReplyDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: made four times as fast as a dataclass
+    """More of candidate `index`. `text` may be empty while characters or a possible stop string are held back.
+
+    `token_ids` and `logprobs` (one each, if asked for) are of the tokens that arrived, shown or not yet shown. Where
+    the model's output is parsed, what it thinks and calls is `reasoning` and `calls`, and no part of `text`.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BeamNode:
+    """A token that was once the newest of a live beam: `text` below that of `parent` (0: the prompt).
+
+    `score`: summed log-probability of the path down to here.
+    """
+
+    id: int
+    parent: int
+    text: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyBeams:
+    """New nodes, parents first, and the ids of those where live beams end now, best first."""
+
+    nodes: tuple[BeamNode, ...]
+    live: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyDone:
+    """Candidate `index` is complete: `text` is all of it, `token_ids` all its tokens, the ending one included.
+
+    `settled_ids` are the ids that stand for exactly `text`, or `parts.raw` where there is one, in a later prompt.
+    `num_pages_freed`: of a candidate that was dropped, None of all others.
+    """
+
+    index: int
+    text: str
+    finish_reason: str
+    stop_reason: str | int | None
+    token_ids: tuple[int, ...]
+    settled_ids: tuple[int, ...]
+    score: float = 0.0
+    parts: ReplyParts = field(default_factory=ReplyParts)
+    num_pages_freed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFinished:
+    """All candidates are done. `cancelled`: ended early on request; `num_pages_freed` is then part of the receipt."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    cancelled: bool = False
+    num_pages_freed: int = 0
+    num_reasoning_tokens: int = 0
+
+
+ReplyEvent = ReplyStarted | ReplyDelta | ReplyBeams | ReplyDone | ReplyFinished
+
+
+class BeamReader:
+    """Turns the engine's nodes into text. A character whose bytes span nodes belongs to the node that completes it."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._unfinished: dict[int, bytes] = {}
+
+    def read(self, event: Beams) -> ReplyBeams:
+        before, self._unfinished = self._unfinished, {}
+        nodes = tuple(
+            BeamNode(
+                beam.node, beam.parent, self._text(beam.node, before.get(beam.parent, b""), beam.token_id), beam.score
+            )
+            for beam in event.beams
+        )
+        return ReplyBeams(nodes, tuple(node.id for node in nodes))
+
+    def _text(self, node: int, before: bytes, token: int) -> str:
+        piece = self._token_bytes[token] if 0 <= token < len(self._token_bytes) else b""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(before + piece)
+        unfinished, _ = decoder.getstate()
+        if unfinished:
+            self._unfinished[node] = unfinished
+        return text
+
+
+def joined(first: ReplyBeams, then: ReplyBeams) -> ReplyBeams:
+    """Several steps as one: all their nodes, in order, and who is left now."""
+    return ReplyBeams(first.nodes + then.nodes, then.live)
+
+
+_BEAMS = -1  # where candidates have their index
+
+Told = ReplyDelta | ReplyBeams
+_HELD_BACK = (False, False, False)
+
+
+class Coalescer:
+    """Hands events to `tell` in order, joining those of one candidate that come within `window_s` of its last one.
+
+    What is said, thought and called is told apart. Reports of live beams are joined likewise. Nothing is awaited and no
+    task made: at most one timer runs. What `tell` raises comes out of the next call. Belongs to one event loop.
+    """
+
+    def __init__(self, tell: Callable[[Told], None], window_s: float) -> None:
+        self._tell = tell
+        self._window_s = window_s
+        self._waiting: dict[int, Told] = {}
+        self._told_s: dict[int, float] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: Exception | None = None
+
+    def take(self, event: Told) -> None:
+        """Tell it now, or with others when its time has come."""
+        self._check()
+        source = event.index if isinstance(event, ReplyDelta) else _BEAMS
+        waiting = self._waiting.get(source)
+        if waiting is not None:
+            if _is_alike(waiting, event):
+                self._waiting[source] = _joined(waiting, event)
+            else:
+                self._waiting[source] = event
+                self._tell(waiting)
+            return
+        now_s = time.monotonic()
+        if now_s >= self._told_s.get(source, 0.0) + self._window_s:
+            self._told_s[source] = now_s
+            self._tell(event)
+            return
+        self._waiting[source] = event
+        if self._timer is None:
+            self._arm(now_s)
+
+    def flush(self) -> None:
+        """Tell all that waits; something else is about to be told."""
+        self._check()
+        self._release(time.monotonic(), self._waiting)
+
+    def close(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _arm(self, now_s: float) -> None:
+        due_s = min(self._told_s[source] for source in self._waiting) + self._window_s
+        self._timer = self._loop.call_later(max(0.0, due_s - now_s), self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        now_s = time.monotonic()
+        try:
+            self._release(now_s, [each for each in self._waiting if now_s >= self._told_s[each] + self._window_s])
+        except Exception as error:
+            self._error = error
+            self.close()
+        if self._waiting:
+            self._arm(now_s)
+
+    def _release(self, now_s: float, sources: Iterable[int]) -> None:
+        for source in list(sources):
+            self._told_s[source] = now_s
+            self._tell(self._waiting.pop(source))
+
+
+def _is_alike(first: Told, then: Told) -> bool:
+    """Whether joining loses nothing: neither the order of text and calls, nor which log-probabilities are of what."""
+    if not (isinstance(first, ReplyDelta) and isinstance(then, ReplyDelta)):
+        return True
+    one, other = _kind(first), _kind(then)
+    return one in (other, _HELD_BACK) or (other == _HELD_BACK and not then.logprobs)
+
+
+def _kind(delta: ReplyDelta) -> tuple[bool, bool, bool]:
+    return bool(delta.text), bool(delta.reasoning), bool(delta.calls)
+
+
+def _joined(first: Told, then: Told) -> Told:
+    """One source's events as one."""
+    match first, then:
+        case ReplyDelta(), ReplyDelta():
+            return replace(
+                first,
+                text=first.text + then.text,
+                token_ids=first.token_ids + then.token_ids,
+                logprobs=first.logprobs + then.logprobs,
+                reasoning=first.reasoning + then.reasoning,
+                calls=first.calls + then.calls,
+            )
+        case ReplyBeams(), ReplyBeams():
+            return joined(first, then)
+    return then

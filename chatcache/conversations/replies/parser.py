@@ -1,0 +1,152 @@
+"""What a candidate says, read apart as it comes: what is shown, what is thought, which functions are called."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from chatcache.conversations.replies.events import CallDelta
+from chatcache.conversations.tree import ReplyParts, ToolCall, new_id
+from chatcache.tokenizer.detokenizer import TextStream
+from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, Said, prompt_end
+from chatcache.tokenizer.tokenizer import Tokenizer
+
+TAIL_TOKENS = 8  # of a prompt: they tell whether the first word of a reply keeps its space
+_ID_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Speech:
+    """How replies of one request are to be read. `names`: the functions that may be called (None: nothing is a call).
+
+    `is_read`: whether there is anything to tell apart at all.
+    """
+
+    tokenizer: Tokenizer
+    form: ReplyFormat = field(default_factory=ReplyFormat)
+    names: Collection[str] | None = None
+
+    @cached_property
+    def is_read(self) -> bool:
+        return bool(self.form.marks(tools=self.names is not None))
+
+    @cached_property
+    def mark_ids(self) -> frozenset[int]:
+        """Special tokens that are marks: they are hidden from people, not from the parser."""
+        return frozenset(self.tokenizer.special_of(self.form.marks(tools=self.names is not None)).values())
+
+    def retold(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+        """The text of a reply that was generated before, from its tokens: whatever ended it, no token ends it now."""
+        return TextStream(
+            self.tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            prompt_ids_tail=tuple(prompt[-TAIL_TOKENS:]),
+            stop_token_ids=(),
+            visible_ids=self.mark_ids,
+        )
+
+    def reading(self, prompt: Sequence[int], call_ids: Sequence[str] = ()) -> Reading:
+        """A new candidate's. `call_ids`: ids that its first calls have already."""
+        if not self.is_read:
+            return Reading(None, 0, ())
+        syntax = self.form.syntax
+        parser = ReplyParser(self.form, prompt_end(self.tokenizer, prompt), self.names)
+        return Reading(parser, syntax.id_chars if syntax is not None else 0, call_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What is new."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls)
+
+    def then(self, other: Heard) -> Heard:
+        if not self:
+            return other
+        return Heard(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
+
+
+class Reading:
+    """One candidate's, as far as it goes. Without a parser all is text."""
+
+    def __init__(self, parser: ReplyParser | None, id_chars: int, call_ids: Sequence[str]) -> None:
+        self._parser = parser
+        self._id_chars = id_chars
+        self._call_ids = list(call_ids)
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._names: list[str] = []
+        self._arguments: list[list[str]] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        each = zip(self._call_ids, self._names, self._arguments, strict=False)
+        return tuple(ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in each)
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._parser is not None and self._parser.is_thinking
+
+    @property
+    def is_past_thought(self) -> bool:
+        """Whether nothing that comes can be thought any more."""
+        return self._parser is None or self._parser.is_past_thought
+
+    def parts(self, raw: str) -> ReplyParts:
+        """What there is beside the text; `raw` is all that was pushed."""
+        if self._parser is None:
+            return ReplyParts()
+        reasoning, calls = "".join(self._thoughts), self.calls
+        return ReplyParts(reasoning, calls, raw if reasoning or calls or raw != self.text else "")
+
+    def push(self, text: str) -> Heard:
+        if self._parser is None:
+            self._texts.append(text)
+            return Heard(text)
+        return self._take(self._parser.push(text))
+
+    def finish(self) -> Heard:
+        """Return what was held back."""
+        return self._take(self._parser.finish()) if self._parser is not None else Heard()
+
+    def _take(self, said: Said) -> Heard:
+        self._texts.append(said.text)
+        if not (said.calls or said.reasoning):
+            return Heard(said.text)
+        if said.reasoning:
+            self._thoughts.append(said.reasoning)
+        deltas: list[CallDelta] = []
+        for part in said.calls:
+            if part.name:
+                self._begin_call(part.name)
+            self._arguments[part.number].append(part.arguments)
+            call_id = self._call_ids[part.number] if part.name else ""
+            delta = CallDelta(part.number, part.arguments, call_id, part.name)
+            if deltas and deltas[-1].number == part.number:
+                last = deltas.pop()
+                delta = CallDelta(part.number, last.arguments + part.arguments, last.call_id, last.name)
+            deltas.append(delta)
+        return Heard(said.text, said.reasoning, tuple(deltas))
+
+    def _begin_call(self, name: str) -> None:
+        self._names.append(name)
+        self._arguments.append([])
+        if len(self._call_ids) < len(self._names):
+            self._call_ids.append(self._new_id())
+
+    def _new_id(self) -> str:
+        if self._id_chars:
+            return "".join(secrets.choice(_ID_LETTERS) for _ in range(self._id_chars))
+        return new_id("call")

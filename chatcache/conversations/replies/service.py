@@ -1,0 +1,291 @@
+"""The reply service: one engine request in, text events of its candidates out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol
+
+import anyio
+
+from chatcache.conversations.fork_points import ReplyStart
+from chatcache.conversations.prompt import (
+    Function,
+    Known,
+    Message,
+    Prompt,
+    PromptBound,
+    PublicPrompts,
+    assemble,
+    calls_of,
+    linked,
+    said,
+    variables,
+)
+from chatcache.conversations.replies.candidate import Candidate
+from chatcache.conversations.replies.events import (
+    BeamReader,
+    ReplyDelta,
+    ReplyDone,
+    ReplyEvent,
+    ReplyFinished,
+    ReplyStarted,
+)
+from chatcache.conversations.replies.parser import Speech
+from chatcache.conversations.token_memo import Transcripts
+from chatcache.engine.protocols import EngineClient
+from chatcache.errors import ChatcacheError
+from chatcache.tokenizer.reply_format import NONE, ReplyFormat
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.events import Beams, CandidateDone, Failed, Finished, Started, Tokens
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+
+# Rendering and tokenising this much text takes about a millisecond; longer prompts leave the event loop alone.
+_INLINE_CHARS = 4_000
+_CHARS_PER_MESSAGE = 40  # what a template takes for an empty one, in characters' worth
+_INLINE_FUNCTIONS = 2
+_ABORT_TIMEOUT_S = 5.0
+
+
+class ReplyFailed(ChatcacheError):
+    """The engine ended the request in an error; fields as the engine gave them."""
+
+    def __init__(self, event: Failed) -> None:
+        super().__init__(event.message, param=event.param, code=event.code)
+        self.status = event.status
+        self.type = "invalid_request_error" if 400 <= event.status < 500 else "server_error"
+
+
+def num_candidates(params: Params) -> int:
+    """How many candidates a request returns."""
+    if isinstance(params, SamplingParams):
+        return params.n
+    return params.n if params.n is not None else params.beam_width
+
+
+def is_ranked(params: Params) -> bool:
+    """Whether candidates come best first, with a score that means something."""
+    return isinstance(params, BeamSearchParams) or params.distinct or (params.best_of or 0) > params.n
+
+
+class ChatService:
+    """Prompts and replies over an engine, wherever it runs."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        transcripts: Transcripts | None = None,
+        public: PublicPrompts | None = None,
+        form: ReplyFormat | None = None,
+        bound: PromptBound | None = None,
+    ) -> None:
+        self.engine = engine
+        self.bound = bound if bound is not None else PromptBound()
+        self.tokenizer = tokenizer
+        self.form = form if form is not None else ReplyFormat()
+        self.transcripts = transcripts if transcripts is not None else Transcripts()
+        self._public = public if public is not None else PublicPrompts()
+        self._live: dict[str, tuple[str, GenerateRequest]] = {}  # by request id, with the owner
+
+    async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
+        """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had.
+
+        Raises: InvalidRequest for the output of a call that was not made, or what the template refuses.
+        """
+        messages = linked(messages, "messages")
+
+        def known(index: int, head: str, message: Message) -> Known | None:
+            return self.transcripts.recall(namespace, head, said(message["content"], calls_of(message)))
+
+        def assembled() -> Prompt:
+            prompt = assemble(self.tokenizer, messages, known, variables(functions), self.bound)
+            num_public = self._public.num_tokens(self.tokenizer, messages, prompt)
+            return replace(prompt, num_public_tokens=num_public) if num_public else prompt
+
+        num_chars = sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages)
+        if num_chars <= _INLINE_CHARS and len(functions) <= _INLINE_FUNCTIONS:
+            return assembled()
+        return await asyncio.to_thread(assembled)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """Tokenise raw text. Raises: ContextTooLong."""
+        self.bound.check(len(text))
+        if len(text) <= _INLINE_CHARS:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens))
+
+    async def start(
+        self,
+        request: GenerateRequest,
+        rendering: str | None = None,
+        prefix: ReplyStart | None = None,
+        functions: Collection[str] | None = None,
+        thinks: bool = True,
+        owner: str | None = None,
+    ) -> Reply:
+        """Submit; the reply must then be read to its end or closed. `owner`: of the tenant (None: the tenant itself).
+
+        `rendering` is the prompt's text when it came from the chat template; it lets later turns recall this reply, and
+        reasoning (unless it `thinks` none) and calls of `functions` (None: of none) are then told apart. `prefix`: the
+        beginning of the reply, which ends the prompt.
+        Raises: what `EngineClient.submit` raises.
+        """
+        await self.engine.submit(request)
+        self._live[request.request_id] = request.namespace if owner is None else owner, request
+        form = self.form if rendering is not None else ReplyFormat()
+        speech = Speech(self.tokenizer, form if thinks else replace(form, reasoning=NONE), functions)
+        return Reply(self, request, rendering, prefix, speech)
+
+    def live_of(self, owner: str) -> dict[str, str]:
+        """Requests of an owner that are being answered, each with its conversation ("" for none)."""
+        return {name: request.conversation_id for name, (whose, request) in self._live.items() if whose == owner}
+
+    @property
+    def num_live(self) -> int:
+        """Requests that are being answered."""
+        return len(self._live)
+
+    async def abort_live(self) -> None:
+        """End every request that is being answered."""
+        for request_id in list(self._live):
+            await self.engine.abort(request_id)
+
+    def forget(self, request: GenerateRequest) -> None:
+        """A reply is over."""
+        self._live.pop(request.request_id, None)
+
+    def remember(self, request: GenerateRequest, rendering: str, candidate: Candidate) -> None:
+        """Keep a finished candidate for clients that will resend it as text."""
+        ids = (*candidate.prompt, *candidate.settled_ids)
+        self.transcripts.remember(request.namespace, rendering, candidate.said, ids, candidate.raw)
+
+
+class ReplyWatcher(Protocol):
+    """Told of each reply that it started, and that it is over, however it ended: not `is_whole` if it was cut short.
+
+    What is not told that it started is told its end.
+    """
+
+    def started(self, reply: Reply) -> None: ...
+
+    def ended(self, reply: Reply, *, is_whole: bool) -> None: ...
+
+
+class Reply:
+    """One accepted request while it is answered. An async context manager: leaving it early aborts the request.
+
+    `is_read`: candidates may have parts beside their text. `num_computed_prompt_tokens`: those that the cache lacked;
+    of one that was cut short before its first token, all that may have been computed.
+    """
+
+    def __init__(
+        self,
+        service: ChatService,
+        request: GenerateRequest,
+        rendering: str | None,
+        prefix: ReplyStart | None,
+        speech: Speech,
+    ) -> None:
+        self.request = request
+        self._service = service
+        self._rendering = rendering
+        self.is_read = speech.is_read
+        self.ended = False
+        self.watcher: ReplyWatcher | None = None
+        self.num_computed_prompt_tokens = 0
+        self._has_started = False
+        self.num_tokens = 0
+        self.candidates = tuple(
+            Candidate(index, speech, request, prefix) for index in range(num_candidates(request.params))
+        )
+
+    async def __aenter__(self) -> Reply:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def events(self) -> AsyncIterator[ReplyEvent]:
+        """Yield until `ReplyFinished`. Raises: ReplyFailed."""
+        beams = BeamReader(self._service.tokenizer.token_bytes)
+        async for event in self._service.engine.events(self.request.request_id):
+            if isinstance(event, Tokens):
+                self.num_tokens += len(event.token_ids)
+                delta = self.candidates[event.index].push(event)
+                if delta is not None:
+                    yield delta
+            elif isinstance(event, Started):
+                self._has_started = True
+                self.num_computed_prompt_tokens = event.num_prompt_tokens - event.num_cached_tokens
+                if self.watcher is not None:
+                    self.watcher.started(self)
+                yield ReplyStarted(
+                    event.num_prompt_tokens, event.num_cached_tokens, event.prompt_logprobs, report=event.report
+                )
+            elif isinstance(event, Beams):
+                yield beams.read(event)
+            elif isinstance(event, CandidateDone):
+                for each in self._settle(event):
+                    yield each
+            elif isinstance(event, Failed):
+                self._end()
+                raise ReplyFailed(event)
+            elif isinstance(event, Finished):
+                if not self._has_started:
+                    self.num_computed_prompt_tokens = event.num_prompt_tokens - event.num_cached_tokens
+                self._end(is_whole=not event.cancelled)
+                for candidate in self.candidates:
+                    if event.cancelled and not candidate.done:
+                        for each in candidate.finish(None):
+                            yield each
+                yield ReplyFinished(
+                    num_prompt_tokens=event.num_prompt_tokens,
+                    num_cached_tokens=event.num_cached_tokens,
+                    num_output_tokens=event.num_output_tokens,
+                    cancelled=event.cancelled,
+                    num_pages_freed=event.num_pages_freed,
+                    num_reasoning_tokens=sum(candidate.num_reasoning_tokens for candidate in self.candidates),
+                )
+                return
+
+    def _end(self, *, is_whole: bool = False) -> None:
+        self.ended = True
+        self._service.forget(self.request)
+        watcher, self.watcher = self.watcher, None
+        if watcher is not None:
+            watcher.ended(self, is_whole=is_whole)
+
+    def _settle(self, event: CandidateDone) -> tuple[ReplyDelta | ReplyDone, ...]:
+        candidate = self.candidates[event.index]
+        events = candidate.finish(event)
+        if self._rendering is not None and not candidate.dropped:
+            self._service.remember(self.request, self._rendering, candidate)
+        return events
+
+    async def cancel(self) -> None:
+        """Ask the engine to stop; `events` then ends with `ReplyFinished(cancelled=True)`."""
+        await self._service.engine.abort(self.request.request_id)
+
+    async def drop(self, index: int) -> None:
+        """Ask the engine to end one candidate; its `ReplyDone` says "cancelled". The last one: as `cancel`.
+
+        Raises: what `EngineClient.drop` raises.
+        """
+        await self._service.engine.drop(self.request.request_id, index)
+
+    async def close(self) -> None:
+        """Abort unless already ended. Safe to call twice, and while being cancelled."""
+        if self.ended:
+            return
+        if not self._has_started:  # the engine may be about to say the first token
+            self.num_computed_prompt_tokens = len(self.request.prompt)
+        # A reader that was slow has not seen all that was computed for it.
+        self.num_tokens = max(self.num_tokens, self._service.engine.num_told(self.request.request_id))
+        self._end()
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
+            await self._service.engine.abort(self.request.request_id)

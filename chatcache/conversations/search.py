@@ -1,0 +1,210 @@
+"""Finding words in what was said: one meaning of a query, whatever stores the text.
+
+A query is words between spaces, and a text matches if it has them all. `don't` or `你好` are several words in a row and
+must stand so. The last word may be only the beginning of one. Case, accents and compatibility forms do not count.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chatcache.conversations.tree import Conversation
+from chatcache.errors import InvalidRequest
+
+NUM_COMPARED = 8  # of a conversation's matching messages, the newest, of which a search shows the best
+MAX_QUERY_CHARS = 4096  # fits a URL, however they are encoded
+_MAX_WORD_CHARS = 64  # longer ones are no words; their beginning is enough to tell them apart
+_SNIPPET_CHARS = 200
+_BEFORE_MARK_CHARS = 40
+_ELLIPSIS = "…"
+
+# Scripts that put no space between words: every character is one. Emoji are words as well.
+_ALONE = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\uff66-\uff9d\U00020000-\U0003ffff\u2600-\u27bf\U0001f000-\U0001faff"
+)
+# Vowel signs and the like belong to the word that they are in; where they can be.
+_MARK_PLANES = ((0x300, 0x2000), (0x3099, 0x309B), (0xA000, 0xAC00), (0x10A00, 0x12000))
+_MARKS = "".join(
+    chr(code) for start, end in _MARK_PLANES for code in range(start, end) if unicodedata.category(chr(code))[0] == "M"
+)
+_WORD = re.compile(f"[{_ALONE}]|(?:[^\\W_{_ALONE}]|[{_MARKS}])+")
+_ASCII_WORD = re.compile("[a-z0-9]+")  # the same for plain ASCII, much faster
+_ACCENTS = re.compile("[\u0300-\u036f]+")
+
+
+class Word(NamedTuple):
+    """A word as it is compared, and where it stands in the text."""
+
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """A piece of a text and the found words in it: (start, end) in characters, in order, apart from each other."""
+
+    text: str
+    marks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A conversation that a query found. Its best message is None where only the title matched."""
+
+    conversation: Conversation
+    item_id: str | None
+    role: str | None
+    snippet: Snippet | None
+    title_marks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How a text matches. `is_whole`: the last word was found as a word, not only as the beginning of one."""
+
+    marks: tuple[tuple[int, int], ...]
+    is_whole: bool
+
+    @property
+    def score(self) -> tuple[bool, int]:
+        """More is better."""
+        return self.is_whole, len(self.marks)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchQuery:
+    """Phrases that a text must all have; the last word of the last one may go on."""
+
+    phrases: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> SearchQuery:
+        """Any text is a query; what is no word in it does not count. Raises: InvalidRequest for one too long."""
+        if len(text) > MAX_QUERY_CHARS:
+            raise InvalidRequest(f"query may have at most {MAX_QUERY_CHARS} characters", param="query")
+        phrases = [tuple(word.text for word in words(part)) for part in text.split()]
+        kept = [phrase for phrase in phrases if phrase]
+        return cls((*dict.fromkeys(kept[:-1]), *kept[-1:]))
+
+    def find(self, text: str) -> Found | None:
+        """Where `text` has the words, or None unless it has them all. A query without words finds nothing."""
+        if not self.phrases:
+            return None
+        found = tuple(words(text))
+        starts: dict[str, list[int]] = {}
+        for at, word in enumerate(found):
+            starts.setdefault(word.text, []).append(at)
+        marked: set[int] = set()
+        for phrase in self.phrases[:-1]:
+            places = [at for at in starts.get(phrase[0], ()) if _stands_at(found, at, phrase)]
+            if not places:
+                return None
+            marked |= {at + k for at in places for k in range(len(phrase))}
+        *before, last = self.phrases[-1]
+        candidates = starts.get(before[0], []) if before else range(len(found))
+        ends = [
+            at + len(before)
+            for at in candidates
+            if at + len(before) < len(found)
+            and found[at + len(before)].text.startswith(last)
+            and _stands_at(found, at, tuple(before))
+        ]
+        if not ends:
+            return None
+        marked |= {end - k for end in ends for k in range(len(before) + 1)}
+        is_whole = any(found[end].text == last for end in ends)
+        return Found(tuple((found[at].start, found[at].end) for at in sorted(marked)), is_whole)
+
+
+def words(text: str) -> Iterator[Word]:
+    """The words of a text, folded."""
+    for match in _WORD.finditer(text):
+        folded = _fold(match.group())
+        if folded:
+            yield Word(folded, match.start(), match.end())
+
+
+def folded(text: str) -> str:
+    """The words of a text as they are compared, a space between each: what an index holds."""
+    if not text.isascii():
+        return " ".join(word.text for word in words(text))
+    found = _ASCII_WORD.findall(text.lower())
+    return " ".join(found if len(max(found, key=len, default="")) <= _MAX_WORD_CHARS else _cut(found))
+
+
+def snippet(text: str, marks: tuple[tuple[int, int], ...]) -> Snippet:
+    """The surroundings of the first mark, cut between words where there are any."""
+    start = max(0, marks[0][0] - _BEFORE_MARK_CHARS)
+    if start:
+        space = re.compile(r"\s").search(text, start, marks[0][0])
+        start = space.end() if space is not None else start
+    end = min(len(text), start + _SNIPPET_CHARS)
+    if end < len(text):
+        space_at = max(text.rfind(each, marks[0][1], end) for each in (" ", "\n"))
+        end = space_at if space_at > 0 else end
+    lead = _ELLIPSIS if start else ""
+    shift = len(lead) - start
+    inside = tuple((first + shift, min(last, end) + shift) for first, last in marks if first < end)
+    return Snippet(lead + text[start:end] + (_ELLIPSIS if end < len(text) else ""), inside)
+
+
+class BestItem(NamedTuple):
+    """The message of a conversation that a query found."""
+
+    item_id: str
+    role: str
+    text: str
+    found: Found
+
+
+def best_of(items: Iterable[tuple[str, str, str]], query: SearchQuery) -> BestItem | None:
+    """Of messages (id, role, text), newest first, the one that matches best of the newest that match."""
+    best: BestItem | None = None
+    num_matching = 0
+    for item_id, role, text in items:
+        found = query.find(text)
+        if found is None:
+            continue
+        num_matching += 1
+        if best is None or found.score > best.found.score:
+            best = BestItem(item_id, role, text, found)
+        if num_matching == NUM_COMPARED:
+            break
+    return best
+
+
+def hit_of(head: Conversation, query: SearchQuery, best: BestItem | None) -> Hit:
+    """A conversation that was found, by its title alone if `best` is None."""
+    title = query.find(head.title)
+    title_marks = title.marks if title is not None else ()
+    if best is None:
+        return Hit(head, None, None, None, title_marks)
+    return Hit(head, best.item_id, best.role, snippet(best.text, best.found.marks), title_marks)
+
+
+def _cut(found: list[str]) -> list[str]:
+    return [word[:_MAX_WORD_CHARS] for word in found]
+
+
+def _stands_at(found: tuple[Word, ...], at: int, phrase: tuple[str, ...]) -> bool:
+    return len(found) >= at + len(phrase) and all(found[at + k].text == word for k, word in enumerate(phrase))
+
+
+def _fold(word: str) -> str:
+    if word.isascii():
+        return word[:_MAX_WORD_CHARS].lower()
+    plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", word[:_MAX_WORD_CHARS])).casefold()
+    if plain.isalnum():
+        return plain[:_MAX_WORD_CHARS]
+    return "".join(filter(_stays, plain))[:_MAX_WORD_CHARS]
+
+
+def _stays(char: str) -> bool:
+    """Whether a character of a compatibility form is part of the word: no dot of "1." and no slash of "1/2"."""
+    return char.isalnum() or (not char.isascii() and unicodedata.category(char)[0] in "MS")

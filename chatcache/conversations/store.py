@@ -1,0 +1,205 @@
+"""The storage contract. One test suite runs against every implementation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from chatcache.auth import KeyStore
+from chatcache.conversations.search import Hit, SearchQuery
+from chatcache.conversations.tree import Conversation, ConversationTree, Item, TreeEdit, Turn
+from chatcache.errors import ChatcacheError
+
+
+class StaleRevision(ChatcacheError):
+    """The conversation changed since the caller read it: `present` is what it is now. Read again, then decide."""
+
+    status = 409
+    type = "conflict_error"
+    code = "stale_revision"
+
+    def __init__(self, present: Conversation, expected: int) -> None:
+        super().__init__(f"conversation {present.id!r} is at rev {present.rev}, not {expected}", param="rev")
+        self.present = present
+
+
+class StoreUnusable(ChatcacheError):
+    """The storage cannot be opened."""
+
+    code = "store_unusable"
+
+
+class StoreUnavailable(ChatcacheError):
+    """The storage does not answer, or takes nothing, for now. Whether it took what it was just given is not known."""
+
+    status = 503
+    code = "store_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An idempotency key: what came with it (`digest`), and the id of what that made. Kept for `KEEP_CLAIMS_S`."""
+
+    key: str
+    digest: str
+    target: str
+
+
+class KeyTaken(ChatcacheError):
+    """The key was used before: `claim` says for what. Nothing was stored."""
+
+    status = 409
+    type = "conflict_error"
+    code = "idempotency_key_reuse"
+
+    def __init__(self, claim: Claim) -> None:
+        super().__init__(
+            "this Idempotency-Key came with another request before: use a new one", param="idempotency_key"
+        )
+        self.claim = claim
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a merge did: nothing, if no conversation was created and no message or response added."""
+
+    conversation: Conversation
+    is_new: bool
+    num_items: int
+    num_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """Conversations that have a new owner, and those that stay because a response is under way in them."""
+
+    num_conversations: int = 0
+    num_busy: int = 0
+
+
+KEEP_CLAIMS_S = 24 * 3600
+
+
+def cursor_of(conversation: Conversation) -> str:
+    """A place in the list of conversations that stays where it is when this one changes or goes."""
+    return f"{conversation.updated_at!r}~{conversation.id}"
+
+
+def read_cursor(text: str) -> tuple[float, str] | None:
+    """`updated_at` and id of a cursor, or None for what is none (an id, say)."""
+    time, mark, conversation_id = text.partition("~")
+    try:
+        updated_at = float(time)
+    except ValueError:
+        return None
+    return (updated_at, conversation_id) if mark and math.isfinite(updated_at) else None
+
+
+class ConversationStore(Protocol):
+    """Trees by id, each visible to its owner only. A call that returns has stored what it says, durably.
+
+    `expect` is the `rev` the caller read; None means "whatever it is". A `claim` is stored with what it is for, both or
+    none. Raises: StaleRevision when `rev` differs; KeyTaken for a claim whose key is; NotFound for ids that do not
+    exist or belong to somebody else; StoreUnavailable.
+    """
+
+    @property
+    def keys(self) -> KeyStore:
+        """The API keys, kept in the same place."""
+        ...
+
+    async def check(self) -> None:
+        """Whether it would store something now. Raises: StoreUnavailable."""
+        ...
+
+    async def create(
+        self,
+        conversation: Conversation,
+        items: Sequence[Item] = (),
+        turn: Turn | None = None,
+        *,
+        claim: Claim | None = None,
+    ) -> None:
+        """Store a new conversation together with its first turn."""
+        ...
+
+    async def claimed(self, owner: str, key: str) -> Claim | None:
+        """What the owner used an idempotency key for, if it is still known."""
+        ...
+
+    async def get(self, owner: str, conversation_id: str) -> Conversation: ...
+
+    async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
+        """Conversations by `updated_at`, newest first, following `after`: an id, or a `cursor_of` one."""
+        ...
+
+    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
+        """Conversations where the title or a message matches, of any branch, in the order of `list`.
+
+        A hit names the message that matches best (`search.Found.score`) of the newest `NUM_COMPARED` that match, the
+        newest of several.
+        """
+        ...
+
+    async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+        """Ids of all conversations in their own order, which no change disturbs, above `after`."""
+        ...
+
+    async def load(self, owner: str, conversation_id: str) -> ConversationTree: ...
+
+    async def locate(self, owner: str, member_id: str) -> str:
+        """The id of the conversation that holds this response or item."""
+        ...
+
+    async def append(
+        self,
+        owner: str,
+        conversation_id: str,
+        items: Sequence[Item],
+        turn: Turn | None = None,
+        *,
+        active_leaf: str | None = None,
+        title: str | None = None,
+        expect: int | None = None,
+        claim: Claim | None = None,
+    ) -> Conversation:
+        """Add `items` (parents first), insert or replace `turn`, move the active leaf, name it if it has no title.
+
+        Raises: NotFound for a parent or leaf that is not there (any more).
+        """
+        ...
+
+    async def update(
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        title: str | None = None,
+        active_leaf: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        expect: int | None = None,
+    ) -> Conversation: ...
+
+    async def edit(
+        self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
+    ) -> Conversation:
+        """Take messages and responses out and replace others, all or nothing. What a removed one held is gone."""
+        ...
+
+    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+        """Store a conversation, or add what one with its id lacks: items (parents first) and turns, by id.
+
+        What is stored already stays as it is; merging again changes nothing.
+        Raises: NotFound where an id is somebody else's or of another conversation; then nothing is stored.
+        """
+        ...
+
+    async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None: ...
+
+    async def hand_over(self, owner: str, to: str) -> Handed:
+        """Make all that an owner has another's, as it is; again does the rest. Idempotency keys stay whose they are."""
+        ...
+
+    async def close(self) -> None: ...

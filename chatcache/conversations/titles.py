@@ -1,0 +1,135 @@
+"""Small questions about a conversation, asked at its end and kept out of it.
+
+    user -- assistant -- user -- assistant          stored; its pages are cached
+                                     `-- "name this" -- answer      a fork: computed, read, forgotten
+
+A side task costs what it adds: the tokens of its own question and of a short answer.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+
+from chatcache.auth import namespace_of
+from chatcache.conversations.fork_points import TurnRequest
+from chatcache.conversations.prompt import Message, echoed
+from chatcache.conversations.replies.service import ChatService, Reply
+from chatcache.conversations.tree import ConversationTree, Item, new_id
+from chatcache.conversations.turns import Conversations
+from chatcache.errors import InvalidRequest
+from chatcache.types.request import GenerateRequest, SamplingParams
+
+MAX_TITLE_CHARS = 60
+MAX_TITLE_WORDS = 10  # a few more than asked for; beyond that the model did not name anything, it went on talking
+_THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+_LABEL = re.compile(r"(?i)^(?:title|titel|titre|título)\s*[:：]\s*")
+_BEFORE = " *_`#>•"
+_BEHIND = " *_`.。:;,"
+_PAIRS = frozenset(('""', "''", "“”", "„“", "„”", "«»", "»«", "‘’", "「」", "『』", "《》", "()", "[]"))
+
+
+@dataclass(frozen=True, slots=True)
+class SideTask:
+    """A question to ask of a conversation, and how long the answer may be."""
+
+    name: str
+    question: str
+    max_tokens: int
+
+
+TITLE = SideTask(
+    name="title",
+    question=(
+        "Give this conversation a title of at most six words, in the language it is held in. "
+        "Answer with the title alone: no quotation marks, no explanation."
+    ),
+    max_tokens=32,
+)
+
+
+class SideTasks:
+    """Side tasks over stored conversations."""
+
+    def __init__(self, conversations: Conversations, service: ChatService) -> None:
+        self._conversations = conversations
+        self._service = service
+
+    async def start(self, task: SideTask, tree: ConversationTree, model: str, priority: int) -> Reply:
+        """Ask at the end of the active branch, prompted as it was. The reply must be read to its end or closed.
+
+        Raises: InvalidRequest (code "nothing_said") while nobody has answered there; what submitting raises.
+        """
+        head = tree.conversation
+        last = _last_reply(tree)
+        turn = tree.turn_of(last)
+        functions = echoed(turn.echo.get("tools")) if turn is not None else ()
+        planned = await self._conversations.plan(
+            TurnRequest(
+                owner=head.owner,
+                model=model,
+                input=(Message(role="user", content=task.question),),
+                instructions=turn.instructions if turn is not None else None,
+                conversation_id=head.id,
+                previous_item_id=last.id,
+                store=False,
+                functions=functions,
+            )
+        )
+        request = GenerateRequest(
+            request_id=new_id(task.name),
+            prompt=planned.prompt.token_ids,
+            params=SamplingParams(temperature=0.0, max_tokens=task.max_tokens),
+            namespace=namespace_of(head.owner),
+            num_public_tokens=planned.prompt.num_public_tokens,
+            conversation_id=head.id,
+            priority=priority,
+        )
+        names = {function.name for function in functions} or None
+        return await self._service.start(request, planned.prompt.text, functions=names, owner=head.owner)
+
+
+def clean_title(text: str) -> str:
+    """One line without markup, or "" where the model said nothing that could name something."""
+    for line in _THOUGHTS.sub("", text).split("\n"):
+        shown = "".join(_shown(char) for char in line)
+        plain = _bare(_LABEL.sub("", _bare(" ".join(shown.split()))))
+        if any(char.isalnum() for char in plain):
+            return _shortened(plain) if len(plain.split()) <= MAX_TITLE_WORDS else ""
+    return ""
+
+
+def _shown(char: str) -> str:
+    if char in "\u200c\u200d":  # joiners: parts of words and of emoji
+        return char
+    category = unicodedata.category(char)
+    return " " if category == "Cc" else "" if category[0] == "C" else char
+
+
+def _bare(text: str) -> str:
+    """Without markup, the quotation marks around all of it, and a full stop."""
+    while True:
+        inner = text.lstrip(_BEFORE).removeprefix("- ").rstrip(_BEHIND)
+        if inner[:1] + inner[-1:] in _PAIRS and len(inner) > 1:
+            inner = inner[1:-1]
+        if inner == text:
+            return text
+        text = inner
+
+
+def _shortened(title: str) -> str:
+    """At most so many characters, cut between words where there are any."""
+    if len(title) <= MAX_TITLE_CHARS:
+        return title
+    head = title[: MAX_TITLE_CHARS - 1]
+    words, space, _ = head.rpartition(" ")
+    return (words if space and len(words) > MAX_TITLE_CHARS // 2 else head).rstrip() + "…"
+
+
+def _last_reply(tree: ConversationTree) -> Item:
+    """The last reply of the active branch. Raises: InvalidRequest."""
+    for item in reversed(tree.path(tree.conversation.active_leaf)):
+        if item.role == "assistant" and item.text:
+            return item
+    raise InvalidRequest("nobody has answered in this conversation yet", param="conversation", code="nothing_said")

@@ -1,0 +1,57 @@
+"""What this server said lately: a client that resends it as text gets the same tokens, hence the same pages."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from chatcache.conversations.prompt import Known
+
+
+class Transcripts:
+    """A least-recently-used map from (namespace, rendering before a reply, reply) to their token ids and its raw text.
+
+    A reply is named by what clients send back of it (`messages.said`); `raw` is all that the model wrote.
+
+    A text has many tokenisations and a model need not generate the one its tokenizer would choose. Surrounding white
+    space of the reply does not count: clients trim. Bounded by the tokens it holds; forgetting costs only page hits.
+    """
+
+    def __init__(self, max_tokens: int = 4_000_000) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._lock = threading.Lock()  # long prompts are assembled on worker threads
+        self._known: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
+
+    def remember(self, namespace: str, head: str, reply: str, token_ids: Sequence[int], raw: str | None = None) -> None:
+        """`raw`: None where it is the reply itself."""
+        key = _key(namespace, head, reply)
+        with self._lock:
+            self._num_tokens -= len(self._known.pop(key, ((), None))[0])
+            self._known[key] = array("i", token_ids), None if raw is None or raw.strip() == reply.strip() else raw
+            self._num_tokens += len(token_ids)
+            while self._num_tokens > self._max_tokens:
+                _, (dropped, _) = self._known.popitem(last=False)
+                self._num_tokens -= len(dropped)
+
+    def recall(self, namespace: str, head: str, reply: str) -> Known | None:
+        key = _key(namespace, head, reply)
+        with self._lock:
+            found = self._known.get(key)
+            if found is None:
+                return None
+            self._known.move_to_end(key)
+            ids, raw = found
+            return Known(reply if raw is None else raw, tuple(ids))
+
+
+def _key(namespace: str, head: str, reply: str) -> bytes:
+    digest = hashlib.sha256()
+    for part in (namespace, head, reply.strip()):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()

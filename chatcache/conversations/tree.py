@@ -1,0 +1,325 @@
+"""The conversation tree: items that know their parent, and nothing that could disagree with that.
+
+    (root) -- user a -- assistant b0        response 1, n = 2
+                    `-- assistant b1 -- user c -- assistant d     response 2 continues from b1
+                                    `-- user e -- assistant f     response 3: an edit of c, a fork at b1
+
+A reply's exact tokens: those of the reply it was assembled on (`Turn.base_item_id`), then the prompt tokens that its
+own turn added, then its own. Only these are stored; sequences are rebuilt by following the chain.
+
+Taking messages out of a conversation: what stays keeps its place, and forgets the tokens that held what went.
+
+    a -- b -- c -- d        without b:   a -- c -- d      c and d are rendered afresh from now on
+          `-- e -- f                      `-- e -- f
+
+Pure: a tree in, an edit out, which the store applies in one piece.
+
+Ids that sort by the time they were made.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from chatcache.errors import ChatcacheError, NotFound
+from chatcache.types.events import FINISH_CANCELLED
+
+IN_PROGRESS = "in_progress"
+COMPLETED = "completed"
+INCOMPLETE = "incomplete"
+CANCELLED = "cancelled"
+FAILED = "failed"
+DELETED = "deleted"  # a response that cannot be found any more, kept for the tokens of messages that stand on it
+FORKED = "fork"  # the finish reason of a message that is the beginning of another
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one response. The prompt counts once, however many candidates share it."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_reasoning_tokens: int = 0
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A function the model asked for. `arguments` is the JSON text it wrote, valid or not."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ReplyParts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a message is beside its text.
+
+    `reasoning` and `tool_calls` were parsed out of what the model wrote, which is `raw` in full ("": it is the text
+    alone). `call_id`: the call that a message of role "tool" answers.
+    """
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    raw: str = ""
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One message. `token_ids` are a reply's own tokens without the one that ended it; input items have none."""
+
+    id: str
+    parent_id: str | None
+    role: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+    response_id: str | None = None
+    index: int = 0
+    status: str = COMPLETED
+    finish_reason: str | None = None
+    created_at: float = 0.0
+    parts: ReplyParts = field(default_factory=ReplyParts)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One response: which reply its prompt extends token by token (None: rendered afresh), and what it added.
+
+    `parent_id`: what its outputs hang under ("": they are roots). `prompt_ids` are empty where the exact prompt is not
+    known any more. `echo`: what the response object repeats of the request and nothing else keeps (metadata,
+    temperature, tools, ...).
+    """
+
+    id: str
+    parent_id: str
+    model: str
+    created_at: float
+    base_item_id: str | None = None
+    prompt_ids: tuple[int, ...] = ()
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    status: str = IN_PROGRESS
+    usage: Usage | None = None
+    echo: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The head of a tree. `owner` is the tenant, never shown on the wire.
+
+    `rev` grows by one with every change. `updated_at`, by which lists are sorted, is when messages or a response came
+    last: who renames, marks or prunes an old conversation does not find it among the newest.
+    """
+
+    id: str
+    owner: str
+    created_at: float
+    updated_at: float
+    title: str = ""
+    active_leaf: str | None = None
+    rev: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def grown(head: Conversation, active_leaf: str | None = None, title: str | None = None) -> Conversation:
+    """What becomes of a head when messages or a response are added. A `title` is for one that has none."""
+    return replace(
+        head,
+        title=head.title or title or "",
+        active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
+        rev=head.rev + 1,
+        updated_at=max(time.time(), head.updated_at),
+    )
+
+
+def revised(
+    head: Conversation,
+    *,
+    title: str | None = None,
+    active_leaf: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Conversation:
+    """What becomes of a head when what is given is set."""
+    return replace(
+        head,
+        title=title if title is not None else head.title,
+        active_leaf=active_leaf if active_leaf is not None else head.active_leaf,
+        metadata=metadata if metadata is not None else head.metadata,
+        rev=head.rev + 1,
+    )
+
+
+def main_output(outputs: Sequence[Item], status: str) -> Item:
+    """The candidate with which a response goes on: the first, or the first that was not dropped."""
+    kept = [item for item in outputs if item.finish_reason != FINISH_CANCELLED]
+    return kept[0] if kept and status != CANCELLED else outputs[0]
+
+
+class ConversationTree:
+    """A loaded conversation, read-only."""
+
+    def __init__(self, conversation: Conversation, items: Iterable[Item], turns: Iterable[Turn]) -> None:
+        self.conversation = conversation
+        self.items: dict[str, Item] = {item.id: item for item in items}
+        self.turns: dict[str, Turn] = {turn.id: turn for turn in turns}
+
+    def path(self, item_id: str | None) -> tuple[Item, ...]:
+        """Items from the root to `item_id`. Raises: KeyError for an unknown id."""
+        path: list[Item] = []
+        while item_id is not None:
+            item = self.items[item_id]
+            path.append(item)
+            item_id = item.parent_id
+        return tuple(reversed(path))
+
+    def children(self, item_id: str | None) -> tuple[Item, ...]:
+        """Items under `item_id` (None: the roots), oldest first."""
+        return tuple(item for item in self.items.values() if item.parent_id == item_id)
+
+    def outputs(self, response_id: str) -> tuple[Item, ...]:
+        """The candidates of a response, by index; not what was forked off them."""
+        turn = self.turns[response_id]
+        found = (item for item in self.items.values() if self.is_made_by(item, turn))
+        return tuple(sorted((item for item in found if item.finish_reason != FORKED), key=lambda item: item.index))
+
+    def inputs(self, response_id: str) -> tuple[Item, ...]:
+        """The messages that came with the request, in order; an assistant's among them is not an output."""
+        turn = self.turns[response_id]
+        found = (item for item in self.items.values() if item.response_id == response_id)
+        return tuple(item for item in found if not self.is_made_by(item, turn))
+
+    def is_made_by(self, item: Item, turn: Turn) -> bool:
+        """Whether the response generated `item`; beginnings of its replies that forks left behind count."""
+        return item.response_id == turn.id and item.role == "assistant" and (item.parent_id or "") == turn.parent_id
+
+    def turn_of(self, item: Item) -> Turn | None:
+        """The response that produced `item`, or None when it came from a client."""
+        if item.role != "assistant" or item.response_id is None:
+            return None
+        turn = self.turns.get(item.response_id)
+        return turn if turn is not None and self.is_made_by(item, turn) else None
+
+    def sequence(self, reply: Item) -> tuple[int, ...]:
+        """Every token up to and including `reply`: exactly what its pages hold. Empty where they are not known."""
+        parts: list[tuple[int, ...]] = []
+        item: Item | None = reply
+        while item is not None:
+            turn = self.turn_of(item)
+            if turn is None or not turn.prompt_ids:
+                return ()
+            parts += (item.token_ids, turn.prompt_ids)
+            if turn.base_item_id is not None and turn.base_item_id not in self.items:
+                return ()
+            item = self.items[turn.base_item_id] if turn.base_item_id is not None else None
+        return tuple(token for part in reversed(parts) for token in part)
+
+
+class ConversationBusy(ChatcacheError):
+    """A response that is being generated stands on what the caller wants to change."""
+
+    status = 409
+    type = "conflict_error"
+    code = "conversation_busy"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEdit:
+    """What to change in a stored tree: what goes, and what replaces the stored form of the same id."""
+
+    active_leaf: str | None
+    removed_items: tuple[str, ...] = ()
+    removed_turns: tuple[str, ...] = ()
+    items: tuple[Item, ...] = ()
+    turns: tuple[Turn, ...] = ()
+
+
+def without_item(tree: ConversationTree, item_id: str) -> TreeEdit:
+    """Take one message out; those under it move up to its parent.
+
+    Their prompts contained it, so their tokens are dropped: they can be continued as before, but not forked inside.
+    Raises: NotFound, ConversationBusy.
+    """
+    item = tree.items.get(item_id)
+    if item is None:
+        raise NotFound(f"no message {item_id!r}", param="item_id")
+    below = {each.id for each in _below(tree, item_id)}
+    held = {item_id, *below}
+    if any(turn.status == IN_PROGRESS and turn.parent_id in held for turn in tree.turns.values()):
+        raise ConversationBusy("a response that continues this message is being generated: cancel it first")
+    turns = (turn for turn in tree.turns.values() if turn.parent_id in held)
+    moved = (each for each in tree.items.values() if each.id in below)
+    return TreeEdit(
+        active_leaf=item.parent_id if tree.conversation.active_leaf == item_id else tree.conversation.active_leaf,
+        removed_items=(item_id,),
+        items=tuple(
+            replace(each, token_ids=(), parent_id=item.parent_id if each.parent_id == item_id else each.parent_id)
+            for each in moved
+        ),
+        turns=tuple(
+            replace(
+                turn,
+                base_item_id=None,
+                prompt_ids=(),
+                parent_id=(item.parent_id or "") if turn.parent_id == item_id else turn.parent_id,
+            )
+            for turn in turns
+        ),
+    )
+
+
+def without_response(tree: ConversationTree, response_id: str) -> TreeEdit:
+    """Take a response out, and those of its messages that nothing else stands on.
+
+    What others were continued from stays in the tree as messages; the response itself cannot be found any more.
+    Raises: ConversationBusy.
+    """
+    turn = tree.turns[response_id]
+    if turn.status == IN_PROGRESS:
+        raise ConversationBusy("the response is being generated: cancel it first")
+    made = [each for each in tree.items.values() if tree.is_made_by(each, turn)]
+    forked = tree.items.get(str(turn.echo.get("forked_item_id")))
+    num_on = Counter(each.parent_id for each in tree.items.values())
+    num_on.update(each.parent_id for each in tree.turns.values() if each.id != response_id)
+    removed: set[str] = set()
+    # Leaves first: each input stands on the one before it, the first perhaps on the beginning of another reply.
+    for each in (*made, *reversed(tree.inputs(response_id)), *((forked,) if forked is not None else ())):
+        if not num_on[each.id]:
+            removed.add(each.id)
+            num_on[each.parent_id] -= 1
+    is_needed = any(each.id not in removed for each in made)
+    gone = replace(turn, status=DELETED, usage=None, echo={})
+    return TreeEdit(
+        active_leaf=_nearest(tree, removed),
+        removed_items=tuple(removed),
+        removed_turns=() if is_needed else (response_id,),
+        turns=(gone,) if is_needed else (),
+    )
+
+
+def _nearest(tree: ConversationTree, removed: Set[str]) -> str | None:
+    """The active leaf, or the nearest above it that is not removed."""
+    leaf = tree.conversation.active_leaf
+    while leaf is not None and leaf in removed:
+        leaf = tree.items[leaf].parent_id
+    return leaf
+
+
+def _below(tree: ConversationTree, item_id: str) -> Iterator[Item]:
+    by_parent: dict[str | None, list[Item]] = {}
+    for item in tree.items.values():
+        by_parent.setdefault(item.parent_id, []).append(item)
+    waiting = list(by_parent.get(item_id, ()))
+    while waiting:
+        item = waiting.pop()
+        yield item
+        waiting += by_parent.get(item.id, ())
+
+
+def new_id(prefix: str, separator: str = "_") -> str:
+    """Return `prefix_` + 12 hex digits of milliseconds since 1970 + 16 random ones."""
+    return f"{prefix}{separator}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(8)}"

@@ -1,0 +1,115 @@
+"""When a candidate ends: EOS, stop token ids, stop strings, length.
+
+Stop strings are matched on bytes, so neither a token boundary nor a character cut in two can hide one. What must be
+remembered of a branch is an immutable `Trail`; forking a branch is sharing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from chatcache.errors import InvalidRequest
+from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
+from chatcache.types.request import Params
+from chatcache.types.stats import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Why a candidate ended; fields as in `types.CandidateDone`."""
+
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+class Trail(msgspec.Struct, frozen=True, gc=False):
+    """What the rules remember of one branch: its length, and the last bytes a stop string could reach back to."""
+
+    num_tokens: int = 0
+    tail: bytes = b""
+
+
+START = Trail()
+
+
+class StopRules:
+    """The stop rules of one request, shared by all its branches.
+
+    `terminal_ids`: tokens that end a candidate (EOS unless ignored, stop token ids). They, and stop strings, cannot
+    end a candidate before `min_tokens` tokens; the ids are to be banned from draws until then (`banned`).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        min_tokens: int = 0,
+        eos_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        token_bytes: Sequence[bytes] | None = None,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.min_tokens = min_tokens
+        self.terminal_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos_ids, *stop_ids)))
+        self._eos_ids = frozenset(eos_ids)
+        self._stop_ids = frozenset(stop_ids)
+        self._stops = tuple((text, text.encode()) for text in stop_strings)
+        self._tail_bytes = max((len(needle) for _, needle in self._stops), default=1) - 1
+        if self._stops and token_bytes is None:
+            raise InvalidRequest("stop strings need a model with a tokenizer", param="stop")
+        self._token_bytes: Sequence[bytes] = token_bytes or ()
+
+    @classmethod
+    def of(
+        cls, params: Params, facts: ModelFacts, *, max_tokens: int, token_bytes: Sequence[bytes] | None
+    ) -> StopRules:
+        """Build the rules of a request. Raises: InvalidRequest for stop strings without a tokenizer."""
+        return cls(
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            eos_ids=() if params.ignore_eos else facts.eos_token_ids,
+            stop_ids=params.stop_token_ids,
+            stop_strings=params.stop,
+            token_bytes=token_bytes,
+        )
+
+    @property
+    def has_stop_strings(self) -> bool:
+        return bool(self._stops)
+
+    def banned(self, trail: Trail) -> tuple[int, ...]:
+        """Ids that must not be drawn next: the terminal ones while fewer than `min_tokens` tokens are out."""
+        return self.terminal_ids if trail.num_tokens < self.min_tokens else ()
+
+    def follow(self, trail: Trail, token: int) -> tuple[Trail, Ended | None]:
+        """Return the trail after `token`, and why the candidate ends with it, or None if it goes on."""
+        num_tokens = trail.num_tokens + 1
+        tail, stop = trail.tail, None
+        if self._stops:
+            tail, stop = self._match(trail.tail, token)
+        after = Trail(num_tokens, tail)
+        if token in self._eos_ids:
+            return after, Ended(FINISH_STOP)
+        if token in self._stop_ids:
+            return after, Ended(FINISH_STOP, token)
+        if stop is not None and num_tokens >= self.min_tokens:
+            return after, Ended(FINISH_STOP, stop)
+        if num_tokens >= self.max_tokens:
+            return after, Ended(FINISH_LENGTH)
+        return after, None
+
+    def _match(self, tail: bytes, token: int) -> tuple[bytes, str | None]:
+        """Find the stop string that ends first within `token` (the longest such); ids without bytes match nothing."""
+        piece = self._token_bytes[token] if 0 <= token < len(self._token_bytes) else b""
+        text = tail + piece
+        best: tuple[int, int, str] | None = None
+        for stop, needle in self._stops:
+            start = text.find(needle, max(0, len(tail) - len(needle) + 1))
+            if start >= 0 and (best is None or (start + len(needle), start) < best[:2]):
+                best = (start + len(needle), start, stop)
+        kept = text[len(text) - self._tail_bytes :] if len(text) > self._tail_bytes else text
+        return kept, best[2] if best else None

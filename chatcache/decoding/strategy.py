@@ -1,0 +1,50 @@
+"""The door to the strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chatcache.decoding.beam_search import BeamStrategy
+from chatcache.decoding.grammar.compiler import Ticket
+from chatcache.decoding.grammar.state import Constraint
+from chatcache.decoding.sampling import BestOfStrategy, SamplingStrategy
+from chatcache.decoding.stopping import StopRules
+from chatcache.decoding.unique import DistinctStrategy
+from chatcache.types.actions import Strategy
+from chatcache.types.request import BeamSearchParams, GenerateRequest
+from chatcache.types.stats import ModelFacts
+
+
+def make_strategy(
+    request: GenerateRequest,
+    facts: ModelFacts,
+    *,
+    seed: int,
+    max_tokens: int,
+    token_bytes: Sequence[bytes] | None,
+    ticket: Ticket | None = None,
+) -> Strategy:
+    """Build the strategy of a request whose parameters `validate_params` has accepted.
+
+    `seed` and `max_tokens` are the resolved ones (`params` may hold None); a negative seed is taken modulo 2**64.
+    `token_bytes[id]` is what a token adds to the text; needed for stop strings only. `ticket` is the grammar that
+    the output must match; the strategy may be asked for draws once it is ready.
+
+    Raises: InvalidRequest for stop strings without `token_bytes`.
+    """
+    params = request.params
+    rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=token_bytes)
+    constraint = None if ticket is None else Constraint(ticket, rules)
+    if isinstance(params, BeamSearchParams):
+        return BeamStrategy(params, rules, vocab_size=facts.vocab_size, constraint=constraint)
+    if params.distinct:
+        return DistinctStrategy(
+            params,
+            rules,
+            seed=seed % 2**64,
+            prompt=request.prompt,
+            vocab_size=facts.vocab_size,
+            constraint=constraint,
+        )
+    lanes = SamplingStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt, constraint=constraint)
+    return lanes if lanes.max_branches == params.n else BestOfStrategy(lanes, params.n)

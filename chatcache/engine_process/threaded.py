@@ -1,0 +1,179 @@
+"""An engine in a thread of this process: what tests, notebooks and `chatcache chat` hold as their EngineClient."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from chatcache.engine_process.client import Switchboard
+from chatcache.engine_process.loop import SteppedEngine, run_engine
+from chatcache.engine_process.protocol import (
+    Command,
+    Events,
+    Loaded,
+    LoadFailed,
+    Notice,
+    Reply,
+    Scored,
+    Stop,
+    from_fault,
+    to_fault,
+)
+from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, ModelFolderError
+from chatcache.types.events import EngineEvent
+from chatcache.types.request import GenerateRequest
+from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
+
+log = logging.getLogger(__name__)
+
+
+class _QueueInbox:
+    def __init__(self) -> None:
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def read(self, block: bool) -> list[Command]:
+        commands = [self.commands.get()] if block else []
+        while True:
+            try:
+                commands.append(self.commands.get_nowait())
+            except queue.Empty:
+                return commands
+
+
+class ThreadedEngine:
+    """EngineClient over `factory()`, which is called and then driven in a thread of its own.
+
+    The thread starts with the first call (or `start`); a submit waits for the factory. Use it from one event loop at a
+    time, and `close` it there. A fault that escapes the engine ends all requests and the thread; there is no restart.
+    """
+
+    def __init__(self, factory: Callable[[], SteppedEngine]) -> None:
+        self._factory = factory
+        self._inbox = _QueueInbox()
+        self._board = Switchboard(self._inbox.commands.put)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._loaded = asyncio.Event()
+        self._error: ChatcacheError | None = None
+        self.facts: ModelFacts | None = None
+
+    async def __aenter__(self) -> ThreadedEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start the thread; returns at once. Calling again is harmless."""
+        self._attach()
+
+    async def wait_loaded(self) -> ModelFacts:
+        """Wait for the factory.
+
+        Raises: ChatcacheError if it failed.
+        """
+        self._attach()
+        await self._loaded.wait()
+        if self.facts is None:
+            raise self._error or EngineFault("the engine did not start")
+        return self.facts
+
+    async def submit(self, request: GenerateRequest) -> None:
+        self._attach()
+        if self._error is not None:
+            raise self._error
+        await self._board.submit(request)
+
+    def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
+        return self._board.events(request_id, after)
+
+    def num_told(self, request_id: str) -> int:
+        return self._board.num_told(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        self._board.abort(request_id)
+
+    async def drop(self, request_id: str, index: int) -> None:
+        await self.wait_loaded()
+        await self._board.drop(request_id, index)
+
+    async def health(self) -> EngineHealth:
+        self._attach()
+        if self._error is not None:
+            return EngineHealth(ready=False, detail=self._error.message)
+        return self._board.health or EngineHealth(ready=False, detail="loading")
+
+    async def explain(
+        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+    ) -> Explanation:
+        await self.wait_loaded()
+        return await self._board.explain(prompt, namespace, num_public_tokens, operator)
+
+    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        await self.wait_loaded()
+        return await self._board.num_cached(prompts, namespace)
+
+    async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
+        await self.wait_loaded()
+        return await self._board.page_map(namespace, operator)
+
+    async def accounts(self) -> PageAccounts:
+        await self.wait_loaded()
+        return await self._board.accounts()
+
+    async def stats(self) -> Any:
+        await self.wait_loaded()
+        return await self._board.ask("stats")
+
+    async def reset_prefix_cache(self) -> bool:
+        await self.wait_loaded()
+        return bool(await self._board.ask("reset_prefix_cache"))
+
+    async def close(self) -> None:
+        """Stop the thread; requests still open end with `Failed`."""
+        self._inbox.commands.put(Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        self._hang_up(EngineFault("the engine was closed"))
+
+    def _attach(self) -> None:
+        """Deliver notices to the running loop from here on."""
+        self._loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="chatcache-engine", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            engine = self._factory()
+            self._post(Loaded(engine.facts, engine.health()))
+            run_engine(engine, self._inbox, self._post)
+        except BaseException as error:  # a thread has no caller to raise to: the clients are told instead
+            # What is wrong with a folder or a setting needs no traceback: whoever waits is told.
+            is_known = isinstance(error, ModelFolderError | InvalidRequest)
+            log.log(logging.DEBUG if is_known else logging.ERROR, "the engine thread ended", exc_info=True)
+            self._post(LoadFailed(to_fault(error)))
+
+    def _post(self, notice: Notice) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._receive, notice)
+
+    def _receive(self, notice: Notice) -> None:
+        if isinstance(notice, Reply | Scored | Events):
+            self._board.receive(notice)
+        elif isinstance(notice, Loaded):
+            self.facts, self._board.health = notice.facts, notice.health
+            self._loaded.set()
+        elif isinstance(notice, LoadFailed):
+            self._hang_up(from_fault(notice.fault))
+
+    def _hang_up(self, error: ChatcacheError) -> None:
+        self._error = self._error or error
+        self._loaded.set()
+        self._board.hang_up(error)

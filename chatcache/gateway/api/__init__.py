@@ -1,0 +1,1 @@
+"""Handlers of the HTTP API, one module per group of routes."""

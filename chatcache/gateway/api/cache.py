@@ -1,0 +1,244 @@
+"""What the KV cache holds: of a prompt before it is sent, and of everybody who is being answered.
+
+Every page of the KV cache in one letter; and which conversations would find theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.conversations.fork_points import TurnRequest
+from chatcache.conversations.offsets import message_ends
+from chatcache.conversations.prompt import Function, Message, Prompt, variables
+from chatcache.errors import InvalidRequest, NotFound
+from chatcache.gateway.api.conversations import store_of
+from chatcache.gateway.api.messages import input_messages, to_messages
+from chatcache.gateway.api.params import check_tokens, conversation_id, tool_use
+from chatcache.gateway.auth.principal import Principal, principal_of, tenant_of
+from chatcache.gateway.context import Model, gateway_of
+from chatcache.gateway.errors import json_response
+from chatcache.gateway.metrics import page_states
+from chatcache.gateway.middleware import read_json
+from chatcache.gateway.responses.objects import TEMPLATE_CHANGED, miss_json
+from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.requests import ExplainFields, WarmthFields
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.stats import EngineHealth, Explanation, PackedPrompt, PageAccounts
+
+_SHOWN_TOKENS = 16
+
+
+async def explain(request: Request) -> Response:
+    """POST /v1/cache/explain: a dry run. Nothing is computed, stored or kept."""
+    gateway, principal = gateway_of(request), principal_of(request)
+    body = await read_json(request)
+    fields = read(body, ExplainFields)
+    ignored = unknown_fields(body, ExplainFields)
+    model = await gateway.ready(fields.model)
+    functions = tool_use(model.service.form, fields.tools, "none", None).functions
+    ends = None
+    async with gateway.counting.turn(principal.owner, len(await request.body())):
+        messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
+        explanation = await gateway.engine.explain(
+            prompt.token_ids, principal.tenant, prompt.num_public_tokens, operator=gateway.is_open
+        )
+        if messages:
+            ends = await asyncio.to_thread(message_ends, model.tokenizer, messages, prompt, variables(functions))
+    answer = {
+        "object": "cache.explanation",
+        "model": gateway.model_name,
+        "prompt_tokens": explanation.num_tokens,
+        "cached_tokens": explanation.num_cached_tokens,
+        "public_tokens": prompt.num_public_tokens,
+        "page_size": explanation.page_size,
+        "pages": [
+            {"index": page.index, "tokens": page.num_tokens, "state": page.state, "public": page.public}
+            for page in explanation.pages
+        ],
+        "miss": _miss(explanation, prompt, model.tokenizer, principal),
+        "divergence": _divergence(prompt, model.tokenizer),
+        "messages": _messages(messages, ends, explanation.num_cached_tokens) if ends is not None else None,
+    }
+    return json_response(answer, headers=ignored_header(ignored))
+
+
+async def accounts(request: Request) -> Response:
+    """GET /v1/cache/accounts: pages held now, shared ones in fractions. A tenant sees its own, an open server all."""
+    gateway, principal = gateway_of(request), principal_of(request)
+    model = await gateway.ready(None)
+    held = await gateway.engine.accounts()
+    if gateway.is_open:
+        return json_response({**_accounts_json(held, None), "pool": _pool_json(await gateway.health())})
+    return json_response(_accounts_json(held, (principal.tenant, model.service.live_of(principal.owner))))
+
+
+async def _prompt(
+    fields: ExplainFields, model: Model, principal: Principal, model_name: str, functions: tuple[Function, ...]
+) -> tuple[Sequence[Message], Prompt]:
+    """The prompt that a request with these fields would have, and its messages. Raises: InvalidRequest, NotFound."""
+    place = fields.conversation or fields.previous_response_id or fields.previous_item_id
+    given = [fields.prompt is not None, fields.messages is not None, fields.input is not None or place is not None]
+    if sum(given) != 1:
+        raise InvalidRequest(
+            "send one of prompt, messages, or the fields of a response.create (input, previous_response_id ...)",
+            param="messages",
+        )
+    if fields.instructions is not None and not given[2]:
+        raise InvalidRequest("instructions go with input; messages have a system message", param="instructions")
+    if fields.messages is not None:
+        messages = to_messages(fields.messages, "messages")
+        return messages, await model.service.prompt(messages, principal.tenant, functions)
+    if fields.prompt is not None:
+        return (), Prompt("", await _raw_prompt(fields.prompt, model))
+    planned = await model.conversations.plan(
+        TurnRequest(
+            owner=principal.owner,
+            model=model_name,
+            input=input_messages(fields.input),
+            instructions=fields.instructions,
+            conversation_id=conversation_id(fields.conversation),
+            previous_response_id=fields.previous_response_id,
+            previous_item_id=fields.previous_item_id,
+            functions=functions,
+        )
+    )
+    return planned.messages, planned.prompt
+
+
+async def _raw_prompt(prompt: str | list[int], model: Model) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return await model.service.encode(prompt, add_special_tokens=True)
+    check_tokens(prompt, model.tokenizer.vocab_size, "prompt")
+    return tuple(prompt)
+
+
+def _miss(
+    explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer, principal: Principal
+) -> dict[str, object] | None:
+    if not explanation.reason:
+        return None
+
+    def shown(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids[:_SHOWN_TOKENS], skip_special_tokens=False)
+
+    # What the cache has instead may be what another user of the tenant said.
+    instead = explanation.diverged_tokens if principal.is_admin else ()
+    why = miss_json(
+        explanation.reason, explanation.at_token, explanation.detail, prompt.divergence, explanation.page_size
+    )
+    return {
+        **why,
+        "text": shown(prompt.token_ids[explanation.at_token :]),
+        "cached_text": shown(instead) if instead else None,
+    }
+
+
+def _divergence(prompt: Prompt, tokenizer: Tokenizer) -> dict[str, object] | None:
+    """Where the rendering leaves what the latest reply of ours was generated from, whatever is cached."""
+    where = prompt.divergence
+    if where is None:
+        return None
+    rest = prompt.token_ids[where.at_token : where.at_token + _SHOWN_TOKENS]
+    return {
+        "reason": TEMPLATE_CHANGED,
+        "message": where.message,
+        "at_char": where.at_char,
+        "at_token": where.at_token,
+        "text": tokenizer.decode(rest, skip_special_tokens=False),
+    }
+
+
+def _messages(messages: Sequence[Message], ends: Sequence[int], num_cached: int) -> list[dict[str, object]]:
+    starts = (0, *ends)
+    return [
+        {
+            "index": index,
+            "role": message["role"],
+            "tokens": end - start,
+            "cached_tokens": min(max(num_cached - start, 0), end - start),
+        }
+        for index, (message, start, end) in enumerate(zip(messages, starts, ends, strict=False))
+    ]
+
+
+def _accounts_json(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None) -> dict[str, object]:
+    """`tenant`: its namespace and its live requests' conversations, or None for everybody's figures."""
+    requests, conversations = held.requests, {name: pages for name, pages in held.conversations.items() if name}
+    num_pages: float = held.num_pages_in_use
+    if tenant is not None:
+        namespace, live = tenant
+        requests = {name: pages for name, pages in requests.items() if name in live}
+        own = set(live.values())
+        conversations = {name: pages for name, pages in conversations.items() if name in own}
+        num_pages = held.namespaces.get(namespace, 0.0)
+    return {
+        "object": "cache.accounts",
+        "scope": "server" if tenant is None else "tenant",
+        "pages_in_use": round(num_pages, 3),
+        "page_bytes": held.page_bytes,
+        "requests": _charges(requests),
+        "conversations": _charges(conversations),
+    }
+
+
+def _pool_json(health: EngineHealth) -> dict[str, object]:
+    """The page map: every page in one state, as of a moment ago."""
+    return {
+        "page_size": health.page_size,
+        **page_states(health),
+        "waste": round(health.waste_fraction, 4),
+        "host_pages": health.num_host_pages,
+        "host_pages_in_use": health.num_host_pages_in_use,
+    }
+
+
+def _charges(pages_of: dict[str, float]) -> list[dict[str, object]]:
+    """Most pages first."""
+    ranked = sorted(pages_of.items(), key=lambda charge: (-charge[1], charge[0]))
+    return [{"id": name, "pages": round(pages, 3)} for name, pages in ranked]
+
+
+TOKEN_BYTES = 4  # of a packed prompt
+
+
+async def page_map(request: Request) -> Response:
+    """GET /v1/cache/map: a tenant sees others' pages as theirs and no more, an open server's visitors all."""
+    gateway, tenant = gateway_of(request), tenant_of(request)
+    await gateway.ready(None)
+    pages = await gateway.engine.page_map(tenant, operator=gateway.is_open)
+    return json_response(
+        {
+            "object": "cache.map",
+            "page_size": pages.page_size,
+            "num_pages": pages.num_pages,
+            "pages_per_cell": pages.num_pages_per_cell,
+            "cells": pages.cells,
+        }
+    )
+
+
+async def warmth(request: Request) -> Response:
+    """POST /v1/cache/warmth: how much of each conversation's active path is computed. Changes nothing."""
+    gateway, principal = gateway_of(request), principal_of(request)
+    body = await read_json(request)
+    fields = read(body, WarmthFields)
+    ignored = unknown_fields(body, WarmthFields)
+    model, store = await gateway.ready(None), store_of(request)
+    prompts: dict[str, PackedPrompt] = {}
+    for stored_id in fields.conversations:
+        with suppress(NotFound):
+            prompts[stored_id] = await model.histories.of(store, principal.owner, stored_id)
+    most = gateway.max_model_len * TOKEN_BYTES  # what lies behind can never have been computed
+    cut = [PackedPrompt(prompt.tokens[:most], prompt.num_public_tokens) for prompt in prompts.values()]
+    counts = await gateway.engine.num_cached(cut, principal.tenant)
+    told = zip(prompts.items(), counts, strict=True)
+    entries = [
+        {"conversation_id": name, "tokens": len(prompt.tokens) // TOKEN_BYTES, "cached_tokens": count}
+        for (name, prompt), count in told
+    ]
+    return json_response({"object": "list", "data": entries}, headers=ignored_header(ignored))

@@ -1,0 +1,277 @@
+"""POST /v1/completions: raw text or token ids, one prompt or several."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.conversations.replies.service import ChatService, Reply, is_ranked, num_candidates
+from chatcache.conversations.tree import new_id
+from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.gateway.api.generation import Heard, PlainChunks, generation, is_plain, merged, respond, usage
+from chatcache.gateway.api.logprobs import CompletionLogprobs, cut_tops, joined, prompt_logprobs
+from chatcache.gateway.api.params import (
+    Asked,
+    check_stream,
+    check_tokens,
+    known_as,
+    named_after,
+    structured_outputs,
+    to_params,
+)
+from chatcache.gateway.auth.principal import principal_of
+from chatcache.gateway.context import gateway_of
+from chatcache.gateway.json_codec import encoded
+from chatcache.gateway.limits.admission import CHARS_PER_TOKEN, work_of
+from chatcache.gateway.middleware import read_json, until_disconnect
+from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.requests import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.request import MAX_N, MAX_PROMPT_LOGPROBS, GenerateRequest
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(request: Request) -> Response:
+    gateway, principal = gateway_of(request), principal_of(request)
+    body = await read_json(request)
+    base, fields, sampling = read(body, CompletionBase), read(body, CompletionFields), read(body, SamplingFields)
+    ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
+    asked = _asked(base, fields, sampling)
+    model = await gateway.ready(base.model)
+    params = to_params(sampling, asked, model.tokenizer.vocab_size)
+    work = work_of(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
+    async with gateway.door.entering(principal, work) as permit:
+        prompts = await _prompts(fields, model.service)
+        width = num_candidates(params)
+        _check_width(len(prompts), width, sampling)
+        with known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
+            _check_prompt_logprobs(prompts, width, asked.prompt_logprobs)
+        priority = gateway.priority(base.priority)
+        completion_id = new_id("cmpl", "-")
+        shown = [model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts]
+        shape = CompletionShape(
+            id=completion_id,
+            created=int(time.time()),
+            model=gateway.model_name,
+            fingerprint=gateway.fingerprint,
+            tokenizer=model.tokenizer,
+            prompts=tuple(prompts),
+            num_choices=len(prompts) * width,
+            echo=tuple(text for text in shown for _ in range(width)),
+            with_scores=is_ranked(params),
+            with_logprobs=fields.logprobs,
+            with_usage=bool(base.stream_options and base.stream_options.include_usage),
+            with_prompt_logprobs=base.prompt_logprobs,
+            with_token_ids=bool(base.return_token_ids),
+        )
+        requests = [
+            GenerateRequest(
+                request_id=f"{completion_id}-{at}",
+                prompt=prompt,
+                params=params,
+                namespace=principal.tenant,
+                priority=priority,
+            )
+            for at, prompt in enumerate(prompts)
+        ]
+        echoed = known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
+        with echoed, named_after(sampling.structured_outputs, "response_format"):
+            replies = await until_disconnect(request, _start(model.service, requests, principal.owner))
+        permit.cover(*replies)
+
+    def events() -> AsyncIterator[ReplyEvent]:
+        return merged([generation(reply, gateway.metrics) for reply in replies], width)
+
+    return await respond(request, events, replies, shape, stream=bool(base.stream), headers=ignored_header(ignored))
+
+
+def _asked(base: CompletionBase, fields: CompletionFields, sampling: SamplingFields) -> Asked:
+    check_stream(base, sampling)
+    echoed_logprobs = fields.logprobs if fields.echo else None
+    if echoed_logprobs is not None and base.stream:
+        raise UnsupportedParameter("echo with logprobs cannot be streamed", param="echo")
+    return Asked(
+        max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
+        logprobs=fields.logprobs,
+        prompt_logprobs=_most(base.prompt_logprobs, echoed_logprobs),
+        structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
+    )
+
+
+def _check_width(num_prompts: int, width: int, sampling: SamplingFields) -> None:
+    most = max(width, sampling.best_of or 1)
+    if num_prompts * most > MAX_N:
+        name = "n" if most == width else "best_of"
+        raise InvalidRequest(f"prompts x {name} must be at most {MAX_N}, got {num_prompts} x {most}", param="prompt")
+
+
+def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_top: int | None) -> None:
+    """Every choice shows its prompt's: bound them all, as the engine bounds one prompt's. Raises: InvalidRequest."""
+    if num_top is None:
+        return
+    num_tokens = width * sum(map(len, prompts))
+    if num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt logprobs ({num_top}) of {num_tokens} prompt tokens, each prompt n times, are more than one "
+            f"answer carries: prompt tokens x n x (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
+            param="prompt_logprobs",
+        )
+
+
+def _num_chars(prompt: Sequence[object]) -> int:
+    """How much text, or as much as token ids stand for."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(_num_chars(part) if isinstance(part, (str, list)) else CHARS_PER_TOKEN for part in prompt)
+
+
+def _num_prompts(prompt: Sequence[object]) -> int:
+    """How many prompts there seem to be; what is none will be refused."""
+    return len(prompt) if not isinstance(prompt, str) and prompt and isinstance(prompt[0], (str, list)) else 1
+
+
+async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:
+    """The prompts as token ids. Raises: InvalidRequest."""
+    given = fields.prompt
+    kinds = set(map(type, given))
+    if isinstance(given, str):
+        entries: list[str | list[int]] = [given]
+    elif kinds == {int}:
+        entries = [cast(list[int], given)]
+    elif int in kinds:
+        raise InvalidRequest("prompt: token ids and texts do not mix in one list", param="prompt")
+    else:
+        entries = cast(list[str | list[int]], given)
+    if len(entries) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts, got {len(entries)}", param="prompt")
+    prompts: list[tuple[int, ...]] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            ids = await service.encode(entry, add_special_tokens=True)
+        else:
+            ids = tuple(entry)
+            check_tokens(ids, service.tokenizer.vocab_size, "prompt")
+        if not ids:
+            raise InvalidRequest("prompt must hold at least one token", param="prompt")
+        prompts.append(ids)
+    return prompts
+
+
+def _most(*numbers: int | None) -> int | None:
+    return max((number for number in numbers if number is not None), default=None)
+
+
+async def _start(service: ChatService, requests: Sequence[GenerateRequest], owner: str) -> list[Reply]:
+    """Submit every prompt, or none. Raises: what `EngineClient.submit` raises."""
+    starts = [asyncio.ensure_future(service.start(request, owner=owner)) for request in requests]
+    try:
+        return list(await asyncio.gather(*starts))
+    except BaseException:  # the first refusal, or the client has left
+        for start in starts:
+            start.cancel()
+        for outcome in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(outcome, Reply):
+                await outcome.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionShape:
+    """The wire form; choices are numbered prompt by prompt. `echo` holds what precedes each choice's text.
+
+    `with_prompt_logprobs`: how many alternatives to show of each prompt token.
+    """
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    prompts: tuple[tuple[int, ...], ...]
+    num_choices: int
+    echo: tuple[str, ...]
+    with_scores: bool
+    with_logprobs: int | None
+    with_usage: bool
+    with_prompt_logprobs: int | None
+    with_token_ids: bool
+
+    async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
+        begun = False
+        tables = [CompletionLogprobs(self.tokenizer) for _ in range(self.num_choices)]
+        num_sent = [0] * self.num_choices
+        plain = PlainChunks(lambda index, text: self._chunk(self._choice(index, text)))
+        only_text = self.with_logprobs is None and not self.with_token_ids
+        async for event in events:
+            if begun and only_text and isinstance(event, ReplyDelta) and is_plain(event):
+                yield plain.of(event)
+                continue
+            if isinstance(event, ReplyDelta | ReplyDone) and not begun:
+                begun = True
+                for index in range(self.num_choices):
+                    yield self._chunk(self._choice(index, self.echo[index]))
+            if isinstance(event, ReplyDelta):
+                choice = self._choice(event.index, event.text)
+                num_sent[event.index] += len(event.token_ids)
+                if event.logprobs:
+                    choice["logprobs"] = tables[event.index].take(event.token_ids, event.logprobs)
+                if self.with_token_ids:
+                    choice["token_ids"] = event.token_ids
+                if event.text or event.logprobs or (self.with_token_ids and event.token_ids):
+                    yield self._chunk(choice)
+            elif isinstance(event, ReplyDone):
+                choice = self._choice(event.index, "", event.finish_reason, event.stop_reason)
+                if self.with_scores:
+                    choice["score"] = event.score
+                if self.with_token_ids:
+                    choice["token_ids"] = event.token_ids[num_sent[event.index] :]
+                yield self._chunk(choice)
+            elif isinstance(event, ReplyFinished) and self.with_usage:
+                yield {**self._chunk(), "usage": usage(event)}
+
+    def whole(self, heard: Heard) -> object:
+        choices = []
+        for done in heard.dones:
+            at = done.index * len(self.prompts) // self.num_choices
+            prompt, scores = self.prompts[at], heard.prompt_logprobs.get(at, ())
+            text = self.echo[done.index] + done.text
+            choice = self._choice(done.index, text, done.finish_reason, done.stop_reason)
+            if self.with_scores:
+                choice["score"] = done.score
+            if self.with_logprobs is not None:
+                table = CompletionLogprobs(self.tokenizer)
+                takes = [table.take(prompt, cut_tops(scores, self.with_logprobs))] if self.echo[done.index] else []
+                takes += [table.take(delta.token_ids, delta.logprobs) for delta in heard.deltas.get(done.index, ())]
+                choice["logprobs"] = encoded(joined(takes))
+            if self.with_prompt_logprobs is not None:
+                rows = prompt_logprobs(self.tokenizer, prompt, cut_tops(scores, self.with_prompt_logprobs))
+                choice["prompt_logprobs"] = encoded(rows)
+            if self.with_token_ids:
+                choice["token_ids"] = done.token_ids
+            choices.append(choice)
+        return {**self._chunk(*choices), "usage": usage(heard.finished)}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+            "usage": None,
+        }
+
+    def _choice(
+        self, index: int, text: str, finish: str | None = None, stop: str | int | None = None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+        return choice if finish is None else {**choice, "stop_reason": stop}

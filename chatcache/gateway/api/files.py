@@ -1,0 +1,210 @@
+"""Conversations leave and come as files: one of them, all of them, and what other servers wrote."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from starlette.endpoints import HTTPEndpoint
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from chatcache.conversations.store import ConversationStore
+from chatcache.conversations.tree import ConversationTree, Item
+from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.gateway.api.conversations import store_of
+from chatcache.gateway.auth.principal import owner_of
+from chatcache.gateway.context import gateway_of
+from chatcache.gateway.errors import UnsupportedMediaType, error_body, json_response
+from chatcache.gateway.json_codec import JsonValues
+from chatcache.gateway.middleware import refuse_encoding
+from chatcache.gateway.websocket.notifications import ConversationHub
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.transfer.format import Draft, end_of_export, portable
+from chatcache.transfer.importer import Adopted, adopt, read_draft
+from chatcache.transfer.markdown import branch_markdown, tree_markdown
+
+JSON_LINES = "application/x-ndjson"
+MARKDOWN = "text/markdown; charset=utf-8"
+ALL = "all"
+MAX_REPORTED = 1000
+_IMPORTED_TYPES = ("application/json", JSON_LINES, "application/jsonl", "application/octet-stream")
+_PAGE = 100
+_FEED_BYTES = 1 << 18
+
+
+async def export_one(request: Request) -> Response:
+    """GET /v1/conversations/{id}/export: all of it as JSON, or one branch to read as Markdown."""
+    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
+    form = request.query_params.get("format", "json")
+    if form not in ("json", "markdown"):
+        raise InvalidRequest('format must be "json" or "markdown"', param="format")
+    items = _branch(tree, request.query_params.get("branch"), whole=form == "json")
+    if form == "json":
+        digest = await _digest(request)
+        wanted = items if items is not None else tuple(tree.items.values())
+        data = await asyncio.to_thread(portable, tree, wanted, digest)
+        return _file(data, "application/json", f"{tree.conversation.id}.json")
+    if items is None:
+        text = await asyncio.to_thread(tree_markdown, tree)
+    else:
+        text = await asyncio.to_thread(branch_markdown, tree.conversation.title, items)
+    return _file(text.encode("utf-8", "replace"), MARKDOWN, f"{tree.conversation.id}.md")
+
+
+class AllConversations(HTTPEndpoint):
+    """/v1/conversations/export. An endpoint, not a function: `export` is no id, whatever the method."""
+
+    async def get(self, request: Request) -> Response:
+        """Every conversation of the tenant, one to a line, one in memory at a time."""
+        store, owner, digest = store_of(request), owner_of(request), await _digest(request)
+        headers = {"content-disposition": 'attachment; filename="conversations.jsonl"'}
+        return StreamingResponse(_lines(store, owner, digest), media_type=JSON_LINES, headers=headers)
+
+
+class Imports(HTTPEndpoint):
+    """/v1/conversations/import."""
+
+    async def post(self, request: Request) -> Response:
+        """Our own files or ChatGPT's, read as they arrive, each conversation all or nothing.
+
+        Raises: InvalidRequest where nothing at all could be imported.
+        """
+        _check_media_type(request)
+        dry_run = _flag(request, "dry_run")
+        gateway = gateway_of(request)
+        tokenizer = (await gateway.ready(None)).tokenizer
+        importer = Importer(store_of(request), owner_of(request), tokenizer, gateway.hub, dry_run=dry_run)
+        values, waiting = JsonValues(), bytearray()
+        try:
+            async for chunk in request.stream():
+                waiting += chunk
+                if len(waiting) >= _FEED_BYTES:
+                    await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
+                    waiting.clear()
+            await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
+            values.end()
+        except InvalidRequest as error:
+            importer.refuse(error)
+        return json_response(importer.report())
+
+
+class Importer:
+    """Reads conversations into a tenant's store and keeps account of them."""
+
+    def __init__(
+        self, store: ConversationStore, owner: str, tokenizer: Tokenizer, hub: ConversationHub, *, dry_run: bool
+    ) -> None:
+        self._store = store
+        self._owner = owner
+        self._tokenizer = tokenizer
+        self._hub = hub
+        self._dry_run = dry_run
+        self._counts: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()
+        self._num_items = 0
+        self._entries: list[dict[str, object]] = []
+        self._first_error: ChatcacheError | None = None
+
+    async def take(self, files: list[bytes]) -> None:
+        """Import some, in order."""
+        for data in files:
+            try:
+                draft = await asyncio.to_thread(read_draft, data, self._owner, self._tokenizer)
+                if draft is not None:
+                    self._done(draft, await adopt(self._store, draft, dry_run=self._dry_run))
+            except (InvalidRequest, NotFound) as error:
+                self.refuse(error)
+
+    def refuse(self, error: ChatcacheError) -> None:
+        """Count one that could not be read."""
+        if self._first_error is None:
+            self._first_error = error
+        self._enter("failed", {"error": error_body(error)})
+
+    def report(self) -> dict[str, object]:
+        """The answer. Raises: InvalidRequest if nothing was imported and something failed."""
+        num_done = sum(self._counts.values()) - self._counts["failed"]
+        if self._first_error is not None and not num_done:
+            raise self._first_error
+        return {
+            "object": "conversation.import",
+            "dry_run": self._dry_run,
+            **{status: self._counts[status] for status in ("created", "extended", "unchanged", "failed")},
+            "num_items": self._num_items,
+            "skipped": dict(self._skipped),
+            "data": self._entries,
+            "has_more": sum(self._counts.values()) > len(self._entries),
+        }
+
+    def _done(self, draft: Draft, adopted: Adopted) -> None:
+        self._num_items += adopted.num_items
+        self._skipped.update(draft.skipped)
+        if adopted.status != "unchanged" and not self._dry_run:
+            self._hub.changed(adopted.conversation)
+        self._enter(
+            adopted.status,
+            {
+                "id": adopted.conversation.id,
+                "source_id": draft.conversation.id[:128],
+                "title": adopted.conversation.title,
+                "num_items": adopted.num_items,
+                "token_exact": draft.is_exact,
+                "skipped": dict(draft.skipped),
+            },
+        )
+
+    def _enter(self, status: str, entry: dict[str, object]) -> None:
+        number = sum(self._counts.values())
+        self._counts[status] += 1
+        if len(self._entries) < MAX_REPORTED:
+            self._entries.append({"number": number, "status": status, **entry})
+
+
+async def _lines(store: ConversationStore, owner: str, digest: str) -> AsyncIterator[bytes]:
+    after: str | None = None
+    num_conversations = 0
+    while ids := await store.ids(owner, _PAGE, after):
+        for conversation_id in ids:
+            try:
+                tree = await store.load(owner, conversation_id)
+            except NotFound:  # deleted meanwhile
+                continue
+            num_conversations += 1
+            yield await asyncio.to_thread(portable, tree, tuple(tree.items.values()), digest) + b"\n"
+        after = ids[-1]
+    yield end_of_export(num_conversations) + b"\n"
+
+
+def _branch(tree: ConversationTree, branch: str | None, *, whole: bool) -> tuple[Item, ...] | None:
+    """The path to `branch`; None for all of the tree. Without one: all (`whole`), or the active branch."""
+    if branch == ALL or (branch is None and whole):
+        return None
+    if branch is not None and branch not in tree.items:
+        raise NotFound(f"no message {branch[:128]!r} in this conversation", param="branch")
+    return tree.path(branch if branch is not None else tree.conversation.active_leaf)
+
+
+async def _digest(request: Request) -> str:
+    """What the stored token ids are ids of."""
+    tokenizer = (await gateway_of(request).ready(None)).tokenizer
+    return await asyncio.to_thread(lambda: tokenizer.digest)
+
+
+def _file(data: bytes, media_type: str, name: str) -> Response:
+    return Response(data, media_type=media_type, headers={"content-disposition": f'attachment; filename="{name}"'})
+
+
+def _check_media_type(request: Request) -> None:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in _IMPORTED_TYPES:
+        raise UnsupportedMediaType(f"send the file with one of these content types: {', '.join(_IMPORTED_TYPES)}")
+    refuse_encoding(request)
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false")
+    if text not in ("true", "false"):
+        raise InvalidRequest(f"{name} must be true or false", param=name)
+    return text == "true"

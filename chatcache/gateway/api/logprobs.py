@@ -1,0 +1,127 @@
+"""Log-probabilities in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Raw
+
+from chatcache.gateway.json_codec import encode, encoded
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.events import TokenLogprob
+
+# JSON has no infinity; clients use this floor for "impossible".
+FLOOR = -9999.0
+
+
+def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[object]:
+    """The `content` list: one entry per token; `bytes` join to the text even where a token is half a character."""
+    return [
+        {**_token(tokenizer, token, entry.logprob), "top_logprobs": [_token(tokenizer, *top) for top in entry.top]}
+        for token, entry in zip(ids, logprobs, strict=True)
+    ]
+
+
+class EncodedLogprobs:
+    """Entries of `chat_logprobs`, kept as the JSON that they become: a tenth of what they take as objects."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def extend(self, entries: bytes) -> None:
+        """Add entries as `encoded_logprobs` returns them."""
+        if self._data and entries:
+            self._data += b","
+        self._data += entries
+
+    def take(self) -> bytes:
+        """Return all entries and forget them."""
+        taken = bytes(self._data)
+        self._data.clear()
+        return taken
+
+    def as_list(self) -> Raw:
+        return list_of(self._data)
+
+
+def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bytes:
+    """The entries of `chat_logprobs` as JSON, without the brackets around them."""
+    return encode(chat_logprobs(tokenizer, ids, logprobs))[1:-1]
+
+
+def list_of(entries: bytes | bytearray) -> Raw:
+    """Encoded entries as a list."""
+    return Raw(b"[%s]" % entries)
+
+
+def prompt_logprobs(tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> list[object]:
+    """vLLM's shape: per prompt token, its own and the top tokens by id; None for the first. Rows are encoded already.
+
+    `rank` is None for a token beyond the alternatives asked for.
+    """
+
+    def entry(token: int, logprob: float, rank: int | None) -> dict[str, object]:
+        text = _bytes(tokenizer, token).decode("utf-8", "replace")
+        return {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": text}
+
+    rows: list[object] = []
+    for token, scored in zip(ids, entries, strict=True):
+        if scored is None:
+            rows.append(None)
+            continue
+        row = {str(other): entry(other, logprob, rank) for rank, (other, logprob) in enumerate(scored.top, start=1)}
+        rows.append(encoded({str(token): row.pop(str(token), entry(token, scored.logprob, None)), **row}))
+    return rows
+
+
+def cut_tops(entries: Sequence[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
+    """The same with at most so many alternatives: two fields of a request may ask for different numbers."""
+    return [None if entry is None else TokenLogprob(entry.logprob, entry.top[:num_top]) for entry in entries]
+
+
+def max_top(entries: Sequence[TokenLogprob | None]) -> int:
+    """How many alternatives each of these has; all have as many."""
+    return len(entries[-1].top) if entries and entries[-1] is not None else 0
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """What a token is by itself; U+FFFD for what is no whole character."""
+    return _bytes(tokenizer, token).decode("utf-8", "replace")
+
+
+def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
+    data = _bytes(tokenizer, token)
+    return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, FLOOR), "bytes": list(data)}
+
+
+def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    return tokenizer.token_bytes[token] if 0 <= token < len(tokenizer.token_bytes) else b""
+
+
+class CompletionLogprobs:
+    """The older shape of /v1/completions: parallel lists, offsets into the text so far."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+
+    def take(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, list[object]]:
+        """The lists for these tokens; the next call continues behind them. Nothing predicts a prompt's first token."""
+        out: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, entry in zip(ids, logprobs, strict=True):
+            text = _bytes(self._tokenizer, token).decode("utf-8", "replace")
+            out["tokens"].append(text)
+            out["token_logprobs"].append(None if entry is None else max(entry.logprob, FLOOR))
+            out["top_logprobs"].append(None if entry is None else self._top(entry))
+            out["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return out
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        return {_bytes(self._tokenizer, t).decode("utf-8", "replace"): max(p, FLOOR) for t, p in entry.top}
+
+
+def joined(parts: Sequence[dict[str, list[object]]]) -> dict[str, list[object]]:
+    """Several takes as one."""
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [entry for part in parts for entry in part[name]] for name in names}

@@ -1,0 +1,148 @@
+"""Chat messages and Responses input items -> messages of a conversation.
+
+chat        assistant {content, reasoning_content, tool_calls}, tool {tool_call_id, content}
+Responses   reasoning, message, function_call, function_call ... are one message; function_call_output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from chatcache.conversations.prompt import Message, assistant_message, tool_message
+from chatcache.conversations.tree import ToolCall
+from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.gateway.schemas.requests import CallFields, MessageFields, Part
+
+Value = TypeVar("Value")
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_THOUGHT_PARTS = ("text", "reasoning_text", "summary_text")
+
+
+def to_messages(fields: Sequence[MessageFields], param: str) -> tuple[Message, ...]:
+    """Read messages. Raises: InvalidRequest, UnsupportedParameter naming `param[i]...`."""
+    reader = _Reader()
+    for at, each in enumerate(fields):
+        reader.take(each, f"{param}[{at}]")
+    reader.flush()
+    return tuple(reader.messages)
+
+
+def input_messages(given: str | Sequence[MessageFields] | None) -> tuple[Message, ...]:
+    """A Responses `input` as messages. Raises: InvalidRequest, UnsupportedParameter."""
+    if isinstance(given, str):
+        return (Message(role="user", content=given),)
+    return to_messages(given or (), "input")
+
+
+@dataclass(slots=True)
+class _Assistant:
+    """An assistant's message while its items are gathered. `text` is None until there is a message item."""
+
+    text: str | None = None
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._open: _Assistant | None = None
+
+    def take(self, item: MessageFields, where: str) -> None:
+        match item.type:
+            case "message":
+                self._message(item, where)
+            case "reasoning":
+                self.flush()
+                thought = item.content or item.summary
+                self._open = _Assistant(reasoning=_text(thought, where, _THOUGHT_PARTS) if thought else "")
+            case "function_call":
+                self._call(item, where)
+            case "function_call_output":
+                self.flush()
+                call_id = _required(item.call_id, f"{where}.call_id")
+                self.messages.append(tool_message(_text(item.output, where, _TEXT_PARTS, "output"), call_id))
+            case _:
+                raise UnsupportedParameter(f"{where}.type {item.type[:40]!r} is not supported", param=f"{where}.type")
+
+    def flush(self) -> None:
+        """An assistant's message is complete. Thoughts that nothing came of are dropped."""
+        done, self._open = self._open, None
+        if done is not None and (done.text is not None or done.calls):
+            self.messages.append(assistant_message(done.text or "", done.reasoning, done.calls))
+
+    def _message(self, item: MessageFields, where: str) -> None:
+        role = _required(item.role, f"{where}.role")
+        if role == "assistant":
+            self._assistant(item, where)
+            return
+        self.flush()
+        if item.tool_calls:
+            raise InvalidRequest(f"{where}.tool_calls: only an assistant calls", param=f"{where}.tool_calls")
+        if role == "tool":
+            call_id = _required(item.tool_call_id, f"{where}.tool_call_id")
+            self.messages.append(tool_message(_text(item.content, where, _TEXT_PARTS), call_id))
+        elif role == "function":
+            raise UnsupportedParameter(f'{where}.role "function" is not supported: use tools', param=f"{where}.role")
+        elif role not in ROLES:
+            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}, tool", param=f"{where}.role")
+        else:
+            self.messages.append(Message(role=ROLES[role], content=_text(item.content, where, _TEXT_PARTS)))
+
+    def _assistant(self, item: MessageFields, where: str) -> None:
+        if item.content is None and not item.tool_calls:
+            raise _missing(f"{where}.content")
+        calls = [_tool_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(item.tool_calls or ())]
+        text = _text(item.content, where, _TEXT_PARTS) if item.content is not None else ""
+        reasoning = item.reasoning_content or item.reasoning or ""
+        begun = self._open
+        if begun is None or begun.text is not None or begun.calls or reasoning:
+            self.flush()
+            begun = _Assistant(reasoning=reasoning)
+        begun.text = text
+        begun.calls += calls
+        self._open = begun
+
+    def _call(self, item: MessageFields, where: str) -> None:
+        call_id = _required(item.call_id, f"{where}.call_id")
+        name, arguments = _required(item.name, f"{where}.name"), _required(item.arguments, f"{where}.arguments")
+        if not 1 <= len(name) <= 256:
+            raise InvalidRequest(f"{where}.name must have 1 to 256 characters", param=f"{where}.name")
+        self._open = self._open if self._open is not None else _Assistant()
+        self._open.calls.append(ToolCall(call_id, name, arguments))
+
+
+def _tool_call(call: CallFields, where: str) -> ToolCall:
+    if call.type != "function":
+        raise UnsupportedParameter(f"{where}.type {call.type[:40]!r} is not supported", param=f"{where}.type")
+    function = _required(call.function, f"{where}.function")
+    return ToolCall(call.id, function.name, function.arguments)
+
+
+def _text(content: str | Sequence[Part] | None, where: str, kinds: Sequence[str], name: str = "content") -> str:
+    if content is None:
+        raise _missing(f"{where}.{name}")
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for at, part in enumerate(content):
+        if part.type not in kinds:
+            raise UnsupportedParameter(
+                f"{where}.{name}[{at}]: only text parts are supported", param=f"{where}.{name}[{at}].type"
+            )
+        texts.append(_required(part.text, f"{where}.{name}[{at}].text"))
+    return "\n".join(texts)
+
+
+def _required(value: Value | None, param: str) -> Value:
+    if value is None:
+        raise _missing(param)
+    return value
+
+
+def _missing(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")

@@ -1,0 +1,91 @@
+"""Models, tokenize, detokenize, version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.conversations.prompt import Function, linked, variables
+from chatcache.errors import InvalidRequest
+from chatcache.gateway.api.messages import to_messages
+from chatcache.gateway.api.params import check_tokens, tool_use
+from chatcache.gateway.auth.principal import owner_of
+from chatcache.gateway.context import Gateway, gateway_of
+from chatcache.gateway.errors import json_response
+from chatcache.gateway.middleware import read_json
+from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.requests import DetokenizeFields, TokenizeFields
+from chatcache.tokenizer.tokenizer import Tokenizer
+
+
+def _card(gateway: Gateway) -> dict[str, object]:
+    return {
+        "id": gateway.model_name,
+        "object": "model",
+        "created": gateway.started_at,
+        "owned_by": "chatcache",
+        "root": gateway.model_name,
+        "parent": None,
+        "max_model_len": gateway.max_model_len or None,
+    }
+
+
+async def list_models(request: Request) -> Response:
+    gateway = gateway_of(request)
+    await gateway.health()
+    # The name of a model that is still loading may not be known yet.
+    return json_response({"object": "list", "data": [_card(gateway)] if gateway.model_name else []})
+
+
+async def get_model(request: Request) -> Response:
+    gateway = gateway_of(request)
+    await gateway.health()
+    gateway.check_model(request.path_params["id"])
+    return json_response(_card(gateway))
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": gateway_of(request).version})
+
+
+async def tokenize(request: Request) -> Response:
+    gateway = gateway_of(request)
+    body = await read_json(request)
+    fields = read(body, TokenizeFields)
+    ignored = unknown_fields(body, TokenizeFields)
+    model = await gateway.ready(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise InvalidRequest("send either prompt or messages", param="prompt")
+    functions = tool_use(model.service.form, fields.tools, "none", None).functions
+    async with gateway.counting.turn(owner_of(request), len(await request.body())):
+        answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer, functions)
+    return json_response({**answer, "max_model_len": gateway.max_model_len}, headers=ignored_header(ignored))
+
+
+def _tokenized(fields: TokenizeFields, tokenizer: Tokenizer, functions: Sequence[Function]) -> dict[str, object]:
+    if fields.messages is not None:
+        generation = fields.add_generation_prompt is not False
+        messages = linked(to_messages(fields.messages, "messages"), "messages")
+        text = tokenizer.render(messages, add_generation_prompt=generation, **variables(functions))
+        ids = tokenizer.encode_rendered(text, add_special_tokens=bool(fields.add_special_tokens))
+    else:
+        ids = tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)
+    answer: dict[str, object] = {"count": len(ids), "tokens": ids}
+    if fields.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_bytes[token].decode("utf-8", "replace") for token in ids]
+    return answer
+
+
+async def detokenize(request: Request) -> Response:
+    gateway = gateway_of(request)
+    body = await read_json(request)
+    fields = read(body, DetokenizeFields)
+    ignored = unknown_fields(body, DetokenizeFields)
+    model = await gateway.ready(fields.model)
+    check_tokens(fields.tokens, model.tokenizer.vocab_size, "tokens")
+    async with gateway.counting.turn(owner_of(request), len(await request.body())):
+        text = await asyncio.to_thread(model.tokenizer.decode, fields.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text}, headers=ignored_header(ignored))

@@ -1,0 +1,439 @@
+"""Wire fields -> the engine's parameters. What a mode cannot honour is refused by name, never dropped.
+
+What the output must match: `structured_outputs` (vLLM's) and `response_format` (OpenAI's) as one thing.
+
+`tools`, `tool_choice` and `parallel_tool_calls`: what a model is told of, what it may call, and how that is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from chatcache.conversations.prompt import Function
+from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.gateway.schemas.requests import (
+    CompletionBase,
+    ConversationRef,
+    FunctionFields,
+    JsonSchemaFields,
+    NamedTool,
+    ResponseFormat,
+    SamplingFields,
+    StructuredFields,
+    TextFormat,
+    ToolChoiceFields,
+    ToolFields,
+)
+from chatcache.tokenizer.reply_format import ReplyFormat, prompt_end
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.tokenizer.tool_grammar import Callee, ToolChoice, call_grammar
+from chatcache.types.request import BeamSearchParams, Params, SamplingParams, StructuredOutputs
+
+Number = TypeVar("Number", int, float)
+
+# What a sampling field must be, if given, for beam search to mean what the client asked.
+_NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "distinct": (False,),
+    "best_of": (1,),
+}
+# And what a beam field must be, if given, for sampling to mean it.
+_NEUTRAL_FOR_SAMPLING: Mapping[str, tuple[object, ...]] = {
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+}
+
+
+class Asked(NamedTuple):
+    """What every route spells in its own way."""
+
+    max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream_beams: bool = False
+
+
+def to_params(fields: SamplingFields, asked: Asked, vocab_size: int) -> Params:
+    """Build the engine's parameters. Raises: InvalidRequest, UnsupportedParameter."""
+    max_tokens = asked.max_tokens
+    if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
+    check_tokens(fields.stop_token_ids or (), vocab_size, "stop_token_ids")
+    if fields.beam_width is not None or fields.use_beam_search:
+        return _beams(fields, asked)
+    for name, neutral in _NEUTRAL_FOR_SAMPLING.items():
+        value = getattr(fields, name)
+        if value is not None and value not in neutral:
+            raise UnsupportedParameter(f"{name} is for beam search (beam_width)", param=name)
+    if asked.stream_beams:
+        raise UnsupportedParameter("stream_beams is for beam search (beam_width)", param="stream_beams")
+    if fields.best_of is not None and fields.best_of < _or(fields.n, 1):
+        raise InvalidRequest(f"best_of must be at least n ({_or(fields.n, 1)})", param="best_of")
+    return SamplingParams(
+        n=_or(fields.n, 1),
+        best_of=fields.best_of,
+        distinct=bool(fields.distinct),
+        temperature=_or(fields.temperature, 1.0),
+        top_p=_or(fields.top_p, 1.0),
+        top_k=_or(fields.top_k, 0),
+        min_p=_or(fields.min_p, 0.0),
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(fields.logit_bias, vocab_size),
+        seed=fields.seed,
+        **_common(fields, asked),
+    )
+
+
+def _common(fields: SamplingFields, asked: Asked) -> dict[str, Any]:
+    """What sampling and beam search have in common."""
+    return {
+        "max_tokens": asked.max_tokens,
+        "min_tokens": _or(fields.min_tokens, 0),
+        "stop": _stops(fields),
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
+        "include_stop_str_in_output": bool(fields.include_stop_str_in_output),
+        "ignore_eos": bool(fields.ignore_eos),
+        "skip_special_tokens": fields.skip_special_tokens is not False,
+        "logprobs": asked.logprobs,
+        "prompt_logprobs": asked.prompt_logprobs,
+        "structured_outputs": asked.structured_outputs,
+    }
+
+
+def _beams(fields: SamplingFields, asked: Asked) -> BeamSearchParams:
+    for name, neutral in _NEUTRAL_FOR_BEAMS.items():
+        value = getattr(fields, name)
+        if value is not None and value not in neutral:
+            raise UnsupportedParameter(f"{name} has no meaning in beam search; leave it out", param=name)
+    if fields.beam_width is not None:
+        width, num_returned = fields.beam_width, _or(fields.n, 1)
+    else:
+        width = num_returned = _or(fields.n, 1)
+    if num_returned > width:
+        raise InvalidRequest(f"n must be at most beam_width ({width})", param="n")
+    return BeamSearchParams(
+        beam_width=width,
+        n=num_returned,
+        length_penalty=_or(fields.length_penalty, 1.0),
+        early_stopping=fields.early_stopping if fields.early_stopping is not None else False,
+        num_beam_groups=_or(fields.num_beam_groups, 1),
+        diversity_penalty=_or(fields.diversity_penalty, 0.0),
+        stream_beams=asked.stream_beams,
+        **_common(fields, asked),
+    )
+
+
+def check_stream(base: CompletionBase, sampling: SamplingFields) -> None:
+    """Refuse to stream what is only known at the end. Raises: UnsupportedParameter."""
+    if not base.stream:
+        return
+    if sampling.best_of is not None and sampling.best_of > _or(sampling.n, 1):
+        raise UnsupportedParameter("best_of cannot be streamed: which are best is known at the end", param="best_of")
+    if base.prompt_logprobs is not None:
+        raise UnsupportedParameter("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+
+
+@contextlib.contextmanager
+def known_as(**names: str | None) -> Iterator[None]:
+    """Rename the engine's fields in refusals to what the client called them (None: as they are)."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = names.get(error.param or "") or error.param
+        raise
+
+
+def conversation_id(conversation: str | ConversationRef | None) -> str | None:
+    """The id of a `conversation` field, however it was written."""
+    return conversation.id if isinstance(conversation, ConversationRef) else conversation
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises: InvalidRequest unless all are ids of the model. Fast: there may be a million."""
+    if tokens:
+        check_token(min(tokens), vocab_size, param)
+        check_token(max(tokens), vocab_size, param)
+
+
+def check_token(token: int, vocab_size: int, param: str) -> None:
+    """Raises: InvalidRequest unless `token` is an id of the model."""
+    if not 0 <= token < vocab_size:
+        raise InvalidRequest(f"{param}: token ids must be between 0 and {vocab_size - 1}, got {token}", param=param)
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not bias:
+        return None
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        check_token(int(key), vocab_size, "logit_bias")
+        found[int(key)] = value
+    return found
+
+
+def _stops(fields: SamplingFields) -> tuple[str, ...]:
+    if fields.stop is None:
+        return ()
+    return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+
+
+def _or(value: Number | None, default: Number) -> Number:
+    return value if value is not None else default
+
+
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def structured_outputs(
+    structured: StructuredFields | None,
+    response_format: ResponseFormat | None = None,
+    text_format: TextFormat | None = None,
+) -> StructuredOutputs | None:
+    """The constraint of a request, None for free text. Raises: InvalidRequest naming the field."""
+    if structured is None:
+        if response_format is not None:
+            return _format(response_format.type, response_format.json_schema, "response_format", ".json_schema")
+        if text_format is not None:
+            return _format(text_format.type, text_format, "text.format", "")
+        return None
+    if response_format is not None or text_format is not None:
+        other = "response_format" if response_format is not None else "text"
+        raise InvalidRequest(f"structured_outputs and {other} exclude each other", param="structured_outputs")
+    chosen = [name for name in structured.__struct_fields__ if getattr(structured, name) not in (None, False)]
+    if len(chosen) != 1:
+        names = ", ".join(structured.__struct_fields__)
+        raise InvalidRequest(f"structured_outputs must have exactly one of {names}", param="structured_outputs")
+    return StructuredOutputs(
+        json=structured.json if structured.json is None or isinstance(structured.json, str) else _text(structured.json),
+        json_object=bool(structured.json_object),
+        regex=structured.regex,
+        choice=tuple(structured.choice or ()),
+        grammar=structured.grammar,
+    )
+
+
+@contextlib.contextmanager
+def named_after(structured: StructuredFields | None, field: str, tools: str | None = None) -> Iterator[None]:
+    """Call the constraint in refusals what the client called it: `field`, unless it used `structured_outputs`.
+
+    `tools`: the field that the constraint comes from, where it is not one of these.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        if (tools is not None or structured is None) and error.param == "structured_outputs":
+            error.param = tools or field
+            error.message = error.message.replace("structured_outputs", error.param)
+        raise
+
+
+def _format(
+    kind: str, schema: JsonSchemaFields | TextFormat | None, name: str, inside: str
+) -> StructuredOutputs | None:
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind != "json_schema":
+        raise InvalidRequest(f"{name}.type must be one of {', '.join(_FORMATS)}", param=f"{name}.type")
+    for field in ("name", "schema"):
+        if schema is None or getattr(schema, field) is None:
+            raise InvalidRequest(
+                f"{name}{inside}.{field} is required",
+                param=f"{name}{inside}.{field}",
+                code="missing_required_parameter",
+            )
+    return StructuredOutputs(json=_text(schema.schema if schema is not None else None))
+
+
+def _text(schema: object) -> str:
+    return msgspec.json.encode(schema).decode()
+
+
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_TOOLS_BYTES = 256 << 10
+_MODES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request says of tools. `names`: the functions that may be called now, None for none.
+
+    `choice` repeats what was asked for; `limits` is how the reply is held to it.
+    """
+
+    functions: tuple[Function, ...] = ()
+    names: frozenset[str] | None = None
+    choice: object = "none"
+    limits: ToolChoice | None = None
+    parallel: bool = True
+
+
+NO_TOOLS = ToolUse()
+
+
+def tool_use(
+    form: ReplyFormat,
+    tools: Sequence[ToolFields] | None,
+    choice: str | ToolChoiceFields | None,
+    parallel: bool | None,
+) -> ToolUse:
+    """Read the three fields for a model with that format. Raises: InvalidRequest, UnsupportedParameter by field."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise UnsupportedParameter("tool_choice needs tools", param="tool_choice")
+        return NO_TOOLS
+    if not form.shows_tools:
+        raise UnsupportedParameter("tools: this model's chat template has no place for them", param="tools")
+    functions = tuple(_function(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+    _check(functions)
+    mode, names = _chosen(choice, functions)
+    echo = msgspec.to_builtins(choice) if choice is not None else "auto"
+    if isinstance(echo, dict):
+        echo = {name: value for name, value in echo.items() if value is not None}
+    parallel = parallel is not False
+    if mode == "none":
+        return ToolUse(functions, None, echo, None, parallel)
+    if form.syntax is None:
+        raise UnsupportedParameter(
+            "tools: how this model writes calls is not known to this server (--tool-call-parser)", param="tools"
+        )
+    held = mode == "required"
+    callees = tuple(_callee(function, held=held) for function in functions if function.name in names)
+    single = not parallel or (isinstance(choice, ToolChoiceFields) and choice.type == "function")
+    limits = ToolChoice(callees, required=held, parallel=not single)
+    return ToolUse(functions, names, echo, limits, parallel)
+
+
+def held_to(params: Params, use: ToolUse, form: ReplyFormat, tokenizer: Tokenizer, prompt: Sequence[int]) -> Params:
+    """Hold a reply to what may be called, and what else it may be. Raises: InvalidRequest naming the field."""
+    end = prompt_end(tokenizer, prompt)
+    asked = params.structured_outputs
+    limits = use.limits
+    if asked is not None and (limits is not None or form.begins_inside(end)):
+        answer = _answer(asked)
+        if answer is None:
+            if limits is not None:
+                raise InvalidRequest(
+                    "tools go with json and json_object only, not with other structured_outputs", param="tools"
+                )
+            return params
+        limits = ToolChoice(
+            limits.callees if limits is not None else (),
+            required=limits is not None and limits.required,
+            parallel=limits is None or limits.parallel,
+            answer=answer,
+        )
+    if limits is None or limits.is_free:
+        return params
+    special = tokenizer.special_of(form.marks(tools=True))
+    grammar = call_grammar(limits, form, special, end)
+    outputs = StructuredOutputs(grammar=grammar, special_token_ids=tuple(special.values()))
+    return msgspec.structs.replace(params, structured_outputs=outputs)
+
+
+def _answer(outputs: StructuredOutputs) -> str | None:
+    if outputs.json_object:
+        return '{"type": "object"}'
+    if outputs.json is None:
+        return None
+    try:
+        schema = json.loads(outputs.json)
+    except (ValueError, RecursionError):
+        return None
+    return json.dumps(schema) if isinstance(schema, dict) else None
+
+
+def _function(tool: ToolFields, where: str) -> Function:
+    if tool.type != "function":
+        raise UnsupportedParameter(
+            f"{where}.type {tool.type[:40]!r} is not supported: only functions are", param=f"{where}.type"
+        )
+    given = tool.function
+    if given is None:
+        if tool.name is None:
+            raise InvalidRequest(f"{where}.function is required", param=f"{where}.function")
+        given = FunctionFields(tool.name, tool.description, tool.parameters, tool.strict)
+    parameters = given.parameters
+    if parameters is not None:
+        _check_schema(parameters, f"{where}.parameters")
+    return Function(given.name, given.description, parameters, bool(given.strict))
+
+
+def _check_schema(schema: Mapping[str, Any], param: str) -> None:
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(f'{param}.type must be "object"', param=f"{param}.type")
+    size = len(msgspec.json.encode(schema))
+    if size > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(f"{param} must have at most {MAX_SCHEMA_BYTES} bytes, got {size}", param=param)
+
+
+def _check(functions: Sequence[Function]) -> None:
+    names = [function.name for function in functions]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise InvalidRequest(f"tools[{at}]: there are two functions {name!r}", param="tools")
+    size = len(msgspec.json.encode([function.echo() for function in functions]))
+    if size > MAX_TOOLS_BYTES:
+        raise InvalidRequest(f"tools must have at most {MAX_TOOLS_BYTES} bytes, got {size}", param="tools")
+
+
+def _chosen(choice: str | ToolChoiceFields | None, functions: Sequence[Function]) -> tuple[str, frozenset[str]]:
+    """The mode, and the functions it is about."""
+    known = frozenset(function.name for function in functions)
+    if choice is None or isinstance(choice, str):
+        if choice is not None and choice not in _MODES:
+            raise InvalidRequest(
+                f"tool_choice must be one of {', '.join(_MODES)}, or name a function", param="tool_choice"
+            )
+        return choice or "auto", known
+    if choice.type == "function":
+        return "required", frozenset([_named(choice, known)])
+    if choice.type != "allowed_tools":
+        raise UnsupportedParameter(f"tool_choice.type {choice.type[:40]!r} is not supported", param="tool_choice.type")
+    inner = choice.allowed_tools
+    mode, tools = (inner.mode, inner.tools) if inner is not None else (choice.mode, choice.tools)
+    if mode not in ("auto", "required"):
+        raise InvalidRequest("tool_choice.mode must be auto or required", param="tool_choice.mode")
+    if not tools:
+        raise InvalidRequest("tool_choice.tools is required", param="tool_choice.tools")
+    return mode, frozenset(_named(tool, known) for tool in tools)
+
+
+def _named(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) -> str:
+    name = tool.function.name if tool.function is not None else tool.name
+    if tool.type != "function" or name is None:
+        raise InvalidRequest("tool_choice must name a function", param="tool_choice")
+    if name not in known:
+        raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
+    return name
+
+
+def _callee(function: Function, *, held: bool) -> Callee:
+    """`held`: arguments are held to the schema whether it is strict or not."""
+    if not (held or function.strict):
+        return Callee(function.name)
+    parameters = function.parameters
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    return Callee(function.name, json.dumps({"type": "object", **parameters}))

@@ -1,0 +1,88 @@
+"""The tokens of a stored message: where each is in its text, and what else the model would have said there."""
+
+from __future__ import annotations
+
+import math
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatcache.conversations.alternatives import Alternatives, Look, heard
+from chatcache.conversations.fork_points import generated
+from chatcache.conversations.tree import ConversationTree, Item
+from chatcache.errors import InvalidRequest
+from chatcache.gateway.api.conversations import find_item, store_of
+from chatcache.gateway.api.logprobs import FLOOR, token_text
+from chatcache.gateway.auth.principal import owner_of, principal_of
+from chatcache.gateway.context import gateway_of
+from chatcache.gateway.errors import json_response
+from chatcache.gateway.limits.rate_limits import Work
+from chatcache.gateway.middleware import until_disconnect
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.request import MAX_TOP_LOGPROBS
+
+_DEFAULT_TOP = "8"
+_MAX_DIGITS = 9
+
+
+async def list_tokens(request: Request) -> Response:
+    """GET /v1/conversations/{id}/items/{item_id}/tokens: which characters of the text each token shows."""
+    model = await gateway_of(request).ready(None)
+    tree, item = await _message(request)
+    spans = await model.conversations.spans(tree, item)
+    entries = [
+        {"index": index, "start": span[0] if span else None, "end": span[1] if span else None}
+        for index, span in enumerate(spans)
+    ]
+    return json_response({"object": "list", "item_id": item.id, "data": entries})
+
+
+async def one_token(request: Request) -> Response:
+    """GET .../tokens/{index}: what the model says at that place, the likeliest first. Stores nothing."""
+    top = _number(request.query_params.get("top", _DEFAULT_TOP), "top", 1, MAX_TOP_LOGPROBS)
+    model = await gateway_of(request).ready(None)
+    tree, item = await _message(request)
+    generated(tree, item, "item_id")
+    index = _number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
+    async with gateway_of(request).door.entering(principal_of(request), Work(0, max_tokens=1)) as permit:
+        reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
+        permit.cover(reply)
+    look = await until_disconnect(request, heard(reply, item.token_ids[index]))
+    return json_response(_look_json(model.tokenizer, index, look, top))
+
+
+async def _message(request: Request) -> tuple[ConversationTree, Item]:
+    """Raises: NotFound."""
+    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
+    return tree, find_item(tree, request.path_params["item_id"])[0]
+
+
+def _number(text: str, name: str, least: int, most: int) -> int:
+    """Raises: InvalidRequest naming the bounds."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    if not is_number or not least <= int(text) <= most:
+        raise InvalidRequest(f"{name} must be between {least} and {most}", param=name)
+    return int(text)
+
+
+def _look_json(tokenizer: Tokenizer, index: int, look: Look, top: int) -> dict[str, object]:
+    def told(token: int, logprob: float | None) -> dict[str, object]:
+        return {
+            "id": token,
+            "text": token_text(tokenizer, token),
+            "logprob": FLOOR if logprob is None else max(logprob, FLOOR),
+            "probability": 0.0 if logprob is None else math.exp(logprob),
+            "ends": token in tokenizer.eos_token_ids,
+        }
+
+    return {
+        "object": "message.token",
+        "index": index,
+        "token": {**told(look.token_id, look.logprob), "rank": look.rank},
+        "alternatives": [told(token, logprob) for token, logprob in look.likeliest[:top]],
+        "usage": {
+            "input_tokens": look.num_prompt_tokens,
+            "cached_tokens": look.num_cached_tokens,
+            "copied_pages": look.num_copied_pages,
+        },
+    }

@@ -1,0 +1,1 @@
+"""Authentication: API keys, session cookies and the principal of each request."""

@@ -1,0 +1,218 @@
+"""Who speaks: Host and Origin allow-lists, then keys and sessions. One answer for HTTP and WebSocket.
+
+What each route wants of them is `access.py`'s affair.
+
+Requests of a key that is revoked while they are answered end: those that wait with a 401, streams where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, cookie_parser
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chatcache.config import ServerConfig
+from chatcache.errors import ChatcacheError
+from chatcache.gateway.api.sse import EventStream, stream_in
+from chatcache.gateway.auth.keys import Keyring
+from chatcache.gateway.auth.principal import EVERYBODY, NAME, Principal, Session, admit, read_session, who
+from chatcache.gateway.errors import Forbidden, revoked
+
+KEY_PROTOCOL = "openai-insecure-api-key."
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_HOST = re.compile(r"(?:\[(?P<ip>[0-9a-f:.]+)\]|(?P<name>[^\s:\[\]/?#@\\]+))(?::[0-9]{1,5})?")
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class Guard:
+    """Refuses foreign hosts and origins before routing. Raises: Forbidden (the request context makes it an answer).
+
+    Sets who asks (`principal.who`): derived from the key, so that the key itself goes no further.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._hosts = frozenset(host.lower() for host in (*_LOOPBACK_HOSTS, *config.allowed_hosts))
+        self._any_host = "*" in self._hosts
+        # A page that rebinds DNS sends its own name, never an address: on a public bind, addresses are safe.
+        self._any_address = _is_wildcard(config.host)
+        if not self._any_address:
+            self._hosts |= {config.host.lower()}
+        self._origins = frozenset(origin.lower().rstrip("/") for origin in config.cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            headers = Headers(scope=scope)
+            self._check_host(headers)
+            self._check_origin(headers)
+            try:
+                admit(scope, self._principal(scope, headers))
+            except ChatcacheError as error:  # of no account where everybody may go
+                admit(scope, error)
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        given = headers.getlist("host")
+        name = _host_name(given[0]) if len(given) == 1 else ""
+        if self._any_host or name in self._hosts or (self._any_address and _is_address(name)):
+            return
+        raise Forbidden("this Host is not served here; allow it with --allowed-host", code="host_not_allowed")
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or origin.lower().rstrip("/") in self._origins:
+            return
+        if _netloc(origin) == headers.get("host", "").lower():
+            return
+        raise Forbidden("this Origin is not allowed; allow it with --cors-origin", code="origin_not_allowed")
+
+    def _principal(self, scope: Scope, headers: Headers) -> Principal:
+        """Raises: Unauthorized, Forbidden, StoreUnavailable."""
+        if self._keyring.is_open:
+            return EVERYBODY
+        offered = offered_key(scope, headers)
+        if offered is not None:
+            return self._keyring.of_key(offered)
+        session = offered_session(headers)
+        if session is None:
+            return self._keyring.nobody()
+        principal = self._keyring.of_session(session)
+        # The browser adds the cookie to whatever a page asks for: what changes something must be this server's page.
+        if (scope["type"] == "websocket" or scope["method"] not in _SAFE) and not _is_same_origin(headers):
+            raise Forbidden("a session needs the Origin of this server's page", code="origin_not_allowed")
+        return principal
+
+
+def offered_session(headers: Headers) -> Session | None:
+    """The cookie, if it looks like one of ours."""
+    return read_session(cookie_parser(headers.get("cookie", "")).get(NAME, ""))
+
+
+def offered_key(scope: Scope, headers: Headers) -> str | None:
+    """The key that came along, whatever it is worth."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    if scope["type"] == "websocket":
+        offered: list[str] = scope.get("subprotocols", [])
+        for protocol in offered:
+            if protocol.startswith(KEY_PROTOCOL):
+                return protocol.removeprefix(KEY_PROTOCOL)
+    return None
+
+
+def _is_same_origin(headers: Headers) -> bool:
+    origin = headers.get("origin")
+    if origin is not None:
+        return _netloc(origin) == headers.get("host", "").lower()
+    return headers.get("sec-fetch-site") == "same-origin"  # which no page can set
+
+
+def _netloc(origin: str) -> str | None:
+    """Host and port of an Origin header, lower case; None for one that names no host."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:  # brackets that do not close
+        return None
+
+
+def _host_name(host: str) -> str:
+    """The name of a Host header without its port, lower case, IPv6 without brackets; "" for what is no host."""
+    found = _HOST.fullmatch(host.strip().lower())
+    return (found["ip"] or found["name"] or "") if found is not None else ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_wildcard(host: str) -> bool:
+    return host in ("", "*") or (_is_address(host) and ipaddress.ip_address(host).is_unspecified)
+
+
+class EndRevoked:
+    """To what is inside, a key that was revoked looks like a client that has left. Sockets see to it themselves."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+        self._app = app
+        self._keyring = keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            principal = who(scope)
+        except ChatcacheError:  # nobody's: there is nothing to revoke
+            await self._app(scope, receive, send)
+            return
+        await self._answer(principal, scope, receive, send)
+
+    async def _answer(self, principal: Principal, scope: Scope, receive: Receive, send: Send) -> None:
+        ended: asyncio.Event = asyncio.Event()
+        answer = _Answer(send)
+        with self._keyring.watching(principal, ended.set):
+            try:
+                await self._app(scope, _Ears(receive, ended), answer)
+            except ClientDisconnect:
+                if not ended.is_set():
+                    raise
+                if not answer.has_begun:
+                    raise revoked() from None
+            if ended.is_set():
+                await answer.end(stream_in(scope))
+
+
+class _Ears:
+    """`receive` that hears of a revocation, once the body is whole, as of a client that leaves."""
+
+    def __init__(self, receive: Receive, revoked: asyncio.Event) -> None:
+        self._receive = receive
+        self._revoked = revoked
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        if not self._is_whole:
+            message = await self._receive()
+            self._is_whole = not message.get("more_body", False)
+            return message
+        tasks = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._revoked.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            heard = tasks[0]
+            return heard.result() if heard.done() else {"type": "http.disconnect"}  # type: ignore[return-value]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+class _Answer:
+    """`send` that knows how far the answer is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_ended = False
+        self.has_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+        elif not message.get("more_body", False):
+            self._has_ended = True
+        await self._send(message)
+
+    async def end(self, stream: EventStream | None) -> None:
+        """Finish what has begun: a stream says why."""
+        if self.has_begun and not self._has_ended:
+            last = stream.last_words(revoked()) if stream is not None else b""
+            await self({"type": "http.response.body", "body": last, "more_body": False})

@@ -1,0 +1,239 @@
+"""Strict JSON in, ASCII JSON out.
+
+Accepted: UTF-8, one value, depth <= 32, at most 100,000 objects, arrays and members and 1,000,000 values, no duplicate
+keys, no NaN or Infinity (nor 1e999), no lone surrogates. What two parsers could read differently is refused here, once,
+for HTTP bodies and WebSocket frames alike.
+
+JSON objects out of a stream of bytes, one at a time: lines, a sequence, or the elements of one array.
+
+Only brackets and quotes are looked at here; what an object says is for a parser, which then never sees more than one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from chatcache.errors import InvalidRequest
+
+MAX_DEPTH = 32
+MAX_NODES = 100_000
+MAX_VALUES = 1_000_000
+_NON_ASCII = re.compile(r"[^\x00-\x7f]")
+_MARK_OR_STRING = re.compile(rb'[\[{:,]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+def decode_object(data: bytes | str) -> dict[str, Any]:
+    """Parse a JSON object. Raises: InvalidRequest with code "invalid_json"."""
+    try:
+        raw = data.encode() if isinstance(data, str) else data
+        _check_size(raw)
+        value = msgspec.json.decode(raw)
+        if not isinstance(value, dict):
+            raise _invalid("the body must be a JSON object")
+        _check_depth(value)
+        json.loads(raw, object_pairs_hook=_unique)
+    except UnicodeError:
+        raise _invalid("the body must be UTF-8") from None
+    except RecursionError:
+        raise _invalid(f"JSON may nest at most {MAX_DEPTH} deep") from None
+    except msgspec.MsgspecError as error:
+        raise _invalid(f"not valid JSON: {error}") from None
+    except ValueError as error:
+        raise _invalid(str(error)) from None
+    return value
+
+
+def encode(value: object) -> bytes:
+    """Encode as compact JSON, ASCII only: no byte of it can mean a line end or break a narrow terminal."""
+    data = msgspec.json.encode(value)
+    return data if data.isascii() else _NON_ASCII.sub(_escape, data.decode()).encode("ascii")
+
+
+def encoded(value: object) -> msgspec.Raw:
+    """A value that is encoded already: what is large goes into an answer piece by piece, and into several once."""
+    return msgspec.Raw(encode(value))
+
+
+def _escape(match: re.Match[str]) -> str:
+    units = match.group().encode("utf-16-be")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def _check_size(raw: bytes) -> None:
+    """Bound what a parser would have to build, before one builds it: values take far more time than their bytes.
+
+    What looks like structure inside strings does not count; strings are only looked for where there is enough of it to
+    matter.
+    """
+    num_nodes = raw.count(b"[") + raw.count(b"{") + raw.count(b":")
+    if num_nodes <= MAX_NODES and num_nodes + raw.count(b",") <= MAX_VALUES:
+        return
+    num_nodes = num_values = 0
+    for match in _MARK_OR_STRING.finditer(raw):
+        if match.end() - match.start() == 1:
+            num_values += 1
+            num_nodes += match.group() != b","
+            if num_nodes > MAX_NODES:
+                raise _invalid(f"JSON may hold at most {MAX_NODES} objects, arrays and members")
+            if num_values > MAX_VALUES:
+                raise _invalid(f"JSON may hold at most {MAX_VALUES} values")
+
+
+def _check_depth(value: object) -> None:
+    stack: list[tuple[object, int]] = [(value, 1)]
+    while stack:
+        node, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise _invalid(f"JSON may nest at most {MAX_DEPTH} deep")
+        children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        stack += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("the same key appears twice in one JSON object")
+    return found
+
+
+def _invalid(message: str) -> InvalidRequest:
+    return InvalidRequest(message, code="invalid_json")
+
+
+# A parser needs far more memory for a bracket than for a byte of text.
+MAX_BRACKETS = 2_000_000
+_OUTSIDE = re.compile(rb'["\[\]{}]')
+_INSIDE = re.compile(rb'["\\]')
+_SPACE = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+
+
+class JsonValues:
+    """Feed it what arrives; it gives back the objects that are whole. Holds one object at most, and what follows it."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._at = 0
+        self._start = 0  # of the object begun, or of what comes after the last one
+        self._depth = 0
+        self._top = 0  # 1 within the one array
+        self._in_string = False
+        self._num_brackets = 0
+        self._num_bytes_before = 0
+        self._num_values = 0
+        self._is_begun = False
+        self._is_closed = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Raises: InvalidRequest, naming the byte, for what can be no object."""
+        self._buffer += data
+        if not self._is_begun:
+            if len(self._buffer) < len(_BOM) and _BOM.startswith(self._buffer):
+                return []
+            self._is_begun = True
+            if self._buffer.startswith(_BOM):
+                self._at = self._start = len(_BOM)
+        found: list[bytes] = []
+        while (mark := self._next_mark()) is not None:
+            value = self._take(mark)
+            if value is not None:
+                found.append(value)
+        self._drop(self._start if self._depth > self._top else self._at)
+        return found
+
+    def end(self) -> None:
+        """Raises: InvalidRequest where the last object, or the array, is cut short."""
+        if self._depth or self._in_string:
+            raise InvalidRequest(
+                f"not valid JSON: it ends within a value that began at byte {self._place(self._start)}"
+            )
+        if not self._is_begun and self._buffer:
+            raise self._unexpected(0)
+        self._check_between(len(self._buffer))
+
+    def _next_mark(self) -> int | None:
+        """The next bracket that counts; the place behind it is where the search goes on."""
+        while True:
+            pattern = _INSIDE if self._in_string else _OUTSIDE
+            match = pattern.search(self._buffer, self._at)
+            if match is None:
+                self._at = len(self._buffer)
+                if self._depth == self._top:
+                    self._check_between(self._at)
+                return None
+            at, mark = match.start(), match.group()
+            if mark == b"\\":
+                if at + 1 >= len(self._buffer):
+                    self._at = at
+                    return None
+                self._at = at + 2
+            elif mark == b'"':
+                if self._depth == self._top:
+                    raise self._unexpected(at)
+                self._in_string, self._at = not self._in_string, at + 1
+            else:
+                self._at = at + 1
+                return at
+
+    def _take(self, at: int) -> bytes | None:
+        """Account for a bracket; the object, if this one ends it."""
+        mark = bytes(self._buffer[at : at + 1])
+        if self._depth == self._top:
+            self._check_between(at)
+        if mark in b"{[":
+            self._num_brackets += 1
+            if self._num_brackets > MAX_BRACKETS:
+                raise InvalidRequest(f"one conversation may hold at most {MAX_BRACKETS} JSON objects and arrays")
+            if self._depth == self._top:
+                self._open(mark, at)
+            else:
+                self._depth += 1
+            return None
+        if self._depth == self._top:
+            if mark != b"]" or not self._top:
+                raise self._unexpected(at)
+            self._depth = self._top = 0
+            self._is_closed, self._start = True, at + 1
+            return None
+        self._depth -= 1
+        if self._depth > self._top:
+            return None
+        value = bytes(self._buffer[self._start : at + 1])
+        self._start, self._num_brackets = at + 1, 0
+        self._num_values += 1
+        return value
+
+    def _open(self, mark: bytes, at: int) -> None:
+        if self._is_closed:
+            raise self._unexpected(at)
+        if mark == b"[":
+            if self._top or self._num_values:
+                raise self._unexpected(at)
+            self._top, self._start = 1, at + 1
+        else:
+            self._start = at
+        self._depth += 1
+
+    def _check_between(self, end: int) -> None:
+        """Raises: InvalidRequest unless only white space and commas are between objects."""
+        between = bytes(self._buffer[self._start : end])
+        odd = between.lstrip(_SPACE + (b"," if self._num_values and not self._is_closed else b""))
+        if odd:
+            raise self._unexpected(end - len(odd))
+
+    def _drop(self, num_bytes: int) -> None:
+        del self._buffer[:num_bytes]
+        self._num_bytes_before += num_bytes
+        self._at -= num_bytes
+        self._start = max(0, self._start - num_bytes)
+
+    def _place(self, at: int) -> int:
+        return self._num_bytes_before + at
+
+    def _unexpected(self, at: int) -> InvalidRequest:
+        byte = bytes(self._buffer[at : at + 1])
+        return InvalidRequest(f"not valid JSON: {byte!r} at byte {self._place(at)}, where an object should begin")

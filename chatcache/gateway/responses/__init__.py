@@ -1,0 +1,1 @@
+"""The Responses API: create, run, log, resume and store responses."""

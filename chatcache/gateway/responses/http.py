@@ -1,0 +1,258 @@
+"""`POST /v1/responses`, streamed or whole, and reading a response again while its log is kept.
+
+The response runs by itself (`response_run`); a connection only reads its log. What becomes of a response whose readers
+leave is settled there: without `store` it ends, with it it goes on for a while, in the background until it is done.
+
+`/v1/responses/{id}`: retrieving, following, cancelling and deleting a response that somebody began.
+
+While a response runs, and for a while after, it is what its log says; later it is what the tree says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from starlette.endpoints import HTTPEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from chatcache.conversations.store import ConversationStore, StaleRevision
+from chatcache.conversations.tree import ConversationTree, without_response
+from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.gateway.api.conversations import edited, store_of, wire_items
+from chatcache.gateway.api.idempotency import REPLAYED, Once
+from chatcache.gateway.api.pagination import PageQuery, paged
+from chatcache.gateway.api.sse import EventStream
+from chatcache.gateway.auth.principal import owner_of, principal_of
+from chatcache.gateway.context import Gateway, gateway_of
+from chatcache.gateway.errors import json_response
+from chatcache.gateway.json_codec import encode
+from chatcache.gateway.middleware import read_json, until_disconnect
+from chatcache.gateway.responses.create import response_tools, running_reply, start_once, start_response, turn_request
+from chatcache.gateway.responses.event_log import TERMINAL, LogReader
+from chatcache.gateway.responses.registry import Run
+from chatcache.gateway.responses.state import as_created, as_logged, as_stored, find_stored, stream_expired
+from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.requests import DeliveryFields, ResponseFields, SamplingFields
+
+# openai-python takes a blank line for the end of an event wherever ids may be: a ping has none.
+PING = b": keep-alive\n"
+JSON = "application/json"
+
+
+async def create(request: Request) -> Response:
+    """POST /v1/responses."""
+    gateway = gateway_of(request)
+    body = await read_json(request)
+    delivery = read(body, DeliveryFields)
+    headers = ignored_header(unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields))
+    principal, once = principal_of(request), Once.of_request(request, "response", body)
+    # One that is stored is started even if the client is gone by then: resending it could only double it.
+    if once is not None:
+        run = await start_once(gateway, principal, body, once)
+        if isinstance(run, str):
+            return await _again(request, run, delivery, headers | REPLAYED)
+    elif delivery.store is not False:
+        run = await start_response(gateway, principal, body)
+    else:
+        run = await until_disconnect(request, start_response(gateway, principal, body))
+    if delivery.stream:
+        return LogStream(gateway, run.log.reader(), headers)
+    if delivery.background:
+        return Response(as_created(run.log), headers=headers, media_type=JSON)
+    with run.log.reader():
+        await until_disconnect(request, _over(gateway, run))
+    return Response(as_logged(run.log), headers=headers, media_type=JSON)
+
+
+async def _again(request: Request, response_id: str, delivery: DeliveryFields, headers: dict[str, str]) -> Response:
+    """Answer a request that comes again with what the first one made. Raises: NotFound where that was deleted."""
+    gateway, owner = gateway_of(request), owner_of(request)
+    logged = gateway.responses.find(owner, response_id)
+    if logged is None:  # of long ago, or another gateway's
+        tree = await find_stored(gateway.opened_store(), owner, response_id)
+        if delivery.stream:
+            raise stream_expired(response_id)
+        return json_response(as_stored(tree, response_id), headers=headers)
+    if delivery.stream:
+        return LogStream(gateway, logged.log.reader(), headers)
+    if not delivery.background and logged.run is not None:
+        with logged.log.reader():
+            await until_disconnect(request, _over(gateway, logged.run))
+    return Response(as_logged(logged.log), headers=headers, media_type=JSON)
+
+
+async def _over(gateway: Gateway, run: Run) -> None:
+    """Wait for the end; whoever stops waiting before has left."""
+    try:
+        await asyncio.wait([run.task])
+    except asyncio.CancelledError:
+        gateway.metrics.disconnects.inc()
+        raise
+
+
+class LogStream(EventStream):
+    """The numbered frames of a log as SSE. Counts as a reader for as long as it is connected."""
+
+    def __init__(self, gateway: Gateway, reader: LogReader, headers: dict[str, str]) -> None:
+        self._gateway = gateway
+        self._reader = reader
+        self._whole = False
+        self._num_sent = reader.sent_number + 1  # of the response's numbered frames
+        self._has_ended = False
+        super().__init__(
+            self._frames(),
+            keep_alive_s=gateway.config.sse_keep_alive_interval_s,
+            keep_alive=PING,
+            on_end=self._ended,
+            headers=headers,
+        )
+
+    def last_words(self, error: ChatcacheError) -> bytes:
+        """OpenAI's `error` event under the next number, unless the response's own end was told."""
+        if self._has_ended:
+            return b""
+        body = {"code": error.code, "message": error.message, "param": error.param}
+        return _framed("error", encode({"type": "error", "sequence_number": self._num_sent, **body}))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._reader:
+            await super().__call__(scope, receive, send)
+
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
+        """What is there goes in one piece, each event with OpenAI's name for it."""
+        while frames := await self._reader.next():
+            yield b"".join(_framed(frame.kind, frame.data) for frame in frames)
+            # Whoever asks for more has sent them.
+            self._num_sent += len(frames)
+            self._has_ended |= any(frame.kind in TERMINAL for frame in frames)
+        self._whole = True
+
+    async def _ended(self) -> None:
+        if not self._whole:
+            self._gateway.metrics.disconnects.inc()
+
+
+def _framed(kind: str, data: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+
+
+_MAX_DIGITS = 15
+
+
+class OneResponse(HTTPEndpoint):
+    """/v1/responses/{id}."""
+
+    async def get(self, request: Request) -> Response:
+        """As it is now; with `stream=true`, its events from `starting_after` on."""
+        query = request.query_params
+        if _flag(query.get("stream", "false")):
+            return await _follow(request, _number(query.get("starting_after")))
+        return await _now(request)
+
+    async def delete(self, request: Request) -> Response:
+        """End it if it runs. What others were continued from stays in the conversation as messages."""
+        gateway, owner, store = gateway_of(request), owner_of(request), store_of(request)
+        response_id = request.path_params["id"]
+        logged = gateway.responses.find(owner, response_id)
+        if logged is not None and logged.run is not None:
+            await logged.run.cancel()
+        await gateway.unsaved.settle(response_id)
+        try:
+            tree = await find_stored(store, owner, response_id)
+        except NotFound:
+            if logged is None:
+                raise
+        else:
+            await _remove(gateway, store, tree, response_id)
+        gateway.responses.forget(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel(request: Request) -> Response:
+    """POST /v1/responses/{id}/cancel: what it had said, and the receipt. One that has ended is answered as it is."""
+    logged = gateway_of(request).responses.find(owner_of(request), request.path_params["id"])
+    if logged is not None and logged.run is not None:
+        await logged.run.cancel()
+        return Response(as_logged(logged.log), media_type=JSON)
+    return await _now(request)
+
+
+async def input_items(request: Request) -> Response:
+    """GET /v1/responses/{id}/input_items: the messages that came with the request."""
+    response_id = request.path_params["id"]
+    query = PageQuery.read(request.query_params)
+    tree = await find_stored(store_of(request), owner_of(request), response_id)
+    return json_response(paged(wire_items(tree, tree.inputs(response_id)), query))
+
+
+class InputTokens(HTTPEndpoint):
+    """/v1/responses/input_tokens. A class, so that no other method is taken for one of a response of that name."""
+
+    async def post(self, request: Request) -> Response:
+        """How long the prompt would be. Nothing is computed or stored."""
+        gateway, owner = gateway_of(request), owner_of(request)
+        body = await read_json(request)
+        fields = read(body, ResponseFields)
+        read(body, SamplingFields)  # what a response would refuse is refused here
+        ignored = unknown_fields(body, ResponseFields, SamplingFields)
+        model = await gateway.ready(fields.model)
+        functions = response_tools(model, fields).functions
+        running = await running_reply(gateway, owner, fields)
+        asked = turn_request(fields, owner, gateway.model_name, functions, running)
+        async with gateway.counting.turn(owner, len(await request.body())):
+            planned = await model.conversations.plan(asked)
+        answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
+        return json_response(answer, headers=ignored_header(ignored))
+
+
+async def _now(request: Request) -> Response:
+    gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
+    logged = gateway.responses.find(owner, response_id)
+    if logged is not None:
+        return Response(as_logged(logged.log), media_type=JSON)
+    tree = await find_stored(store_of(request), owner, response_id)
+    return json_response(as_stored(tree, response_id))
+
+
+async def _follow(request: Request, after: int) -> Response:
+    gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
+    logged = gateway.responses.find(owner, response_id)
+    if logged is None:
+        await find_stored(store_of(request), owner, response_id)
+        raise stream_expired(response_id)
+    reader = logged.log.reader(after)
+    gateway.metrics.resumed.labels(transport="sse").inc()
+    return LogStream(gateway, reader, {})
+
+
+async def _remove(gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str) -> None:
+    """Take it out; a conversation that came into being with it and holds nothing else is not left behind empty."""
+    owner, conversation_id = tree.conversation.owner, tree.conversation.id
+    conversation = await edited(store, owner, conversation_id, lambda now: without_response(now, response_id))
+    if tree.turns[response_id].created_at == tree.conversation.created_at:
+        left = await store.load(owner, conversation_id)
+        with contextlib.suppress(StaleRevision):  # somebody goes on in it
+            if not left.items:
+                await store.delete(owner, conversation_id, expect=left.conversation.rev)
+                gateway.hub.deleted(owner, conversation_id)
+                return
+    gateway.hub.changed(conversation)
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise InvalidRequest("stream must be true or false", param="stream")
+    return text == "true"
+
+
+def _number(text: str | None) -> int:
+    """`starting_after`; -1, which is before all events, where there is none. Raises: InvalidRequest."""
+    if text is None:
+        return -1
+    if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
+        raise InvalidRequest("starting_after must be the sequence_number of an event", param="starting_after")
+    return int(text)

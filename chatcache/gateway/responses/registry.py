@@ -1,0 +1,146 @@
+"""Responses that can be read, resumed, steered or cancelled: those under way, and the logs of those lately ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from chatcache.conversations.fork_points import ReplyStart
+from chatcache.errors import NotFound
+from chatcache.gateway.responses.event_log import ResponseLog
+from chatcache.gateway.responses.steering import Steer
+
+KEEP_ENDED_S = 15 * 60.0
+MAX_ENDED_BYTES = 64 * 1024 * 1024
+
+Receipt = Mapping[str, object]
+
+
+class Run(Protocol):
+    """A response under way (`live_response.LiveResponse`)."""
+
+    id: str
+    owner: str
+    conversation_id: str | None  # None: it is not stored
+    log: ResponseLog
+    task: asyncio.Task[None]
+
+    def index_of(self, item_id: str) -> int | None:
+        """Which candidate will be stored as that message."""
+        ...
+
+    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyStart:
+        """Candidate `index` as far as it goes now, or its first tokens, and another token. Raises: InvalidRequest."""
+        ...
+
+    async def steer(self, given: object) -> None:
+        """Queue input for a successor, which follows at once. Raises: SteerRefused."""
+        ...
+
+    @property
+    def first_kept(self) -> int:
+        """The first candidate that was not dropped."""
+        ...
+
+    def check_drop(self, candidate: int) -> bool:
+        """Whether dropping this candidate is a cancel. Raises: ChatcacheError where it cannot be dropped."""
+        ...
+
+    async def drop(self, candidate: int) -> Receipt | None:
+        """End one of several candidates within one engine step, and wait for that. Raises: NotFound if it had ended."""
+        ...
+
+    async def cancel(self) -> Receipt | None:
+        """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End it because the server does, with what it has said, and wait for that."""
+        ...
+
+
+@dataclass(slots=True)
+class LoggedResponse:
+    """A response and its log. `run` is None once it has ended.
+
+    `successor` is the response that goes on with it, `steers` the input that waits for whoever does.
+    """
+
+    id: str
+    owner: str
+    log: ResponseLog
+    run: Run | None
+    ended_s: float = 0.0
+    successor: str | None = None
+    steers: tuple[Steer, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.log.num_bytes + sum(steer.num_bytes for steer in self.steers)
+
+
+class ResponseRegistry:
+    """Responses by id, each known to its owner only. Ended ones are dropped by age and by bytes, the oldest first."""
+
+    def __init__(self, max_ended_bytes: int = MAX_ENDED_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_ended_bytes = max_ended_bytes
+        self._clock = clock
+        self._live: dict[str, LoggedResponse] = {}
+        self._ended: dict[str, LoggedResponse] = {}
+        self._sizes: dict[str, int] = {}
+        self._ended_bytes = 0
+
+    @property
+    def num_ended_bytes(self) -> int:
+        return self._ended_bytes
+
+    def begin(self, run: Run) -> LoggedResponse:
+        """A response is under way."""
+        logged = self._live[run.id] = LoggedResponse(run.id, run.owner, run.log, run)
+        return logged
+
+    def end(self, response_id: str, *, keep: bool) -> None:
+        """A response is over and its log is closed. `keep`: it can still be read for a while."""
+        found = self._live.pop(response_id, None)
+        if found is None:
+            return
+        found.run, found.ended_s = None, self._clock()
+        if keep:
+            self._ended[response_id] = found
+            self._sizes[response_id] = found.num_bytes
+            self._ended_bytes += found.num_bytes
+        self._drop_old()
+
+    def find(self, owner: str, response_id: str) -> LoggedResponse | None:
+        """A response under way or lately ended, if it is the owner's."""
+        self._drop_old()
+        found = self._live.get(response_id) or self._ended.get(response_id)
+        return found if found is not None and found.owner == owner else None
+
+    def get(self, owner: str, response_id: str, param: str = "response_id") -> LoggedResponse:
+        """Raises: NotFound for what `find` does not find."""
+        found = self.find(owner, response_id)
+        if found is None:
+            raise NotFound(f"no response {response_id[:128]!r} is running or has lately ended", param=param)
+        return found
+
+    def running(self, owner: str | None = None) -> tuple[Run, ...]:
+        """The responses under way, of one owner or (None) of all."""
+        runs = (each.run for each in self._live.values() if owner is None or each.owner == owner)
+        return tuple(run for run in runs if run is not None)
+
+    def forget(self, response_id: str) -> None:
+        """Drop the log of an ended response: it was deleted."""
+        if self._ended.pop(response_id, None) is not None:
+            self._ended_bytes -= self._sizes.pop(response_id)
+
+    def _drop_old(self) -> None:
+        oldest_s = self._clock() - KEEP_ENDED_S
+        while self._ended:
+            first = next(iter(self._ended.values()))
+            if first.ended_s >= oldest_s and self._ended_bytes <= self._max_ended_bytes:
+                return
+            self.forget(first.id)

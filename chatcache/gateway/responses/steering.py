@@ -1,0 +1,140 @@
+"""Steering: input that interrupts a response and is answered by its successor.
+
+response A ... accepted -> A ends, incomplete: steered -> successor B, continuing from A with the input
+                           A had called functions      -> pending, until a response.create brings their outputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chatcache.conversations.tree import Item, new_id
+from chatcache.errors import ChatcacheError
+from chatcache.gateway.json_codec import encode
+from chatcache.gateway.schemas.requests import MAX_MESSAGES
+
+MAX_PENDING = 8
+MAX_PENDING_BYTES = 1024 * 1024
+_FIELDS = frozenset({"type", "previous_response_id", "input"})
+_MESSAGE_FIELDS = frozenset({"type", "role", "content"})
+_PLACE = ("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "fork_with", "rev")
+
+
+class SteerRefused(ChatcacheError):
+    """Steering input that was not accepted, or could not be committed; `code` is OpenAI's."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Steer:
+    """An accepted submission. `given` is the input as it was sent, `messages` the same as a list."""
+
+    id: str
+    given: object
+    messages: tuple[Mapping[str, Any], ...]
+    num_bytes: int
+
+
+class SteerQueue:
+    """The submissions of one response, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Steer] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, given: object) -> Steer:
+        """Raises: SteerRefused for input that is none, or too much of it."""
+        messages = steer_messages(given)
+        steer = Steer(new_id("steer"), given, messages, len(encode(given)))
+        if (
+            len(self._waiting) >= MAX_PENDING
+            or sum(each.num_bytes for each in self._waiting) + steer.num_bytes > MAX_PENDING_BYTES
+        ):
+            raise SteerRefused(
+                f"at most {MAX_PENDING} submissions of {MAX_PENDING_BYTES} bytes together may wait for a response",
+                code="too_many_pending_steers",
+            )
+        self._waiting.append(steer)
+        return steer
+
+    def take(self) -> tuple[Steer, ...]:
+        """All of them; none are left."""
+        taken, self._waiting = tuple(self._waiting), []
+        return taken
+
+
+def check_fields(body: Mapping[str, Any]) -> None:
+    """Raises: SteerRefused for a field that `response.steer` does not have."""
+    for name in body:
+        if name not in _FIELDS:
+            raise SteerRefused(f"response.steer does not take {name[:64]!r}", code="invalid_input")
+
+
+def steer_messages(given: object) -> tuple[Mapping[str, Any], ...]:
+    """Steering input as messages. Raises: SteerRefused."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}] if given else []
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
+        raise SteerRefused("input must be a text or a list of user messages, and not empty", code="invalid_input")
+    for at, message in enumerate(given):
+        if not isinstance(message, dict) or not message.keys() <= _MESSAGE_FIELDS:
+            raise SteerRefused(f"input[{at}] must be a message of type, role and content", code="invalid_input")
+        if message.get("type", "message") != "message" or message.get("role") != "user":
+            raise SteerRefused(f"input[{at}] must be a message of role user", code="invalid_input")
+        if not _is_content(message.get("content")):
+            raise SteerRefused(f"input[{at}].content must be text or input_text parts", code="invalid_input")
+    return tuple(given)
+
+
+def _is_content(content: object) -> bool:
+    if isinstance(content, str):
+        return True
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "input_text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+
+
+def successor_body(body: Mapping[str, Any], response_id: str, steers: Sequence[Steer]) -> dict[str, Any]:
+    """The `response.create` that goes on with a response under its settings."""
+    kept = {name: value for name, value in body.items() if name not in _PLACE}
+    return {**kept, "previous_response_id": response_id, "input": queued_input(steers, None)}
+
+
+def queued_input(steers: Sequence[Steer], then: object) -> list[Any]:
+    """Queued steering in front of a request's own input."""
+    if isinstance(then, str):
+        then = [{"role": "user", "content": then}]
+    own = then if isinstance(then, list) else []
+    return [*(message for steer in steers for message in steer.messages), *own]
+
+
+def required_input(output: Item) -> list[dict[str, str]]:
+    """Stubs of the function outputs that a reply waits for."""
+    return [
+        {"type": "function_call_output", "call_id": call.call_id, "name": call.name} for call in output.parts.tool_calls
+    ]
+
+
+def not_steerable(terminal: str | None) -> SteerRefused:
+    """Why a response that has ended, or is about to, takes no more."""
+    if terminal == "response.completed":
+        return SteerRefused("the response has completed", code="response_already_completed")
+    return SteerRefused("the response takes no more input", code="response_not_active")
+
+
+def steer_json(steer: Steer, response_id: str) -> dict[str, object]:
+    return {"id": steer.id, "previous_response_id": response_id}
+
+
+def failure(error: ChatcacheError, given: object, response_id: str, steer_id: str | None = None) -> dict[str, object]:
+    """The fields of `response.steer.failed`: the input goes back to whoever sent it."""
+    refusal = {"code": error.code, "message": error.message, "type": "invalid_request_error"}
+    steer = {"input": given, "previous_response_id": response_id}
+    return {"error": refusal, "steer": {**steer, "id": steer_id} if steer_id is not None else steer}

@@ -1,0 +1,386 @@
+"""Request bodies as typed data: names, types, bounds and defaults in one place.
+
+A body is read as several structs side by side (`fields.read`): its own fields, and the sampling fields of all routes.
+`None` means absent: clients send null for what they leave alone.
+
+Messages and tools in request bodies.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from chatcache.types.request import MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+
+MAX_PARTS = 4096
+MAX_CALLS = 128
+MAX_TOOLS = 128
+
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+CallId = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class Part(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
+
+
+class CalledFields(msgspec.Struct, frozen=True):
+    """The function of a call, its arguments as the model wrote them. A name that it made up is history all the same."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str
+
+
+class CallFields(msgspec.Struct, frozen=True):
+    """A call in an assistant's message."""
+
+    id: CallId
+    function: CalledFields | None = None
+    type: str = "function"
+
+
+class MessageFields(msgspec.Struct, frozen=True):
+    """A chat message or a Responses input item; which fields it needs its `role` or `type` tells.
+
+    Responses: `function_call` has `call_id`, `name` and `arguments`; `function_call_output` `call_id` and `output`;
+    `reasoning` `content` or `summary`.
+    """
+
+    role: str | None = None
+    content: str | Parts | None = None
+    type: str = "message"
+    tool_calls: Annotated[list[CallFields], Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    call_id: CallId | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
+    summary: Parts | None = None
+
+
+class FunctionFields(msgspec.Struct, frozen=True):
+    """A function that may be called. `parameters`: a JSON schema of an object; with `strict` calls are held to it."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolFields(msgspec.Struct, frozen=True):
+    """A tool: its `function` in chat completions, the function's own fields in Responses."""
+
+    type: str = "function"
+    function: FunctionFields | None = None
+    name: FunctionName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """One tool of `allowed_tools`."""
+
+    type: str = "function"
+    function: NamedFunction | None = None
+    name: str | None = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    mode: str
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoiceFields(msgspec.Struct, frozen=True):
+    """A named function, or the tools that may be called now (`allowed_tools`)."""
+
+    type: str
+    function: NamedFunction | None = None
+    name: str | None = None
+    allowed_tools: AllowedTools | None = None
+    mode: str | None = None
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+
+
+Tools = Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)]
+
+
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 64
+MAX_WARMTH = 100  # conversations of one question
+_INT32_MAX = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Candidates = Annotated[int, Meta(ge=1, le=MAX_N)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+ShortText = Annotated[str, Meta(max_length=512)]
+SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+IdempotencyKey = Annotated[str, Meta(pattern="^[!-~]{1,255}$")]
+Id = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class StructuredFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class JsonSchemaFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's named schema. It is kept to the letter, `strict` or not."""
+
+    name: SchemaName | None = None
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's `response_format`."""
+
+    type: str
+    json_schema: JsonSchemaFields | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`text.format` of the Responses API: the same, flat."""
+
+    type: str
+    name: SchemaName | None = None
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`text` of the Responses API."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True):
+    """What every generating route takes."""
+
+    n: Candidates | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_INT32_MAX)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.001, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    beam_width: Candidates | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    num_beam_groups: Candidates | None = None
+    diversity_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
+    distinct: bool | None = None
+    best_of: Candidates | None = None
+    structured_outputs: StructuredFields | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class CompletionBase(msgspec.Struct, frozen=True):
+    """What the two stateless routes share."""
+
+    model: ShortText | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    response_format: ResponseFormat | None = None
+    priority: Priority | None = None
+
+
+class ChatFields(msgspec.Struct, frozen=True):
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceFields | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+
+class CompletionFields(msgspec.Struct, frozen=True):
+    prompt: str | Annotated[list[str | int | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+    echo: bool | None = None
+    logprobs: TopLogprobs | None = None
+
+
+class ConversationRef(msgspec.Struct, frozen=True):
+    id: Id
+
+
+class ResponseFields(msgspec.Struct, frozen=True):
+    """`response.create`, beside the sampling fields."""
+
+    model: ShortText | None = None
+    input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceFields | None = None
+    parallel_tool_calls: bool | None = None
+    conversation: Id | ConversationRef | None = None
+    previous_response_id: Id | None = None
+    previous_item_id: Id | None = None
+    fork_at: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
+    fork_with: TokenId | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    store: bool | None = None
+    max_output_tokens: Count | None = None
+    top_logprobs: TopLogprobs | None = None
+    include: Annotated[list[ShortText], Meta(max_length=16)] | None = None
+    metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
+    background: bool | None = None
+    generate: bool | None = None
+    stream_id: Id | None = None
+    stream_beams: bool | None = None
+    explain: bool | None = None
+    text: TextOptions | None = None
+    priority: Priority | None = None
+
+
+class ExplainFields(msgspec.Struct, frozen=True):
+    """A prompt that may be sent later: raw, as a chat, or as a response that continues a stored conversation."""
+
+    model: ShortText | None = None
+    prompt: str | list[TokenId] | None = None
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    tools: Tools | None = None
+    conversation: Id | ConversationRef | None = None
+    previous_response_id: Id | None = None
+    previous_item_id: Id | None = None
+
+
+class WarmthFields(msgspec.Struct, frozen=True):
+    """Conversations whose active paths are looked up in the cache."""
+
+    conversations: Annotated[list[Id], Meta(max_length=MAX_WARMTH)]
+
+
+class ConversationFields(msgspec.Struct, frozen=True):
+    """A new conversation."""
+
+    items: Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
+    title: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+
+
+class ItemsFields(msgspec.Struct, frozen=True):
+    """Messages for a conversation. `parent_id`: the message to follow (absent: the active leaf), or "root"."""
+
+    items: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    parent_id: Id | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
+class TitleFields(msgspec.Struct, frozen=True):
+    """Which revision of a conversation to name, and which model to ask."""
+
+    model: ShortText | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
+class ConversationPatch(msgspec.Struct, frozen=True):
+    title: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    active_leaf: Id | None = None
+    metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
+class TokenizeFields(msgspec.Struct, frozen=True):
+    model: ShortText | None = None
+    prompt: str | None = None
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(msgspec.Struct, frozen=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=1_000_000)]
+    model: ShortText | None = None
+
+
+class DeliveryFields(msgspec.Struct, frozen=True):
+    """What an HTTP request needs of a response's fields: how it wants the answer."""
+
+    stream: bool | None = None
+    background: bool | None = None
+    store: bool | None = None
+
+
+class CreateFields(msgspec.Struct, frozen=True):
+    """What the connection itself needs of a `response.create`. The key is what HTTP has as a header."""
+
+    stream_id: Id | None = None
+    idempotency_key: IdempotencyKey | None = None
+
+
+class CancelFields(msgspec.Struct, frozen=True):
+    response_id: Id
+
+
+class DropFields(msgspec.Struct, frozen=True):
+    """`candidate`: which of the response's `n`."""
+
+    response_id: Id
+    candidate: Annotated[int, Meta(ge=0, lt=MAX_N)]
+
+
+class ResumeFields(msgspec.Struct, frozen=True):
+    """`starting_after`: the last `sequence_number` that the client has; -1 is none."""
+
+    response_id: Id
+    starting_after: Annotated[int, Meta(ge=-1, le=2**53)] | None = None
+    stream_id: Id | None = None
+
+
+class AckFields(msgspec.Struct, frozen=True):
+    response_id: Id
+    sequence_number: Annotated[int, Meta(ge=-1, le=2**53)]
+
+
+class SteerFields(msgspec.Struct, frozen=True):
+    """`input`: a text or user messages; checked apart, because its refusal has a form of its own."""
+
+    previous_response_id: Id
+    input: Any = None

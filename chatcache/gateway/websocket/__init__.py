@@ -1,0 +1,1 @@
+"""The WebSocket endpoint: connection, frames, multiplexed streams and notifications."""

@@ -1,0 +1,315 @@
+"""WebSocket /v1/responses: OpenAI's WebSocket mode, and what `chatcache.v1` adds. Frames in, and who takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from starlette.websockets import WebSocket
+
+from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.gateway.auth.principal import principal_of
+from chatcache.gateway.context import Gateway, gateway_of
+from chatcache.gateway.errors import conversation_json
+from chatcache.gateway.limits.rate_limits import Pace
+from chatcache.gateway.middleware import parse_json
+from chatcache.gateway.responses.registry import Run
+from chatcache.gateway.responses.run import dropped
+from chatcache.gateway.responses.steering import SteerRefused, check_fields, failure, not_steerable
+from chatcache.gateway.schemas.fields import read
+from chatcache.gateway.schemas.requests import AckFields, CancelFields, DropFields, ResumeFields, SteerFields
+from chatcache.gateway.websocket.frames import GONE, Outbox
+from chatcache.gateway.websocket.notifications import Subscription
+from chatcache.gateway.websocket.prefill import Prewarmer
+from chatcache.gateway.websocket.streams import MAX_LANES, Lanes
+from chatcache.types.request import MAX_N
+
+PROTOCOL = "chatcache.v1"
+BAD_MESSAGE = 4400
+NOT_LET_IN = 4401
+TOO_MANY = 4429
+MAX_FRAMES_PER_S = 200.0
+MAX_BURST = 1000.0
+# What comes with every few frames goes by what is known already; the rest asks the store.
+_UNASKED = frozenset({"response.ack"})
+
+Body = dict[str, Any]
+Handler = Callable[[Body], Awaitable[None]]
+
+
+async def responses_socket(socket: WebSocket) -> None:
+    """Accept (the guard has already let it through) and serve until the client goes."""
+    extended = PROTOCOL in socket.scope.get("subprotocols", ())
+    await socket.accept(subprotocol=PROTOCOL if extended else None)
+    gateway = gateway_of(socket)
+    gateway.metrics.sockets.inc()
+    connection = Connection(socket, gateway, extended)
+    try:
+        await connection.serve()
+    except GONE:
+        pass
+    finally:
+        gateway.metrics.sockets.dec()
+        await connection.close()
+
+
+class Connection:
+    """One socket."""
+
+    def __init__(self, socket: WebSocket, gateway: Gateway, extended: bool) -> None:
+        self._socket = socket
+        self._gateway = gateway
+        self._extended = extended
+        principal = principal_of(socket)
+        self._principal, self._owner = principal, principal.owner
+        self._outbox = Outbox(socket)
+        self._lanes = Lanes(gateway, principal, self._outbox, extended)
+        self._prewarmer = Prewarmer(gateway, principal, self._outbox)
+        self._cancelling: dict[str, asyncio.Task[None]] = {}
+        self._dropping: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._telling: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._handlers: dict[str, Handler] = {
+            "response.create": self._create,
+            "response.cancel": self._cancel,
+            "response.steer": self._steer,
+        }
+        if extended:
+            self._handlers |= {
+                "response.resume": self._resume,
+                "response.drop": self._drop,
+                "response.ack": self._ack,
+                "conversation.subscribe": self._subscribe,
+                "prompt.prewarm": self._prewarmer.start,
+            }
+
+    async def serve(self) -> None:
+        """Read frames until the client leaves, or is let in no more. Raises: one of `GONE`."""
+        keyring = self._gateway.keyring
+        left_s, loop = keyring.expires_in_s(self._principal), asyncio.get_running_loop()
+        expiry = loop.call_later(left_s, self._leave, "the session has expired") if left_s < math.inf else None
+        try:
+            with keyring.watching(self._principal, self._leave):
+                await self._serve()
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+
+    def _leave(self, why: str = "the API key was revoked") -> None:
+        """What let it in does so no more."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._outbox.close(NOT_LET_IN, why))
+
+    async def _serve(self) -> None:
+        if self._extended:
+            await self._gateway.health()  # so that the limits are known as soon as they can be
+            await self._outbox.send(session(self._gateway))
+        pace = Pace(MAX_FRAMES_PER_S, MAX_BURST)
+        while True:
+            message = await self._socket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            if not pace.take(time.monotonic()):
+                await self._outbox.close(TOO_MANY, "too many messages")
+                return
+            try:
+                text = message.get("text")
+                if text is None:
+                    raise InvalidRequest("send text frames", code="invalid_json")
+                body = await parse_json(text)
+            except InvalidRequest as error:
+                await self._outbox.refuse(error)
+                await self._outbox.close(BAD_MESSAGE, "bad message")
+                return
+            if not await self._is_let_in(body):
+                return
+            await self._handle(body)
+
+    async def close(self) -> None:
+        """Stop reading logs. Stored responses go on for a while; those that are not end with their last reader."""
+        tasks = [
+            *self._cancelling.values(),
+            *self._dropping.values(),
+            *(task for task in (self._telling, self._leaving) if task is not None),
+        ]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(self._lanes.close(), self._prewarmer.close(), *tasks, return_exceptions=True)
+
+    async def _is_let_in(self, body: Body) -> bool:
+        """Whether the key still opens anything: asked at every message."""
+        keyring = self._gateway.keyring
+        try:
+            kind = body.get("type")
+            if isinstance(kind, str) and kind in _UNASKED:
+                keyring.check(self._principal)
+            else:
+                await keyring.recheck(self._principal)
+        except ChatcacheError as error:
+            with suppress(*GONE):
+                await self._outbox.refuse(error, body.get("stream_id"))
+            await self._outbox.close(NOT_LET_IN, error.message)
+            return False
+        return True
+
+    async def _handle(self, body: Body) -> None:
+        kind = body.get("type")
+        handler = self._handlers.get(kind) if isinstance(kind, str) else None
+        try:
+            if handler is None:
+                raise InvalidRequest(f"type must be one of {', '.join(self._handlers)}", param="type")
+            await handler(body)
+        except ChatcacheError as error:
+            await self._outbox.refuse(error, body.get("stream_id"))
+
+    async def _create(self, body: Body) -> None:
+        self._lanes.enqueue(flat(body))
+
+    async def _cancel(self, body: Body) -> None:
+        self._end(self._running(read(body, CancelFields).response_id))
+
+    def _running(self, response_id: str) -> Run:
+        """Raises: NotFound."""
+        run = self._gateway.responses.get(self._owner, response_id).run
+        if run is None:
+            raise NotFound(f"response {response_id!r} has ended", param="response_id")
+        return run
+
+    def _end(self, run: Run) -> None:
+        if run.id not in self._cancelling:
+            self._cancelling[run.id] = asyncio.create_task(self._receipt(run))
+
+    async def _drop(self, body: Body) -> None:
+        fields = read(body, DropFields)
+        run, key = self._running(fields.response_id), (fields.response_id, fields.candidate)
+        if key in self._dropping:
+            return
+        if run.check_drop(fields.candidate):
+            self._end(run)
+        else:
+            self._dropping[key] = asyncio.create_task(self._drop_one(run, *key))
+
+    async def _drop_one(self, run: Run, response_id: str, candidate: int) -> None:
+        """Drop a candidate, and tell what that came to, unless the response's own frames tell it here."""
+        try:
+            receipt = await run.drop(candidate)
+            if receipt is not None and self._lanes.reader_of(response_id) is None:
+                await self._outbox.send({"type": "response.dropped", **dropped(response_id, candidate, receipt)})
+        except ChatcacheError as error:
+            with suppress(*GONE):
+                await self._outbox.refuse(error)
+        except GONE:
+            pass
+        finally:
+            del self._dropping[response_id, candidate]
+
+    async def _receipt(self, run: Run) -> None:
+        """Cancel, and tell what that came to, unless the response's own frames tell it here."""
+        try:
+            receipt = await run.cancel()
+            if self._lanes.reader_of(run.id) is None and not self._lanes.ending_of(run.id)[0]:
+                status = (run.log.terminal or "").rpartition(".")[2]
+                told = {"response_id": run.id, "status": "cancelled" if receipt else status, "receipt": receipt}
+                await self._outbox.send({"type": "response.cancelled", **told})
+        except GONE:
+            pass
+        finally:
+            del self._cancelling[run.id]
+
+    async def _steer(self, body: Body) -> None:
+        fields = read(body, SteerFields)
+        response_id, given = fields.previous_response_id, fields.input
+        lane = self._lanes.lane_of(response_id)
+        try:
+            check_fields(body)
+            await self._steerable(response_id).steer(given)
+        except SteerRefused as error:
+            failed = failure(error, given, response_id)
+            await self._outbox.send({"type": "response.steer.failed", "sequence_number": 0, **failed}, lane)
+
+    def _steerable(self, response_id: str) -> Run:
+        """A response that this connection reads. Raises: SteerRefused."""
+        sent, terminal = self._lanes.ending_of(response_id)
+        if sent:
+            raise not_steerable(terminal)
+        logged = self._gateway.responses.find(self._owner, response_id)
+        if logged is None or self._lanes.reader_of(response_id) is None:
+            raise SteerRefused("no such response on this connection", code="response_not_found")
+        if logged.run is None:
+            raise not_steerable(logged.log.terminal)
+        return logged.run
+
+    async def _resume(self, body: Body) -> None:
+        fields = read(body, ResumeFields)
+        logged = self._gateway.responses.get(self._owner, fields.response_id)
+        after = fields.starting_after if fields.starting_after is not None else -1
+        self._lanes.resume(logged, after, fields.stream_id)
+        self._gateway.metrics.resumed.labels(transport="ws").inc()
+
+    async def _ack(self, body: Body) -> None:
+        fields = read(body, AckFields)
+        reader = self._lanes.reader_of(fields.response_id)
+        if reader is not None:  # it may have ended meanwhile
+            reader.ack(fields.sequence_number)
+
+    async def _subscribe(self, body: Body) -> None:
+        if self._telling is None:
+            subscription = self._gateway.hub.subscribe(self._owner)
+            running = [
+                {"response_id": run.id, "conversation_id": run.conversation_id}
+                for run in self._gateway.responses.running(self._owner)
+                if run.conversation_id is not None
+            ]
+            self._telling = asyncio.create_task(self._tell(subscription, running))
+
+    async def _tell(self, subscription: Subscription, running: Sequence[Mapping[str, str]]) -> None:
+        """Send every change of the tenant's conversations; of several of one conversation the last will do."""
+        try:
+            await self._outbox.send({"type": "conversation.subscribed", "running": running})
+            while True:
+                for conversation_id, conversation in (await subscription.next()).items():
+                    if conversation is not None:
+                        head, there = conversation_json(conversation), self._running_in(conversation_id)
+                        frame = {"type": "conversation.updated", "conversation": head, "running": there}
+                    else:
+                        frame = {"type": "conversation.deleted", "conversation_id": conversation_id}
+                    await self._outbox.send(frame)
+                if subscription.overflowed:
+                    subscription.overflowed = False
+                    await self._outbox.send({"type": "conversation.missed"})
+        except GONE:
+            pass
+        finally:
+            self._gateway.hub.unsubscribe(self._owner, subscription)
+
+    def _running_in(self, conversation_id: str) -> list[str]:
+        """Responses that a page which shows the conversation may want to read."""
+        running = self._gateway.responses.running(self._owner)
+        return [run.id for run in running if run.conversation_id == conversation_id]
+
+
+def session(gateway: Gateway) -> dict[str, object]:
+    """The first frame of a `chatcache.v1` connection."""
+    limits = {
+        "max_frame_bytes": gateway.config.max_frame_bytes,
+        "max_n": MAX_N,
+        "max_beam_width": MAX_N,
+        "max_lanes": MAX_LANES,
+        "max_frames_per_s": MAX_FRAMES_PER_S,
+    }
+    model = {"model": gateway.model_name, "max_model_len": gateway.max_model_len or None}
+    return {"type": "session.created", "session": {**model, "limits": limits}}
+
+
+def flat(body: Body) -> Body:
+    """`response.create` with its fields at the top, wherever they came."""
+    nested = body.get("response")
+    if nested is None:
+        return body
+    if not isinstance(nested, dict):
+        raise InvalidRequest("response must be an object", param="response")
+    return {**{name: value for name, value in body.items() if name != "response"}, **nested}

@@ -1,0 +1,121 @@
+"""Prefill while somebody types: the prompt that a turn will have is computed in pieces, while nobody else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from chatcache.conversations.tree import new_id
+from chatcache.errors import ChatcacheError, RateLimited
+from chatcache.gateway.auth.principal import Principal
+from chatcache.gateway.context import Gateway
+from chatcache.gateway.errors import INTERNAL
+from chatcache.gateway.limits.rate_limits import Work
+from chatcache.gateway.responses.create import response_tools, turn_request
+from chatcache.gateway.schemas.fields import read, unknown_fields
+from chatcache.gateway.schemas.requests import ResponseFields
+from chatcache.gateway.websocket.frames import GONE, Outbox
+from chatcache.types.events import Failed, Finished, Started
+from chatcache.types.request import MAX_PRIORITY, GenerateRequest, SamplingParams
+
+log = logging.getLogger(__name__)
+
+PIECE_TOKENS = 512  # a request that comes meanwhile waits for one piece at most
+
+
+class Prewarmer:
+    """The prewarming of one connection: one prompt at a time, a newer one replaces it. Nothing is stored."""
+
+    def __init__(self, gateway: Gateway, principal: Principal, outbox: Outbox) -> None:
+        self._gateway = gateway
+        self._principal = principal
+        self._outbox = outbox
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, body: Mapping[str, Any]) -> None:
+        """Drop the one under way and begin with this."""
+        await self.close()
+        self._task = asyncio.create_task(self._run(body))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self, body: Mapping[str, Any]) -> None:
+        with contextlib.suppress(*GONE):
+            try:
+                answer = await self._warm(body)
+            except Exception as error:
+                if not isinstance(error, ChatcacheError):
+                    log.exception("prompt.prewarm failed")
+                await self._outbox.refuse(error if isinstance(error, ChatcacheError) else INTERNAL)
+                return
+            await self._outbox.send({"type": "prompt.prewarmed", **answer})
+
+    async def _warm(self, body: Mapping[str, Any]) -> dict[str, object]:
+        """Raises: as `start_response` for a body that asks for what cannot be."""
+        fields = read(body, ResponseFields)
+        unknown_fields(body, ResponseFields)
+        model = await self._gateway.ready(fields.model)
+        planned = await model.conversations.plan(
+            turn_request(
+                fields, self._principal.owner, self._gateway.model_name, response_tools(model, fields).functions
+            )
+        )
+        prompt = planned.prompt
+        num_done, num_cached, idle = 0, 0, True
+        while num_done < len(prompt.token_ids) and (idle := await self._is_idle()):
+            piece = prompt.token_ids[: num_done + PIECE_TOKENS]
+            try:
+                async with self._gateway.door.entering(self._principal, Work(0, max_tokens=0, is_side=True)) as permit:
+                    permit.count(len(piece))
+                    num_cached_here = await self._compute(piece, prompt.num_public_tokens)
+                    permit.count(-num_cached_here)
+            except RateLimited:  # nobody asked for this: it is left out, and not worth an error
+                idle = False
+                break
+            num_cached = num_cached_here if num_done == 0 else num_cached
+            # what was there already costs nothing: go on behind it
+            num_done = max(num_done + PIECE_TOKENS, num_cached_here)
+        num_input = len(prompt.token_ids)
+        return {
+            "status": "done" if idle else "busy",
+            "input_tokens": num_input,
+            "cached_tokens": num_cached,
+            "warm_tokens": min(num_done, num_input),
+        }
+
+    async def _is_idle(self) -> bool:
+        if self._gateway.responses.running():  # the engine's own word is a moment old
+            return False
+        health = await self._gateway.health()
+        return health.ready and health.num_running == 0 and health.num_waiting == 0
+
+    async def _compute(self, tokens: tuple[int, ...], num_public_tokens: int) -> int:
+        """Have the engine compute a prompt's pages; how many tokens it had already."""
+        engine = self._gateway.engine
+        request = GenerateRequest(
+            request_id=new_id("warm"),
+            prompt=tokens,
+            params=SamplingParams(temperature=0.0, max_tokens=1),
+            namespace=self._principal.tenant,
+            num_public_tokens=min(num_public_tokens, len(tokens)),
+            priority=MAX_PRIORITY if self._gateway.scheduling_policy == "priority" else 0,
+        )
+        await engine.submit(request)
+        num_cached = 0
+        try:
+            async for event in engine.events(request.request_id):
+                if isinstance(event, Started | Finished):
+                    num_cached = event.num_cached_tokens
+                elif isinstance(event, Failed):
+                    break
+        except BaseException:
+            await asyncio.shield(engine.abort(request.request_id))
+            raise
+        return num_cached

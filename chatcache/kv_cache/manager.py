@@ -1,0 +1,364 @@
+"""The operations on page tables: what the scheduler calls, in the order of a branch's life.
+
+    match -> open -> (reserve -> [the step executes] -> commit)* -> close        and fork, truncate in between
+
+Copy on write happens in `reserve`: whoever is about to write into a tail page that others hold, or that the index
+names, gets a fresh page and a `PageCopy`; the last holder of an unpublished page writes in place.
+
+Giving a table the pages of a match, those that only the host has included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatcache.kv_cache.copy_on_write import PageCopy, Tails
+from chatcache.kv_cache.host import HostTier, Load
+from chatcache.kv_cache.page_hash import (
+    TOKEN_BYTES,
+    Chain,
+    PageContent,
+    Scope,
+    name_pages,
+    page_content,
+    page_contents,
+    private_key,
+    root_key,
+    token_bytes,
+)
+from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, fold, let_go, note_owner, owner_of, rewind, unfold
+from chatcache.kv_cache.pool import NULL_PAGE, BrokenInvariant, PagePool
+from chatcache.kv_cache.prefix_match import PrefixMatch, explain, longest_match, longest_match_in_both, no_match
+from chatcache.types.stats import Explanation
+
+
+def lengthen(pool: PagePool, host: HostTier | None, page_size: int, table: PageTable, match: PrefixMatch) -> bool:
+    """Lengthen a table of full pages, with which the match begins, to all of it; False if there is no room."""
+    first = table.num_pages
+    pages = match.pages[first:]
+    loads = [(index - first, host_page) for index, host_page in match.loads if index >= first]
+    present = [page for page in pages if page != NULL_PAGE]
+    pool.retain(present)
+    fresh = pool.allocate(len(loads))
+    if fresh is None:
+        pool.release(present)
+        return False
+    num_full = match.num_tokens // page_size - first
+    num_public = match.scope.num_public_tokens // page_size - first
+    for page, (index, host_page) in zip(fresh, loads, strict=True):
+        pages[index] = page
+        pool.owners[page] = PUBLIC_OWNER if index < num_public else owner_of(table.namespace)
+        load(pool, host, page, host_page, is_full=index < num_full)
+    table.own += pages
+    table.num_tokens = table.num_reserved = match.num_tokens
+    table.key, table.tail = match.key, match.tail
+    table.num_public_pages = match.scope.num_public_tokens // page_size
+    return True
+
+
+def load(pool: PagePool, host: HostTier | None, page: int, host_page: int, *, is_full: bool) -> None:
+    """Have a fresh page filled from the host; if all of it is wanted, its contents are known from now on."""
+    if host is None:
+        raise BrokenInvariant("there is no host tier to load from")
+    content = host.pool.content(host_page) if is_full else None
+    if content is not None:
+        pool.describe(page, content)
+    host.load(page, Load(host_page, content))
+
+
+Tokens = Sequence[int] | NDArray[np.int32]
+PRIVATE = Scope()
+FEW_PAGES = 64
+
+
+class KVCache:
+    """Page tables over one pool. Set `enable_matching=False` to never reuse what a finished branch computed."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        model_digest: str = "",
+        enable_matching: bool = True,
+        num_host_pages: int = 0,
+    ) -> None:
+        self.pool = PagePool(num_pages)
+        self.host = HostTier(num_host_pages) if num_host_pages else None
+        self.page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._root = root_key(model_digest, page_size)
+        self._enable_matching = enable_matching
+        self._tails = Tails(self.pool, self.host, page_size)
+
+    def forget_all(self) -> None:
+        """Let nothing be found any more that was computed until now."""
+        for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
+            pool.forget_all()
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    # -- finding what is already there ----------------------------------------------------------------------------
+
+    def chain(self, tokens: Tokens | bytes, scope: Scope = PRIVATE) -> Chain:
+        """Name the full pages of `tokens` (none, if there is no matching). O(tokens): keep it while a request waits."""
+        data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
+        if self._enable_matching:
+            return name_pages(self._root, data, self._page_bytes, scope)
+        return replace(name_pages(self._root, b"", self._page_bytes, scope), data=data)
+
+    def own_chain(self, tokens: Tokens | bytes, scope: Scope = PRIVATE) -> Chain:
+        """Name the full pages of a request that has host pages, even if there is no matching otherwise."""
+        data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
+        return name_pages(self._root, data, self._page_bytes, scope)
+
+    @property
+    def enable_matching(self) -> bool:
+        return self._enable_matching
+
+    def match(self, chain: Chain, *, most: int | None = None, host_pages: Collection[int] = ()) -> PrefixMatch:
+        """Find the longest computed prefix, never the last token (its logits are needed). A query.
+
+        `most`: tokens that may be matched. `host_pages`: those that the asking request holds; without matching they
+        are all that may be found.
+        """
+        if not self._enable_matching:
+            if self.host is None or not host_pages:
+                return no_match(chain)
+            return longest_match_in_both(None, self.host.pool, chain, most, host_pages)
+        if self.host is None or self.host.pool.is_blank:
+            return longest_match(self.pool, chain, most)
+        return longest_match_in_both(self.pool, self.host.pool, chain, most)
+
+    def num_cached(self, tokens: bytes, scope: Scope = PRIVATE) -> int:
+        """Count the tokens that `match` would find. What misses early is not named to its end. A query."""
+        few = FEW_PAGES * self._page_bytes
+        found = self.match(self.chain(tokens[: few + TOKEN_BYTES], scope)).num_tokens
+        if found * TOKEN_BYTES < few or len(tokens) <= few + TOKEN_BYTES:
+            return found
+        return self.match(self.chain(tokens, scope)).num_tokens
+
+    def nothing(self, scope: Scope = PRIVATE) -> PrefixMatch:
+        """Return the match of something new."""
+        return no_match(name_pages(self._root, b"", self._page_bytes, scope))
+
+    def explain(self, chain: Chain, other_namespaces: Iterable[str] = ()) -> Explanation:
+        """Say which pages of a prompt hit, and why not more. A query; it leaves the eviction order alone.
+
+        `other_namespaces` to look into as well: for operators only, since a tenant must not learn what others have.
+        """
+        match, scope = self.match(chain), chain.scope
+        others = (replace(scope, namespace=name) for name in other_namespaces if name != scope.namespace)
+        return explain(self.pool, chain, match, (self.match(self.chain(chain.data, other)) for other in others))
+
+    def open(self, match: PrefixMatch) -> PageTable:
+        """Start a table on a match that was made since the last change of the cache."""
+        self.pool.retain(match.pages)
+        namespace, num_public_tokens = match.scope.namespace, match.scope.num_public_tokens
+        num_public_pages = num_public_tokens // self.page_size
+        return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail, list(match.pages))
+
+    def restore(self, match: PrefixMatch) -> PageTable | None:
+        """Start a table on a match, loading what only the host has; None if there is no room for that."""
+        table = PageTable(match.key, match.scope.namespace, match.scope.num_public_tokens // self.page_size)
+        return table if self.extend(table, match) else None
+
+    def extend(self, table: PageTable, match: PrefixMatch) -> bool:
+        """Lengthen a table of full pages, with which the match begins, to all of it; False if there is no room."""
+        return lengthen(self.pool, self.host, self.page_size, table, match)
+
+    # -- making room ----------------------------------------------------------------------------------------------
+
+    def reserve(self, wants: Sequence[tuple[PageTable, int]]) -> tuple[PageCopy, ...] | None:
+        """Make cells up to `num_tokens` of each (table, num_tokens) writable: all of them, or None and no change.
+
+        Wants name each table once and lie beyond its `num_tokens`. Until `settle`, the source of a copy is kept.
+        """
+        wants = [want for want in wants if want[1] > want[0].num_reserved]
+        if not wants:
+            return ()
+        fresh = [max(self.num_pages_for(goal) - table.num_pages, 0) for table, goal in wants]
+        forced, optional = self._tails.to_copy([table for table, _ in wants])
+        pages = self.pool.allocate(sum(fresh) + len(forced) + len(optional))
+        copying = forced | optional
+        if pages is None and optional:  # tight: a sole holder does without the copy, and the index without the page
+            pages, copying = self.pool.allocate(sum(fresh) + len(forced)), forced
+        if pages is None:
+            return None
+        copies: list[PageCopy] = []
+        for (table, _), num_fresh in zip(wants, fresh, strict=True):
+            if id(table) in copying:
+                copies.append(self._tails.copy(table, pages.pop()))
+            elif table.tail:
+                self._tails.withdraw(table)
+            table.own += [pages.pop() for _ in range(num_fresh)]
+            table.num_reserved = table.num_pages * self.page_size
+            note_owner(self.pool.owners, table, table.num_tokens // self.page_size)
+        return tuple(copies)
+
+    def settle(self) -> None:
+        """Note that the step was executed: its copies have been made, pages from the host are here and can be found."""
+        for page, content in self.host.settle() if self.host is not None else ():
+            if self.pool.refs[page]:
+                self._publish(page, content)
+        self._tails.settle()
+
+    def abandon(self) -> None:
+        """Note that the step was given up. Every table that it would have changed has to be closed before."""
+        if self.host is not None:
+            self.host.abandon()
+        self._tails.settle()
+
+    # -- to the host ----------------------------------------------------------------------------------------------
+
+    def contents(self, tables: Iterable[PageTable]) -> dict[int, PageContent]:
+        """Say what the distinct pages of these tables hold, partly filled tails by their own names. O(pages)."""
+        contents: dict[int, PageContent] = {}
+        for table in tables:
+            pages = table.pages()
+            for page in pages[: table.num_tokens // self.page_size]:
+                if page not in contents and (content := self.pool.content(page)) is not None:
+                    contents[page] = content
+            if table.tail:
+                page = self._tails.page_of(table)
+                if page not in contents or len(contents[page].tokens) < len(table.tail):
+                    contents[page] = page_content(table.key, table.tail)
+        return contents
+
+    def swap_out(self, contents: Mapping[int, PageContent]) -> list[int] | None:
+        """Copy pages to the host in this step; return the host pages, held, or None if there is no room.
+
+        The pages may be let go of at once: a plan copies out before it writes anything.
+        """
+        return self.host.hold(contents) if self.host is not None else None
+
+    # -- after execution ------------------------------------------------------------------------------------------
+
+    def commit(self, table: PageTable, tokens: bytes) -> None:
+        """Note that `tokens` (little-endian int32) have been computed into the table; publish the pages now full."""
+        num_tokens = table.num_tokens + len(tokens) // TOKEN_BYTES
+        if num_tokens > table.num_reserved:
+            raise BrokenInvariant(
+                f"{num_tokens} tokens were computed into a table that had reserved {table.num_reserved}"
+            )
+        table.num_tokens = num_tokens
+        tail = table.tail + tokens
+        size = self._page_bytes
+        if len(tail) < size:
+            table.tail = tail
+            return
+        index = (table.num_tokens - len(tail) // TOKEN_BYTES) // self.page_size
+        for start in range(0, len(tail) - size + 1, size):
+            content = page_content(table.key, tail[start : start + size])
+            self._publish(table.own[index - table.num_base_pages], content)
+            index += 1
+            table.key = private_key(content.key, table.namespace) if index == table.num_public_pages else content.key
+        table.tail = tail[len(tail) // size * size :]
+
+    def _publish(self, page: int, content: PageContent) -> None:
+        if self._enable_matching:
+            self.pool.publish(page, content)
+        else:
+            self.pool.describe(page, content)
+
+    def turn_pages(self, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
+        """Note that each table's last page is full, and give each one more page: all of them, or None and no change.
+
+        For tables that are filling the last page they have reserved, a private one. `tokens` are the pages' tokens, one
+        page after another, those included that the tables know: some or all. Returns the new pages; the tables take
+        them for known to the runner, so the caller has to tell it.
+        """
+        pages = self.pool.allocate(len(tables))
+        if pages is None:
+            return None
+        contents = page_contents([table.key for table in tables], tokens, self._page_bytes)
+        filled = [table.own[-1] for table in tables]
+        if self._enable_matching:
+            self.pool.publish_all(filled, contents)
+        else:
+            self.pool.describe_all(filled, contents)
+        owners = self.pool.owners
+        for table, page, content, full in zip(tables, pages, contents, filled, strict=True):
+            owners[page] = owners[full]
+            table.num_tokens, table.key, table.tail = table.num_reserved, content.key, b""
+            table.num_reserved += self.page_size
+            table.own.append(page)
+            table.changed_from += 1
+        return pages
+
+    # -- forks ----------------------------------------------------------------------------------------------------
+
+    def fork(self, table: PageTable) -> PageTable:
+        """Give a second branch everything the table has computed. O(1) in its length; copies nothing."""
+        num_own = table.num_tokens // self.page_size - table.num_base_pages
+        if num_own > 0:
+            fold(table, num_own)
+        base, num_base_pages, tail, own = table.base, table.num_base_pages, table.tail, []
+        if base is not None:
+            base.refs += 1
+        if tail:
+            page = table.own[0]
+            own.append(page)
+            self.pool.refs[page] += 1  # held already, so there is no idle page to revive
+            table.num_reserved = table.num_tokens
+        child = PageTable(
+            table.key, table.namespace, table.num_public_pages, table.num_tokens, tail, own, base, num_base_pages
+        )
+        news, num_pages = table.changed_from, num_base_pages + len(own)
+        child.changed_from = news if news < num_pages else num_pages
+        return child
+
+    def truncate(self, table: PageTable, num_tokens: int, scope: Scope | None = None) -> None:
+        """Forget everything after the first `num_tokens` tokens of the table, which then goes on in `scope`.
+
+        Without one what is then written is private, even where public tokens have been cut: it may be something else.
+        """
+        if not 0 <= num_tokens <= table.num_tokens:
+            raise BrokenInvariant(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
+        if scope is not None and scope.namespace != table.namespace:
+            raise BrokenInvariant(f"a table of namespace {table.namespace!r} cannot go on in {scope.namespace!r}")
+        if num_tokens < table.num_tokens or scope is not None:
+            num_public_pages = scope.num_public_tokens // self.page_size if scope is not None else 0
+            rewind(self.pool, table, self.page_size, num_tokens, num_public_pages)
+        while num_tokens < table.num_base_pages * self.page_size:
+            unfold(self.pool, table)
+        kept = self.num_pages_for(num_tokens) - table.num_base_pages
+        self.pool.release(table.own[kept:])
+        del table.own[kept:]
+        table.num_tokens = table.num_reserved = num_tokens
+        table.changed_from = min(table.changed_from, table.num_pages)
+        self._cancel_loads()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self, table: PageTable, *, forget: bool = False, keep_tail: bool = True) -> None:
+        """Let go of every page. What was computed stays matchable, the partly filled tail too if `keep_tail`.
+
+        `forget` takes it out of the index instead: what a faulty request computed must not be found again.
+        """
+        if forget:
+            self._forget(table)
+        elif table.tail and keep_tail and self._enable_matching:
+            self._tails.publish(table)
+        self.pool.release(table.own)
+        if table.base is not None:
+            let_go(self.pool, table.base)
+        table.own, table.base, table.num_base_pages = [], None, 0
+        table.num_tokens = table.num_reserved = table.changed_from = 0
+        table.tail = b""  # a closed table holds nothing; closing it again is harmless
+        self._cancel_loads()
+
+    def _cancel_loads(self) -> None:
+        if self.host is not None:
+            self.host.cancel_unheld(self.pool.refs)
+
+    def _forget(self, table: PageTable) -> None:
+        if self.host is not None:
+            for content in self.contents([table]).values():
+                self.host.forget(content)
+        for page in table.pages():
+            self.pool.withdraw(page)

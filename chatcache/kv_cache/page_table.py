@@ -1,0 +1,179 @@
+"""One branch's pages, in order. A fork shares the front of the table itself, so it costs the same at any length.
+
+    PageTable A ---base---> Segment (full pages 0..61, held by A and B) ---parent---> Segment or None
+      own: [62, 63]                ^
+    PageTable B ---base------------+
+      own: [62, 90]                                        page 62: full, or the tail both still share (refs = 2)
+
+A segment is immutable and holds its pages once, however many tables stand on it. A table's own pages are held by the
+table. Only the last own page can be partly filled, and only full pages ever move into a segment.
+
+Whose each page is: told by who may write it, since a name does not say for whom it was made.
+
+Noted whenever a table is given cells to write, and when a cut tail gets its name: so it is right of held and of idle
+pages alike. A blank page keeps the mark of whoever wrote it last.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, private_key
+from chatcache.kv_cache.pool import BrokenInvariant, PagePool
+
+
+class Segment:
+    """Full pages that several tables share. `refs` counts the tables and segments standing on it."""
+
+    __slots__ = ("pages", "parent", "refs", "start")
+
+    def __init__(self, parent: Segment | None, start: int, pages: list[int]) -> None:
+        self.parent = parent
+        self.start = start
+        self.pages = pages
+        self.refs = 1
+
+
+class PageTable:
+    """Pages of one branch and what is known of their contents. Only `KVCache` changes it.
+
+    `num_tokens` tokens are computed and stored; cells up to `num_reserved` are this table's alone and may be written.
+    The next page follows `key`, which names the full pages so far, and `tail` holds the tokens after them
+    (little-endian int32). The first `num_public_pages` are named for everybody, the rest for `namespace` alone.
+    Entries from `changed_from` on are news to the runner.
+    """
+
+    __slots__ = (
+        "base",
+        "changed_from",
+        "key",
+        "namespace",
+        "num_base_pages",
+        "num_public_pages",
+        "num_reserved",
+        "num_tokens",
+        "own",
+        "tail",
+    )
+
+    def __init__(
+        self,
+        key: bytes,
+        namespace: str = "",
+        num_public_pages: int = 0,
+        num_tokens: int = 0,
+        tail: bytes = b"",
+        own: list[int] | None = None,
+        base: Segment | None = None,
+        num_base_pages: int = 0,
+    ) -> None:
+        self.key = key
+        self.namespace = namespace
+        self.num_public_pages = num_public_pages
+        self.num_tokens = self.num_reserved = num_tokens
+        self.tail = tail
+        self.own = own or []
+        self.base = base
+        self.num_base_pages = num_base_pages
+        self.changed_from = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_base_pages + len(self.own)
+
+    @property
+    def num_tail_tokens(self) -> int:
+        return len(self.tail) // TOKEN_BYTES
+
+    def pages(self) -> list[int]:
+        """List every page in order. O(pages): for queries and tests, not for steps."""
+        return [page for segment in reversed(list(self.segments())) for page in segment.pages] + self.own
+
+    def segments(self) -> Iterator[Segment]:
+        """Yield the segments below this table, nearest first."""
+        segment = self.base
+        while segment is not None:
+            yield segment
+            segment = segment.parent
+
+    def page_at(self, index: int) -> int:
+        """Return the page of table entry `index`."""
+        if index >= self.num_base_pages:
+            return self.own[index - self.num_base_pages]
+        return next(segment.pages[index - segment.start] for segment in self.segments() if index >= segment.start)
+
+    def take_changes(self) -> tuple[int, list[int]]:
+        """Return (first index, pages from there on) of what changed since the last call."""
+        first = self.changed_from
+        self.changed_from = self.num_pages
+        if first >= self.num_base_pages:
+            return first, self.own[first - self.num_base_pages :]
+        return first, self.pages()[first:]
+
+
+def fold(table: PageTable, num_pages: int) -> None:
+    """Move the first of the table's own pages, all full, into a segment that others can stand on."""
+    pages = table.own
+    table.own = pages[num_pages:]
+    del pages[num_pages:]
+    table.base = Segment(table.base, table.num_base_pages, pages)
+    table.num_base_pages += num_pages
+
+
+def unfold(pool: PagePool, table: PageTable) -> None:
+    """Turn the table's nearest segment back into pages of its own."""
+    segment = table.base
+    if segment is None:
+        raise BrokenInvariant("a table without a segment has no pages below its own")
+    pool.retain(segment.pages)
+    table.own = segment.pages + table.own
+    table.base, table.num_base_pages = segment.parent, segment.start
+    if segment.parent is not None:
+        segment.parent.refs += 1
+    let_go(pool, segment)
+
+
+def let_go(pool: PagePool, segment: Segment | None) -> None:
+    """Take one holder off a segment; the pages of those that nobody stands on any more are released."""
+    while segment is not None:
+        segment.refs -= 1
+        if segment.refs:
+            return
+        pool.release(segment.pages)
+        segment = segment.parent
+
+
+def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, num_public_pages: int) -> None:
+    """Take the table's names back to its first `num_tokens` tokens.
+
+    Where public tokens have been cut, the table goes on in public only up to `num_public_pages`.
+    """
+    index, num_left = divmod(num_tokens, page_size)
+    tokens = table.tail
+    if index < table.num_tokens // page_size:
+        content = pool.content(table.page_at(index))
+        if content is None:
+            raise BrokenInvariant(f"table entry {index} is full but nothing is known of its contents")
+        tokens, table.key = content.tokens, content.parent
+    if index < table.num_public_pages:
+        table.num_public_pages = max(index, num_public_pages)
+        if table.num_public_pages == index:
+            table.key = private_key(table.key, table.namespace)
+    table.tail = tokens[: num_left * TOKEN_BYTES]
+
+
+PUBLIC_OWNER = 1  # of the pages that every namespace may match
+
+
+def owner_of(namespace: str) -> int:
+    """Return the mark of a namespace. Good within this process."""
+    return hash(namespace)
+
+
+def note_owner(owners: array[int], table: PageTable, first: int) -> None:
+    """Mark the table's own pages from entry `first` on."""
+    pages, owner = table.own[first - table.num_base_pages :], owner_of(table.namespace)
+    num_public = table.num_public_pages - first
+    for place, page in enumerate(pages):
+        owners[page] = PUBLIC_OWNER if place < num_public else owner

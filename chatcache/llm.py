@@ -1,0 +1,432 @@
+"""`LLM`: the engine as a Python object, for scripts and notebooks. Names and defaults are vLLM's.
+
+What `LLM` returns, and how events become it. Field names are vLLM's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypedDict
+
+from chatcache import factory as compose
+from chatcache.config import PAGE_SIZES, EngineConfig, parse_size
+from chatcache.engine.engine import Engine
+from chatcache.errors import DeviceLost, EngineFault, InvalidRequest, Overloaded
+from chatcache.tokenizer.chat_template import unquote
+from chatcache.types.events import (
+    Beams,
+    CandidateDone,
+    EngineEvent,
+    Failed,
+    Finished,
+    LiveBeam,
+    Started,
+    TokenLogprob,
+    Tokens,
+)
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.stats import EngineHealth, Explanation, PageAccounts
+
+if TYPE_CHECKING:
+    from chatcache.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token; `rank` counts from 1, None where it lies beyond the alternatives asked for."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One candidate. `score` orders candidates: cumulative log-probability, length-penalised for beams.
+
+    `cumulative_logprob` is None for beams unless logprobs were asked for. `logprobs` holds, per token, the chosen
+    token and the alternatives by id. `text` is empty for a model without tokenizer.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One prompt and its candidates, best first for beams, `best_of` and `distinct`.
+
+    `num_cached_tokens` of the prompt were not recomputed. `prompt_logprobs`: per prompt token its own and the top
+    tokens by id, None for the first. `live_beams`: the live beams after each step, best first, if they were streamed.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    live_beams: list[tuple[LiveBeam, ...]] | None = None
+
+
+@dataclass(slots=True)
+class _Candidate:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    done: CandidateDone | None = None
+
+
+class Collector:
+    """Gathers one request's events into its output."""
+
+    def __init__(self, request: GenerateRequest, prompt: str | None) -> None:
+        self.request = request
+        self._prompt = prompt
+        self._candidates: dict[int, _Candidate] = {}
+        self._num_cached = 0
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self._live_beams: list[tuple[LiveBeam, ...]] = []
+
+    def take(self, event: EngineEvent) -> bool:
+        """Note an event; True when it was the last.
+
+        Raises: InvalidRequest for a request that turned out to be one, EngineFault for one that failed otherwise.
+        """
+        if isinstance(event, Started):
+            self._num_cached = event.num_cached_tokens
+            self._prompt_logprobs = event.prompt_logprobs
+        elif isinstance(event, Beams):
+            self._live_beams.append(event.beams)
+        elif isinstance(event, Tokens):
+            candidate = self._candidates.setdefault(event.index, _Candidate())
+            candidate.token_ids += event.token_ids
+            candidate.logprobs += event.logprobs
+        elif isinstance(event, CandidateDone):
+            self._candidates.setdefault(event.index, _Candidate()).done = event
+        elif isinstance(event, Failed):
+            fault = DeviceLost if event.code == DeviceLost.code else EngineFault
+            kind = InvalidRequest if 400 <= event.status < 500 else fault
+            raise kind(event.message, code=event.code, param=event.param)
+        return isinstance(event, Finished)
+
+    def output(self, tokenizer: Tokenizer | None) -> RequestOutput:
+        params, prompt = self.request.params, self.request.prompt
+        asked = params.prompt_logprobs is not None
+        watched = isinstance(params, BeamSearchParams) and params.stream_beams
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(self.request.prompt),
+            outputs=[self._completion(index, tokenizer) for index in sorted(self._candidates)],
+            num_cached_tokens=self._num_cached,
+            prompt_logprobs=_logprobs(prompt, self._prompt_logprobs, tokenizer) if asked else None,
+            live_beams=self._live_beams if watched else None,
+        )
+
+    def _completion(self, index: int, tokenizer: Tokenizer | None) -> CompletionOutput:
+        candidate = self._candidates[index]
+        done = candidate.done
+        score = done.score if done else 0.0
+        cumulative: float | None = score
+        if isinstance(self.request.params, BeamSearchParams):
+            cumulative = sum(each.logprob for each in candidate.logprobs) if candidate.logprobs else None
+        asked = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=self._text(candidate, tokenizer) if tokenizer else "",
+            token_ids=candidate.token_ids,
+            cumulative_logprob=cumulative,
+            logprobs=_candidate_logprobs(candidate, tokenizer) if asked else None,
+            finish_reason=done.finish_reason if done else None,
+            stop_reason=done.stop_reason if done else None,
+            score=score,
+        )
+
+    def _text(self, candidate: _Candidate, tokenizer: Tokenizer) -> str:
+        from chatcache.tokenizer.detokenizer import TextStream
+
+        params = self.request.params
+        stream = TextStream(
+            tokenizer,
+            params.stop,
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+            self.request.prompt[-8:],
+            stop_token_ids=(*tokenizer.eos_token_ids, *params.stop_token_ids),
+            min_tokens=params.min_tokens,
+        )
+        stream.push(candidate.token_ids)
+        stream.finish()
+        return stream.text
+
+
+def _candidate_logprobs(candidate: _Candidate, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+    rows = _logprobs(candidate.token_ids, candidate.logprobs, tokenizer)
+    return [row for row in rows if row is not None]
+
+
+def _logprobs(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer | None
+) -> list[dict[int, Logprob] | None]:
+    def entry(token: int, logprob: float, rank: int | None) -> Logprob:
+        text = tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
+        return Logprob(logprob, rank, text)
+
+    rows: list[dict[int, Logprob] | None] = []
+    for token, scored in zip(token_ids, entries, strict=True):
+        if scored is None:
+            rows.append(None)
+            continue
+        row = {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(scored.top, start=1)}
+        rows.append({token: row.pop(token, entry(token, scored.logprob, None)), **row})
+    return rows
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+Prompt = str | Sequence[int] | TokensPrompt | TextPrompt
+Message = dict[str, Any]
+
+
+class LLM:
+    """A loaded model that answers batches of prompts; use it from one thread.
+
+    `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory` is bytes or "2GiB"; None picks a
+    share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
+
+    `scheduling_policy`: fair (between namespaces; here is one, so fcfs) | fcfs | priority. `preemption` when pages
+    run out: auto | swap | recompute; `swap_memory` is what the host keeps swapped pages in, 0 for none.
+    `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption; slower. `quantization`:
+    None | "int8", 8-bit weights on CPUs.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        attention: str = "auto",
+        quantization: str | None = None,
+        kv_memory: int | str | None = None,
+        max_model_len: int | None = None,
+        page_size: int = 16,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fair",
+        preemption: str = "auto",
+        swap_memory: int | str | None = None,
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if page_size not in PAGE_SIZES:
+            raise InvalidRequest(
+                f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {page_size!r}", param="page_size"
+            )
+        self.config = EngineConfig(
+            model=str(model),
+            device=device,
+            dtype=dtype,
+            attention=attention,
+            quantization=quantization or "none",
+            kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
+            max_model_len=max_model_len,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            preemption=preemption,
+            swap_memory_bytes=None if swap_memory is None else parse_size(swap_memory),
+            deterministic=deterministic,
+            seed=seed,
+        )
+        self._tokenizer = compose.load_tokenizer(self.config) if compose.has_tokenizer(self.config) else None
+        self._runner = compose.load_runner(self.config)
+        token_bytes, special_ids = (
+            (self._tokenizer.token_bytes, self._tokenizer.special_ids) if self._tokenizer else (None, frozenset())
+        )
+        self._open: Engine | None = Engine(
+            self._runner, self._runner.facts, self.config, token_bytes, special_ids=special_ids
+        )
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer.
+
+        Raises: InvalidRequest for a model folder without one.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest(f"{self.config.model}: this model has no tokenizer; pass token ids")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs in the order of the prompts.
+
+        `priority`: one number per prompt, smaller is served sooner (under `scheduling_policy="priority"`).
+        Raises: InvalidRequest or ContextTooLong for the first request that can never run; then none has run.
+        """
+        return self._run(self._prompts(prompts), sampling_params or SamplingParams(), use_tqdm, priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Find the most likely continuations of each prompt, best first, each with its score.
+
+        Groups, constraints and stop strings are fields of the params; `stream_beams` adds `live_beams` to the outputs.
+        """
+        return self._run(self._prompts(prompts), params or BeamSearchParams(), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        several: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
+        tokenizer = self.get_tokenizer()
+        renderings = [tokenizer.render(chat) for chat in several]
+        prompts: list[tuple[str | None, tuple[int, ...]]] = [
+            (unquote(text), tuple(tokenizer.encode_rendered(text))) for text in renderings
+        ]
+        return self._run(prompts, sampling_params or SamplingParams(), use_tqdm)
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Tell what of a prompt is computed already, and why not more; nothing is computed or kept.
+
+        Raises: InvalidRequest or ContextTooLong for a prompt that can never run.
+        """
+        ((_, token_ids),) = self._prompts([prompt])
+        return self._engine.pages.explain(token_ids, operator=True)
+
+    def accounts(self) -> PageAccounts:
+        """Charge the pages held to the requests that run now: between calls of `generate` there are none."""
+        return self._engine.pages.accounts()
+
+    def stats(self) -> Any:
+        """Count what the pages are used for now: in use, idle, shared, waste."""
+        return self._engine.pages.stats()
+
+    def health(self) -> EngineHealth:
+        """Size of the KV memory, and counters since the start: tokens, hits, preemptions, swaps, copies."""
+        return self._engine.health()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; False while some are in use."""
+        return self._engine.pages.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Release the model and its pages; the object is of no use afterwards."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+            self._runner.close()
+
+    @property
+    def _engine(self) -> Engine:
+        if self._open is None:
+            raise InvalidRequest("this LLM was closed")
+        return self._open
+
+    def _prompts(self, prompts: Any) -> list[tuple[str | None, tuple[int, ...]]]:
+        """Text (where it was given) and token ids of each prompt."""
+        single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several: Any = [prompts] if single else prompts
+        return [self._prompt(prompt) for prompt in several]
+
+    def _prompt(self, prompt: Any) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        if isinstance(prompt, str):
+            return prompt, tuple(self.get_tokenizer().encode(prompt, add_special_tokens=True))
+        if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+            return None, tuple(prompt)
+        raise InvalidRequest("a prompt is text, token ids, or a dict with prompt_token_ids or prompt", param="prompts")
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, tuple[int, ...]]],
+        params: Params | Sequence[Params],
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} params", param="sampling_params")
+        if priority is not None and self.config.scheduling_policy != "priority":
+            raise InvalidRequest('priority needs scheduling_policy="priority"', param="priority")
+        ranks = [0] * len(prompts) if priority is None else list(priority)
+        if len(ranks) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(ranks)} priorities", param="priority")
+        collectors = {}
+        for (text, token_ids), one, rank in zip(prompts, each, ranks, strict=True):
+            request = GenerateRequest(request_id=str(next(self._numbers)), prompt=token_ids, params=one, priority=rank)
+            collectors[request.request_id] = Collector(request, text)
+        try:
+            self._drive(collectors, use_tqdm)
+        except BaseException:
+            self._abandon(collectors)
+            raise
+        return [collector.output(self._tokenizer) for collector in collectors.values()]
+
+    def _drive(self, collectors: dict[str, Collector], use_tqdm: bool) -> None:
+        """Feed the engine and step it until every request has ended."""
+        from tqdm import tqdm
+
+        waiting = deque(collectors.values())
+        with tqdm(total=len(collectors), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while waiting or self._engine.has_work():
+                while waiting:
+                    try:
+                        self._engine.add(waiting[0].request)
+                    except Overloaded:
+                        if not self._engine.has_work():
+                            raise
+                        break
+                    waiting.popleft()
+                for event in self._engine.step():
+                    if event.request_id in collectors:
+                        bar.update(collectors[event.request_id].take(event))
+
+    def _abandon(self, collectors: dict[str, Collector]) -> None:
+        """After an error or Ctrl-C: end what still runs, so that the next call finds an idle engine."""
+        for request_id in collectors:
+            self._engine.abort(request_id)
+        with suppress(DeviceLost):
+            while self._engine.has_work():
+                self._engine.step()

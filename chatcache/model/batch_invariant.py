@@ -1,0 +1,296 @@
+"""Linear layers of which no bit of a row's result depends on the rows beside it.
+
+A matrix multiplication adds up in an order of its own for each number of rows: alone or among 31 others, the same row
+comes out with other last bits. But for one number of rows the order is the same whatever the rows hold and wherever
+they lie, and often it is the same for many numbers. So rows are multiplied in tiles of sizes of which a probe has
+shown, on this machine and for this shape, that they agree with each other to the bit; the last tile is filled up with
+zeros. The probe compares one thread and all threads, so that results do not depend on the number of threads either.
+
+What a row's bits are is laid down by tiles of `REFERENCE_ROWS` rows on one thread; other sizes are an optimisation.
+
+Determinism, level 2: logits that do not depend, to the bit, on batch, order, chunks, cache or preemption.
+
+Chosen when a model is loaded, nowhere else: the native decoder gets `invariant.InvariantLinears` and the kernels of
+`chatcache_kernels.cpu.invariant`, a transformers model is run by `TokenByToken`. Then `check_determinism` computes the
+same tokens in several arrangements, and a model whose bits differ is refused: the promise is never silently false.
+
+Bits may still differ between machines, releases of torch, numba or transformers, and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from chatcache_kernels.types import AttentionBatch
+from torch import Tensor
+from torch.nn import functional
+
+from chatcache.errors import ModelFolderError
+from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, Network, allocate
+from chatcache.model.linear import Product, packed_product
+from chatcache.model.page_tables import PageTables
+from chatcache.model.streams import to_device
+from chatcache.types.plan import Rows
+
+SIZES = tuple(2**power for power in range(11))
+REFERENCE_ROWS = 16
+NUM_PROBES = 8
+MAX_PROBE_PRODUCTS = 2**31  # multiplications in one probe beyond `REFERENCE_ROWS` rows; larger sizes go unused
+
+
+class InvariantLinear:
+    """A linear layer for inference. Shapes: weight [out, in], bias [out]; call: [T, in] -> [T, out]."""
+
+    __slots__ = ("_num_outputs", "_product", "_sizes")
+
+    def __init__(self, product: Product, num_outputs: int, sizes: tuple[int, ...]) -> None:
+        self._product = product
+        self._num_outputs = num_outputs
+        self._sizes = sizes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        parts, first = [], 0
+        for size in cut(len(x), self._sizes):
+            tile = x[first : first + size]
+            first += size
+            if len(tile) == size:
+                parts.append(self._product(tile))
+            else:
+                parts.append(self._product(functional.pad(tile, (0, 0, 0, size - len(tile))))[: len(tile)])
+        if not parts:
+            return x.new_empty(0, self._num_outputs)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class InvariantLinears:
+    """Makes the layers of one model; shapes that occur again are probed once.
+
+    Calling it raises ModelFolderError where this machine has no way to multiply such a weight invariantly.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[int, int, torch.dtype, bool], tuple[int, ...]] = {}
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> InvariantLinear:
+        num_outputs, num_inputs = weight.shape
+        product = packed_product(weight, bias)
+        if product is None:
+            raise ModelFolderError(
+                f"deterministic: oneDNN has no product for a weight of {num_outputs} x {num_inputs} {weight.dtype} "
+                "numbers on this machine"
+            )
+        key = (num_outputs, num_inputs, weight.dtype, bias is not None)
+        if key not in self._sizes:
+            self._sizes[key] = agreeing_sizes(*key)
+        return InvariantLinear(product, num_outputs, self._sizes[key])
+
+
+def cut(num_rows: int, sizes: tuple[int, ...]) -> Iterator[int]:
+    """Yield tile sizes that cover `num_rows`, few and not much too large. `sizes` ascend."""
+    while num_rows > 0:
+        above = next((size for size in sizes if num_rows <= size), 0)
+        below = max((size for size in sizes if size <= num_rows), default=0)
+        size = above if above and (above < 2 * num_rows or not below) else below
+        yield size
+        num_rows -= size
+
+
+def agreeing_sizes(num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool) -> tuple[int, ...]:
+    """Return the numbers of rows whose products agree with those of `REFERENCE_ROWS` rows on one thread, ascending.
+
+    Raises: ModelFolderError if there is none.
+    """
+    weight, rows = probes(num_outputs, num_inputs, dtype)
+    product = packed_product(weight, rows[0, :1].repeat(num_outputs) if has_bias else None)
+    if product is None:
+        raise ModelFolderError(
+            f"deterministic: oneDNN cannot multiply a weight of {num_outputs} x {num_inputs} {dtype}"
+        )
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        torch.set_num_threads(1)
+        reference = _row_by_row(product, rows, REFERENCE_ROWS)
+        for size in SIZES:
+            if size > REFERENCE_ROWS and size * weight.numel() > MAX_PROBE_PRODUCTS:
+                continue
+            if all(_agrees(product, rows, size, count, reference) for count in {1, threads}):
+                found.append(size)
+    finally:
+        torch.set_num_threads(threads)
+    if not found:
+        raise ModelFolderError(
+            f"deterministic: on this machine products with a weight of {num_outputs} x {num_inputs} {dtype} numbers "
+            "depend on the batch"
+        )
+    return tuple(found)
+
+
+def probes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a weight and rows whose products show in what order they were added up. Shapes: [out, in], [8, in].
+
+    Most products cancel exactly, so that what is left is rounding, even after it is rounded to bfloat16. Two rows are
+    of plain numbers, one is tiny and one huge.
+    """
+    noise = torch.Generator().manual_seed(num_outputs * 31 + num_inputs)
+    half, distinct = num_inputs // 2, min(num_outputs, 512)
+    shuffled = torch.randperm(num_inputs, generator=noise)
+    pairs = torch.randn(distinct, half, generator=noise)
+    odd = torch.zeros(max(distinct, NUM_PROBES), num_inputs - 2 * half)
+    weight = torch.cat((pairs, -pairs, odd[:distinct]), dim=1)[:, shuffled].to(dtype)
+    weight = weight.repeat(-(-num_outputs // distinct), 1)[:num_outputs].contiguous()
+    twins = torch.randn(NUM_PROBES, half, generator=noise)
+    rows = torch.cat((twins, twins, odd[:NUM_PROBES]), dim=1)[:, shuffled]
+    rows[4:6] = torch.randn(2, num_inputs, generator=noise)
+    rows[6] *= 2.0**-120
+    rows[7] *= 2.0**90
+    return weight, rows.to(dtype)
+
+
+def _row_by_row(product: Product, rows: Tensor, size: int) -> Tensor:
+    """Multiply each row in a tile of its own, in first place, zeros below."""
+    return torch.cat([product(functional.pad(row[None], (0, 0, 0, size - 1)))[:1].clone() for row in rows])
+
+
+def _agrees(product: Product, rows: Tensor, size: int, num_threads: int, reference: Tensor) -> bool:
+    """Tell whether tiles of `size` rows give each row its reference bits, in every place and beside other rows."""
+    torch.set_num_threads(num_threads)
+    places = torch.arange(size)
+    for shift in range(NUM_PROBES if size < NUM_PROBES else 2):
+        number = (places + 3 * shift) % NUM_PROBES
+        if not _same_bits(product(rows[number]), reference[number]):
+            return False
+    lone = NUM_PROBES if size <= REFERENCE_ROWS else 1
+    return _same_bits(_row_by_row(product, rows[:lone], size), reference[:lone])
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    kind = torch.int32 if one.dtype == torch.float32 else torch.int16
+    return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
+
+
+Grant = tuple[int, int, int]  # (prompt, first token, end)
+
+CHECKED_TOKENS = 21
+ARRANGEMENTS: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], int, bool], ...] = (
+    (((21,), (21,)), 1, False),  # each alone
+    (((21,), (21,)), 0, True),  # together, the other way round
+    (((5, 1, 1, 1, 13), (3, 1, 1, 1, 15)), 1, False),  # chunks and single tokens beside each other
+)
+"""Chunk sizes of both prompts, how many steps later the second begins, and whether it comes first in a batch."""
+
+
+class TokenByToken:
+    """Runs a network on one token at a time. Satisfies `attention.Network`.
+
+    The network's own operations always see the very same shapes then, so whatever they do with shapes they do to every
+    token; attention is ours. Slow for prompts: a pass over all weights for each token.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    @property
+    def geometry(self) -> Geometry:
+        """Return the network's."""
+        return self._network.geometry
+
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
+        """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
+        drawn = torch.arange(len(tokens)) if drawn is None else drawn
+        geometry = self.geometry
+        logits = torch.empty(len(drawn), geometry.vocab_size, dtype=geometry.dtype, device=geometry.device)
+        wanted: dict[int, list[int]] = {}
+        for place, token in enumerate(drawn.tolist()):
+            wanted.setdefault(token, []).append(place)
+        zero, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        for token, batch in enumerate(_single_tokens(step.batch)):
+            one = slice(token, token + 1)
+            places = wanted.get(token)
+            single = replace(step, batch=batch)
+            out = self._network.forward(tokens[one], positions[one], single, zero if places else nothing)
+            for place in places or ():
+                logits[place] = out[0]
+        return logits
+
+    def forward_parts(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield the logits of each part in turn, a pass over all tokens for each."""
+        for part in parts:
+            yield self.forward(tokens, positions, step, part)
+
+
+def _single_tokens(batch: AttentionBatch) -> Iterator[AttentionBatch]:
+    """Yield each new token as a batch of its own, in order."""
+    token = 0
+    for row, (start, count) in enumerate(zip(batch.start.tolist(), batch.num_tokens.tolist(), strict=True)):
+        for position in range(start, start + count):
+            ends = torch.tensor([position, 1, 0, 1], dtype=torch.int32)
+            tables, slots = batch.tables[row : row + 1], batch.slots[token : token + 1]
+            yield AttentionBatch(tables, ends[:1], ends[1:2], ends[2:], slots, 1, position + 1)
+            token += 1
+
+
+def check_determinism(network: Network, kernels: AttentionBackend, page_size: int, max_model_len: int) -> None:
+    """Compute two prompts alone and together, in one chunk and in several, on a few pages of their own, and compare
+    all logits. Raises: ModelFolderError if bits differ, or if the kernels refuse a shape.
+    """
+    trial = _Trial(network, kernels, page_size, min(CHECKED_TOKENS, max_model_len))
+    expected: dict[tuple[int, int], Tensor] = {}
+    try:
+        for sizes, delay, backwards in ARRANGEMENTS:
+            for grants in trial.schedule(sizes, delay, backwards=backwards):
+                for cell, bits in trial.run(grants).items():
+                    if not torch.equal(bits, expected.setdefault(cell, bits)):
+                        raise ModelFolderError(
+                            "deterministic: this model's logits depend on the batch on this machine; run it without"
+                        )
+    except ValueError as error:
+        raise ModelFolderError(f"deterministic: the exact kernels do not fit this model: {error}") from error
+
+
+class _Trial:
+    """Two prompts and pages for both."""
+
+    def __init__(self, network: Network, kernels: AttentionBackend, page_size: int, num_tokens: int) -> None:
+        self._network = network
+        self._kernels = kernels
+        each = -(-num_tokens // page_size)
+        self._pages = allocate(kernels, network.geometry, 1 + 2 * each, page_size)
+        self._tables = PageTables(2, each, page_size)
+        self._tables.rows[:] = np.arange(1, 1 + 2 * each, dtype=np.int32).reshape(2, each)
+        noise = np.random.default_rng(0)
+        self._tokens = noise.integers(0, network.geometry.vocab_size, (2, num_tokens)).astype(np.int32)
+
+    def schedule(self, sizes: Sequence[Sequence[int]], delay: int, *, backwards: bool) -> list[list[Grant]]:
+        """Return the steps that grant each prompt its chunks, the second prompt's `delay` steps later."""
+        steps: list[list[Grant]] = [[] for _ in range(delay + max(map(len, sizes)))]
+        for prompt, chunks in enumerate(sizes):
+            first = 0
+            for number, size in enumerate(chunks):
+                end = min(first + size, self._tokens.shape[1])
+                if end > first:
+                    steps[number + delay * prompt].append((prompt, first, end))
+                first = end
+        return [step[::-1] if backwards else step for step in steps if step]
+
+    def run(self, grants: Sequence[Grant]) -> Mapping[tuple[int, int], Tensor]:
+        """Compute one step; return the bits of each (prompt, position)'s logits."""
+        tokens = np.concatenate([self._tokens[prompt, first:end] for prompt, first, end in grants])
+        table = np.array(grants, np.int32)
+        rows = Rows(table[:, 0], table[:, 1], table[:, 2] - table[:, 1], tokens)
+        device = self._network.geometry.device
+        place = self._tables.place(rows)
+        batch, positions = place.to(device)
+        step = AttentionStep(self._kernels, self._pages, batch)
+        ids = to_device(tokens.astype(np.int64), device)
+        with torch.inference_mode():
+            logits = self._network.forward(ids, positions, step, torch.arange(len(tokens), device=device))
+        kind = torch.int32 if logits.dtype == torch.float32 else torch.int16
+        cells = [(prompt, position) for prompt, first, end in grants for position in range(first, end)]
+        return dict(zip(cells, logits.contiguous().view(kind), strict=True))

@@ -1,0 +1,380 @@
+"""Turn a model folder into a `Runner`, or say which file is wrong and why.
+
+Choose how layers multiply, and how tokens are drawn: by Triton's kernels where attention is Triton's, else by torch
+or the CPU's kernels.
+
+How many threads a CPU model should compute with.
+
+A team of threads waits for its slowest member at every operation. That member may not be running at all: a container
+may allow fewer CPUs than it shows, and on a small box the gateway and the browser want a core too. A model that streams
+few bytes per token gains next to nothing from a second thread (built-in model, 2 cores: 444 against 484 tokens/s) and
+loses by a factor of ten when the cores are busy, so it gets one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chatcache.config import EngineConfig
+from chatcache.errors import ModelFolderError
+from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate, choose_backend
+from chatcache.model.batch_invariant import InvariantLinears, TokenByToken, check_determinism
+from chatcache.model.decoder import Decoder, check_unused, load_decoder
+from chatcache.model.host_memory import TouchAhead, keep_freed_memory
+from chatcache.model.linear import (
+    Int8Linears,
+    MakeLinear,
+    TwofoldLinears,
+    check_quantization,
+    fast_linear,
+    weight_sizes,
+)
+from chatcache.model.loading.config_reader import Architecture, is_native, read_architecture
+from chatcache.model.loading.files import (
+    eos_token_ids,
+    model_name,
+    naming,
+    read_config,
+    resolve_model_path,
+    weight_files,
+)
+from chatcache.model.loading.memory_budget import Budget, CudaGauge, free_host_bytes, host_kv_bytes, measure_budget
+from chatcache.model.loading.weights import Weights, WeightSource
+from chatcache.model.runner import Ahead, Runner, ahead_on
+from chatcache.model.sampling.device_sampler import PlainDraws, TorchDraws
+from chatcache.model.sampling.sampler import AnySampler, Sampler
+from chatcache.types.plan import KVCapacity
+from chatcache.types.stats import ModelFacts
+
+log = logging.getLogger(__name__)
+
+TWICE_MAX_BYTES = 2 * 2**30  # of weights kept twice; beyond, calls cost little beside reading weights
+TWICE_MAX_SHARE = 1 / 3  # of free memory, for weights kept twice: as much again is left for pages and all else
+
+
+def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device) -> MakeLinear:
+    """Return how this model multiplies."""
+    if config.quantization == "int8":
+        return Int8Linears()
+    if config.deterministic:
+        return InvariantLinears()
+    if device.type != "cpu" or config.attention not in ("auto", "cpu") or dtype != torch.bfloat16:
+        return fast_linear
+    free_bytes = free_host_bytes()
+    twice = keeps_twice(weight_bytes, free_bytes)
+    size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
+    log.info("%s: kept %s", size, "twice, for few tokens and for many" if twice else "once, as oneDNN has them")
+    return TwofoldLinears() if twice else fast_linear
+
+
+def keeps_twice(weight_bytes: int, free_bytes: int) -> bool:
+    """Tell whether weights are worth a second form for few tokens: where that is small change, and memory has room."""
+    return weight_bytes <= min(TWICE_MAX_BYTES, free_bytes * TWICE_MAX_SHARE)
+
+
+def choose_sampler(backend: str, vocab_size: int, device: torch.device) -> AnySampler:
+    """Return what draws for a runner with this attention backend."""
+    if backend != "triton":
+        return Sampler(vocab_size, device)
+    from chatcache.model.sampling.device_sampler import DeviceSampler
+
+    return DeviceSampler(vocab_size, device)
+
+
+def choose_plain(backend: str, vocab_size: int, device: torch.device) -> PlainDraws:
+    """Return what draws within captured steps."""
+    if backend != "triton":
+        return TorchDraws(vocab_size, device)
+    from chatcache.model.sampling.device_sampler import KernelDraws
+
+    return KernelDraws(vocab_size, device)
+
+
+SINGLE_THREAD_BYTES = 32 * 2**20
+
+
+def limit_threads(weight_bytes: int) -> None:
+    """Lower torch's thread count to what the machine allows and the model is worth; never raises it."""
+    most = 1 if weight_bytes <= SINGLE_THREAD_BYTES else allowed_cpus()
+    if most < torch.get_num_threads():
+        torch.set_num_threads(most)
+
+
+def allowed_cpus(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Count the CPUs this process may use: its affinity, and the control group's quota rounded up."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = quota_file.read_text().split()
+        return max(1, min(affinity, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no control groups, or "max"
+        return affinity
+
+
+Progress = Callable[[float, str], None]
+
+SWAP_MAX_BYTES = 1024**3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    weights: WeightSource | None = None,
+    ahead: Ahead | None = None,
+) -> Runner:
+    """Load `config.model`. `progress(fraction, what)` is called from 0 to 1; `weights` replace those of the folder
+    (for native models); `ahead` says how to get ahead of the device, if not as the device suggests.
+
+    Raises: ModelFolderError naming the file and the reason, also for what nobody has thought of.
+    """
+    say = progress or (lambda fraction, what: None)
+    say(0.0, "reading the model folder")
+    folder = resolve_model_path(config.model)
+    with naming(folder):
+        return _load(config, folder, say, weights, ahead)
+
+
+def _load(
+    config: EngineConfig, folder: Path, say: Progress, weights: WeightSource | None, ahead: Ahead | None
+) -> Runner:
+    raw = read_config(folder)
+    eos = eos_token_ids(folder, raw)
+    weights = Weights(weight_files(folder)) if weights is None else weights
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    if config.deterministic and device.type != "cpu":
+        raise ModelFolderError(f"deterministic works on CPUs only so far, and this model would run on {device}")
+    check_quantization(config.quantization, device)
+    backend, kernels = choose_backend(config.attention, device, deterministic=config.deterministic)
+    if device.type == "cpu":
+        keep_freed_memory()
+        limit_threads(weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
+    elif dtype == torch.float32:
+        torch.set_float32_matmul_precision("highest")  # float32 means float32, whatever the process did before
+    make_linear: MakeLinear = fast_linear
+    with naming(folder / "config.json"):
+        native = is_native(raw, folder / "config.json")
+    if native:
+        make_linear = choose_linear(config, weights.num_parameters * dtype.itemsize, dtype, device)
+    elif config.quantization != "none":
+        raise ModelFolderError(
+            f"{folder / 'config.json'}: quantization {config.quantization} needs a family that the native decoder runs,"
+            f" and {raw['model_type']} runs through transformers"
+        )
+    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, say)
+    geometry = network.geometry
+    if ahead is None:
+        ahead = ahead_on(device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder))
+    say(0.91, "measuring memory")
+    sampler = choose_sampler(backend, geometry.vocab_size, device)
+    if ahead is not None and ahead.plain is None:
+        ahead = replace(ahead, plain=choose_plain(backend, geometry.vocab_size, device))
+    num_graphs = ahead.num_graphs if ahead is not None else 0
+    budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
+    capacity = plan_capacity(config, geometry, max_model_len, budget)
+    say(0.92, f"allocating {capacity.num_pages} KV pages")
+    pages = allocate(kernels, geometry, capacity.num_pages, capacity.page_size)
+    int8 = make_linear if isinstance(make_linear, Int8Linears) else None
+    arch = network.arch if isinstance(network, Decoder) else None
+    weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, int8)
+    facts = ModelFacts(
+        name=config.served_model_name or model_name(config.model),
+        digest=_digest(raw, weights, f"{dtype} {config.quantization}", max_model_len),
+        vocab_size=geometry.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos,
+        weight_bytes=weight_bytes,
+        step_bytes=step_bytes,
+        quantization=config.quantization,
+        num_parameters=weights.num_parameters,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention=backend,
+    )
+    if config.deterministic:
+        say(0.93, "checking that results do not depend on the batch")
+        check_determinism(network, kernels, config.page_size, max_model_len)
+    touch = TouchAhead(pages) if device.type == "cpu" else None
+    runner = Runner(network, kernels, pages, capacity, facts, ahead, sampler=sampler, touch=touch)
+    say(0.94, "warming up; the first start compiles kernels")
+    runner.warm_up(lambda fraction, what: say(0.94 + 0.06 * fraction, what))
+    say(1.0, "ready")
+    return runner
+
+
+def _load_network(
+    config: EngineConfig,
+    folder: Path,
+    raw: dict[str, Any],
+    weights: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_linear: MakeLinear,
+    say: Progress,
+) -> tuple[Network, int]:
+    """Return the model and the longest context it will serve."""
+
+    def part(fraction: float, what: str) -> None:
+        say(0.05 + 0.85 * fraction, what)
+
+    where = folder / "config.json"
+    if is_native(raw, where):
+        with naming(where):
+            arch = read_architecture(raw, where)
+        check_unused(weights, arch, folder)
+        length = context_length(config, arch)
+        decoder = load_decoder(arch, weights, dtype, device, part, make_linear)
+        decoder.extend_positions(length)
+        return decoder, length
+    from chatcache.model.transformers_model import load_transformers
+
+    part(0.0, "loading through transformers")
+    network = load_transformers(folder, raw, dtype, device)
+    length = _bounded(config, network.max_position)
+    if not config.deterministic:
+        return network, length
+    torch.set_num_threads(1)  # how torch shares its work among threads is nobody's promise
+    log.warning("deterministic: this model runs through transformers, on one thread, one token at a time")
+    return TokenByToken(network), length
+
+
+def context_length(config: EngineConfig, arch: Architecture) -> int:
+    """Return the longest context: the model's own, stretched by its rope scaling at most.
+
+    Raises: ModelFolderError if `max_model_len` asks for more.
+    """
+    longest = arch.max_position
+    if arch.rope.kind in ("yarn", "dynamic", "linear"):
+        original = arch.rope.option("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * (arch.rope.option("factor") or 1.0)))
+    if config.max_model_len is None:
+        return arch.max_position
+    return _bounded(config, longest)
+
+
+def _bounded(config: EngineConfig, longest: int) -> int:
+    asked = config.max_model_len
+    if asked is None:
+        return longest
+    if not 1 <= asked <= longest:
+        raise ModelFolderError(f"max_model_len {asked} is out of bounds: this model allows 1 to {longest}")
+    return asked
+
+
+def plan_capacity(
+    config: EngineConfig, geometry: Geometry, max_model_len: int, budget: Budget | None = None
+) -> KVCapacity:
+    """Size the page store: the bytes asked for, else what a `budget` leaves, else a share of the host's free memory and
+    at least one whole context; at most what `max_num_seqs` whole contexts could use.
+
+    Raises: ModelFolderError when that does not hold two pages.
+    """
+    page_bytes = geometry.page_bytes(config.page_size)
+    context_pages = -(-max_model_len // config.page_size)
+    if config.kv_memory_bytes is not None:
+        num_pages = config.kv_memory_bytes // page_bytes
+        if num_pages < 2:
+            raise ModelFolderError(
+                f"kv_memory_bytes {config.kv_memory_bytes} is too small: a page of {config.page_size} tokens takes "
+                f"{page_bytes} bytes, and two are the least"
+            )
+    elif budget is not None:
+        num_pages = budget.kv_bytes // page_bytes
+        if num_pages < 2:
+            raise ModelFolderError(
+                f"no memory is left for KV pages on {geometry.device}: {budget}; "
+                f"lower max_num_batched_tokens or max_num_seqs, or say kv_memory_bytes"
+            )
+    else:
+        num_pages = max(1 + context_pages, host_kv_bytes() // page_bytes)
+    num_pages = min(num_pages, 1 + context_pages * config.max_num_seqs)
+    log.info("KV store: %d pages of %d tokens, %.1f MiB", num_pages, config.page_size, num_pages * page_bytes / 2**20)
+    num_host_pages = _num_host_pages(config, page_bytes, num_pages)
+    num_slots, kv_bytes = config.max_num_seqs, num_pages * page_bytes
+    return KVCapacity(num_pages, config.page_size, num_slots, max_model_len, kv_bytes, num_host_pages)
+
+
+def _budget(
+    config: EngineConfig,
+    network: Network,
+    kernels: AttentionBackend,
+    sampler: AnySampler,
+    max_model_len: int,
+    num_graphs: int,
+) -> Budget | None:
+    """Measure what a device's memory has to hold; None where nobody needs to know."""
+    device = network.geometry.device
+    if device.type != "cuda" or config.kv_memory_bytes is not None:
+        return None
+    budget = measure_budget(
+        CudaGauge(device),
+        network,
+        kernels,
+        sampler,
+        page_size=config.page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_graphs=num_graphs,
+    )
+    log.info("memory of %s: %s", device, budget)
+    return budget
+
+
+def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> int:
+    """Size the room for swapped pages: the bytes asked for, else half as many pages as there are, 1 GiB at most.
+
+    Raises: ModelFolderError when `swap_memory_bytes` is negative or does not hold one page.
+    """
+    asked = config.swap_memory_bytes
+    if asked is None:
+        return min(num_pages // 2, SWAP_MAX_BYTES // page_bytes)
+    if asked < 0 or 0 < asked < page_bytes:
+        raise ModelFolderError(
+            f"swap_memory_bytes {asked} is out of bounds: 0 turns swapping off, and a page of "
+            f"{config.page_size} tokens takes {page_bytes} bytes"
+        )
+    return asked // page_bytes
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device for auto | cpu | cuda. Raises: ModelFolderError where it does not exist."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and not (name.split(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise ModelFolderError(f"device {name!r} is not available; choose auto, cpu or cuda")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the compute dtype; auto is bfloat16 on GPUs and on CPUs with avx512_bf16 or AMX, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or _cpu_has_bf16() else torch.float32
+    if name not in DTYPES:
+        raise ModelFolderError(f"dtype {name!r} is not supported; choose auto, float32 or bfloat16")
+    return DTYPES[name]
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _digest(raw: dict[str, Any], weights: WeightSource, precision: str, max_model_len: int) -> str:
+    """Hash all that decides what a page holds: config, weights, their precision, and what dynamic rope depends on."""
+    facts = json.dumps([raw, precision, max_model_len, weights.digest()], sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()

@@ -1,0 +1,196 @@
+"""How much memory KV pages may take, and what else has to fit beside them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from chatcache.model.attention import AttentionBackend, Network, allocate
+from chatcache.model.eager import EagerSteps
+from chatcache.model.page_tables import PageTables
+from chatcache.model.sampling.sampler import AnySampler
+from chatcache.model.static_steps import WorkRoom
+from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan
+
+CPU_KV_SHARE = 0.25
+CPU_KV_MAX_BYTES = 4 * 1024**3
+SLACK_SHARE = 0.04  # of what is free: fragments of torch's pools, kernels, other processes
+GRAPH_BYTES = 4 << 20  # what the driver keeps of one captured step
+
+log = logging.getLogger(__name__)
+
+
+class Gauge(Protocol):
+    """Reads a device's memory."""
+
+    def free_bytes(self) -> int:
+        """Return what nobody holds."""
+        ...
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """Do `work` and return how much more than before was held at its worst."""
+        ...
+
+
+class CudaGauge:
+    """Asks the driver and torch's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device) - before
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Where a device's free memory goes once the weights are loaded, in bytes."""
+
+    free_bytes: int
+    step_bytes: int
+    graph_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return what is left for pages, 0 if nothing is."""
+        return max(0, int(self.free_bytes * (1 - SLACK_SHARE)) - self.step_bytes - self.graph_bytes)
+
+    def __str__(self) -> str:
+        free, step, graphs = (
+            f"{num_bytes / 2**30:.2f} GiB" for num_bytes in (self.free_bytes, self.step_bytes, self.graph_bytes)
+        )
+        return f"{free} are free once the weights are loaded, the largest step takes {step}, captured steps {graphs}"
+
+
+def measure_budget(
+    gauge: Gauge,
+    network: Network,
+    kernels: AttentionBackend,
+    sampler: AnySampler,
+    *,
+    page_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    num_graphs: int,
+) -> Budget:
+    """Run the largest step that a scheduler may ask for, and see what it takes.
+
+    Captured steps share one pool, which holds what the largest of them needs: no more than that step, apart from
+    the partial states of attention.
+    """
+    free_bytes = gauge.free_bytes()
+    step = _LargestStep(network, kernels, sampler, page_size, max_model_len, max_num_seqs, max_num_batched_tokens)
+    step_bytes = gauge.peak_bytes(step.run)
+    graph_bytes = 0
+    if num_graphs:
+        geometry = network.geometry
+        num_tokens = free_bytes // geometry.page_bytes(page_size) * page_size
+        room = WorkRoom.of(max_num_seqs, geometry.group, max_model_len, num_tokens)
+        states = 4 * room.num_states * geometry.num_heads * (geometry.head_dim + 1)
+        graph_bytes = step_bytes + states + num_graphs * GRAPH_BYTES
+    return Budget(free_bytes, step_bytes, graph_bytes)
+
+
+class _LargestStep:
+    """One long prompt, and a new token for every other branch that may run; everybody draws from a nucleus.
+
+    All rows use the same few pages: what they compute means nothing.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        kernels: AttentionBackend,
+        sampler: AnySampler,
+        page_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._network = network
+        self._kernels = kernels
+        self._sampler = sampler
+        self._page_size = page_size
+        self._num_tokens = np.ones(min(max_num_seqs, max_num_batched_tokens), np.int32)
+        left = max_num_batched_tokens - len(self._num_tokens)
+        for row in range(len(self._num_tokens)):
+            more = min(left, max_model_len - 1)
+            self._num_tokens[row] += more
+            left -= more
+
+    def run(self) -> None:
+        """Allocate, compute, and let go of everything."""
+        geometry, count = self._network.geometry, len(self._num_tokens)
+        num_pages = -(-int(self._num_tokens[0]) // self._page_size)
+        tables = PageTables(count, num_pages, self._page_size, self._kernels.prepare, geometry.group)
+        tables.rows[:] = np.arange(1, num_pages + 1, dtype=np.int32)
+        with torch.inference_mode():
+            pages = allocate(self._kernels, geometry, num_pages + 1, self._page_size)
+            eager = EagerSteps(self._network, self._kernels, pages, tables, None, self._sampler)
+            plan = self._plan(count)
+            eager.run(plan, tables.apply(plan.forks, plan.updates), tables.place(plan.rows))()
+
+    def _plan(self, count: int) -> StepPlan:
+        slot: I32 = np.arange(count, dtype=np.int32)
+        zero, none = np.zeros(count, np.int32), np.zeros((0, 3), np.int32)
+        tokens = np.zeros(int(self._num_tokens.sum()), np.int32)
+        rows = Rows(slot, zero, self._num_tokens, tokens)
+        ones = np.ones(count, np.float32)
+        edit = LogitEdit(0, zero[:1], ones[:1], ones[:1])
+        draws = Draws(
+            row=slot,
+            width=zero + 1,
+            seed=zero.astype(np.uint64),
+            lane=zero,
+            position=zero,
+            temperature=ones,
+            top_k=zero,
+            top_p=ones * np.float32(0.9),
+            min_p=ones * 0,
+            num_top=zero,
+            edits=(edit,),
+        )
+        return StepPlan(0, none, none, none[:, :2], rows, draws)
+
+
+def host_kv_bytes() -> int:
+    """Return how much of a CPU's memory pages may take when nobody says."""
+    return min(int(free_host_bytes() * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
+
+
+def free_host_bytes() -> int:
+    """Return what the machine and this process's control group have left; files that memory caches count as free."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min(free, _container_free_bytes())
+
+
+def _container_free_bytes() -> int:
+    """Return what the control group still allows; without a limit, more than any machine has."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control groups, or "max"
+        return 1 << 62

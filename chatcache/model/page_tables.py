@@ -1,0 +1,197 @@
+"""One page-table row per branch slot, kept between steps so that a plan only carries what changed.
+
+The host's rows are the truth. A device that computes from page tables itself keeps a mirror of them, to which each step
+brings the cells that it changed; on CPUs there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from chatcache_kernels import reference
+from chatcache_kernels.types import AttentionBatch, AttentionWork
+from torch import Tensor
+
+from chatcache.model.streams import upload
+from chatcache.types.plan import I32, I64, Rows
+
+Prepare = Callable[[I32, I32, I32, int, int], AttentionWork | None]
+"""A backend's `prepare`: (tables, start, num_tokens, page_size, group) -> the step's work list, if it wants one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The cells of the page tables that a plan changed, with what they hold now; a cell may come twice.
+
+    Shapes: at [K] int64 (slot * max_pages + index), pages [K] int32.
+    """
+
+    at: I64
+    pages: I32
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a step's tokens go, on the host. Shapes: slot [R] int64; tables [R, pages of the longest row], start,
+    num_tokens [R], offsets [R + 1] int32; slots, positions [T] int64; last [R] is each row's last token among the T."""
+
+    slot: I64
+    tables: I32
+    start: I32
+    num_tokens: I32
+    offsets: I32
+    slots: I64
+    positions: I64
+    last: I64
+    max_new_tokens: int
+    max_context_tokens: int
+    work: AttentionWork | None
+
+    def to(self, device: torch.device, known: DeviceSlots | None = None) -> tuple[AttentionBatch, Tensor]:
+        """Return the attention batch and the positions, moved there as one piece; page tables that the device knows
+        stay where they are."""
+        work = _arrays(self.work) if self.work is not None else []
+        tables = self.tables if known is None else self.slot
+        host = (tables, self.start, self.num_tokens, self.offsets, self.slots, self.positions, *work)
+        first, start, num_tokens, offsets, slots, positions, *rest = upload(host, device)
+        batch = AttentionBatch(
+            tables=first if known is None else known.tables_of(first, self.tables.shape[1]),
+            start=start,
+            num_tokens=num_tokens,
+            offsets=offsets,
+            slots=slots,
+            max_new_tokens=self.max_new_tokens,
+            max_context_tokens=self.max_context_tokens,
+            work=_with_arrays(self.work, rest) if self.work is not None else None,
+        )
+        return batch, positions
+
+
+class PageTables:
+    """Shapes: rows [num_slots, max_pages] int32; entries past a branch's end are leftovers and never read."""
+
+    def __init__(
+        self, num_slots: int, max_pages: int, page_size: int, prepare: Prepare = reference.prepare, group: int = 1
+    ) -> None:
+        self._prepare = prepare
+        self._group = group
+        self.rows = np.zeros((num_slots, max_pages), np.int32)
+        self.page_size = page_size
+
+    def apply(self, forks: I32, updates: I32) -> Changes:
+        """Copy rows for forks, in order (a slot may be source after it was target), then write the new entries."""
+        width = self.rows.shape[1]
+        for source, target, num_pages in forks.tolist():
+            self.rows[target, :num_pages] = self.rows[source, :num_pages]
+        at = np.zeros(0, np.int64)
+        if len(updates):
+            self.rows[updates[:, 0], updates[:, 1]] = updates[:, 2]
+            at = updates[:, 0] * np.int64(width) + updates[:, 1]
+        if len(forks):
+            copied = [np.arange(target * width, target * width + num_pages) for _, target, num_pages in forks.tolist()]
+            at = np.concatenate((at, *copied))
+        return Changes(at, self.rows.reshape(-1)[at])
+
+    def place(self, rows: Rows) -> Placement:
+        """Return where the tokens of a step go.
+
+        Raises: ValueError for a token whose page was never given; writing it would spoil the null page.
+        """
+        size = self.page_size
+        counts = rows.num_tokens.astype(np.int64)
+        ends = np.cumsum(counts)
+        offsets = np.concatenate((np.zeros(1, np.int64), ends))
+        row = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(row)) + np.repeat(rows.start - offsets[:-1], counts)
+        most = int((rows.start + rows.num_tokens).max(initial=0))
+        tables = self.rows[rows.slot, : -(-most // size)]
+        pages = tables[row, positions // size]
+        _check_pages(pages, positions, row)
+        slots = pages.astype(np.int64) * size + positions % size
+        start, num_tokens = rows.start.astype(np.int32), rows.num_tokens.astype(np.int32)
+        return Placement(
+            slot=rows.slot.astype(np.int64),
+            tables=tables,
+            start=start,
+            num_tokens=num_tokens,
+            offsets=offsets.astype(np.int32),
+            slots=slots,
+            positions=positions,
+            last=ends - 1,
+            max_new_tokens=int(counts.max(initial=0)),
+            max_context_tokens=most,
+            work=self._prepare(tables, start, num_tokens, size, self._group),
+        )
+
+    def cells_of(self, slot: I32, start: I32) -> I64:
+        """Return the cells of one new token a row. Shapes: slot, start [R] -> [R].
+
+        Raises: ValueError as `place`.
+        """
+        index, offset = np.divmod(start, np.int32(self.page_size))
+        pages = self.rows[slot, index]
+        if not pages.all():
+            _check_pages(pages, start, np.arange(len(slot)))
+        return pages.astype(np.int64) * self.page_size + offset
+
+    def work_of(self, slot: I32, start: I32) -> AttentionWork | None:
+        """Return the work list of one new token a row, if the backend wants one."""
+        most = int(start.max(initial=0)) // self.page_size + 1
+        ones = np.ones(len(slot), np.int32)
+        return self._prepare(self.rows[slot, :most], start, ones, self.page_size, self._group)
+
+
+class DeviceSlots:
+    """What the device keeps of each slot between steps.
+
+    Shapes: tables [num_slots + 1, max_pages] int32, the mirror; last_token [num_slots + 1] int32, what was drawn last,
+    if that was one token. The slot after the last is nobody's: rows that only fill up a batch use it.
+    """
+
+    def __init__(self, tables: PageTables, device: torch.device) -> None:
+        num_slots, max_pages = tables.rows.shape
+        self.spare_slot = num_slots
+        self.spare_cell = num_slots * max_pages
+        self.max_pages = max_pages
+        self.tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+
+    def apply(self, changes: Changes) -> None:
+        """Take over what changed."""
+        if len(changes.at):
+            self.write(*upload((changes.at, changes.pages), self.tables.device))
+
+    def write(self, at: Tensor, pages: Tensor) -> None:
+        """Write single cells of the tables. Shapes: at [K] int64, pages [K] int32."""
+        self.tables.view(-1).index_copy_(0, at, pages)
+
+    def tables_of(self, slots: Tensor, num_pages: int) -> Tensor:
+        """Return the first entries of these slots' tables, [R, num_pages]. Shapes: slots [R] int64."""
+        return self.tables[:, :num_pages].index_select(0, slots)
+
+
+def _check_pages(pages: I32, positions: I64 | I32, row: I64) -> None:
+    if not pages.all():
+        bad = np.flatnonzero(pages == 0)[0]
+        raise ValueError(f"row {row[bad]}: position {positions[bad]} has no page")
+
+
+def _arrays(work: AttentionWork) -> list[I32]:
+    """Return the arrays of a work list that lies on the host."""
+    tensors = [work.positions, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges]
+    for one in work.lists:
+        tensors += [one.items, one.members, one.num_items]
+    return [tensor.numpy() for tensor in tensors]
+
+
+def _with_arrays(work: AttentionWork, tensors: list[Tensor]) -> AttentionWork:
+    """Return the same work list over other tensors, in the order of `_arrays`."""
+    positions, tokens, offsets, states, num_merges, *rest = tensors
+    lists = [
+        replace(one, items=rest[3 * place], members=rest[3 * place + 1], num_items=rest[3 * place + 2])
+        for place, one in enumerate(work.lists)
+    ]
+    return AttentionWork(tuple(lists), positions, tokens, offsets, states, num_merges, work.num_states)

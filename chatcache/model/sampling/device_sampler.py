@@ -1,0 +1,558 @@
+"""Turn logits into candidates on a device, with one copy to it and one from it, and without waiting in between.
+
+The contract, the order of things and the noise are those of `sampler`; the kernels are in
+`chatcache_kernels.triton.sampling`. Log-probabilities may differ from the CPU's by ulps.
+
+What draws want, as the table of numbers that sampling kernels read (`chatcache_kernels.triton.sampling_rows`).
+
+A step's draws, sorted into what one launch of a sampling kernel does alike.
+
+singles   one token each                 from raw rows | from edited copies
+wides     several tokens each            from raw rows | from edited copies
+tops      alternatives to report         from raw rows, each row once
+
+Draws that a captured graph can hold: one token from each row, no edits, no masks, no alternatives.
+
+Everything is decided by numbers that lie in the step's buffers, nothing by the host, and nothing is allocated that
+outlives the step.
+
+What the sampling kernels leave, and the `StepResult` it makes.
+
+Score prompt tokens on a device without waiting for it: every part leaves its numbers there, and one copy brings all.
+
+The contract is that of `scores`. The kernels read the logits as they are, so no float32 copy of a part is made.
+
+Plain draws by the sampling kernels, filters included: what `graphs` captures where the kernels are Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from chatcache_kernels.triton import sampling
+from chatcache_kernels.triton import sampling_rows as fields
+from chatcache_kernels.triton.launch import dense_last
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+from chatcache.model.sampling.ops import (
+    WORD_BITS,
+    Index,
+    draw_keys,
+    draws_at,
+    first_largest,
+    log_sum_exp,
+    noisy_largest,
+    scale,
+    token_base,
+)
+from chatcache.model.sampling.sampler import NOT_FINITE, NOTHING_LEFT, targets_of
+from chatcache.model.streams import Download, Layout, to_device, upload
+from chatcache.types.plan import F32, I32, I64, Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
+
+NUM_FIELDS = fields.NUM_FIELDS
+
+
+def limits(draws: Draws, vocab_size: int) -> tuple[I32, F32, F32]:
+    """Return (top_k, top_p, log of min_p) of each draw, 0, 1 and -inf where they drop nothing."""
+    warm = draws.temperature > 0
+    top_k = np.where(warm & (draws.top_k > 0) & (draws.top_k < vocab_size), draws.top_k, 0).astype(np.int32)
+    top_p = np.where(warm, np.minimum(draws.top_p, 1.0), 1.0).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        floor = np.log(np.where(warm, np.clip(draws.min_p, 0.0, 1.0), 0.0)).astype(np.float32)
+    return top_k, top_p, floor
+
+
+def fill_table(table: NDArray[Any], draws: Draws, rows: NDArray[np.integer[Any]], vocab_size: int) -> None:
+    """Write the draws into the first columns of `table`, int32 [NUM_FIELDS, N]; they draw from `rows` [D].
+
+    The columns after them become greedy draws from row 0. Masks, slots and targets are the caller's to add.
+    """
+    count = len(rows)
+    table[:, count:] = 0
+    for field in (fields.MASK, fields.SLOT, fields.TARGET):
+        table[field.value] = -1
+    used = table[:, :count]
+    used[fields.ROW.value] = used[fields.RAW_ROW.value] = rows
+    used[fields.KEY_LOW.value], used[fields.KEY_HIGH.value] = draw_keys(draws.seed, draws.lane, draws.position)
+    used[fields.TEMPERATURE.value] = draws.temperature.astype(np.float32).view(np.int32)
+    top_k, top_p, floor = limits(draws, vocab_size)
+    used[fields.TOP_K.value] = top_k
+    used[fields.TOP_P.value] = top_p.view(np.int32)
+    used[fields.FLOOR.value] = floor.view(np.int32)
+    used[fields.CUT.value] = (top_k > 0) | (top_p < 1) | (floor > -np.inf)
+
+
+def has_cuts(draws: Draws, vocab_size: int) -> bool:
+    """Whether any draw has a filter that can drop something."""
+    top_k, top_p, floor = limits(draws, vocab_size)
+    return bool(((top_k > 0) | (top_p < 1) | (floor > -np.inf)).any())
+
+
+def set_slots(table: NDArray[Any], slots: NDArray[np.integer[Any]]) -> None:
+    """Say where each column's token is kept for the next step. Shape: slots [N]."""
+    table[fields.SLOT.value] = slots
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Draws of one launch. Shapes: which [N], the step's draws (of tops, rows); table int32 [NUM_FIELDS, N]. `size`:
+    tokens of each, 0 for singles. `edited`: whether they draw from edited copies. `cuts`: whether any has a CUT."""
+
+    which: Index
+    table: I32
+    size: int
+    edited: bool
+    cuts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Edits as single cells. Shapes: sources [E] int64, the raw row of each edited copy; rows, ids, scale, add [K]."""
+
+    sources: I64
+    rows: I32
+    ids: I32
+    scale: F32
+    add: F32
+
+
+def flat_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits, Index]:
+    """Return a step's edits, and which copy each draw draws from, [D], -1 for the raw row."""
+    edited = sorted({edit.draw for edit in draws.edits})
+    copy = np.full(len(index), -1, np.intp)
+    copy[edited] = np.arange(len(edited))
+    none = np.zeros(0, np.float32)
+    rows = np.concatenate([none, *(np.full(len(edit.ids), copy[edit.draw]) for edit in draws.edits)]).astype(np.int32)
+    ids = np.concatenate([none.astype(np.int32), *(edit.ids for edit in draws.edits)])
+    scale = np.concatenate([none, *(edit.scale for edit in draws.edits)])
+    add = np.concatenate([none, *(edit.add for edit in draws.edits)])
+    known = (ids >= 0) & (ids < vocab_size)  # an EOS id of the tokenizer may lie beyond the model's logits
+    cells = Edits(index[edited].astype(np.int64), rows[known], ids[known].astype(np.int32), scale[known], add[known])
+    return cells, copy
+
+
+def mask_words(draws: Draws, vocab_size: int) -> tuple[I32, I32]:
+    """Return the masks' words, int32 [1 or more, ceil(V / 32)], and which each draw has, [D], -1 for none."""
+    words = np.zeros((max(len(draws.masks), 1), -(-vocab_size // WORD_BITS)), np.uint32)
+    mask: I32 = np.full(len(draws.row), -1, np.int32)
+    for row, each in enumerate(draws.masks):
+        size = min(len(each.words), words.shape[1])
+        words[row, :size] = each.words[:size]
+        mask[each.draw] = row
+    return words.view(np.int32), mask
+
+
+def draw_jobs(draws: Draws, index: Index, copy: Index, mask: I32, slots: I32, vocab_size: int) -> list[Job]:
+    """Sort a step's draws. Shapes: index, copy, mask and slots [D]; the last two -1 for none."""
+    wide = draws.width > 1
+    jobs = []
+    for edited in (False, True):
+        for size in (False, True):
+            which = np.flatnonzero(((copy >= 0) == edited) & (wide == size))
+            if which.size:
+                jobs.append(_job(draws, which, index, copy, mask, slots, vocab_size))
+    return jobs
+
+
+def _job(draws: Draws, which: Index, index: Index, copy: Index, mask: I32, slots: I32, vocab_size: int) -> Job:
+    some = draws_at(draws, which)
+    table = np.zeros((NUM_FIELDS, len(which)), np.int32)
+    edited, size = bool(copy[which[0]] >= 0), min(int(some.width.max()), vocab_size)
+    fill_table(table, some, copy[which] if edited else index[which], vocab_size)
+    table[fields.RAW_ROW.value] = index[which]
+    table[fields.MASK.value] = mask[which]
+    wide = bool(some.width[0] > 1)
+    if wide:
+        table[fields.CUT.value] |= some.temperature > 0
+    else:
+        table[fields.SLOT.value] = slots[which]
+    cuts = bool(table[fields.CUT.value].any())
+    return Job(which, table, size if wide else 0, edited, cuts)
+
+
+def tops_job(rows: Index, size: int) -> Job:
+    """Return the job of ranking raw rows; `which` are the rows, each once, ascending."""
+    which = np.unique(rows)
+    table = np.zeros((NUM_FIELDS, len(which)), np.int32)
+    table[fields.ROW.value] = table[fields.RAW_ROW.value] = which
+    for field in (fields.MASK, fields.SLOT, fields.TARGET):
+        table[field.value] = -1
+    return Job(which, table, size, edited=False, cuts=False)
+
+
+Parts = dict[str, tuple[DTypeLike, tuple[int, ...]]]
+
+
+class PlainDraws(Protocol):
+    """How plain draws are made.
+
+    `num_kinds`: kinds of steps that are captured apart, because they do not launch the same work.
+    """
+
+    num_kinds: int
+
+    def parts(self, size: int) -> Parts:
+        """Return what `draw` wants to be given for `size` rows: arrays by name."""
+        ...
+
+    def drawn_parts(self, size: int) -> Parts:
+        """Return what `draw` leaves for `result`: arrays by name."""
+        ...
+
+    def kind(self, draws: Draws) -> int | None:
+        """Return which kind of step these draws make, 0 .. num_kinds - 1; None if `draw` cannot do all of them."""
+        ...
+
+    def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
+        """Write the draws' numbers into the arrays of `parts`. Shapes: slot [size], where each row leaves its token.
+
+        The draws of rows past the last of `draws` are leftovers; whatever they hold must be harmless.
+        """
+        ...
+
+    def draw(
+        self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor], last_token: Tensor, kind: int
+    ) -> None:
+        """Draw one token from each row, without the host, and leave it in `last_token` at the row's slot.
+
+        Shapes: logits [size, V]; last_token [num_slots + 1] int32. `given` holds the step's other arrays, too.
+        """
+        ...
+
+    def result(self, drawn: Mapping[str, NDArray[Any]], count: int) -> StepResult:
+        """Return the first `count` draws as a result of its own memory."""
+        ...
+
+
+def is_plain(plan: StepPlan) -> bool:
+    """Whether every row of a step is one token, drawn once, in row order, plainly."""
+    rows, draws = plan.rows, plan.draws
+    count = len(rows.slot)
+    if not count or len(rows.tokens) != count or len(draws.row) != count or plan.scores is not None:
+        return False
+    if draws.edits or draws.masks or draws.num_top.any():
+        return False
+    return bool((draws.width == 1).all() and (rows.num_tokens == 1).all() and (draws.row == np.arange(count)).all())
+
+
+class TorchDraws:
+    """Plain draws in torch, without filters. The same draws as `Sampler`'s."""
+
+    num_kinds = 1
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._base = token_base(vocab_size, device)
+
+    def parts(self, size: int) -> Parts:
+        return {"key_low": (np.int32, (size,)), "key_high": (np.int32, (size,)), "temperature": (np.float32, (size,))}
+
+    def drawn_parts(self, size: int) -> Parts:
+        return {"ids": (np.int64, (size,)), "logprobs": (np.float32, (size,)), "faulty": (np.int32, (size,))}
+
+    def kind(self, draws: Draws) -> int | None:
+        top_k = (draws.top_k > 0) & (draws.top_k < self._vocab_size)
+        limited = (top_k | (draws.top_p < 1) | (draws.min_p > 0)) & (draws.temperature > 0)
+        return None if limited.any() else 0
+
+    def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
+        count = len(draws.row)
+        given["key_low"][:count], given["key_high"][:count] = draw_keys(draws.seed, draws.lane, draws.position)
+        given["temperature"][:count] = draws.temperature
+
+    def draw(
+        self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor], last_token: Tensor, kind: int
+    ) -> None:
+        raw, temperature = logits.float(), given["temperature"]
+        lse, warm = log_sum_exp(raw), temperature > 0
+        scaled = scale(raw, torch.where(warm, temperature, 1.0))
+        noisy = noisy_largest(scaled, self._base, given["key_low"], given["key_high"])
+        ids = torch.where(warm, noisy, first_largest(raw))
+        drawn["ids"].copy_(ids)
+        drawn["logprobs"].copy_(raw.gather(1, ids[:, None])[:, 0] - lse)
+        drawn["faulty"].copy_(~torch.isfinite(lse))
+        last_token.index_copy_(0, given["slot"], ids.int())
+
+    def result(self, drawn: Mapping[str, NDArray[Any]], count: int) -> StepResult:
+        tokens, logprobs = drawn["ids"][:count, None].astype(np.int32), drawn["logprobs"][:count, None].copy()
+        faulty = np.flatnonzero(drawn["faulty"][:count])
+        tokens[faulty], logprobs[faulty] = -1, -np.inf
+        none_i, none_f = np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)
+        faults = tuple((int(draw), NOT_FINITE) for draw in faulty)
+        return StepResult(tokens, logprobs, none_i, none_f, faults, none_f, none_f)
+
+
+Arrays = Mapping[str, NDArray[Any]]
+
+MESSAGES = {sampling.NOTHING_LEFT: NOTHING_LEFT, sampling.NOT_FINITE: NOT_FINITE}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a step's draws were sorted into: `jobs` cover the draws, `tops` the rows whose alternatives are reported."""
+
+    draws: Draws
+    index: Index
+    jobs: tuple[Job, ...]
+    tops: Job | None
+    vocab_size: int
+
+
+def download_parts(jobs: Sequence[Job]) -> Parts:
+    """Return the arrays that the jobs write, named by what they are and the job's place."""
+    parts: Parts = {}
+    for place, job in enumerate(jobs):
+        count = len(job.which)
+        shape = (count, job.size) if job.size else (count,)
+        parts |= {f"tokens {place}": (np.int32, shape), f"logprobs {place}": (np.float32, shape)}
+        parts[f"faults {place}"] = (np.int32, (count,))
+        if job.size:
+            parts |= {f"perturbed {place}": (np.float32, shape), f"raw_logprobs {place}": (np.float32, shape)}
+    return parts
+
+
+def result_of(asked: Asked, arrays: Arrays) -> StepResult:
+    """Put the jobs' results where their draws are."""
+    draws, num_draws = asked.draws, len(asked.index)
+    width = np.minimum(draws.width, asked.vocab_size)
+    warm = (draws.width > 1) & (draws.temperature > 0)
+    tokens = np.full((num_draws, int(width.max(initial=1))), -1, np.int32)
+    logprobs = np.full(tokens.shape, -np.inf, np.float32)
+    perturbed = np.full((num_draws, tokens.shape[1] if warm.any() else 0), -np.inf, np.float32)
+    raw_logprobs = perturbed.copy()
+    fault = np.zeros(num_draws, np.int32)
+    for place, job in enumerate(asked.jobs):
+        which, columns = job.which, slice(max(job.size, 1))
+        used = np.arange(max(job.size, 1)) < width[which, None]
+
+        def read(name: str, rest: float, used: NDArray[np.bool_], place: int = place) -> NDArray[Any]:
+            return np.where(used, arrays[f"{name} {place}"].reshape(used.shape), rest)
+
+        tokens[which, columns] = read("tokens", -1, used)
+        logprobs[which, columns] = read("logprobs", -np.inf, used)
+        if job.size and warm[which].any():
+            used = used & warm[which, None]
+            perturbed[which, columns] = read("perturbed", -np.inf, used)
+            raw_logprobs[which, columns] = read("raw_logprobs", -np.inf, used)
+        fault[which] = arrays[f"faults {place}"]
+    for values, rest in ((tokens, -1), (logprobs, -np.inf), (perturbed, -np.inf), (raw_logprobs, -np.inf)):
+        values[fault > 0] = rest
+    faults = tuple((int(draw), MESSAGES[int(fault[draw])]) for draw in np.flatnonzero(fault))
+    return StepResult(tokens, logprobs, *_tops(asked, arrays), faults, perturbed, raw_logprobs)
+
+
+def _tops(asked: Asked, arrays: Arrays) -> tuple[I32, F32]:
+    """Return the top alternatives of each draw's raw row, [D, L] each."""
+    num_top, job = asked.draws.num_top, asked.tops
+    size = job.size if job is not None else 0
+    tokens = np.full((len(num_top), size), -1, np.int32)
+    logprobs = np.full((len(num_top), size), -np.inf, np.float32)
+    if job is not None:
+        place = len(asked.jobs)
+        which = np.flatnonzero(num_top > 0)
+        rows = np.searchsorted(job.which, asked.index[which])
+        used = np.arange(size) < num_top[which, None]
+        tokens[which] = np.where(used, arrays[f"tokens {place}"][rows], -1)
+        logprobs[which] = np.where(used, arrays[f"logprobs {place}"][rows], -np.inf)
+    return tokens, logprobs
+
+
+class DeviceScoreSheet:
+    """The answer to a step's `Scores`, filled part by part. Symbols: T scored tokens, L the most alternatives."""
+
+    def __init__(self, rows: Rows, scores: Scores, base: Tensor, no_words: Tensor) -> None:
+        self._base = base
+        self._no_words = no_words  # so that the kernels are those that draws have compiled
+        self._targets, self._num_top = targets_of(rows, scores, len(base))
+        count, self._size = len(self._targets), min(int(self._num_top.max(initial=0)), len(base))
+        parts = {"logprobs": (np.float32, (count,)), "faults": (np.int32, (count,))}
+        tops = {"top_tokens": (np.int32, (count, self._size)), "top_logprobs": (np.float32, (count, self._size))}
+        self._down = Download(Layout({**parts, **tops}), base.device)
+        self._out = self._down.tensors()
+        self._filled = 0
+        if not count:
+            self._down.start()
+
+    def fill(self, logits: Tensor) -> None:
+        """Enqueue the scores of the next tokens. Shape [N, V], any float dtype."""
+        raw, num_rows, device = dense_last(logits), len(logits), self._base.device
+        if not num_rows:
+            return
+        cells = slice(self._filled, self._filled + num_rows)
+        self._filled = cells.stop
+        table = tops_job(np.arange(num_rows), self._size).table
+        table[fields.TARGET.value] = self._targets[cells]
+        draws = sampling.Draws(raw, raw, self._base, to_device(table, device), self._no_words, cuts=False)
+        ids, nowhere = torch.empty(2, num_rows, dtype=torch.int32, device=device)
+        sampling.draw(draws, nowhere, ids, self._out["logprobs"][cells], self._out["faults"][cells])
+        if self._num_top[cells].any():
+            perturbed, raw_logprobs = torch.empty(2, num_rows, self._size, device=device)
+            tokens, logprobs = self._out["top_tokens"][cells], self._out["top_logprobs"][cells]
+            sampling.rank(draws, sampling.Ranked(tokens, logprobs, perturbed, raw_logprobs, torch.empty_like(ids)))
+        if self._filled == len(self._targets):
+            self._down.start()
+
+    def add_to(self, result: StepResult) -> StepResult:
+        """Wait for the device and return the result with the scores."""
+        found = self._down.wait()
+        healthy = found["faults"] != sampling.NOT_FINITE
+        scored = (self._targets >= 0) & healthy
+        used = scored[:, None] & (np.arange(self._size) < self._num_top[:, None])
+        return replace(
+            result,
+            scores=np.where(scored, found["logprobs"], np.float32(np.nan)),
+            score_tokens=np.where(used, found["top_tokens"], np.int32(-1)),
+            score_logprobs=np.where(used, found["top_logprobs"], np.float32(-np.inf)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingDraws:
+    """Draws that the device is at."""
+
+    asked: Asked
+    down: Download
+
+    def result(self) -> StepResult:
+        """Wait for the device and return the candidates."""
+        return result_of(self.asked, self.down.wait())
+
+
+class DeviceSampler:
+    """Draws candidates by Triton kernels, the same as `Sampler`. Holds only the hashed vocabulary of `noise.py`."""
+
+    def __init__(self, vocab_size: int, device: torch.device, launches: sampling.Launches | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._base = token_base(vocab_size, device)
+        self._no_words = torch.zeros(1, -(-vocab_size // WORD_BITS), dtype=torch.int32, device=device)
+        self._launches = launches or sampling.Launches()
+        self._nowhere = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
+        """Draw in every way from logits of this type, so that kernels compile before anyone waits for them."""
+        i32, f32 = np.zeros(4, np.int32), np.zeros(4, np.float32)
+        top = np.array([1, 0, 0, 0], np.int32)
+        temperature, top_p = np.array([0.0, 1.0, 0.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0, 1.0], np.float32)
+        edits = [LogitEdit(draw, i32[:1], f32[:1] + 1, f32[:1]) for draw in range(4)]
+        masks = (LogitMask(0, np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)),)
+        logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
+        for some in ((), tuple(edits)):
+            for most in (2, sampling.MOST_SELECTED + 1):
+                width = np.array([1, 1, most, most], np.int32)
+                seed = i32.astype(np.uint64)
+                draws = Draws(i32, width, seed, i32, i32, temperature, i32, top_p, f32, top, some, masks)
+                self.sample(logits, np.zeros(4, np.intp), draws)
+        self._warm_up_plain(logits)
+
+    def _warm_up_plain(self, logits: Tensor) -> None:
+        """Draw as `KernelDraws` does: a step that cannot be captured runs the same kernels."""
+        table = to_device(tops_job(np.zeros(1, np.intp), 1).table, self.device)
+        draws = sampling.Draws(logits, logits, self._base, table, None, True, self._launches)
+        ids, faults = torch.empty(2, 1, dtype=torch.int32, device=self.device)
+        sampling.draw(draws, self._nowhere, ids, torch.empty(1, device=self.device), faults)
+
+    def sheet(self, rows: Rows, scores: Scores) -> DeviceScoreSheet:
+        """Return where a step's `Scores` are filled in."""
+        return DeviceScoreSheet(rows, scores, self._base, self._no_words)
+
+    def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
+        """Return the candidates of every draw.
+
+        Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw.
+        """
+        return self.enqueue(logits, index, draws).result()
+
+    def enqueue(
+        self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
+    ) -> PendingDraws:
+        """Begin to draw, behind what the current stream has been given.
+
+        Shapes: as `sample`; slots [D] and last [slots], any integer type: where the token of each draw of width 1 is
+        kept for the next step, -1 for nowhere.
+        """
+        raw = dense_last(logits)
+        edits, copy = flat_edits(draws, index, self.vocab_size)
+        words, mask = mask_words(draws, self.vocab_size)
+        nowhere: I32 = np.full(len(index), -1, np.int32)
+        jobs = draw_jobs(draws, index, copy, mask, nowhere if slots is None else slots, self.vocab_size)
+        reported = index[draws.num_top > 0]
+        tops = tops_job(reported, min(int(draws.num_top.max(initial=0)), self.vocab_size)) if len(reported) else None
+        every = [*jobs, tops] if tops is not None else jobs
+        asked = Asked(draws, index, tuple(jobs), tops, self.vocab_size)
+        down = Download(Layout(download_parts(every)), self.device)
+        sources, rows, ids, scale, add, bits, *tables = upload(
+            (edits.sources, edits.rows, edits.ids, edits.scale, edits.add, words, *(job.table for job in every)),
+            self.device,
+        )
+        changed = raw
+        if len(edits.sources):
+            changed = raw.index_select(0, sources).float()
+            sampling.edit(changed, rows, ids, scale, add)
+        self._launch(raw, changed, bits, every, tables, self._nowhere if last is None else last, down.tensors())
+        down.start()
+        return PendingDraws(asked, down)
+
+    def _launch(
+        self,
+        raw: Tensor,
+        changed: Tensor,
+        words: Tensor,
+        jobs: Sequence[Job],
+        tables: Sequence[Tensor],
+        last: Tensor,
+        out: dict[str, Tensor],
+    ) -> None:
+        for place, (job, table) in enumerate(zip(jobs, tables, strict=True)):
+            x = changed if job.edited else raw
+            draws = sampling.Draws(x, raw, self._base, table, words, job.cuts, self._launches)
+            tokens, logprobs, faults = (out[f"{name} {place}"] for name in ("tokens", "logprobs", "faults"))
+            if job.size:
+                perturbed, raw_logprobs = out[f"perturbed {place}"], out[f"raw_logprobs {place}"]
+                sampling.rank(draws, sampling.Ranked(tokens, logprobs, perturbed, raw_logprobs, faults))
+            else:
+                sampling.draw(draws, last, tokens, logprobs, faults)
+
+
+class KernelDraws:
+    """Plain draws in Triton. Satisfies `plain.PlainDraws`; the same draws as `Sampler`'s. Kind 1 has filters."""
+
+    num_kinds = 2
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._base = token_base(vocab_size, device)
+
+    def parts(self, size: int) -> Parts:
+        return {"draws": (np.int32, (NUM_FIELDS, size))}
+
+    def drawn_parts(self, size: int) -> Parts:
+        return {"ids": (np.int32, (size,)), "logprobs": (np.float32, (size,)), "faults": (np.int32, (size,))}
+
+    def kind(self, draws: Draws) -> int | None:
+        return int(has_cuts(draws, self._vocab_size))
+
+    def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
+        fill_table(given["draws"], draws, np.arange(len(draws.row)), self._vocab_size)
+        set_slots(given["draws"], slot)
+
+    def draw(
+        self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor], last_token: Tensor, kind: int
+    ) -> None:
+        raw = dense_last(logits)
+        draws = sampling.Draws(raw, raw, self._base, given["draws"], None, cuts=kind == 1)
+        sampling.draw(draws, last_token, drawn["ids"], drawn["logprobs"], drawn["faults"])
+
+    def result(self, drawn: Mapping[str, NDArray[Any]], count: int) -> StepResult:
+        tokens, logprobs = drawn["ids"][:count, None].copy(), drawn["logprobs"][:count, None].copy()
+        fault = drawn["faults"][:count]
+        faulty = np.flatnonzero(fault)
+        tokens[faulty], logprobs[faulty] = -1, -np.inf
+        none_i, none_f = np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)
+        faults = tuple((int(draw), MESSAGES[int(fault[draw])]) for draw in faulty)
+        return StepResult(tokens, logprobs, none_i, none_f, faults, none_f, none_f)

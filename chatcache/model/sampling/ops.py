@@ -1,0 +1,330 @@
+"""Noise that depends on (seed, lane, position, token id) and on nothing else: not on batch, worker, order or restart.
+
+Definition (all integers unsigned, wrapping; exact on every device, in numpy, torch and Triton alike):
+
+    mix64(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31
+    mix32(x): x ^= x >> 16; x *= 0x21F0AAAD;         x ^= x >> 15; x *= 0x735A2D97;         x ^= x >> 15
+
+    key   = mix64(mix64(seed + 0x9E3779B97F4A7C15) ^ (lane << 32 | position))          once a draw, 64 bit
+    base  = mix32(token_id + 0x9E3779B9)                                               once a vocabulary, 32 bit
+    bits  = mix32((base ^ low32(key)) * (high32(key) | 1)) & 0x7FFFFFFF
+    v     = min((bits + 0.5) * 2^-31, 1 - 2^-24)                                       float32, uniform in (0, 1)
+    noise = -log(-log1p(-v))                                                           standard Gumbel
+
+argmax(logit + noise) draws from softmax(logit). v near 0 is what wins, and there float32 is finest: tokens down to a
+probability of about 1e-9 are drawn as often as they should be. The logarithms may differ by an ulp between devices.
+
+Source: the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014); mix64 is the finaliser of SplitMix64 (Steele et al.
+2014), mix32 the two-round multiply-xorshift hash of least measured bias (Wellons, hash-prospector).
+
+The largest of each row, equal values by ascending id: one order for every draw, whatever the device.
+
+What sampling asks of rows of logits: by the CPU's own kernels on CPUs, in torch elsewhere.
+
+No bit of a row's answer depends on the other rows, on how many there are, or on the threads. torch shares rows out
+among its threads, except where there is only one: then each thread adds up a part of it, and the last bits depend on
+the parts. So a lone row is summed as two.
+
+Shapes: x [N, K] float32; what has one number for each row is [N].
+
+min_p, top_k and top_p over scaled logits, exact, without sorting a vocabulary where that can be avoided.
+
+Scaled logits are divided by the temperature and shifted so that the best sits at 0. Symbols: S draws, V vocabulary.
+
+Change single draws' logits before anything is drawn: penalties, biases, bans, and the masks of constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from chatcache_kernels.cpu import logits
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatcache.model.streams import to_device
+from chatcache.types.plan import I32, U64, Draws, LogitEdit, LogitMask
+
+_GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN32 = 0x9E3779B9
+_LARGEST = 1.0 - 2.0**-24
+
+
+def draw_keys(seed: U64, lane: I32, position: I32) -> tuple[I32, I32]:
+    """Return the two key words of each draw, low and (odd) high. Shapes: all [D]."""
+    place = lane.astype(np.uint32).astype(np.uint64) << np.uint64(32) | position.astype(np.uint32).astype(np.uint64)
+    with np.errstate(over="ignore"):
+        key = _mix64(_mix64(seed.astype(np.uint64) + _GOLDEN64) ^ place)
+    low = (key & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    high = (key >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+    return low.view(np.int32), high.view(np.int32)
+
+
+def token_base(vocab_size: int, device: torch.device) -> Tensor:
+    """Return the hashed token ids, int32 [V]; made once, shared by all draws."""
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=device) + _GOLDEN32
+    return _mix32_(ids.to(torch.int32))
+
+
+def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return standard Gumbel noise, float32 [D, K].
+
+    Shapes: base [V], or [D, K] where only some tokens matter; low, high [D] int32 from `draw_keys`.
+    """
+    if base.device.type == "cpu":
+        return logits.gumbel(base, low, high)
+    bits = torch.bitwise_xor(base, low[:, None]).mul_(high[:, None])
+    uniform = _mix32_(bits).bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix64(x: U64) -> U64:
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
+
+def _mix32_(x: Tensor) -> Tensor:
+    """Hash int32 in place; int32 multiplication wraps, and a mask makes its arithmetic shift a logical one."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x21F0AAAD)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x735A2D97)
+    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+
+
+GROUP = 16  # values that share one maximum in the search for large ones
+
+
+def top_tokens(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the `size` largest of each row and their ids, best first, equal values by ascending id.
+
+    Shapes: values [N, V] float32 -> [N, size] each. One more is fetched than asked: if it equals the last, `topk`
+    chose among equals as it liked, and those rows are looked at again. With bfloat16 logits that is most rows.
+    """
+    vocab_size = values.shape[-1]
+    found, ids = _largest(values, min(size + 1, vocab_size))
+    if found.shape[-1] > size:
+        tied = (found[:, size] == found[:, size - 1]).nonzero().squeeze(-1)
+        found, ids = found[:, :size], ids[:, :size]
+        if tied.numel():
+            ids[tied] = _first_of_equals(values[tied], found[tied, -1:], size)
+            found = values.gather(-1, ids)
+    ids, order = ids.sort(-1)
+    found, again = found.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return found, ids.gather(-1, again)
+
+
+def _largest(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return `topk`: of a large row, among the members of the `size` groups with the largest maxima, which hold them.
+
+    Group c is c, c + C, c + 2 C, ...; what is left over at the end is looked at as well.
+    """
+    num_rows, vocab_size = values.shape
+    num_groups = vocab_size // GROUP
+    if values.device.type != "cpu" or num_groups < 4 * size:
+        found, ids = values.topk(size)
+        return found, ids
+    whole = values[:, : num_groups * GROUP]
+    best = whole.reshape(num_rows, GROUP, num_groups).amax(1).topk(size).indices
+    members = torch.arange(0, num_groups * GROUP, num_groups)[:, None]
+    rest = torch.arange(num_groups * GROUP, vocab_size).expand(num_rows, -1)
+    candidates = torch.cat(((best[:, None] + members).flatten(1), rest), dim=1)
+    found, places = values.gather(1, candidates).topk(size)
+    return found, candidates.gather(1, places)
+
+
+def _first_of_equals(values: Tensor, least: Tensor, size: int) -> Tensor:
+    """Return the ids of the `size` largest, of equals the first ones, ascending.
+
+    Shapes: values [N, V], least [N, 1], the smallest among them -> [N, size].
+    """
+    above = ~(values <= least)  # NaN counts as large, as in `topk`
+    equal = values == least
+    wanted = size - above.sum(-1, keepdim=True, dtype=torch.int32)
+    chosen = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= wanted))
+    return chosen.nonzero()[:, 1].view(-1, size)
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Add up each row."""
+    return _in_company(x).sum(-1)[: len(x)]
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """Return the logarithm of each row's summed exponentials."""
+    return logits.log_sum_exp(x) if x.device.type == "cpu" else _in_company(x).logsumexp(-1)[: len(x)]
+
+
+def first_largest(x: Tensor) -> Tensor:
+    """Return where each row is largest, int64, the first of equals."""
+    return logits.argmax(x) if x.device.type == "cpu" else x.argmax(-1)
+
+
+def noisy_largest(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return where x + `noise.gumbel` is largest, int64. Shapes: base [K]; low, high [N] int32."""
+    if x.device.type == "cpu":
+        return logits.noisy_argmax(x, base, low, high)
+    return (x + gumbel(base, low, high)).argmax(-1)
+
+
+def scale(x: Tensor, temperature: Tensor) -> Tensor:
+    """Return (x - its row's largest) / temperature. Shapes: temperature [N] float32."""
+    if x.device.type == "cpu":
+        return logits.scale(x, temperature)
+    return (x - x.amax(-1, keepdim=True)) / temperature[:, None]
+
+
+def share_ahead(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
+    """Return which share of each row's exponentials comes before that of `chosen`, the largest first, equals by place;
+    those of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32."""
+    if x.device.type == "cpu":
+        return logits.share_ahead(x, chosen, floor)
+    value, places = x.gather(-1, chosen[:, None]), torch.arange(x.shape[1], device=x.device)
+    ahead = (x > value) | ((x == value) & (places < chosen[:, None]))
+    weight = x.exp().masked_fill_(x < floor[:, None], 0.0)
+    return row_sum(weight * ahead) / row_sum(weight)
+
+
+def _in_company(x: Tensor) -> Tensor:
+    return x.expand(2, -1) if len(x) == 1 and torch.get_num_threads() > 1 else x
+
+
+Index = NDArray[np.intp]
+Flags = NDArray[np.bool_]
+
+MIN_CANDIDATES = 256
+
+
+class Filters:
+    """The filters for one vocabulary on one device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+
+    def limited(self, draws: Draws) -> Flags:
+        """Tell which draws have a top_k that can drop something."""
+        flags: Flags = (draws.top_k > 0) & (draws.top_k < self.vocab_size)
+        return flags
+
+    def wanted(self, draws: Draws) -> Flags:
+        """Tell which draws have any filter at all."""
+        flags: Flags = self.limited(draws) | (draws.top_p < 1) | (draws.min_p > 0)
+        return flags
+
+    def passes(self, scaled: Tensor, chosen: Tensor, draws: Draws) -> Flags:
+        """Tell whether the best of all tokens survives min_p and top_p: then it is the best of the survivors too, and
+        nothing need be sorted. Shapes: scaled [S, V], chosen [S]."""
+        floor, top_p = self._floor(draws), self._put(draws.top_p)
+        before = share_ahead(scaled, chosen, floor.squeeze(-1))
+        kept = (scaled.gather(-1, chosen[:, None]) >= floor).squeeze(-1) & ((before < top_p) | (top_p >= 1))
+        passed: Flags = kept.cpu().numpy()
+        return passed
+
+    def survivors(self, scaled: Tensor, draws: Draws, which: Index) -> Iterator[tuple[Index, Tensor, Tensor]]:
+        """Yield (draws, values, ids) until each of the draws `which` has had its turn.
+
+        Shapes: scaled [S, V]; values, ids [s, K], best first, dropped cells at -inf. K is the smallest that will do.
+        """
+        left = which
+        size = max(MIN_CANDIDATES, int(draws.top_k[left[self.limited(draws)[left]]].max(initial=0)))
+        while left.size:
+            size = min(size, self.vocab_size)
+            values, ids, covered = self._cut(scaled[self._put(left)], draws_at(draws, left), size)
+            if covered.all():
+                yield left, values, ids
+                return
+            ready = self._put(np.flatnonzero(covered))
+            yield left[covered], values[ready], ids[ready]
+            left, size = left[~covered], self.vocab_size
+
+    def _cut(self, scaled: Tensor, draws: Draws, size: int) -> tuple[Tensor, Tensor, Flags]:
+        """Apply min_p, top_k and top_p among the `size` most likely tokens.
+
+        Return (values, ids) [S, size], dropped cells at -inf, and covered [S]: whether `size` was enough to be exact.
+        """
+        if (draws.min_p > 0).any():
+            scaled = scaled.masked_fill(scaled < self._floor(draws), -torch.inf)
+        limited = self.limited(draws)
+        values, ids = top_tokens(scaled, size)
+        rank = torch.arange(size, device=self.device)
+        limit = self._put(np.where(limited, draws.top_k, size))[:, None]
+        values = values.masked_fill(rank >= limit, -torch.inf)
+        covered = limited | (size == self.vocab_size) | torch.isneginf(values[:, -1]).cpu().numpy()
+        if (draws.top_p < 1).any():
+            weight = values.exp()
+            behind = weight.cumsum(-1)  # one after the other: `size` candidates or more, the sums are the same
+            total = torch.where(self._put(limited), behind[:, -1], row_sum(scaled.exp()))
+            before = (behind - weight) / total[:, None]
+            top_p = self._put(draws.top_p.astype(np.float32))[:, None]
+            dropped = (before >= top_p) & (top_p < 1) & (rank > 0)
+            covered |= dropped[:, -1].cpu().numpy()
+            values = values.masked_fill(dropped, -torch.inf)
+        return values, ids, covered
+
+    def _floor(self, draws: Draws) -> Tensor:
+        """Return the least scaled logit that min_p lets pass, [S, 1]; the best token sits at 0."""
+        with np.errstate(divide="ignore"):
+            return self._put(np.log(np.maximum(draws.min_p, 0.0)).astype(np.float32))[:, None]
+
+    def _put(self, array: NDArray[Any]) -> Tensor:
+        return to_device(array, self.device)
+
+
+def draws_at(draws: Draws, which: Index) -> Draws:
+    """Return the filters and keys of some draws; edits and masks stay behind, they are applied already."""
+    if len(which) == len(draws.row):
+        return draws
+    fields = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
+    return Draws(**{name: getattr(draws, name)[which] for name in fields})
+
+
+WORD_BITS = 32
+
+
+def apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
+    """Apply every edit, in place. Shapes: logits [D, V] float32, one row per draw."""
+    if not edits:
+        return
+    draw = np.concatenate([np.full(len(edit.ids), edit.draw, np.int64) for edit in edits])
+    ids = np.concatenate([edit.ids.astype(np.int64) for edit in edits])
+    scale, add = np.concatenate([edit.scale for edit in edits]), np.concatenate([edit.add for edit in edits])
+    known = (ids >= 0) & (ids < logits.shape[-1])  # an EOS id of the tokenizer may lie beyond the model's logits
+    if not known.all():
+        draw, ids, scale, add = draw[known], ids[known], scale[known], add[known]
+
+    def put(array: NDArray[Any]) -> Tensor:
+        return to_device(array, logits.device)
+
+    at = put(draw), put(ids)
+    old, by = logits[at], put(scale)
+    logits[at] = torch.where(old > 0, old / by, old * by) + put(add)
+
+
+def apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
+    """Set all that the masks do not allow to -inf, in place. Shapes: logits [D, V] float32, one row per draw."""
+    if not masks:
+        return
+    words = np.zeros((len(masks), -(-logits.shape[-1] // WORD_BITS)), np.uint32)
+    for row, mask in enumerate(masks):
+        size = min(len(mask.words), words.shape[1])
+        words[row, :size] = mask.words[:size]
+    forbidden = _forbidden(words, logits.shape[-1], logits.device)
+    draws = [mask.draw for mask in masks]
+    if draws == list(range(len(logits))):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        at = to_device(np.array(draws, np.int64), logits.device)
+        logits[at] = logits[at].masked_fill_(forbidden, -torch.inf)
+
+
+def _forbidden(words: NDArray[np.uint32], vocab_size: int, device: torch.device) -> Tensor:
+    """Spread the bits that are not set over a vocabulary. Shapes: [M, W] -> bool [M, V]. Only words go to a device."""
+    eights = (~words).astype("<u4").view(np.uint8)
+    if device.type == "cpu":
+        flags = np.unpackbits(eights, axis=1, count=vocab_size, bitorder="little")
+        return torch.from_numpy(flags.view(np.bool_))
+    bits = to_device(eights, device)[:, :, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=device))
+    return bits.view(len(words), -1)[:, :vocab_size] != 0

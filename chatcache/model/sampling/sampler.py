@@ -1,0 +1,402 @@
+"""Turn logits into candidates, for all draws of a step at once.
+
+Order, as in vLLM: edits (penalties, bias, bans) and masks -> temperature -> min_p -> top_k -> top_p -> draw. Reported
+log-probabilities of sampled tokens are of the raw log-softmax, before any of it. Among equal logits the lower id comes
+first everywhere; exactly `top_k` tokens stay.
+
+Symbols: D draws, U distinct drawn rows, V vocabulary, W the widest draw.
+
+How likely each prompt token was: log-probabilities of given successors under the raw log-softmax, bit by bit.
+
+A prompt chunk of 2,048 tokens over 150,000 words would be 1.2 GB of float32 logits. So the network hands out logits in
+parts of at most `PART_BYTES` (in its own dtype), and each part is scored `CHUNK_BYTES` of float32 at a time. With the
+temporaries of log-softmax and ranking a chunk takes about 2 x CHUNK_BYTES, 5 x where equal logits must be ranked:
+at most 256 + 80 MiB whatever the prompt, the budget and the vocabulary (as long as one row fits a chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatcache.model.sampling.ops import (
+    Filters,
+    Flags,
+    Index,
+    apply_edits,
+    apply_masks,
+    draw_keys,
+    draws_at,
+    first_largest,
+    gumbel,
+    log_sum_exp,
+    noisy_largest,
+    scale,
+    token_base,
+    top_tokens,
+)
+from chatcache.model.streams import to_device
+from chatcache.types.plan import F32, I32, I64, Draws, Rows, Scores, StepResult
+
+PART_BYTES = 256 << 20
+CHUNK_BYTES = 16 << 20
+
+
+def scored_tokens(rows: Rows, scores: Scores) -> I64:
+    """Return where among the step's tokens the scored rows' tokens are, row by row. Shape [sum(num_tokens[row])]."""
+    ends = np.cumsum(rows.num_tokens, dtype=np.int64)
+    spans = [np.arange(ends[row] - rows.num_tokens[row], ends[row]) for row in scores.row]
+    return np.concatenate(spans) if spans else np.zeros(0, np.int64)
+
+
+def part_sizes(num_first: int, num_tokens: int, row_bytes: int) -> list[int]:
+    """Cut `num_tokens` rows of logits into parts of at most `PART_BYTES`; the first holds `num_first` at least."""
+    most = max(PART_BYTES // row_bytes, 1)
+    first = min(max(num_first, most), num_tokens)
+    sizes = [first, *[most] * ((num_tokens - first) // most), (num_tokens - first) % most]
+    return [size for size in sizes if size] or [0]
+
+
+def targets_of(rows: Rows, scores: Scores, vocab_size: int) -> tuple[I64, I32]:
+    """Return the successor of each scored token, -1 where the logits know none, and how many alternatives to report."""
+    targets = np.where(scores.targets < vocab_size, scores.targets, -1).astype(np.int64)
+    return targets, np.repeat(scores.num_top, rows.num_tokens[scores.row])
+
+
+class AnySheet(Protocol):
+    """The answer to a step's `Scores`, filled part by part."""
+
+    def fill(self, logits: Tensor) -> None:
+        """Take the logits of the next tokens. Shape [N, V], any float dtype."""
+        ...
+
+    def add_to(self, result: StepResult) -> StepResult:
+        """Return a step's result with the scores, once all are filled in."""
+        ...
+
+
+class ScoreSheet:
+    """The answer to a step's `Scores`, filled part by part: `values`, `top_tokens`, `top_logprobs` of StepResult.
+
+    A cell stays nan where there is no target, and where the logits are not finite.
+    """
+
+    def __init__(self, rows: Rows, scores: Scores, vocab_size: int) -> None:
+        self._targets, self._num_top = targets_of(rows, scores, vocab_size)
+        size = min(int(self._num_top.max(initial=0)), vocab_size)
+        self._filled = 0
+        self.values: F32 = np.full(len(self._targets), np.nan, np.float32)
+        self.top_tokens: I32 = np.full((len(self._targets), size), -1, np.int32)
+        self.top_logprobs: F32 = np.full((len(self._targets), size), -np.inf, np.float32)
+
+    def add_to(self, result: StepResult) -> StepResult:
+        """Return a step's result with the scores."""
+        return replace(result, scores=self.values, score_tokens=self.top_tokens, score_logprobs=self.top_logprobs)
+
+    def fill(self, logits: Tensor) -> None:
+        """Take the logits of the next tokens. Shape [N, V], any float dtype."""
+        rows = max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
+        for chunk in torch.split(logits, rows):
+            self._fill(chunk.float())
+
+    def _fill(self, raw: Tensor) -> None:
+        cells = slice(self._filled, self._filled + len(raw))
+        self._filled = cells.stop
+        lse = log_sum_exp(raw)
+        targets = self._targets[cells]
+        at = to_device(np.maximum(targets, 0), raw.device)[:, None]
+        values = (raw.gather(-1, at).squeeze(-1) - lse).cpu().numpy()
+        scored = (targets >= 0) & torch.isfinite(lse).cpu().numpy()
+        self.values[cells] = np.where(scored, values, np.nan)
+        num_top = self._num_top[cells]
+        which = np.flatnonzero(scored & (num_top > 0))
+        if which.size:
+            self._rank(raw, lse, cells.start, which, num_top)
+
+    def _rank(self, raw: Tensor, lse: Tensor, start: int, which: NDArray[np.intp], num_top: NDArray[Any]) -> None:
+        rows = to_device(which, raw.device)
+        size = self.top_tokens.shape[1]
+        values, ids = top_tokens(raw[rows] if len(which) < len(raw) else raw, size)
+        used = np.arange(size) < num_top[which, None]
+        self.top_tokens[start + which] = np.where(used, ids.cpu().numpy(), -1)
+        self.top_logprobs[start + which] = np.where(used, (values - lse[rows, None]).cpu().numpy(), -np.inf)
+
+
+def fill_all(sheet: AnySheet, parts: Iterable[Tensor]) -> None:
+    """Score part after part, holding one of them at a time."""
+    for logits in parts:
+        sheet.fill(logits)
+        del logits
+
+
+NOT_FINITE = "the model produced logits that are not finite"
+NOTHING_LEFT = "no token is left to draw: every one is banned"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The result under construction, on the host."""
+
+    tokens: I32
+    logprobs: F32
+    perturbed: F32
+    raw_logprobs: F32
+
+    @classmethod
+    def blank(cls, num_draws: int, width: int, *, noisy: bool) -> _Answer:
+        return cls(
+            np.full((num_draws, width), -1, np.int32),
+            np.full((num_draws, width), -np.inf, np.float32),
+            np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
+            np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
+        )
+
+    def forget(self, draw: int) -> None:
+        self.tokens[draw] = -1
+        self.logprobs[draw] = self.perturbed[draw] = self.raw_logprobs[draw] = -np.inf
+
+
+class Pending(Protocol):
+    """Draws that a device may still be at."""
+
+    def result(self) -> StepResult:
+        """Wait for the device and return the candidates."""
+        ...
+
+
+class AnySampler(Protocol):
+    """What draws: `Sampler`, or `DeviceSampler` where Triton's kernels are."""
+
+    def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
+        """Draw in every way from logits of this type, so that kernels compile before anyone waits for them."""
+        ...
+
+    def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
+        """Draw and wait; shapes as for `enqueue`."""
+        ...
+
+    def sheet(self, rows: Rows, scores: Scores) -> AnySheet:
+        """Return where a step's `Scores` are filled in."""
+        ...
+
+    def enqueue(
+        self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
+    ) -> Pending:
+        """Begin to draw, behind what the current stream has been given.
+
+        Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw; slots [D] and last [slots], any
+        integer type: where the token of each draw of width 1 is kept for the next step, -1 for nowhere.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Draws that are done. Satisfies `Pending`."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
+class Sampler:
+    """Draws candidates. Holds only the hashed vocabulary of `noise.py`."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._base = token_base(vocab_size, device)
+        self._filters = Filters(vocab_size, device)
+
+    def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
+        """Draw greedily, from a nucleus and from a few, so that kernels compile before anyone waits for them."""
+        zero, none = np.zeros(3, np.int32), np.zeros(3, np.float32)
+        temperature, top_p = np.array([0.0, 1.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0], np.float32)
+        top_k = np.array([0, 0, 2], np.int32)
+        draws = Draws(zero, zero + 1, zero.astype(np.uint64), zero, zero, temperature, top_k, top_p, none, zero)
+        self.sample(torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device), np.zeros(3, np.intp), draws)
+
+    def enqueue(
+        self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
+    ) -> Drawn:
+        """Draw, and keep tokens in `last`; shapes as `AnySampler` says."""
+        result = self.sample(logits, index, draws)
+        if slots is not None and last is not None:
+            kept = np.flatnonzero(slots >= 0)
+            at, tokens = self._put(slots[kept].astype(np.int64)), self._put(np.maximum(result.tokens[kept, 0], 0))
+            last.index_copy_(0, at, tokens.to(last.dtype))
+        return Drawn(result)
+
+    def sheet(self, rows: Rows, scores: Scores) -> AnySheet:
+        """Return where a step's `Scores` are filled in."""
+        return ScoreSheet(rows, scores, self.vocab_size)
+
+    def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
+        """Return the candidates of every draw.
+
+        Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw.
+        """
+        num_draws = len(index)
+        width = np.minimum(draws.width, self.vocab_size)
+        wide, warm = draws.width > 1, draws.temperature > 0
+        answer = _Answer.blank(num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any()))
+        raw = logits.float()
+        lse = log_sum_exp(raw)
+        view = _View.of(raw, index, draws)
+        dead = np.zeros(num_draws, bool)
+        if not wide.all():
+            dead[~wide] = self._draw_one(view, np.flatnonzero(~wide), draws, lse, answer)
+        best, noisy = np.flatnonzero(wide & ~warm), np.flatnonzero(wide & warm)
+        if best.size:
+            dead[best] = self._draw_best(view, best, width[best], answer)
+        if noisy.size:
+            dead[noisy] = self._draw_distinct(view, noisy, width[noisy], draws_at(draws, noisy), lse, answer)
+        top_tokens, top_logprobs = self._report(view, lse, draws.num_top)
+        broken = ~torch.isfinite(lse).cpu().numpy()[index]
+        faults = tuple((int(d), NOT_FINITE if broken[d] else NOTHING_LEFT) for d in np.flatnonzero(broken | dead))
+        for draw, _ in faults:
+            answer.forget(draw)
+        return StepResult(
+            answer.tokens, answer.logprobs, top_tokens, top_logprobs, faults, answer.perturbed, answer.raw_logprobs
+        )
+
+    def _draw_one(self, view: _View, which: Index, draws: Draws, lse: Tensor, answer: _Answer) -> Flags:
+        """Sample the width-1 draws; return which of them had nothing left."""
+        greedy = which[draws.temperature[which] <= 0]
+        warm = which[draws.temperature[which] > 0]
+        chosen = torch.empty(len(draws.row), dtype=torch.int64, device=self.device)
+        if greedy.size:
+            chosen[self._put(greedy)] = first_largest(view.changed_rows(greedy))
+        if warm.size:
+            chosen[self._put(warm)] = self._draw_warm(view.changed_rows(warm), draws_at(draws, warm))
+        at = self._put(which)
+        ids, rows = chosen[at], view.where[at]
+        logprobs = view.raw[rows, ids] - lse[rows]
+        last = view.raw[rows, ids] if view.changed is None else view.changed[at, ids]
+        answer.tokens[which, 0] = ids.cpu().numpy()
+        answer.logprobs[which, 0] = logprobs.cpu().numpy()
+        lost: Flags = (~torch.isfinite(last)).cpu().numpy()
+        return lost
+
+    def _draw_warm(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Return a sampled id for each row. Shapes: logits [S, V] -> [S]."""
+        scaled = self._scaled(logits, draws)
+        low, high = self._keys(draws)
+        filtered, free = self._filters.wanted(draws), np.flatnonzero(~self._filters.limited(draws))
+        chosen = torch.empty(len(scaled), dtype=torch.int64, device=self.device)
+        if free.size:
+            at = self._put(free)
+            best = noisy_largest(scaled if free.size == len(scaled) else scaled[at], self._base, low[at], high[at])
+            chosen[at] = best
+            if filtered[free].any():
+                filtered[free] &= ~self._filters.passes(scaled[at], best, draws_at(draws, free))
+        for some, values, ids in self._filters.survivors(scaled, draws, np.flatnonzero(filtered)):
+            at = self._put(some)
+            best = (values + gumbel(self._base[ids], low[at], high[at])).argmax(-1, keepdim=True)
+            chosen[at] = ids.gather(-1, best).squeeze(-1)
+        return chosen
+
+    def _draw_best(self, view: _View, which: Index, width: NDArray[Any], answer: _Answer) -> Flags:
+        """Fill wide draws at temperature 0 with their most likely tokens; return which of them had nothing left."""
+        rows = view.changed_rows(which)
+        size = int(width.max())
+        values, ids = top_tokens(rows, size)
+        lse = log_sum_exp(rows) if view.unmasked is None else view.unmasked[self._put(which)]
+        logprobs = (values - lse[:, None]).cpu().numpy()
+        used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
+        answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
+        answer.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
+        lost: Flags = ~used[:, 0]
+        return lost
+
+    def _draw_distinct(
+        self, view: _View, which: Index, width: NDArray[Any], draws: Draws, lse: Tensor, answer: _Answer
+    ) -> Flags:
+        """Fill wide draws at a temperature with tokens drawn without replacement; return which had nothing left.
+
+        The noise is that of width-1 draws, and so is the sum compared: the first token is the one they would choose.
+        Source: the Gumbel top-k trick (Kool et al. 2019).
+        """
+        scaled = self._scaled(view.changed_rows(which), draws)
+        filtered = np.flatnonzero(self._filters.wanted(draws))
+        for some, values, ids in self._filters.survivors(scaled, draws, filtered):
+            scaled[self._put(some)] = torch.full_like(scaled[: len(some)], -torch.inf).scatter_(-1, ids, values)
+        low, high = self._keys(draws)
+        size = int(width.max())
+        sums, ids = top_tokens(gumbel(self._base, low, high) + scaled, size)
+        total = log_sum_exp(scaled)[:, None]
+        logprobs = (scaled.gather(-1, ids) - total).cpu().numpy()
+        used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
+        answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
+        answer.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
+        answer.perturbed[which, :size] = np.where(used, (sums - total).cpu().numpy(), -np.inf)
+        rows = view.where[self._put(which)][:, None]
+        answer.raw_logprobs[which, :size] = np.where(used, (view.raw[rows, ids] - lse[rows]).cpu().numpy(), -np.inf)
+        lost: Flags = ~used[:, 0]
+        return lost
+
+    def _report(self, view: _View, lse: Tensor, num_top: I32) -> tuple[I32, F32]:
+        """Return the top alternatives of the raw log-softmax, [D, L] each."""
+        size = min(int(num_top.max(initial=0)), self.vocab_size)
+        tokens = np.full((len(num_top), size), -1, np.int32)
+        logprobs = np.full((len(num_top), size), -np.inf, np.float32)
+        which = np.flatnonzero(num_top > 0)
+        if which.size:
+            rows, place = np.unique(view.where.cpu().numpy()[which], return_inverse=True)
+            values, ids = top_tokens(view.raw[self._put(rows)], size)
+            values = values - lse[self._put(rows), None]
+            used = np.arange(size) < num_top[which, None]
+            tokens[which] = np.where(used, ids.cpu().numpy()[place], -1)
+            logprobs[which] = np.where(used, values.cpu().numpy()[place], -np.inf)
+        return tokens, logprobs
+
+    def _scaled(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Divide by the temperature, the best at 0."""
+        return scale(logits, self._put(draws.temperature))
+
+    def _keys(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        low, high = draw_keys(draws.seed, draws.lane, draws.position)
+        return self._put(low), self._put(high)
+
+    def _put(self, array: NDArray[Any]) -> Tensor:
+        return to_device(array, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Logits as the draws see them. Shapes: raw [U, V]; changed [D, V] or None (no edits, no masks); where [D] rows of
+    raw; unmasked [D], where masks and wide draws meet: log-sum-exp before the masks. `identity`: where is 0 .. U - 1.
+    """
+
+    raw: Tensor
+    changed: Tensor | None
+    where: Tensor
+    unmasked: Tensor | None
+    identity: bool
+
+    @classmethod
+    def of(cls, raw: Tensor, index: Index, draws: Draws) -> _View:
+        identity = len(index) == len(raw) and bool((index == np.arange(len(index))).all())
+        where = to_device(index, raw.device)
+        changed = unmasked = None
+        if draws.edits or draws.masks:
+            changed = raw.clone() if identity else raw[where]
+            apply_edits(changed, draws.edits)
+            if draws.masks and (draws.width > 1).any():
+                unmasked = log_sum_exp(changed)
+            apply_masks(changed, draws.masks)
+        return cls(raw, changed, where, unmasked, identity)
+
+    def changed_rows(self, which: Index) -> Tensor:
+        """Return the logits of some draws (ascending) as they are drawn from, without a copy where all are meant."""
+        if self.changed is None and not self.identity:
+            return self.raw[self.where[to_device(which, self.raw.device)]]
+        rows = self.raw if self.changed is None else self.changed
+        return rows if len(which) == len(rows) else rows[to_device(which, rows.device)]

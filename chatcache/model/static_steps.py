@@ -1,0 +1,257 @@
+"""A decode step whose every number lies in buffers that never move, so that it can be captured once and replayed.
+
+One size of batch is one `StaticStep`. A step of fewer rows fills up with rows of nobody: token 0 at position 0 of the
+spare slot, whose table is all null pages. They write K and V to the null page (page 0 is never handed out, and no
+branch's table names it within its tokens), attend to that alone, leave their draw in the spare slot, and nobody looks
+at what was drawn.
+
+    host     | tokens | positions | ... | draws | work list |     pinned, one of two in turn
+                                | one copy
+    device   | tokens | positions | ... | draws | work list |
+                                | replay
+    device   | tokens drawn | log-probabilities | faults |
+                                | one copy, and a mark
+    host     | tokens drawn | ...                               pinned, one of two in turn
+
+Room for a step's work list in buffers that stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages, WorkList
+from chatcache_kernels.work import LARGE_QUERIES, SMALL_QUERIES, SPLIT
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatcache.model.attention import AttentionBackend, AttentionStep, Network
+from chatcache.model.page_tables import Changes, DeviceSlots
+from chatcache.model.sampling.device_sampler import Parts, PlainDraws
+from chatcache.model.streams import Layout
+from chatcache.types.plan import I64, Draws, Rows
+
+SHARED_PIECES = 16  # pieces of shared keys that every row of a full batch may take part in
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRoom:
+    """How much of a work list of `size` rows of one token fits.
+
+    `heights`: of the tiles of each list, small ones first. Only rows that share pages need the others, so a step
+    launches the first `num_lists` of them.
+    """
+
+    size: int
+    heights: tuple[int, ...]
+    num_items: int
+    num_states: int
+
+    @classmethod
+    def of(cls, size: int, group: int, max_model_len: int, num_tokens: int) -> WorkRoom:
+        """Return room for `size` rows over a store of `num_tokens` tokens; a step that needs more runs uncaptured."""
+        heights = tuple(dict.fromkeys(max(1, queries // group) for queries in (SMALL_QUERIES, LARGE_QUERIES)))
+        pieces = -(-max_model_len // SPLIT)
+        own = -(-num_tokens // SPLIT)
+        return cls(
+            size=size,
+            heights=heights if size > 1 else heights[:1],
+            num_items=size + min(size * pieces, 2 * own),
+            num_states=min(size * pieces, 2 * own + size * SHARED_PIECES),
+        )
+
+    @property
+    def num_members(self) -> int:
+        """Return how many members all items of a list may have: a state each, or the only piece of a row."""
+        return self.num_states + self.size
+
+    def parts(self) -> Parts:
+        """Return the arrays of a work list by name."""
+        parts: Parts = {"num_merges": (np.int32, (1,)), "num_items": (np.int32, (len(self.heights), 4))}
+        parts |= {"merge_tokens": (np.int32, (self.size,)), "merge_offsets": (np.int32, (self.size + 1,))}
+        for number in range(len(self.heights)):
+            parts[f"items_{number}"] = (np.int32, (self.num_items, 6))
+            parts[f"members_{number}"] = (np.int32, (self.num_members,))
+        parts["merge_states"] = (np.int32, (self.num_states,))
+        return parts
+
+    def fill(self, given: Mapping[str, NDArray[Any]], work: AttentionWork, count: int) -> int | None:
+        """Write the work list of `count` rows into the arrays; return how many lists have to be launched, None if it
+        does not fit.
+
+        Each row of nobody sees one key, the null page's first: what it computes is a number then, whatever memory held.
+        What the arrays held before stays behind the new end, where nobody looks.
+        """
+        lists = {one.max_members: one for one in work.lists}
+        if len(lists) < len(work.lists) or not lists.keys() <= set(self.heights) or work.num_states > self.num_states:
+            return None
+        nobody = self.size - count
+        if any(len(one.items) + nobody > self.num_items for one in work.lists):
+            return None
+        if any(len(one.members) + nobody > self.num_members for one in work.lists):
+            return None
+        num_lists, num_items, num_members = 1, 0, 0
+        for number, height in enumerate(self.heights):
+            one = lists.get(height)
+            given["num_items"][number, 0] = 0 if one is None else len(one.items)
+            if one is not None:
+                num_lists = number + 1
+                if not number:
+                    num_items, num_members = len(one.items), len(one.members)
+                given[f"items_{number}"][: len(one.items)] = one.items.numpy()
+                given[f"members_{number}"][: len(one.members)] = one.members.numpy()
+        self._add_nobody(given, count, num_items, num_members)
+        num_merges = len(work.merge_tokens)
+        given["num_merges"][0] = num_merges
+        given["merge_tokens"][:num_merges] = work.merge_tokens.numpy()
+        given["merge_offsets"][: num_merges + 1] = work.merge_offsets.numpy()
+        given["merge_states"][: work.num_states] = work.merge_states.numpy()
+        return num_lists
+
+    def _add_nobody(self, given: Mapping[str, NDArray[Any]], count: int, num_items: int, num_members: int) -> None:
+        """Add an item to the first list for each row from `count` on."""
+        number = self.size - count
+        if not number:
+            return
+        row = np.arange(count, self.size, dtype=np.int32)
+        items = given["items_0"][num_items : num_items + number]
+        items[:] = (0, 0, 1, 0, 1, -1)
+        items[:, 0] = row
+        items[:, 3] = row + np.int32(num_members - count)
+        given["members_0"][num_members : num_members + number] = row
+        given["num_items"][0, 0] = num_items + number
+
+    def work(self, given: Mapping[str, Tensor], num_lists: int) -> AttentionWork:
+        """Return the work list that lies in these buffers; `start` among them says where each token is."""
+        return AttentionWork(
+            lists=tuple(
+                WorkList(given[f"items_{number}"], given[f"members_{number}"], given["num_items"][number, :1], height)
+                for number, height in enumerate(self.heights[:num_lists])
+            ),
+            positions=given["start"],
+            merge_tokens=given["merge_tokens"],
+            merge_offsets=given["merge_offsets"],
+            merge_states=given["merge_states"],
+            num_merges=given["num_merges"],
+            num_states=self.num_states,
+        )
+
+
+def no_work() -> AttentionWork:
+    """Return the work list of no rows."""
+    none = torch.zeros(0, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
+    return AttentionWork((), none, none, zero, none, zero, 0)
+
+
+Arrays = dict[str, NDArray[Any]]
+Replay = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parties:
+    """What every static step computes with."""
+
+    network: Network
+    kernels: AttentionBackend
+    pages: KVPages
+    slots: DeviceSlots
+    plain: PlainDraws
+
+
+def step_parts(size: int, plain: PlainDraws, room: WorkRoom | None) -> Parts:
+    """Return what is given to a step of `size` rows. `start` is `positions` as attention wants it; `cells` say where
+    K and V go, `changed_*` what has to be done to the tables first."""
+    wide: Parts = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
+    narrow: Parts = dict.fromkeys(("start", "changed_pages"), (np.int32, (size,)))
+    return {**wide, **narrow, **plain.parts(size), **(room.parts() if room is not None else {})}
+
+
+class StaticStep:
+    """Decodes `size` rows. Works on the first bytes of buffers that all sizes share."""
+
+    def __init__(self, size: int, parties: Parties, room: WorkRoom | None, given: Tensor, drawn: Tensor) -> None:
+        self.size = size
+        self.room = room
+        self.layout = Layout(step_parts(size, parties.plain, room))
+        self.drawn_layout = Layout(parties.plain.drawn_parts(size))
+        self._parties = parties
+        self._given = self.layout.tensors(given)
+        self._drawn = self.drawn_layout.tensors(drawn)
+        device = given.device
+        self._ones = torch.ones(size, dtype=torch.int32, device=device)
+        self._offsets = torch.arange(size + 1, dtype=torch.int32, device=device)
+
+    @property
+    def most_lists(self) -> int:
+        """Return how many lists a step may have."""
+        return len(self.room.heights) if self.room is not None else 1
+
+    def run(self, num_lists: int, kind: int) -> None:
+        """Do the device's part of a step with that many work lists, and draws of this kind."""
+        parties, given = self._parties, self._given
+        slots = parties.slots
+        slots.write(given["changed_at"], given["changed_pages"])
+        slot = given["slot"]
+        last = slots.last_token.index_select(0, slot).long()
+        tokens = torch.where(given["tokens"] < 0, last, given["tokens"])
+        batch = AttentionBatch(
+            tables=slots.tables_of(slot, slots.max_pages),
+            start=given["start"],
+            num_tokens=self._ones,
+            offsets=self._offsets,
+            slots=given["cells"],
+            max_new_tokens=1,
+            max_context_tokens=slots.max_pages * parties.pages.page_size,
+            work=self._work(num_lists),
+        )
+        step = AttentionStep(parties.kernels, parties.pages, batch)
+        logits = parties.network.forward(tokens, given["positions"], step, None)
+        parties.plain.draw(logits, given, self._drawn, slots.last_token, kind)
+
+    def _work(self, num_lists: int) -> AttentionWork | None:
+        return self.room.work(self._given, num_lists) if self.room is not None else None
+
+
+def fits_tables(changes: Changes, size: int) -> bool:
+    """Whether a step of `size` rows has room for these changes."""
+    return len(changes.at) <= size
+
+
+def fill_rows(given: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes: Changes, slots: DeviceSlots) -> None:
+    """Write a step's rows, and rows of nobody after them, into the arrays of `step_parts`."""
+    count, num_changes = len(rows.slot), len(changes.at)
+    for name, values, rest in (
+        ("tokens", rows.tokens, 0),
+        ("positions", rows.start, 0),
+        ("start", rows.start, 0),
+        ("slot", rows.slot, slots.spare_slot),
+        ("cells", cells, 0),
+    ):
+        given[name][:count] = values
+        given[name][count:] = rest
+    given["changed_at"][:num_changes] = changes.at
+    given["changed_at"][num_changes:] = slots.spare_cell
+    given["changed_pages"][:num_changes] = changes.pages
+    given["changed_pages"][num_changes:] = 0
+
+
+def fill_nobody(
+    given: Mapping[str, NDArray[Any]], plain: PlainDraws, slots: DeviceSlots, room: WorkRoom | None
+) -> None:
+    """Write a step of nobody's rows only: what a step is captured with."""
+    none = np.zeros(0, np.int32)
+    fill_rows(given, Rows(none, none, none, none), none.astype(np.int64), Changes(none.astype(np.int64), none), slots)
+    if room is not None:
+        room.fill(given, no_work(), 0)
+    plain.fill(given, no_draws(), given["slot"])
+
+
+def no_draws() -> Draws:
+    """Return no draws at all."""
+    i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Draws(i, i, i.astype(np.uint64), i, i, f, i, f, f, i)

@@ -1,0 +1,198 @@
+"""Run any other `transformers` causal LM, unchanged, on our pages.
+
+transformers lets an attention function be registered by name and hands it q, k and v of every layer. Ours stores k and
+v in pages and attends through the step's kernels. The batch runs flattened as one sequence [1, T] with explicit
+positions; which token belongs to which row is known to the step alone, which travels as a keyword argument through
+`forward`. No attention mask is registered for the name, so transformers makes none.
+
+What cannot work is found by one probing token at load, and refused by name: attention that is not the registered one
+(ALiBi, linear attention, state spaces), several sizes of heads, code that the folder would bring along.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatcache.errors import ModelFolderError
+from chatcache.model.attention import AttentionStep, Geometry
+from chatcache.model.loading.weights import is_finite
+
+NAME = "chatcache_paged"
+ALIBI_TYPES = ("bloom", "mpt")
+LAYER_KINDS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Stands in for a step once, to see what each layer would attend with."""
+
+    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    reason: str = ""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, *_: Any) -> Tensor:
+        if layer in self.shapes:
+            self.reason = f"layer {layer} attends twice"
+        if k.shape != v.shape or k.shape[-1] != q.shape[-1]:
+            self.reason = f"layer {layer} has keys {list(k.shape)}, values {list(v.shape)}, queries {list(q.shape)}"
+        self.shapes[layer] = (q.shape[1], k.shape[1], k.shape[2])
+        return q
+
+
+def paged_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend for one layer of a transformers model.
+
+    Shapes: query [1, H, T, D], key, value [1, Hkv, T, D] -> [1, T, H, D].
+    Raises: ModelFolderError for a kind of attention that pages do not provide.
+    """
+    step: AttentionStep | _Probe = kwargs["paged_step"]
+    if kwargs.get("position_bias") is not None or kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ModelFolderError(f"{type(module).__name__} is not plain causal attention")
+    scale = kwargs.get("scaling")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = step.attend(
+        q,
+        k,
+        v,
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        kwargs.get("sliding_window"),
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+    )
+    return out[None], None
+
+
+class TransformersNetwork:
+    """A transformers model seen as an `attention.Network`. Its steps are never captured: nobody promises that they can
+    be."""
+
+    def __init__(self, model: Any, geometry: Geometry, max_position: int) -> None:
+        self.geometry = geometry
+        self.max_position = max_position
+        self._model = model
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
+        """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
+        keep = {"logits_to_keep": drawn} if self._keeps and drawn is not None else {}
+        logits: Tensor = _run(self._model, tokens, positions, step, keep)[0]
+        return logits if self._keeps or drawn is None else logits[drawn]
+
+    def forward_parts(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield the logits of each part in turn. transformers gives no way to run the head alone for every model, so
+        each part is a pass of its own; it writes the same keys and values again."""
+        for part in parts:
+            yield self.forward(tokens, positions, step, part)
+
+
+def load_transformers(
+    folder: Path, raw: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> TransformersNetwork:
+    """Load a model through transformers.
+
+    Raises: ModelFolderError for an architecture that is unknown or cannot attend through pages, or bad weights.
+    """
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    where = folder / "config.json"
+    _refuse_alibi(where, raw)
+    AttentionInterface.register(NAME, paged_attention)
+    safe = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(folder, **safe)
+    except Exception as error:  # transformers raises many kinds, some of its own making; all mean the same here
+        raise ModelFolderError(_explain(where, raw, error)) from error
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise ModelFolderError(f"{where}: {raw['model_type']} has no attention that can run on KV pages")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            output_loading_info=True,
+            **safe,
+        )
+    except Exception as error:
+        raise ModelFolderError(_explain(folder, raw, error)) from error
+    if info["missing_keys"]:
+        raise ModelFolderError(f"{folder}: tensor {sorted(info['missing_keys'])[0]} is missing")
+    for name, weight in model.named_parameters():
+        if not is_finite(weight):
+            raise ModelFolderError(f"{folder}: tensor {name} holds what is not a number, or infinite")
+    return _wrap(model.to(device).eval(), where, dtype, device)
+
+
+def _wrap(model: Any, where: Path, dtype: torch.dtype, device: torch.device) -> TransformersNetwork:
+    text = model.config.get_text_config()
+    probe = _Probe()
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    with torch.inference_mode():
+        try:
+            logits = _run(model, zero, zero, probe, {})
+        except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {error!r}") from error
+    kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_KINDS
+    reason = probe.reason or (f"has {sorted(kinds)[0]} layers" if kinds else "")
+    if sorted(probe.shapes) != list(range(text.num_hidden_layers)):
+        reason = f"{len(probe.shapes)} of {text.num_hidden_layers} layers attend through the registered function"
+    if len(set(probe.shapes.values())) > 1:
+        reason = "its layers differ in heads"
+    if reason:
+        raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {reason}")
+    num_heads, num_kv_heads, head_dim = probe.shapes[0]
+    geometry = Geometry(len(probe.shapes), num_heads, num_kv_heads, head_dim, logits.shape[-1], dtype, device)
+    return TransformersNetwork(model, geometry, _max_position(text))
+
+
+def _run(
+    model: Any, tokens: Tensor, positions: Tensor, step: AttentionStep | _Probe, keep: dict[str, Tensor]
+) -> Tensor:
+    out = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged_step=step, **keep)
+    logits: Tensor = out.logits
+    return logits
+
+
+def _max_position(text: Any) -> int:
+    """Return the longest context in which a token's rotation never depends on how long the batch happens to be.
+
+    transformers switches `longrope` and `dynamic` frequencies once a sequence outgrows the original context; keys in
+    pages cannot be turned again, so that context is the limit.
+    """
+    longest = int(getattr(text, "max_position_embeddings", None) or 2048)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for one in kinds:
+        if one.get("rope_type") == "longrope" and one.get("original_max_position_embeddings"):
+            longest = min(longest, int(one["original_max_position_embeddings"]))
+    return longest
+
+
+def _refuse_alibi(where: Path, raw: dict[str, Any]) -> None:
+    alibi = raw.get("alibi") or raw.get("position_embedding_type") == "alibi" or raw.get("model_type") in ALIBI_TYPES
+    if alibi:
+        raise ModelFolderError(f"{where}: {raw.get('model_type')} uses ALiBi position biases, which are not supported")
+
+
+def _explain(where: Path, raw: dict[str, Any], error: Exception) -> str:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        code = "; code from the folder is never run" if raw.get("auto_map") else ""
+        return f"{where}: model_type {kind!r} is not known{code}"
+    reason = str(error).strip().splitlines()
+    return f"{where}: transformers cannot load this {kind}: {reason[0] if reason else type(error).__name__}"

@@ -1,0 +1,1 @@
+"""Conversation and API key storage on SQLite or Redis. Start at `open`."""

@@ -1,0 +1,55 @@
+"""Which store a server's settings ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from chatcache.auth import KeyStore
+from chatcache.config import ServerConfig
+from chatcache.conversations.store import ConversationStore
+from chatcache.storage.sqlite import SqliteKeys, SqliteStore
+from chatcache.storage.sqlite_schema import migrate, unusable
+from chatcache.storage.sqlite_writer import SqliteWriter
+
+
+def open_store(config: ServerConfig) -> ConversationStore:
+    """The Redis server of `config.redis`, if it names one, else the SQLite file `config.db`.
+
+    Raises: StoreUnusable saying what is wrong with it.
+    """
+    if not config.redis:
+        return SqliteStore(config.db)
+    from chatcache.storage.redis import RedisStore  # redis-py, which a file does not need
+
+    return RedisStore(config.redis)
+
+
+@asynccontextmanager
+async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
+    """The keys alone, beside a server that may be running there: nothing of what it does is touched.
+
+    Raises: StoreUnusable.
+    """
+    if config.redis:
+        from chatcache.storage.redis import RedisKeys, greet
+        from chatcache.storage.redis_client import PATIENCE_S, RedisLink
+
+        link = RedisLink(config.redis, greet, timeout_s=PATIENCE_S)  # nobody else waits for it
+        try:
+            yield RedisKeys(link)
+        finally:
+            await link.close()
+        return
+    path = Path(config.db)
+    try:
+        writer = await asyncio.to_thread(SqliteWriter, path, lambda db: migrate(db, path))
+    except sqlite3.Error as error:
+        raise unusable(path, error) from error
+    try:
+        yield SqliteKeys(writer)
+    finally:
+        await asyncio.to_thread(writer.close)

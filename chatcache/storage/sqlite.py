@@ -1,0 +1,388 @@
+"""Conversations in one SQLite file: WAL, synchronous=FULL, one writer thread, versioned schema.
+
+Reading conversations from the SQLite file: heads, trees, lists. On any connection; they change nothing.
+
+Idempotency keys in the SQLite file, written in the transaction of what they are for.
+
+Keys in the SQLite file, beside the conversations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from chatcache.auth import KEEP_USAGE_DAYS, WRITER, KeyRecord
+from chatcache.conversations.search import Hit, SearchQuery
+from chatcache.conversations.store import KEEP_CLAIMS_S, Claim, Handed, KeyTaken, Merged, StaleRevision, read_cursor
+from chatcache.conversations.tree import Conversation, ConversationTree, Item, TreeEdit, Turn, grown, revised
+from chatcache.errors import NotFound
+from chatcache.storage.sqlite_schema import (
+    CONVERSATION,
+    ITEM,
+    TURN,
+    conversation_of,
+    find,
+    hand_over,
+    index_item,
+    index_title,
+    insert_conversation,
+    insert_item,
+    item_of,
+    listing,
+    move_item,
+    prepare,
+    prepare_reader,
+    put_turn,
+    turn_of,
+    unusable,
+    update_conversation,
+)
+from chatcache.storage.sqlite_writer import SqliteWriter
+
+
+def read_head(db: sqlite3.Connection, owner: str, conversation_id: str, expect: int | None = None) -> Conversation:
+    row = db.execute(
+        f"SELECT {CONVERSATION} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"no conversation {conversation_id!r}", param="conversation")
+    found = conversation_of(row)
+    if expect is not None and expect != found.rev:
+        raise StaleRevision(found, expect)
+    return found
+
+
+def find_item(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[float, str] | None:
+    """Where in the list `after` is. Raises: NotFound."""
+    if after is None:
+        return None
+    found = read_cursor(after)
+    if found is None:
+        present = read_head(db, owner, after)
+        return present.updated_at, present.id
+    return found
+
+
+def list_heads(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
+    where, values = listing(owner, find_item(db, owner, after))
+    query = f"SELECT {CONVERSATION} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC LIMIT :limit"
+    return tuple(conversation_of(row) for row in db.execute(query, values | {"limit": limit}))
+
+
+def read_ids(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[str]:
+    query = "SELECT id FROM conversations WHERE owner = ? AND id > ? ORDER BY id LIMIT ?"
+    return tuple(found for (found,) in db.execute(query, (owner, after or "", limit)))
+
+
+def read_tree(db: sqlite3.Connection, owner: str, conversation_id: str) -> ConversationTree:
+    found = read_head(db, owner, conversation_id)
+    items = db.execute(f"SELECT {ITEM} FROM items WHERE conversation_id = ? ORDER BY position", (conversation_id,))
+    turns = db.execute(f"SELECT {TURN} FROM turns WHERE conversation_id = ?", (conversation_id,))
+    return ConversationTree(found, map(item_of, items), map(turn_of, turns))
+
+
+def find_holder(db: sqlite3.Connection, owner: str, member_id: str) -> str:
+    row = db.execute(
+        "SELECT c.id FROM conversations c JOIN (SELECT conversation_id FROM items WHERE id = :member UNION "
+        "SELECT conversation_id FROM turns WHERE id = :member) m ON m.conversation_id = c.id WHERE c.owner = :owner",
+        {"member": member_id, "owner": owner},
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"no response or message {member_id!r}")
+    found: str = row[0]
+    return found
+
+
+def owners(db: sqlite3.Connection) -> Sequence[str]:
+    """Whoever has a conversation, in order."""
+    return tuple(owner for (owner,) in db.execute("SELECT DISTINCT owner FROM conversations ORDER BY owner"))
+
+
+def find_claim(db: sqlite3.Connection, owner: str, key: str) -> Claim | None:
+    """What a key was used for, while that is known."""
+    row = db.execute(
+        "SELECT key, digest, target FROM claims WHERE owner = ? AND key = ? AND expires_at > ?",
+        (owner, key, time.time()),
+    ).fetchone()
+    return Claim(*row) if row is not None else None
+
+
+def put_claim(db: sqlite3.Connection, owner: str, claim: Claim | None) -> None:
+    """Use a key, if there is one, and forget those that are old. Raises: KeyTaken."""
+    if claim is None:
+        return
+    present = find_claim(db, owner, claim.key)
+    if present is not None:
+        raise KeyTaken(present)
+    now = time.time()
+    db.execute("DELETE FROM claims WHERE expires_at <= ?", (now,))
+    db.execute(
+        "INSERT INTO claims (owner, key, digest, target, expires_at) VALUES (?, ?, ?, ?, ?)",
+        (owner, claim.key, claim.digest, claim.target, now + KEEP_CLAIMS_S),
+    )
+
+
+def try_writing(db: sqlite3.Connection) -> None:
+    """Write something, to see whether that can be done. No claim has an empty key."""
+    db.execute("INSERT OR REPLACE INTO claims VALUES ('', '', '', '', ?)", (time.time(),))
+
+
+_LIMITS = "requests_per_minute, tokens_per_minute, max_concurrent, tokens_per_day"
+_COLUMNS = f"id, digest, tenant, user, name, is_admin, {_LIMITS}, created_at, revoked_at"
+_MARKS = ", ".join("?" * len(_COLUMNS.split(",")))
+
+
+class SqliteKeys:
+    """`KeyStore` on a file that somebody else opens and closes."""
+
+    def __init__(self, writer: SqliteWriter) -> None:
+        self._writer = writer
+
+    async def create(self, record: KeyRecord) -> None:
+        row = tuple(getattr(record, column) for column in _COLUMNS.split(", "))
+        await self._writer.run(lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount)
+
+    async def list(self) -> Sequence[KeyRecord]:
+        return await self._writer.run(list_keys)
+
+    async def revoke(self, key_id: str, at: float) -> KeyRecord:
+        def job(db: sqlite3.Connection) -> KeyRecord:
+            db.execute("UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (at, key_id))
+            row = db.execute(f"SELECT {_COLUMNS} FROM keys WHERE id = ?", (key_id,)).fetchone()
+            if row is None:
+                raise NotFound(f"no key {key_id!r}", param="id")
+            return _record(row)
+
+        return await self._writer.run(job)
+
+    async def version(self) -> int:
+        # Keys are never deleted, and revoked for ever: these counts only grow.
+        return await self._writer.run(
+            lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
+        )
+
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        rows = [(day, key_id, count) for key_id, count in tokens.items()]
+        mark = (day, WRITER + writer, number)
+
+        def job(db: sqlite3.Connection) -> None:
+            if db.execute("SELECT 1 FROM usage WHERE day = ? AND key_id = ? AND tokens >= ?", mark).fetchone():
+                return
+            db.execute("INSERT OR REPLACE INTO usage (day, key_id, tokens) VALUES (?, ?, ?)", mark)
+            db.executemany(
+                "INSERT INTO usage (day, key_id, tokens) VALUES (?, ?, ?)"
+                " ON CONFLICT (day, key_id) DO UPDATE SET tokens = tokens + excluded.tokens",
+                rows,
+            )
+            db.execute("DELETE FROM usage WHERE day < ?", (day - KEEP_USAGE_DAYS,))
+
+        await self._writer.run(job)
+
+    async def usage(self, day: int) -> Mapping[str, int]:
+        query = "SELECT key_id, tokens FROM usage WHERE day = ? AND key_id NOT LIKE ?"
+        return await self._writer.run(lambda db: dict(db.execute(query, (day, f"{WRITER}%")).fetchall()))
+
+
+def list_keys(db: sqlite3.Connection) -> Sequence[KeyRecord]:
+    return [_record(row) for row in db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_at, id")]
+
+
+def _record(row: tuple[object, ...]) -> KeyRecord:
+    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
+    return KeyRecord(**(values | {"is_admin": bool(values["is_admin"])}))  # type: ignore[arg-type]
+
+
+class SqliteStore:
+    """`ConversationStore` on a file. Responses a crash left in progress become incomplete when a server opens it.
+
+    Raises: StoreUnusable naming the file and the reason.
+    """
+
+    def __init__(self, path: Path | str, *, beside_server: bool = False) -> None:
+        """`beside_server`: a server may have the file open, and responses under way in it."""
+        try:
+            self._writer = SqliteWriter(
+                path, lambda connection: prepare(connection, Path(path), ends_running=not beside_server)
+            )
+            # Searching may read much: beside the writer, of which it sees all that is acknowledged.
+            self._reader = SqliteWriter(path, prepare_reader, begin="BEGIN")
+        except sqlite3.Error as error:
+            raise unusable(Path(path), error) from error
+        self.keys = SqliteKeys(self._writer)
+
+    async def check(self) -> None:
+        if self._writer.is_failing:
+            await self._writer.run(try_writing)
+
+    async def create(
+        self,
+        conversation: Conversation,
+        items: Sequence[Item] = (),
+        turn: Turn | None = None,
+        *,
+        claim: Claim | None = None,
+    ) -> None:
+        def job(db: sqlite3.Connection) -> None:
+            put_claim(db, conversation.owner, claim)
+            _create(db, conversation)
+            _add(db, conversation.id, items, () if turn is None else (turn,))
+
+        await self._writer.run(job)
+
+    async def claimed(self, owner: str, key: str) -> Claim | None:
+        return await self._writer.run(lambda db: find_claim(db, owner, key))
+
+    async def get(self, owner: str, conversation_id: str) -> Conversation:
+        return await self._writer.run(lambda db: read_head(db, owner, conversation_id))
+
+    async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
+        return await self._writer.run(lambda db: list_heads(db, owner, limit, after))
+
+    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
+        return await self._reader.run(lambda db: find(db, owner, query, limit, find_item(db, owner, after)))
+
+    async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+        return await self._reader.run(lambda db: read_ids(db, owner, limit, after))
+
+    async def load(self, owner: str, conversation_id: str) -> ConversationTree:
+        return await self._writer.run(lambda db: read_tree(db, owner, conversation_id))
+
+    async def locate(self, owner: str, member_id: str) -> str:
+        return await self._writer.run(lambda db: find_holder(db, owner, member_id))
+
+    async def append(
+        self,
+        owner: str,
+        conversation_id: str,
+        items: Sequence[Item],
+        turn: Turn | None = None,
+        *,
+        active_leaf: str | None = None,
+        title: str | None = None,
+        expect: int | None = None,
+        claim: Claim | None = None,
+    ) -> Conversation:
+        def job(db: sqlite3.Connection) -> Conversation:
+            head = read_head(db, owner, conversation_id, expect)
+            put_claim(db, owner, claim)
+            _add(db, conversation_id, items, () if turn is None else (turn,))
+            if active_leaf is not None:
+                _require_item(db, conversation_id, active_leaf)
+            return _store_change(db, head, grown(head, active_leaf, title))
+
+        return await self._writer.run(job)
+
+    async def update(
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        title: str | None = None,
+        active_leaf: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        expect: int | None = None,
+    ) -> Conversation:
+        def job(db: sqlite3.Connection) -> Conversation:
+            head = read_head(db, owner, conversation_id, expect)
+            if active_leaf is not None:
+                _require_item(db, conversation_id, active_leaf)
+            changed = revised(head, title=title, active_leaf=active_leaf, metadata=metadata)
+            return _store_change(db, head, changed)
+
+        return await self._writer.run(job)
+
+    async def edit(
+        self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
+    ) -> Conversation:
+        def job(db: sqlite3.Connection) -> Conversation:
+            head = read_head(db, owner, conversation_id, expect)
+            _edit(db, conversation_id, edit)
+            return _store_change(db, head, replace(revised(head), active_leaf=edit.active_leaf))
+
+        return await self._writer.run(job)
+
+    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+        return await self._writer.run(lambda db: _merge(db, conversation, items, turns))
+
+    async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None:
+        def job(db: sqlite3.Connection) -> None:
+            read_head(db, owner, conversation_id, expect)
+            # Items point at each other; their order of removal is settled by checking at commit.
+            db.execute("PRAGMA defer_foreign_keys = ON")
+            db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
+
+        await self._writer.run(job)
+
+    async def hand_over(self, owner: str, to: str) -> Handed:
+        return await self._writer.run(lambda db: hand_over(db, owner, to))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._reader.close)
+        await asyncio.to_thread(self._writer.close)
+
+
+def _create(db: sqlite3.Connection, conversation: Conversation) -> None:
+    insert_conversation(db, conversation)
+    index_title(db, conversation.id, conversation.title)
+
+
+def _add(db: sqlite3.Connection, conversation_id: str, items: Sequence[Item], turns: Sequence[Turn]) -> None:
+    for item in items:
+        if item.parent_id is not None:
+            _require_item(db, conversation_id, item.parent_id)
+        index_item(db, insert_item(db, conversation_id, item), item.text)
+    for turn in turns:
+        put_turn(db, conversation_id, turn)
+
+
+def _edit(db: sqlite3.Connection, conversation_id: str, edit: TreeEdit) -> None:
+    db.execute("PRAGMA defer_foreign_keys = ON")  # parents may go before those who leave them
+    inside = "WHERE id = ? AND conversation_id = ?"
+    for table, ids in (("items", edit.removed_items), ("turns", edit.removed_turns)):
+        db.executemany(f"DELETE FROM {table} {inside}", ((each, conversation_id) for each in ids))
+    for item in edit.items:
+        move_item(db, conversation_id, item)
+    for turn in edit.turns:
+        put_turn(db, conversation_id, turn)
+
+
+def _merge(db: sqlite3.Connection, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+    holder = db.execute("SELECT owner FROM conversations WHERE id = ?", (conversation.id,)).fetchone()
+    if holder is None:
+        _create(db, conversation)
+        head = conversation
+    else:
+        head = read_head(db, conversation.owner, conversation.id)
+    new_items = [item for item in items if not _is_held(db, "items", head.id, item.id)]
+    new_turns = [turn for turn in turns if not _is_held(db, "turns", head.id, turn.id)]
+    _add(db, head.id, new_items, new_turns)
+    if holder is not None and (new_items or new_turns):
+        head = _store_change(db, head, grown(head, conversation.active_leaf))
+    return Merged(head, holder is None, len(new_items), len(new_turns))
+
+
+def _is_held(db: sqlite3.Connection, table: str, conversation_id: str, member_id: str) -> bool:
+    """Whether the conversation has that row. Raises: NotFound if another one has it."""
+    row = db.execute(f"SELECT conversation_id FROM {table} WHERE id = ?", (member_id,)).fetchone()
+    if row is not None and row[0] != conversation_id:
+        raise NotFound(f"conversation {conversation_id!r} has no {member_id!r}")
+    return row is not None
+
+
+def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str) -> None:
+    row = db.execute("SELECT 1 FROM items WHERE id = ? AND conversation_id = ?", (item_id, conversation_id)).fetchone()
+    if row is None:
+        raise NotFound(f"conversation {conversation_id!r} has no message {item_id!r}")
+
+
+def _store_change(db: sqlite3.Connection, head: Conversation, changed: Conversation) -> Conversation:
+    """Store what became of `head`."""
+    update_conversation(db, changed)
+    if changed.title != head.title:
+        index_title(db, head.id, changed.title)
+    return changed

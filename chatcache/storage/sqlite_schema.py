@@ -1,0 +1,425 @@
+"""The schema of the SQLite file, and how an older file becomes a present one.
+
+Rows of the SQLite file and the data they stand for.
+
+The search index beside the tables: folded words in FTS5, written in the transaction that writes the text.
+
+    items.position  = item_words.rowid       triggers remove what goes with its row
+    titles.position = title_words.rowid
+
+The words are folded and cut here (`search.folded`), so that FTS5 compares bytes and every storage finds the same. A
+SQLite that was built without FTS5 searches by reading everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import sqlite3
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from chatcache.conversations.search import NUM_COMPARED, BestItem, Hit, SearchQuery, best_of, folded, hit_of
+from chatcache.conversations.store import Handed, StoreUnusable
+from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Conversation, Item, ReplyParts, Turn, Usage
+
+Row = Any  # a tuple as sqlite3 returns it
+
+CONVERSATION = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
+ITEM = "id, parent_id, role, text, token_ids, response_id, idx, status, finish_reason, created_at, parts"
+TURN = (
+    "id, parent_id, model, created_at, base_item_id, prompt_ids, instructions, previous_response_id, status, "
+    "usage, echo"
+)
+
+
+def listing(owner: str, after: tuple[float, str] | None) -> tuple[str, dict[str, Any]]:
+    """The condition, and its values, of an owner's conversations that come later in a list than a place in it."""
+    if after is None:
+        return "owner = :owner", {"owner": owner}
+    values = {"owner": owner, "after_s": after[0], "after_id": after[1]}
+    return "owner = :owner AND (updated_at, id) < (:after_s, :after_id)", values
+
+
+def insert_conversation(db: sqlite3.Connection, c: Conversation) -> None:
+    db.execute(
+        f"INSERT INTO conversations ({CONVERSATION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (c.id, c.owner, c.created_at, c.updated_at, c.title, c.active_leaf, c.rev, json.dumps(dict(c.metadata))),
+    )
+
+
+def update_conversation(db: sqlite3.Connection, c: Conversation) -> None:
+    db.execute(
+        "UPDATE conversations SET updated_at = ?, title = ?, active_leaf = ?, rev = ?, metadata = ? WHERE id = ?",
+        (c.updated_at, c.title, c.active_leaf, c.rev, json.dumps(dict(c.metadata)), c.id),
+    )
+
+
+def insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> int:
+    """Add a message; return its position."""
+    parts = msgspec.json.encode(item.parts).decode()
+    row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
+    row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
+    position: int = db.execute(
+        f"INSERT INTO items (conversation_id, {ITEM}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING position",
+        (conversation_id, *row, *row_end),
+    ).fetchone()[0]
+    return position
+
+
+def move_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> None:
+    """Store where a message hangs now, and which tokens it has."""
+    db.execute(
+        "UPDATE items SET parent_id = ?, token_ids = ? WHERE id = ? AND conversation_id = ?",
+        (item.parent_id, _pack(item.token_ids), item.id, conversation_id),
+    )
+
+
+def put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
+    """Add a response, or replace it."""
+    usage = msgspec.json.encode(turn.usage).decode() if turn.usage is not None else None
+    echo = msgspec.json.encode(turn.echo).decode()
+    row = (turn.id, turn.parent_id, turn.model, turn.created_at, turn.base_item_id, _pack(turn.prompt_ids))
+    row_end = (turn.instructions, turn.previous_response_id, turn.status, usage, echo)
+    db.execute(
+        f"INSERT OR REPLACE INTO turns (conversation_id, {TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (conversation_id, *row, *row_end),
+    )
+
+
+def hand_over(db: sqlite3.Connection, owner: str, to: str) -> Handed:
+    """Give an owner's conversations another one, but for those with a response under way."""
+    is_busy = "EXISTS (SELECT 1 FROM turns WHERE conversation_id = conversations.id AND status = :running)"
+    values = {"owner": owner, "to": to, "running": IN_PROGRESS}
+    where = "WHERE owner = :owner AND"
+    num_busy: int = db.execute(f"SELECT count(*) FROM conversations {where} {is_busy}", values).fetchone()[0]
+    moved = db.execute(f"UPDATE conversations SET owner = :to {where} NOT {is_busy}", values)
+    return Handed(moved.rowcount, num_busy)
+
+
+def conversation_of(row: Row) -> Conversation:
+    values = (*row[:7], json.loads(row[7]))
+    return Conversation(*values)
+
+
+def item_of(row: Row) -> Item:
+    parts = msgspec.json.decode(row[10], type=ReplyParts)
+    values = (*row[:4], _unpack(row[4]), *row[5:10], parts)
+    return Item(*values)
+
+
+def turn_of(row: Row) -> Turn:
+    usage = msgspec.json.decode(row[9], type=Usage) if row[9] is not None else None
+    values = (*row[:5], _unpack(row[5]), *row[6:9], usage, msgspec.json.decode(row[10]))
+    return Turn(*values)
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian 32-bit integers, whatever the machine."""
+    return b"".join(token.to_bytes(4, "little") for token in token_ids)
+
+
+def _unpack(data: bytes) -> tuple[int, ...]:
+    ids = array("I", data)
+    if array("I", [1]).tobytes() != b"\x01\x00\x00\x00":
+        ids.byteswap()
+    return tuple(ids)
+
+
+_INDEX = """
+    CREATE VIRTUAL TABLE item_words USING fts5 (words, tokenize = 'ascii', prefix = '1 2');
+    CREATE VIRTUAL TABLE title_words USING fts5 (words, tokenize = 'ascii', prefix = '1 2');
+    CREATE TRIGGER item_words_go AFTER DELETE ON items BEGIN DELETE FROM item_words WHERE rowid = old.position; END;
+    CREATE TRIGGER title_words_go AFTER DELETE ON titles BEGIN DELETE FROM title_words WHERE rowid = old.position; END;
+"""
+_MATCHES = """
+    SELECT i.conversation_id FROM item_words w JOIN items i ON i.position = w.rowid WHERE item_words MATCH :words
+    UNION
+    SELECT t.conversation_id FROM title_words w JOIN titles t ON t.position = w.rowid WHERE title_words MATCH :words
+"""
+_NEWEST = f"""
+    SELECT i.conversation_id, i.id, i.role, i.text FROM (
+        SELECT i.position, row_number() OVER (PARTITION BY i.conversation_id ORDER BY i.position DESC) AS age
+        FROM item_words w JOIN items i ON i.position = w.rowid
+        WHERE item_words MATCH :words AND i.conversation_id IN ({{names}})
+    ) m JOIN items i ON i.position = m.position WHERE m.age <= {NUM_COMPARED} ORDER BY i.position DESC
+"""
+
+
+def has_fts5(db: sqlite3.Connection) -> bool:
+    """Whether this SQLite can keep the index."""
+    return db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone() is not None
+
+
+def is_indexed(db: sqlite3.Connection) -> bool:
+    """Whether the file has the index."""
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'item_words'").fetchone() is not None
+
+
+def ensure_index(db: sqlite3.Connection, path: Path) -> None:
+    """Build the index of what is stored, if it is not there. Raises: StoreUnusable where it cannot be kept."""
+    if not has_fts5(db):
+        if is_indexed(db):
+            raise StoreUnusable(f"{path} has a search index, which needs an SQLite with FTS5")
+        return
+    if is_indexed(db):
+        return
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in _INDEX.strip().splitlines():
+            db.execute(statement)
+        for position, text in db.execute("SELECT position, text FROM items"):
+            _put(db, "item_words", position, text)
+        for position, title in db.execute(
+            "SELECT t.position, c.title FROM titles t JOIN conversations c ON c.id = t.conversation_id"
+        ):
+            _put(db, "title_words", position, title)
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+
+
+def index_item(db: sqlite3.Connection, position: int, text: str) -> None:
+    """Add the words of a new message."""
+    if is_indexed(db):
+        _put(db, "item_words", position, text)
+
+
+def index_title(db: sqlite3.Connection, conversation_id: str, title: str) -> None:
+    """Replace the words of a title."""
+    if is_indexed(db):
+        row = db.execute("SELECT position FROM titles WHERE conversation_id = ?", (conversation_id,)).fetchone()
+        db.execute("DELETE FROM title_words WHERE rowid = ?", row)
+        _put(db, "title_words", row[0], title)
+
+
+def find(
+    db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
+) -> Sequence[Hit]:
+    """The conversations that match, by last change, newest first."""
+    if not query.phrases:
+        return ()
+    if not is_indexed(db):
+        return _scan(db, owner, query, limit, after)
+    values: dict[str, Any] = {"words": _expression(query)}
+    where, more = listing(owner, after)
+    rows = db.execute(
+        f"SELECT {CONVERSATION} FROM conversations WHERE {where} AND id IN ({_MATCHES}) "
+        "ORDER BY updated_at DESC, id DESC LIMIT :limit",
+        values | more | {"limit": limit},
+    )
+    heads = {row[0]: conversation_of(row) for row in rows}
+    names = ", ".join(f":id{number}" for number in range(len(heads)))
+    items = db.execute(_NEWEST.format(names=names), values | {f"id{number}": each for number, each in enumerate(heads)})
+    best = _best_items(items, query)
+    return tuple(hit_of(head, query, best.get(head.id)) for head in heads.values())
+
+
+def _scan(
+    db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
+) -> Sequence[Hit]:
+    """The same without an index."""
+    where, values = listing(owner, after)
+    hits: list[Hit] = []
+    for row in db.execute(
+        f"SELECT {CONVERSATION} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC", values
+    ):
+        head = conversation_of(row)
+        items = db.execute(
+            "SELECT conversation_id, id, role, text FROM items WHERE conversation_id = ? ORDER BY position DESC",
+            (head.id,),
+        )
+        best = _best_items(items, query).get(head.id)
+        if best is not None or query.find(head.title) is not None:
+            hits.append(hit_of(head, query, best))
+        if len(hits) == limit:
+            break
+    return tuple(hits)
+
+
+def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, BestItem | None]:
+    """By conversation the message that matches best of the newest that match; rows come newest first."""
+    by_conversation: dict[str, list[tuple[str, str, str]]] = {}
+    for conversation_id, *item in rows:
+        by_conversation.setdefault(conversation_id, []).append((item[0], item[1], item[2]))
+    return {name: best_of(items, query) for name, items in by_conversation.items()}
+
+
+def _expression(query: SearchQuery) -> str:
+    """The query in FTS5's language. Folded words hold nothing that could end a quoted string there."""
+    return " AND ".join(f'"{" ".join(phrase)}"' for phrase in query.phrases) + " *"
+
+
+def _put(db: sqlite3.Connection, table: str, position: int, text: str) -> None:
+    db.execute(f"INSERT INTO {table} (rowid, words) VALUES (?, ?)", (position, folded(text)))
+
+
+MAX_CHECKED_BYTES = 2**30
+BUSY_MS = 5000  # how long another program may hold the file
+_INSTEAD = "; bring back a backup, or start with another file"
+
+MIGRATIONS = (
+    """
+    CREATE TABLE conversations (
+        id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at REAL NOT NULL, updated_at REAL NOT NULL,
+        title TEXT NOT NULL, active_leaf TEXT, rev INTEGER NOT NULL, metadata TEXT NOT NULL
+    ) WITHOUT ROWID;
+    CREATE INDEX conversations_by_owner ON conversations (owner, updated_at DESC, id DESC);
+    CREATE TABLE items (
+        position INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+        conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+        parent_id TEXT REFERENCES items (id), role TEXT NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL,
+        response_id TEXT, idx INTEGER NOT NULL, status TEXT NOT NULL, finish_reason TEXT, created_at REAL NOT NULL
+    );
+    CREATE INDEX items_by_conversation ON items (conversation_id, position);
+    CREATE INDEX items_by_parent ON items (parent_id);
+    CREATE TABLE turns (
+        id TEXT PRIMARY KEY, conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+        parent_id TEXT NOT NULL, model TEXT NOT NULL, created_at REAL NOT NULL, base_item_id TEXT,
+        prompt_ids BLOB NOT NULL, instructions TEXT, previous_response_id TEXT, status TEXT NOT NULL, usage TEXT
+    ) WITHOUT ROWID;
+    CREATE INDEX turns_by_conversation ON turns (conversation_id);
+    """,
+    """
+    ALTER TABLE items ADD COLUMN parts TEXT NOT NULL DEFAULT '{}';
+    ALTER TABLE turns ADD COLUMN echo TEXT NOT NULL DEFAULT '{}';
+    """,
+    """
+    CREATE INDEX conversations_by_id ON conversations (owner, id);
+    CREATE TABLE titles (
+        position INTEGER PRIMARY KEY,
+        conversation_id TEXT NOT NULL UNIQUE REFERENCES conversations (id) ON DELETE CASCADE
+    );
+    INSERT INTO titles (conversation_id) SELECT id FROM conversations;
+    CREATE TRIGGER titles_of_new AFTER INSERT ON conversations BEGIN
+        INSERT INTO titles (conversation_id) VALUES (new.id);
+    END;
+    """,
+    """
+    CREATE TABLE claims (
+        owner TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, target TEXT NOT NULL, expires_at REAL NOT NULL,
+        PRIMARY KEY (owner, key)
+    ) WITHOUT ROWID;
+    CREATE INDEX claims_by_age ON claims (expires_at);
+    """,
+    """
+    CREATE TABLE keys (
+        id TEXT PRIMARY KEY, digest BLOB NOT NULL UNIQUE, tenant TEXT NOT NULL, user TEXT NOT NULL, name TEXT NOT NULL,
+        is_admin INTEGER NOT NULL, requests_per_minute INTEGER, tokens_per_minute INTEGER, max_concurrent INTEGER,
+        tokens_per_day INTEGER, created_at REAL NOT NULL, revoked_at REAL
+    ) WITHOUT ROWID;
+    CREATE TABLE usage (
+        day INTEGER NOT NULL, key_id TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (day, key_id)
+    ) WITHOUT ROWID;
+    """,
+)
+
+
+def prepare(db: sqlite3.Connection, path: Path, *, ends_running: bool = True) -> None:
+    """Make the file that of a server which starts: up to date, whole, and with nothing under way (`ends_running`).
+
+    Raises: StoreUnusable for a file of a newer version, or a damaged one.
+    """
+    migrate(db, path, check=True)
+    ensure_index(db, path)
+    if ends_running:
+        db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
+
+
+def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
+    """Set the pragmas and bring the schema up to date, after a backup of what was there. A server may be running on it.
+
+    `check`: look for damage before. Raises: StoreUnusable for a file of a newer version, or a damaged one.
+    """
+    db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+    version = _version(db)
+    if version > len(MIGRATIONS):
+        raise StoreUnusable(
+            f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
+        )
+    if check:
+        _check_whole(db, path)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA foreign_keys = ON")
+    if 0 < version < len(MIGRATIONS):
+        _back_up(db, path, version)
+    for step in range(version, len(MIGRATIONS)):
+        _migrate_once(db, step)
+
+
+def _back_up(db: sqlite3.Connection, path: Path, version: int) -> None:
+    """Keep the file as it is before a migration, for whoever runs this alone to read."""
+    copy = path.with_name(f"{path.name}.before-schema-{len(MIGRATIONS)}")
+    partial = path.with_name(f".{copy.name}.{secrets.token_hex(4)}.partial")
+    try:
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            with contextlib.closing(sqlite3.connect(partial)) as backup:
+                db.backup(backup)
+                is_before = _version(backup) == version  # or another process did all this meanwhile
+            if is_before:
+                partial.replace(copy)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreUnusable(f"{path} cannot be copied before it is brought up to date: {error.strerror}") from error
+
+
+def _migrate_once(db: sqlite3.Connection, step: int) -> None:
+    try:
+        db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[step]}; PRAGMA user_version = {step + 1}; COMMIT;")
+    except sqlite3.Error:
+        if db.in_transaction:
+            db.rollback()
+        if _version(db) <= step:  # else another process did the same at the same time, and was first
+            raise
+
+
+def _version(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _check_whole(db: sqlite3.Connection, path: Path) -> None:
+    """Look for damage, which goes at about a GiB in seconds; files beyond `MAX_CHECKED_BYTES` are not read through.
+
+    Raises: StoreUnusable.
+    """
+    if not path.is_file() or path.stat().st_size > MAX_CHECKED_BYTES:
+        return
+    try:
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        found = error
+    if found != "ok":
+        detail = " ".join(str(found).split())
+        raise StoreUnusable(f"{path} is damaged ({detail}){_INSTEAD}")
+
+
+def unusable(path: Path, error: sqlite3.Error) -> StoreUnusable:
+    """What SQLite says of a file that it cannot open, and what of it can be seen from here."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if path.is_dir():
+        hint = "; it is a folder"
+    elif not path.absolute().parent.is_dir():
+        hint = f"; there is no folder {path.parent}"
+    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        hint = _INSTEAD
+    elif code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        hint = " by another program"
+    else:
+        hint = ""
+    return StoreUnusable(f"{path}: {error}{hint}")
+
+
+def prepare_reader(db: sqlite3.Connection) -> None:
+    """Set the pragmas of a connection that only reads, beside the one that writes."""
+    db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+    db.execute("PRAGMA query_only = ON")

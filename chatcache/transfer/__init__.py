@@ -1,0 +1,1 @@
+"""Export, import and archives of stored conversations. Start at `format`."""

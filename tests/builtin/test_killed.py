@@ -1,0 +1,48 @@
+"""The built-in model is killed in the middle of an answer: what is said is what it says undisturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from chatcache.config import EngineConfig
+from chatcache.engine_process.process import EngineProcess, RestartPolicy
+from chatcache.factory import BUILD_ENGINE, load_tokenizer
+from chatcache.types.events import CandidateDone, Finished, Tokens
+from chatcache.types.request import GenerateRequest, SamplingParams
+
+CONFIG = EngineConfig(attention="cpu", kv_memory_bytes=4 << 20, deterministic=True)
+PROMPT = "<|user|>Tell me a story about a dragon and a very small dog.<|assistant|>"
+
+
+async def read(engine: EngineProcess, name: str, kill_after: int = -1) -> list[list[int]]:
+    """The tokens of both candidates; the engine is killed once so many have come."""
+    said: list[list[int]] = [[], []]
+    num_seen = num_done = 0
+    async for event in engine.events(name):
+        num_seen += 1
+        assert event.seq == num_seen
+        if isinstance(event, Tokens):
+            said[event.index] += event.token_ids
+            if sum(map(len, said)) == kill_after:
+                os.kill(engine.pid or 0, signal.SIGKILL)
+        num_done += isinstance(event, CandidateDone)
+    assert isinstance(event, Finished) and num_done == 2
+    return said
+
+
+async def test_the_text_of_a_killed_engine_is_that_of_an_undisturbed_one() -> None:
+    tokenizer = load_tokenizer(CONFIG)
+    params = SamplingParams(
+        n=2, seed=5, temperature=0.9, max_tokens=60, ignore_eos=True, repetition_penalty=1.1, logprobs=0
+    )
+    prompt = tuple(tokenizer.encode(PROMPT))
+    async with EngineProcess(CONFIG, BUILD_ENGINE, policy=RestartPolicy(first_delay_s=0.01)) as engine:
+        await engine.wait_loaded()
+        await engine.submit(GenerateRequest(request_id="a", prompt=prompt, params=params))
+        undisturbed = await read(engine, "a")
+        await engine.submit(GenerateRequest(request_id="b", prompt=prompt, params=params))
+        killed = await read(engine, "b", kill_after=50)
+        assert engine.num_restarts == 1
+    assert [tokenizer.decode(ids) for ids in killed] == [tokenizer.decode(ids) for ids in undisturbed]
+    assert killed == undisturbed and len(set(map(tuple, killed))) == 2

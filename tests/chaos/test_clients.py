@@ -1,0 +1,121 @@
+"""Clients and checker together over one gateway that nobody harms; and over ones that break a promise each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatcache.config import EngineConfig, ServerConfig
+from chatcache.conversations.replies.events import ReplyDelta
+from chatcache.conversations.turns import Conversations
+from chatcache.gateway.api.idempotency import Once
+from chatcache.gateway.responses.events import ResponseFrames
+from tests.chaos import speaker
+from tests.chaos.checker import Checker
+from tests.chaos.client import Client, Turn
+from tests.chaos.epilogue import note_stored
+from tests.chaos.history import History, entries_of
+from tests.chaos.plan import make_plan
+from tests.chaos.run import report
+from tests.gateway.serving import Server
+
+SEED = os.environ.get("CHATCACHE_TEST_SEED", "7")
+NUM_CLIENTS, NUM_TURNS = 3, 5
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A gateway whose engine says whose text it is."""
+    engine = EngineConfig(strict=True, max_model_len=speaker.MAX_MODEL_LEN)
+    with Server(
+        ServerConfig(db=str(tmp_path / "chat.db"), sse_keep_alive_interval_s=0),
+        load_tokenizer=speaker.tokenizer,
+        tokenizer=speaker.tokenizer(),
+        build_engine=lambda: speaker.build_engine(engine, lambda *_: None),
+    ) as server:
+        yield server.wait_ready()
+
+
+async def live(server: Server, folder: Path, manner: str = "") -> Path:
+    """Some clients say some things, in every manner or the one given; the history, with what is stored in the end."""
+    history = History(folder / "history.jsonl")
+    try:
+        clients = [
+            Client(number, [server.port], history, random.Random(f"{SEED}/{number}"), asyncio.Event())
+            for number in range(NUM_CLIENTS)
+        ]
+
+        async def say_all(client: Client) -> None:
+            for _ in range(NUM_TURNS):
+                turn: Turn = client.next_turn()
+                turn.manner = manner or turn.manner
+                await client.say(turn)
+
+        await asyncio.gather(*(say_all(client) for client in clients))
+        await note_stored(server.port, history)
+    finally:
+        history.close()
+    return history.path
+
+
+async def test_whatever_clients_do_every_promise_is_kept(server: Server, tmp_path: Path) -> None:
+    checker = Checker(entries_of(await live(server, tmp_path)))
+    assert checker.violations() == []
+    assert checker.num_checked()["acknowledged turns"] >= NUM_CLIENTS * NUM_TURNS
+    await asyncio.to_thread(server.wait_idle)
+
+
+def say_twice(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every tenth delta is sent again."""
+    original, num_deltas = ResponseFrames.delta, 0
+
+    def delta(self: ResponseFrames, event: ReplyDelta) -> None:
+        nonlocal num_deltas
+        original(self, event)
+        num_deltas += 1
+        if num_deltas % 10 == 0:
+            original(self, event)
+
+    monkeypatch.setattr(ResponseFrames, "delta", delta)
+    return "foreign"
+
+
+def forget_keys(monkeypatch: pytest.MonkeyPatch) -> str:
+    async def know_nothing(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(Once, "earlier", know_nothing)
+    monkeypatch.setattr(Once, "claim", lambda *_: None)
+    return "doubled"
+
+
+def store_no_reply(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Replies are acknowledged, and not there in the end."""
+    original = Conversations.settle
+
+    async def settle(self: Conversations, conversation: Any, planned: Any, outputs: Any, *more: Any) -> Any:
+        return await original(self, conversation, planned, (), *more)
+
+    monkeypatch.setattr(Conversations, "settle", settle)
+    return "lost"
+
+
+@pytest.mark.parametrize("plant", [say_twice, forget_keys, store_no_reply])
+async def test_a_gateway_that_breaks_a_promise_is_told_of(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plant: Any
+) -> None:
+    """By its name, and with the one command that does it again."""
+    rule = plant(monkeypatch)
+    path = await live(server, tmp_path, "twice" if rule == "doubled" else "stay")
+    violations = Checker(entries_of(path)).violations()
+    assert rule in {violation.rule for violation in violations}
+    plan = make_plan(7, 2, "sqlite", NUM_CLIENTS)
+    assert report(plan, 2, tmp_path, violations) == 1
+    command = "again: python -m tests.chaos --minutes 2 --seed 7 --store sqlite --clients 3 --until-step 0"
+    assert command in capfd.readouterr().err

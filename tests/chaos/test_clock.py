@@ -1,0 +1,85 @@
+"""The wall clock jumps an hour, on and back, in a running gateway: nothing ends, is forgotten or doubled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatcache.gateway.responses.registry import ResponseRegistry
+from tests.conversations.redis_servers import RedisServer
+from tests.gateway.kept import server_on
+from tests.gateway.responding import Events
+from tests.gateway.serving import Server, slowed
+
+HOUR_S = 3600.0
+PATH = "/v1/responses"
+Jump = Callable[[float], None]
+
+
+@pytest.fixture
+def jump(monkeypatch: pytest.MonkeyPatch) -> Jump:
+    """Sets this process's wall clock off by so many seconds; durations go on as they are."""
+    real_s, real_ns, off_s = time.time, time.time_ns, 0.0
+
+    def set_off(seconds: float) -> None:
+        nonlocal off_s
+        off_s = seconds
+
+    monkeypatch.setattr(time, "time", lambda: real_s() + off_s)
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + int(off_s * 1e9))
+    return set_off
+
+
+def say(server: Server, key: str, **fields: Any) -> dict[str, Any]:
+    body = {"input": f"Hello {key}", "max_output_tokens": 4, "ignore_eos": True, **fields}
+    status, _, told = server.request("POST", PATH, body, {"idempotency-key": key})
+    assert status == 200, told
+    return told  # type: ignore[no-any-return]
+
+
+def check_jumps(kept: RedisServer | str, jump: Jump) -> None:
+    with server_on(kept) as server:
+        server.wait_ready()
+        first = say(server, "first")
+        for off_s in (HOUR_S, 0.0, -HOUR_S):
+            long = {"input": "Hi", "stream": True, "max_output_tokens": 60, "ignore_eos": True}
+            with slowed(server, 0.02), Events(server, PATH, long) as events:
+                assert events.next() is not None
+                jump(off_s)  # while it runs
+                end = list(events)[-1]
+            assert end["type"] == "response.incomplete", end
+            assert end["response"]["incomplete_details"]["reason"] == "max_output_tokens"
+            assert server.request("GET", f"{PATH}/{first['id']}?stream=true")[0] == 200, "its stream was forgotten"
+            assert say(server, "first")["id"] == first["id"], "its key was forgotten"
+            again = say(server, f"at-{off_s}", previous_response_id=first["id"])
+            head = server.request("GET", f"/v1/conversations/{again['conversation']['id']}")[2]
+            assert head["active_leaf"] == again["output"][0]["id"]
+        jump(0.0)
+        page = server.request("GET", "/v1/conversations?limit=100")[2]["data"]
+        assert len(page) == 4 and len({each["id"] for each in page}) == 4
+        path = f"/v1/conversations/{first['conversation']['id']}/items?branches=all"
+        said = [item["content"][0]["text"] for item in server.request("GET", path)[2]["data"] if item["role"] == "user"]
+        assert said == ["Hello first", "Hello at-3600.0", "Hello at-0.0", "Hello at--3600.0"]
+        server.wait_idle()
+
+
+def test_an_hour_on_and_an_hour_back_change_nothing(kept: RedisServer | str, jump: Jump) -> None:
+    check_jumps(kept, jump)
+
+
+def test_a_gateway_that_counts_by_the_wall_clock_would_be_seen(
+    tmp_path: Path, jump: Jump, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: responses are kept for fifteen minutes of wall clock."""
+    original = ResponseRegistry.__init__
+
+    def init(self: ResponseRegistry) -> None:
+        original(self, clock=lambda: time.time())
+
+    monkeypatch.setattr(ResponseRegistry, "__init__", init)
+    with pytest.raises(AssertionError, match="forgotten"):
+        check_jumps(str(tmp_path / "chat.db"), jump)

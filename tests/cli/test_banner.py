@@ -1,0 +1,87 @@
+"""The banner's rows, from made-up figures."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from chatcache.auth import new_key
+from chatcache.cli.banner import Banner
+from chatcache.config import EngineConfig, ServerConfig
+from chatcache.gateway.auth.keys import Keyring
+from chatcache.storage.sqlite import SqliteStore
+from chatcache.types.stats import EngineHealth, ModelFacts
+
+FACTS = ModelFacts(name="m", digest="00", vocab_size=10, max_model_len=2048, dtype="float32", attention="cpu")
+HEALTH = EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=128 * 4096, num_host_pages=256)
+
+
+def shown(engine: EngineConfig, server: ServerConfig, health: EngineHealth = HEALTH) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=160, highlight=False)
+    Banner(engine, server, ("127.0.0.1", 1), console).show_ready(FACTS, health)
+    return " ".join(out.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        (EngineConfig(), "127 pages of 16 tokens, 4 KiB each, 512 KiB in all"),
+        (EngineConfig(), "waste up to 15 unused tokens in a branch's last page"),
+        # 2 MiB asked for, 127 pages hold tokens: 1.504 MiB do not
+        (EngineConfig(kv_memory_bytes=2**21), "waste 1.504 MiB of the memory hold no page (75.2%); up to 15 unused"),
+        (EngineConfig(), "swap 256 host pages, 1 MiB"),
+        (EngineConfig(), "float32 on cpu, cpu attention context"),
+        (EngineConfig(deterministic=True), "float32 on cpu, cpu attention, deterministic"),
+    ],
+)
+def test_rows(engine: EngineConfig, text: str) -> None:
+    if text.endswith("context"):
+        text = text.removesuffix(" context")
+        assert f"{text}, deterministic" not in shown(engine, ServerConfig())
+    assert text in shown(engine, ServerConfig())
+
+
+def test_what_is_not_there_has_no_row() -> None:
+    text = shown(EngineConfig(), ServerConfig(), EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=2**19))
+    assert "host pages" not in text and "public" not in text
+    assert "2 system prompt(s)" in shown(EngineConfig(), ServerConfig(public_prompts=("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("host", "api_keys", "said"),
+    [
+        ("127.0.0.1", (), "open, from this machine only"),
+        ("0.0.0.0", (), "open to everyone who can reach this address"),
+        ("0.0.0.0", ("sk-one", "sk-two"), "2 API key(s)"),
+    ],
+)
+async def test_who_may_come_in_is_said(host: str, api_keys: tuple[str, ...], said: str) -> None:
+    store = SqliteStore(":memory:")
+    ring = Keyring(api_keys)
+    await ring.open(store.keys)
+    told = io.StringIO()
+    config = ServerConfig(host=host, api_keys=api_keys)
+    banner = Banner(EngineConfig(), config, (host, 1), Console(file=told, width=200), ring)
+    banner.show_ready(FACTS, HEALTH)
+    assert said in told.getvalue()
+    if not api_keys:
+        await store.keys.create(new_key("acme")[1])
+        await ring.look()
+        banner.show_ready(FACTS, HEALTH)
+        assert "1 API key(s)" in told.getvalue(), "those of the store count too"
+    await ring.close()
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("api_keys", "said"), [((), "nobody yet; the store"), (("sk-one",), "1 API key(s); the store")]
+)
+async def test_keys_that_nobody_could_read_are_not_counted(api_keys: tuple[str, ...], said: str) -> None:
+    ring = Keyring(api_keys)  # a store that has not answered yet
+    told = io.StringIO()
+    config = ServerConfig(api_keys=api_keys)
+    Banner(EngineConfig(), config, ("127.0.0.1", 1), Console(file=told, width=200), ring).show_ready(FACTS, HEALTH)
+    assert f"{said} does not answer" in told.getvalue()

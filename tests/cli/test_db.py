@@ -1,0 +1,197 @@
+"""`chatcache db` as one calls it: copies beside a writer, never over a file, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from chatcache.cli.main import app
+from chatcache.conversations.store import StoreUnusable
+from chatcache.conversations.tree import Conversation, Item
+from chatcache.errors import ChatcacheError
+from chatcache.storage.sqlite import SqliteStore
+from chatcache.transfer.archive import back_up
+from tests.conversations.grown import everything, fill
+from tests.conversations.redis_servers import redis_server
+
+
+def call(*args: str | Path) -> Result:
+    """On a thread of its own, which has no event loop yet."""
+    with ThreadPoolExecutor(1) as threads:
+        arguments = ["db", *map(str, args)]
+        result = threads.submit(CliRunner().invoke, app, arguments, env={"COLUMNS": "200"}).result()
+    assert result.exception is None or isinstance(result.exception, SystemExit | ChatcacheError), result.exception
+    return result
+
+
+def told(result: Result) -> str:
+    assert isinstance(result.exception, ChatcacheError)
+    return result.exception.message
+
+
+def names(folder: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+async def read(path: Path) -> list[str]:
+    store = SqliteStore(path, beside_server=True)
+    found = [line async for line in everything(store)]
+    await store.close()
+    return found
+
+
+@pytest.fixture
+async def db(tmp_path: Path) -> Path:
+    store = SqliteStore(tmp_path / "chat.db")
+    await fill(store, 200)
+    await store.close()
+    return tmp_path / "chat.db"
+
+
+async def test_a_backup_beside_a_writer_is_one_moment_and_whole(tmp_path: Path) -> None:
+    """While it copies, conversations come; the copy has the first so many, all in full, and needs no journal."""
+    store = SqliteStore(tmp_path / "chat.db")
+    stop = threading.Event()
+    copied = asyncio.Event()
+
+    async def write() -> int:
+        number = 0
+        while not copied.is_set():
+            items = [Item(f"msg_{number}_{at}", None, "user", "x" * 2000) for at in range(3)]
+            await store.create(Conversation(f"conv_{number:05}", "me", 1.0, float(number)), items)
+            number += 1
+            if number == 20:
+                stop.set()
+        return number
+
+    writing = asyncio.create_task(write())
+    await asyncio.to_thread(stop.wait, 60)
+    result = await asyncio.to_thread(call, "backup", tmp_path / "copy.db", "--db", tmp_path / "chat.db")
+    copied.set()
+    num_written = await writing
+    assert result.exit_code == 0 and "checked" in result.output
+    assert names(tmp_path, "*copy*") == ["copy.db"]  # no -wal, no -shm, nothing half-made
+    assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
+    await store.close()
+    copy = SqliteStore(tmp_path / "copy.db")
+    ids = await copy.ids("me", 100_000)
+    assert 20 <= len(ids) <= num_written
+    assert list(ids) == [f"conv_{number:05}" for number in range(len(ids))]
+    for name in ids:
+        assert len((await copy.load("me", name)).items) == 3
+    await copy.close()
+
+
+async def test_a_backup_takes_what_a_killed_server_left_in_its_journal(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "chat.db")
+    await fill(store, 40)
+    for end in ("", "-wal"):  # as if it had been killed: the journal is not in the file yet
+        shutil.copy(tmp_path / f"chat.db{end}", tmp_path / f"left.db{end}")
+    await store.close()
+    assert call("backup", tmp_path / "copy.db", "--db", tmp_path / "left.db").exit_code == 0
+    assert await read(tmp_path / "copy.db") == await read(tmp_path / "chat.db") != []
+
+
+async def test_nothing_is_written_over_without_force(db: Path, tmp_path: Path) -> None:
+    for kind in ("backup", "export"):
+        file = tmp_path / kind
+        file.write_text("precious")
+        assert "--force" in told(call(kind, file, "--db", db))
+        assert file.read_text() == "precious"
+        assert call(kind, file, "--db", db, "--force").exit_code == 0
+        assert file.read_bytes()[:8] in (b"SQLite f", b'{"archiv')
+    assert not names(tmp_path, ".*partial")
+
+
+def test_what_a_killed_backup_left_is_in_nobodys_way(db: Path, tmp_path: Path) -> None:
+    left = tmp_path / f".copy.{os.getpid()}.partial"  # in containers, process ids come again
+    left.write_text("half")
+    for kind in ("backup", "export"):
+        assert call(kind, tmp_path / "copy", "--db", db, "--force").exit_code == 0
+    assert left.read_text() == "half"
+
+
+def test_what_cannot_be_copied_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database" * 100)
+    sqlite3.connect(tmp_path / "other.db").execute("CREATE TABLE t (x)").connection.close()
+    for name in ("missing", "text", "other.db"):
+        for kind in ("backup", "export"):
+            assert name in told(call(kind, tmp_path / "copy", "--db", tmp_path / name))
+    assert "no_folder" in told(call("backup", tmp_path / "no_folder" / "copy", "--db", tmp_path / "text"))
+    assert "Redis" in call("backup", tmp_path / "copy", "--redis", "redis://x").output
+    assert "nowhere" in told(call("import", tmp_path / "nowhere", "--db", tmp_path / "new.db"))
+    assert not list(tmp_path.glob("*copy*")) and not (tmp_path / "new.db").exists()
+
+
+def test_a_backup_of_redis_is_not_offered_and_refused_wherever_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = call("backup", "--help").output
+    assert "--redis" not in shown and "append-only" in shown and "--redis" in call("export", "--help").output
+    monkeypatch.setenv("CHATCACHE_REDIS", "redis://127.0.0.1:1/0")
+    result = call("backup", tmp_path / "copy")
+    assert result.exit_code == 2 and "append-only files" in result.output and not (tmp_path / "copy").exists()
+
+
+def test_a_damaged_source_makes_no_backup(db: Path, tmp_path: Path) -> None:
+    """Planted: pages of the file overwritten. A plain copy of the file would have taken them along."""
+    data = bytearray(db.read_bytes())
+    for at in range(5 * 4096, len(data) - 4096, 3 * 4096):
+        data[at : at + 64] = b"\xff" * 64
+    db.write_bytes(data)
+    with pytest.raises(StoreUnusable):
+        back_up(db, tmp_path / "copy.db")
+    assert isinstance(call("backup", tmp_path / "b.db", "--db", db).exception, StoreUnusable)
+    assert not (tmp_path / "b.db").exists()
+
+
+async def test_a_backup_is_restored_as_the_help_says(db: Path, tmp_path: Path) -> None:
+    before = await read(db)
+    assert call("backup", tmp_path / "copy.db", "--db", db).exit_code == 0
+    store = SqliteStore(db)
+    await store.create(Conversation("conv_later", "ada", 1.0, 1.0))
+    await store.close()
+    for end in ("-wal", "-shm"):
+        db.with_name(f"{db.name}{end}").unlink(missing_ok=True)
+    (tmp_path / "copy.db").replace(db)
+    assert await read(db) == before
+
+
+async def test_out_of_a_file_into_redis_and_back(db: Path, tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as redis:
+        assert "5 conversations, 200 messages" in call("export", tmp_path / "a", "--db", db).output
+        assert "5 conversations added" in call("import", tmp_path / "a", "--redis", redis.url).output
+        assert "5 as they were" in call("import", tmp_path / "a", "--redis", redis.url).output
+        assert call("export", tmp_path / "b", "--redis", redis.url).exit_code == 0
+        assert "5 conversations added" in call("import", tmp_path / "b", "--db", tmp_path / "new.db").output
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        assert await read(tmp_path / "new.db") == await read(db)
+        wrong = redis.url.replace("secret", "wrong")
+        assert "does not let us in" in told(call("export", tmp_path / "c", "--redis", wrong))
+    assert isinstance(call("import", tmp_path / "a", "--redis", redis.url).exception, ChatcacheError)
+
+
+async def test_a_conflict_is_told_by_its_line_and_ends_with_1(db: Path, tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "new.db")
+    call("export", tmp_path / "a", "--db", db)
+    first = json.loads((tmp_path / "a").read_bytes().splitlines()[1])["conversation"]["head"]["id"]
+    await store.create(Conversation(first, "somebody else", 1.0, 1.0))
+    await store.close()
+    result = call("import", tmp_path / "a", "--db", tmp_path / "new.db")
+    assert result.exit_code == 1 and "4 conversations added" in result.output and "1 refused" in result.output
+    assert f"{tmp_path / 'a'}: line 2: no conversation '{first}'" in result.output
+
+
+def test_settings_of_the_file_reach_the_commands_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chatcache.toml").write_text('db = "from-the-settings.db"\n')
+    assert "from-the-settings.db" in told(call("export", tmp_path / "a"))

@@ -1,0 +1,357 @@
+"""Where a setting comes from, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from chatcache import __version__
+from chatcache.cli.main import app
+from chatcache.config import EngineConfig, ServerConfig, format_size, parse_size, per_command, read_file
+from chatcache.errors import InvalidRequest
+
+Seen = list[tuple[EngineConfig, ServerConfig]]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
+    """What `serve` would have run with; the folder is empty and no settings are in the environment."""
+    calls: Seen = []
+
+    def run_server(engine: EngineConfig, server: ServerConfig) -> int:
+        calls.append((engine, server))
+        return 0
+
+    monkeypatch.setattr("chatcache.cli.server.run_server", run_server)
+    monkeypatch.setattr("chatcache.cli.serve.check_model_folder", lambda config: None)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+def serve(*arguments: str, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(app, ["serve", *arguments], env=env)
+
+
+def variable(name: str) -> str:
+    return "CHATCACHE_" + name.upper().replace("-", "_")
+
+
+def test_nothing_said_means_the_defaults(seen: Seen) -> None:
+    assert serve().exit_code == 0
+    assert seen == [(EngineConfig(served_model_name="chatcache-builtin"), ServerConfig())]
+
+
+@pytest.mark.parametrize(
+    ("flag", "file", "env", "expected"),
+    [
+        (None, None, None, 8000),
+        (None, 1, None, 1),
+        (None, 1, 2, 2),
+        (3, 1, 2, 3),
+        (3, None, 2, 3),
+        (3, 1, None, 3),
+    ],
+)
+def test_flag_beats_environment_beats_file_beats_default(
+    seen: Seen, flag: int | None, file: int | None, env: int | None, expected: int
+) -> None:
+    if file is not None:
+        Path("chatcache.toml").write_text(f"port = {file}\n")
+    result = serve(
+        *([] if flag is None else ["--port", str(flag)]), env=None if env is None else {"CHATCACHE_PORT": str(env)}
+    )
+    assert result.exit_code == 0, result.output
+    assert seen[0][1].port == expected
+
+
+def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file(seen: Seen) -> None:
+    values = {
+        "model": "some/model",
+        "host": "0.0.0.0",
+        "port": "1234",
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "reference",
+        "quantization": "int8",
+        "kv-memory": "1.5GiB",
+        "max-model-len": "99",
+        "page-size": "32",
+        "max-num-seqs": "7",
+        "max-num-batched-tokens": "64",
+        "max-num-waiting": "5",
+        "scheduling-policy": "fair",
+        "preemption": "swap",
+        "swap-memory": "1GiB",
+        "deterministic": "true",
+        "no-prefix-caching": "true",
+        "seed": "11",
+        "served-model-name": "name",
+        "api-key": "secret-key-1",
+        "db": "x.db",
+        "redis": "redis://somewhere/0",
+        "sse-keep-alive-interval": "2.5",
+        "detach-ttl": "4.5",
+        "drain-timeout": "7.5",
+        "tool-call-parser": "hermes",
+        "reasoning-parser": "deepseek_r1",
+        "allowed-host": "example.org",
+        "cors-origin": "https://example.org",
+        "root-path": "/api/",
+        "public-prompt": "kind.txt",
+        "log-level": "debug",
+    }
+    Path("kind.txt").write_text("Be kind.\n")
+    switches = ("no-prefix-caching", "deterministic")
+    flags = [values["model"], *(f"--{name}" for name in switches)]
+    for name, value in values.items():
+        if name not in ("model", *switches):
+            flags += [f"--{name}", value]
+    assert serve(*flags).exit_code == 0
+    assert (
+        serve(env={"CHATCACHE_" + name.upper().replace("-", "_"): value for name, value in values.items()}).exit_code
+        == 0
+    )
+    lists = ("api-key", "allowed-host", "cors-origin", "public-prompt")
+    lines = [f'{name} = ["{value}"]' if name in lists else f'{name} = "{value}"' for name, value in values.items()]
+    Path("chatcache.toml").write_text("\n".join(lines))
+    result = serve()
+    assert result.exit_code == 0, result.output
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == (
+        EngineConfig(
+            model="some/model",
+            served_model_name="name",
+            device="cpu",
+            dtype="float32",
+            attention="reference",
+            quantization="int8",
+            kv_memory_bytes=3 * 2**29,
+            max_model_len=99,
+            page_size=32,
+            max_num_seqs=7,
+            max_num_batched_tokens=64,
+            enable_prefix_caching=False,
+            max_num_waiting=5,
+            scheduling_policy="fair",
+            preemption="swap",
+            swap_memory_bytes=2**30,
+            deterministic=True,
+            seed=11,
+        ),
+        ServerConfig(
+            host="0.0.0.0",
+            port=1234,
+            api_keys=("secret-key-1",),
+            db="x.db",
+            redis="redis://somewhere/0",
+            sse_keep_alive_interval_s=2.5,
+            detach_ttl_s=4.5,
+            drain_timeout_s=7.5,
+            allowed_hosts=("example.org",),
+            cors_origins=("https://example.org",),
+            root_path="/api",
+            public_prompts=("Be kind.\n",),
+            tool_call_parser="hermes",
+            reasoning_parser="deepseek_r1",
+            log_level="debug",
+        ),
+    )
+
+
+def test_to_swap_needs_memory_to_swap_to(seen: Seen) -> None:
+    result = serve("--preemption", "swap", "--swap-memory", "0")
+    assert result.exit_code == 2 and "--preemption" in result.output and not seen
+    assert serve("--preemption", "recompute", "--swap-memory", "0").exit_code == 0
+
+
+def test_several_public_prompts_by_flag_and_by_environment(seen: Seen) -> None:
+    for name in ("a", "b"):
+        Path(name).write_text(f"You are {name}, é.", encoding="utf-8")
+    serve("--public-prompt", "a", "--public-prompt", "b")
+    serve(env={"CHATCACHE_PUBLIC_PROMPT": f"a{os.pathsep}b"})
+    assert [server.public_prompts for _, server in seen] == [("You are a, é.", "You are b, é.")] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (None, "is not a file"),
+        (b" \n", "is empty"),
+        (b"\xff", "is not UTF-8"),
+        (b"x" * (2**20 + 1), "larger than 1 MiB"),
+    ],
+)
+def test_a_public_prompt_that_is_none_is_refused(seen: Seen, data: bytes | None, reason: str) -> None:
+    if data is not None:
+        Path("p").write_bytes(data)
+    result = serve("--public-prompt", "p")
+    assert result.exit_code == 2 and not seen
+    assert "--public-prompt" in result.output and reason in " ".join(result.output.replace("│", " ").split())
+
+
+def test_several_keys_by_flag_and_by_environment(seen: Seen) -> None:
+    serve("--api-key", "first-key", "--api-key", "second-key")
+    serve(env={"CHATCACHE_API_KEY": "first-key second-key"})
+    assert [server.api_keys for _, server in seen] == [("first-key", "second-key")] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "-1"),
+        ("port", "65536"),
+        ("port", "http"),
+        ("host", "127.0.0.1:8000"),
+        ("device", "tpu"),
+        ("dtype", "int3"),
+        ("attention", "none"),
+        ("kv-memory", "2 buckets"),
+        ("kv-memory", "1KiB"),
+        ("kv-memory", "999TiB"),
+        ("kv-memory", "-1"),
+        ("max-model-len", "15"),
+        ("max-model-len", "99999999"),
+        ("page-size", "0"),
+        ("page-size", "17"),
+        ("max-num-seqs", "0"),
+        ("max-num-seqs", "4097"),
+        ("max-num-batched-tokens", "15"),
+        ("max-num-batched-tokens", "9999999"),
+        ("max-num-waiting", "-1"),
+        ("max-num-waiting", "9999999"),
+        ("scheduling-policy", "lifo"),
+        ("preemption", "never"),
+        ("swap-memory", "-1"),
+        ("swap-memory", "much"),
+        ("swap-memory", "999TiB"),
+        ("seed", "-1"),
+        ("seed", "9223372036854775808"),
+        ("api-key", "short"),
+        ("api-key", "with a space"),
+        ("sse-keep-alive-interval", "-1"),
+        ("sse-keep-alive-interval", "nan"),
+        ("sse-keep-alive-interval", "3601"),
+        ("detach-ttl", "-1"),
+        ("drain-timeout", "-1"),
+        ("tool-call-parser", "xml"),
+        ("reasoning-parser", "yes"),
+        ("root-path", "no-slash"),
+        ("log-level", "loud"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_name(seen: Seen, name: str, value: str) -> None:
+    for result in (serve(f"--{name}={value}"), serve(env={variable(name): value})):
+        assert result.exit_code == 2, result.output
+        assert f"--{name}" in result.output
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("prot = 1", "unknown setting 'prot'"),
+        ("[serve]\nport = 1", "[serve] is a table"),
+        ("port = ", "Invalid"),
+        ("port = 70000", "--port"),
+        ('kv-memory = "lots"', "--kv-memory"),
+    ],
+)
+def test_a_bad_settings_file_is_refused(seen: Seen, text: str, reason: str) -> None:
+    Path("chatcache.toml").write_text(text)
+    result = serve()
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.split())
+    assert not seen
+
+
+def test_another_settings_file_can_be_named(seen: Seen) -> None:
+    Path("other.toml").write_text("port = 5")
+    assert CliRunner().invoke(app, ["--config", "other.toml", "serve"]).exit_code == 0
+    assert CliRunner().invoke(app, ["serve"], env={"CHATCACHE_CONFIG": "other.toml"}).exit_code == 0
+    assert [server.port for _, server in seen] == [5, 5]
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"chatcache {__version__}\n")
+
+
+def test_the_version_is_the_distributions() -> None:
+    import tomllib
+
+    root = Path(__file__).resolve().parents[2]
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"] == __version__
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("17", 17),
+        ("1k", 1000),
+        ("1KiB", 1024),
+        ("1.5 MiB", 3 * 2**19),
+        ("2gib", 2**31),
+        ("2GB", 2 * 10**9),
+        (" 3 T ", 3 * 10**12),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1e9", "0x10", "1 000", "1PiB", "-1", "1.5.5", "1bb", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not a size"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**50))
+def test_a_formatted_size_is_read_back_within_its_digits(num_bytes: int) -> None:
+    assert parse_size(format_size(num_bytes), high=2**51) == pytest.approx(num_bytes, rel=0.01)
+
+
+def test_a_settings_file_too_large_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("#" * (1024 * 1024 + 1))
+    with pytest.raises(InvalidRequest, match="larger than"):
+        read_file(tmp_path / "c.toml")
+
+
+def test_each_command_gets_what_it_has_a_flag_for() -> None:
+    flags: dict[str, Any] = {"serve": ["port", "device"], "chat": ["device"]}
+    assert per_command({"port": 1, "device": "cpu"}, flags, Path("f")) == {
+        "serve": {"port": 1, "device": "cpu"},
+        "chat": {"device": "cpu"},
+    }
+
+
+def test_an_empty_variable_is_one_that_is_not_set(seen: Seen) -> None:
+    result = serve(
+        env={"CHATCACHE_MODEL": "", "CHATCACHE_API_KEY": "", "CHATCACHE_PORT": "", "CHATCACHE_KV_MEMORY": ""}
+    )
+    assert result.exit_code == 0, result.output
+    assert seen == [(EngineConfig(served_model_name="chatcache-builtin"), ServerConfig())]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("CHATCACHE_APIKEY", "CHATCACHE_API_KEY"),
+        ("CHATCACHE_PROT", "CHATCACHE_PORT"),
+        ("CHATCACHE_REDIS_URL", "CHATCACHE_REDIS"),
+        ("CHATCACHE_API_KEY", None),
+        ("CHATCACHE_SERVICE_HOST", None),
+        ("CHATCACHE_TEST_SEED", None),
+    ],
+)
+def test_a_misspelt_variable_is_told_and_no_other(seen: Seen, name: str, meant: str | None) -> None:
+    result = serve(env={name: "sk-of-some-length"})
+    assert result.exit_code == 0
+    told = f"nothing reads {name}; {meant} is a setting" if meant else ""
+    assert told in result.stderr and bool(told) == ("nothing reads" in result.stderr)

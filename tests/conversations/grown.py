@@ -1,0 +1,60 @@
+"""Stores full of conversations: trees, unusual texts, numbers and owners, from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Iterator
+
+from chatcache.conversations.store import ConversationStore
+from chatcache.conversations.tree import COMPLETED, Conversation, Item, ReplyParts, ToolCall, Turn, Usage
+
+OWNERS = ("", "ada", "ada/ü b", "o={x}:%2F")
+TEXTS = ("", "Hé\x00llo 🎉", "line\nbreak\u2028", '"quoted" \\ {', "word " * 50)
+ECHO = {"temperature": 0.1, "big": 2**63 - 1, "tools": [{"name": "f", "parameters": {"type": "object"}}], "none": None}
+
+
+def trees(num_items: int, seed: int = 8, items_each: int = 40) -> Iterator[tuple[Conversation, list[Item], list[Turn]]]:
+    """Conversations that together have so many messages; every reply is a response's."""
+    dice = random.Random(seed)
+    for number in range(-(-num_items // items_each)):
+        name = f"{number:05d}{dice.randrange(16**8):08x}"
+        items: list[Item] = []
+        turns: list[Turn] = []
+        for at in range(items_each):
+            parent = dice.choice(items[-6:]).id if items else None
+            time_s = 1_700_000_000 + number + at / 7
+            if at % 2 == 0:
+                items.append(Item(f"msg_{name}_{at}", parent, "user", dice.choice(TEXTS), created_at=time_s))
+                continue
+            ids = tuple(dice.randrange(2**31) for _ in range(dice.randrange(60)))
+            turn = Turn(
+                *(f"resp_{name}_{at}", items[-1].id, "model", time_s, None, ids[:9], dice.choice((None, "Be kind"))),
+                previous_response_id=dice.choice((None, "resp_gone")),
+                status=COMPLETED,
+                usage=dice.choice((None, Usage(9, 1, 50, 2))),
+                echo=dice.choice(({}, ECHO)),
+            )
+            parts = ReplyParts("thought", (ToolCall("c", "f", "{}"),), "raw") if dice.random() < 0.2 else ReplyParts()
+            reply = (turn.parent_id, "assistant", dice.choice(TEXTS), ids, turn.id, dice.randrange(3))
+            items.append(Item(f"msg_{name}_{at}", *reply, COMPLETED, "stop", time_s, parts))
+            turns.append(turn)
+        owner, times = dice.choice(OWNERS), (1_700_000_000.25, 1_700_000_000 + dice.random())
+        leaf = dice.choice(items).id
+        yield (
+            Conversation(f"conv_{name}", owner, *times, dice.choice(TEXTS)[:200], leaf, dice.randrange(99), {"k": "ü"}),
+            items,
+            turns,
+        )
+
+
+async def fill(store: ConversationStore, num_items: int, seed: int = 8) -> None:
+    for conversation, items, turns in trees(num_items, seed):
+        await store.merge(conversation, items, turns)
+
+
+async def everything(store: ConversationStore, owners: tuple[str, ...] = OWNERS) -> AsyncIterator[str]:
+    """All that can be read of a store through its contract."""
+    for owner in owners:
+        for name in await store.ids(owner, 10_000):
+            tree = await store.load(owner, name)
+            yield repr((tree.conversation, list(tree.items.values()), sorted(tree.turns.items())))

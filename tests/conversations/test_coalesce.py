@@ -1,0 +1,120 @@
+"""Coalescing keeps the text and the order, sends the first delta at once and never more than one per window."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from chatcache.conversations.replies.events import BeamNode, CallDelta, Coalescer, ReplyBeams, ReplyDelta, Told
+from chatcache.errors import EngineFault
+from chatcache.types.events import TokenLogprob
+
+
+def delta(index: int, text: str) -> ReplyDelta:
+    return ReplyDelta(index, text, (ord(text[0]),), (TokenLogprob(-1.0),))
+
+
+async def collect(*events: ReplyDelta | ReplyBeams | float | None, window_s: float = 5.0) -> list[Told | None]:
+    """What is told of these events; a number is a pause, None something else that is told behind all the rest."""
+    told: list[Told | None] = []
+    coalescer = Coalescer(told.append, window_s)
+    for event in events:
+        if isinstance(event, float):
+            await asyncio.sleep(event)
+        elif event is None:
+            coalescer.flush()
+            told.append(None)
+        else:
+            coalescer.take(event)
+    coalescer.close()
+    return told
+
+
+async def test_a_burst_becomes_the_first_delta_and_the_rest() -> None:
+    events = delta(0, "a"), delta(0, "b"), delta(1, "x"), delta(0, "c"), None, delta(1, "y"), None
+    got = await collect(*events)
+    assert got[:2] == [delta(0, "a"), delta(1, "x")]
+    joined = got[2]
+    assert isinstance(joined, ReplyDelta) and (joined.index, joined.text, joined.token_ids) == (0, "bc", (98, 99))
+    assert len(joined.logprobs) == 2
+    assert got[3:] == [None, delta(1, "y"), None]
+
+
+async def test_what_waits_is_told_when_its_window_is_over() -> None:
+    """Even if nothing else ever comes."""
+    got: asyncio.Queue[Told] = asyncio.Queue()
+    coalescer = Coalescer(got.put_nowait, 0.02)
+    for text in "abc":
+        coalescer.take(delta(0, text))
+    async with asyncio.timeout(60):
+        assert await got.get() == delta(0, "a")
+        assert await got.get() == ReplyDelta(0, "bc", (98, 99), (TokenLogprob(-1.0),) * 2)
+
+
+async def test_nothing_is_told_behind_the_end() -> None:
+    got: list[Told] = []
+    coalescer = Coalescer(got.append, 0.01)
+    coalescer.take(delta(0, "a"))
+    coalescer.take(delta(0, "b"))
+    coalescer.close()
+    await asyncio.sleep(0.05)
+    assert got == [delta(0, "a")]
+
+
+async def test_slow_deltas_pass_unchanged() -> None:
+    events = [delta(0, text) for text in "abc"]
+    assert await collect(events[0], 0.02, events[1], 0.02, events[2], window_s=0.001) == events
+
+
+async def test_a_failure_to_tell_comes_out_of_the_next_call() -> None:
+    failed = asyncio.Event()
+
+    def tell(event: Told) -> None:
+        if isinstance(event, ReplyDelta) and event.text == "b":
+            failed.set()
+            raise EngineFault("x")
+
+    coalescer = Coalescer(tell, 0.01)
+    coalescer.take(delta(0, "a"))
+    coalescer.take(delta(0, "b"))
+    async with asyncio.timeout(60):
+        await failed.wait()
+    for call in (coalescer.flush, lambda: coalescer.take(delta(0, "c"))):
+        with pytest.raises(EngineFault):
+            call()
+
+
+@pytest.mark.parametrize("window_s", [0.0, 0.001, 1.0])
+async def test_text_is_never_lost_or_reordered(window_s: float) -> None:
+    events = [delta(number % 3, chr(97 + number % 26)) for number in range(300)]
+    got = await collect(*events[:150], 0.005, *events[150:], None, window_s=window_s)
+    for index in range(3):
+        expected = "".join(event.text for event in events if event.index == index)
+        assert "".join(e.text for e in got if isinstance(e, ReplyDelta) and e.index == index) == expected
+
+
+async def test_live_beams_are_joined_beside_the_text() -> None:
+    def beams(number: int) -> ReplyBeams:
+        return ReplyBeams((BeamNode(number, number - 1, "x", -1.0),), (number,))
+
+    got = await collect(beams(1), delta(0, "a"), beams(2), delta(0, "b"), beams(3), delta(0, "c"), None)
+    assert got == [
+        beams(1),
+        delta(0, "a"),
+        ReplyBeams((*beams(2).nodes, *beams(3).nodes), (3,)),
+        ReplyDelta(0, "bc", (98, 99), (TokenLogprob(-1.0),) * 2),
+        None,
+    ]
+
+
+async def test_text_reasoning_and_calls_are_told_apart_and_in_order() -> None:
+    held = ReplyDelta(0, "", (1,), (TokenLogprob(-2.0),))
+    thoughts = [ReplyDelta(0, "", (), reasoning=text) for text in "ab"]
+    calls = [ReplyDelta(0, "", (), calls=(CallDelta(0, text),)) for text in "cd"]
+    got = await collect(delta(0, "-"), *thoughts, held, delta(0, "x"), delta(0, "y"), *calls, delta(0, "z"), None)
+    told = [event for event in got if isinstance(event, ReplyDelta)]
+    assert [(event.reasoning, event.text, "".join(call.arguments for call in event.calls)) for event in told] == [
+        *[("", "-", ""), ("ab", "", ""), ("", "xy", ""), ("", "", "cd"), ("", "z", "")]
+    ]
+    assert told[2].logprobs == (*held.logprobs, TokenLogprob(-1.0), TokenLogprob(-1.0))

@@ -1,0 +1,151 @@
+"""The SQLite store on disks that are full or failing, and files that are damaged: nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from chatcache.cli import exits
+from chatcache.cli.server import run_server
+from chatcache.config import EngineConfig, ServerConfig
+from chatcache.conversations.store import Claim, ConversationStore, StoreUnavailable, StoreUnusable
+from chatcache.conversations.tree import Conversation, Item
+from chatcache.storage import sqlite_schema, sqlite_writer
+from chatcache.storage.sqlite import SqliteStore
+
+HEAD = Conversation("conv", "me", 1.0, 1.0)
+
+
+@contextlib.contextmanager
+def limited(num_bytes: int) -> Iterator[None]:
+    """No file can be written beyond that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _largest(folder: Path) -> int:
+    return max(each.stat().st_size for each in folder.iterdir())
+
+
+async def fill(store: ConversationStore) -> list[str]:
+    """Write until nothing goes in any more. What was acknowledged."""
+    acknowledged: list[str] = []
+    for number in range(200):
+        item = Item(f"msg_{number}", None, "user", f"word{number} " * 200)
+        try:
+            await store.append("me", "conv", [item], claim=Claim(f"key{number}", "d", item.id))
+        except StoreUnavailable:
+            return acknowledged
+        acknowledged.append(item.id)
+    raise AssertionError("more is acknowledged than there is room for")
+
+
+async def test_a_full_disk_is_refused_read_and_survived(tmp_path: Path) -> None:
+    path = tmp_path / "chat.db"
+    store = SqliteStore(path)
+    await store.create(HEAD)
+    await store.check()
+    with limited(_largest(tmp_path) + 1_000_000):
+        acknowledged = await fill(store)
+        assert len(acknowledged) > 10
+    with limited(4096):  # not even little things go in now
+        for work in (store.create(Conversation("conv_2", "me", 1.0, 1.0)), store.delete("me", "conv"), store.check()):
+            with pytest.raises(StoreUnavailable):
+                await work
+        tree = await store.load("me", "conv")  # reading works
+        assert list(tree.items) == acknowledged, "what was acknowledged is there, and nothing else"
+        assert tree.conversation.rev == len(acknowledged)
+    await store.check()
+    head = await store.append("me", "conv", [Item("msg_after", None, "user", "x")])
+    assert head.rev == len(acknowledged) + 1
+    await store.close()
+    store = SqliteStore(path)
+    tree = await store.load("me", "conv")
+    assert list(tree.items) == [*acknowledged, "msg_after"]
+    refused = f"key{len(acknowledged)}"
+    assert await store.claimed("me", refused) is None and await store.claimed("me", "key0") is not None
+    await store.close()
+    db = sqlite3.connect(path)
+    assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    db.close()
+
+
+async def test_what_is_acknowledged_before_it_is_stored_would_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: a writer that answers when a job is done and not when it is committed."""
+    original = sqlite_writer._commit
+
+    def hasty(connection: sqlite3.Connection, group: list[sqlite_writer.Entry], begin: str) -> bool:
+        def answered(entry: sqlite_writer.Entry) -> sqlite_writer.Job:
+            return lambda db: entry[1].set_result(entry[0](db))
+
+        return original(connection, [(answered(entry), Future()) for entry in group], begin)
+
+    monkeypatch.setattr(sqlite_writer, "_commit", hasty)
+    with pytest.raises(AssertionError, match="acknowledged"):
+        await test_a_full_disk_is_refused_read_and_survived(tmp_path)
+
+
+def _with_damage(path: Path) -> None:
+    """A file whose header is fine and whose pages are not."""
+    db = sqlite3.connect(path)
+    sqlite_schema.prepare(db, path)
+    db.executemany(
+        "INSERT INTO conversations VALUES (?, 'me', 1, 1, ?, NULL, 0, '{}')", ((f"c{n}", "t" * 500) for n in range(200))
+    )
+    db.close()
+    data = bytearray(path.read_bytes())
+    for at in range(5 * 4096, len(data), 4096):
+        data[at : at + 64] = b"\xa5" * 64
+    path.write_bytes(data)
+
+
+def _newer(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {len(sqlite_schema.MIGRATIONS) + 1}")
+
+
+def _no_database(path: Path) -> None:
+    path.write_bytes(b"This is a letter to my bank.\n" * 300)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(_with_damage, "damaged"), (_newer, "newer"), (_no_database, "not a database")]
+)
+def test_a_file_that_cannot_be_trusted_is_refused_untouched(
+    spoil: Callable[[Path], None],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "chat.db"
+    spoil(path)
+    before = path.read_bytes()
+    with pytest.raises(StoreUnusable, match=reason):
+        SqliteStore(path)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    assert run_server(EngineConfig(), ServerConfig(port=0, db=str(path))) == exits.CONFIG
+    told = capsys.readouterr().err
+    assert str(path) in told and reason in told and told.count("\n") == 1
+    assert path.read_bytes() == before
+
+
+def test_nobody_else_may_read_a_new_file(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "c.db")
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    asyncio.run(store.close())
+    assert modes == {"c.db": 0o600, "c.db-wal": 0o600, "c.db-shm": 0o600}

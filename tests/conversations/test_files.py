@@ -1,0 +1,320 @@
+"""Exported and imported: nothing is lost but the ids, nothing comes twice, and hostile files are refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from chatcache.conversations.store import ConversationStore
+from chatcache.conversations.tree import (
+    COMPLETED,
+    FORKED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Conversation,
+    ConversationTree,
+    Item,
+    ReplyParts,
+    ToolCall,
+    Turn,
+    Usage,
+)
+from chatcache.errors import InvalidRequest
+from chatcache.storage.sqlite import SqliteStore
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.transfer.format import Draft, end_of_export, portable
+from chatcache.transfer.importer import adopt, read_draft
+from tests.conversations.test_tree import Grown, trees
+from tests.tokenizer.text_tokenizers import backend_of
+
+ODD_TOOLS: list[object] = [5, [5], [{}], [{"name": 1}], {"a": 1}]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(backend_of("bytelevel"))
+
+
+def full() -> ConversationTree:
+    """Everything that can be stored, somewhere."""
+    head = Conversation("conv_src", "me", 1.25, 7.5, "Tïtle 🎉", "msg_c", 9, {"system": "Be kind"})
+    calls = (ToolCall("call_1", "find", '{"q": "\\u0000"}'),)
+    items = (
+        Item("msg_a", None, "user", "Hé\x00llo\n```\ncode\n", response_id="resp_1", created_at=1.5),
+        Item("msg_b", "msg_a", "assistant", "", (1, 2), "resp_1", 0, COMPLETED, "stop", 2.0, ReplyParts("hm", calls)),
+        Item("msg_t", "msg_b", "tool", "found", parts=ReplyParts(call_id="call_1"), response_id="resp_2"),
+        Item("msg_c", "msg_t", "assistant", "So", (3,), "resp_2", 0, INCOMPLETE, "length", 3.0, ReplyParts(raw="So ")),
+        Item("msg_f", "msg_a", "assistant", "beg", (4,), "resp_1", 1, INCOMPLETE, FORKED, 2.5),
+        Item("msg_s", None, "system", "another root"),
+    )
+    echo = {
+        "conversation": {"id": "conv_src"},
+        "input_item_ids": ["msg_t"],
+        "forked_item_id": "msg_f",
+        "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": None}],
+    }
+    turns = (
+        Turn("resp_1", "msg_a", "m", 1.0, None, (8, 9), "Be kind", None, COMPLETED, Usage(2, 1, 3)),
+        Turn("resp_2", "msg_t", "m", 2.0, "msg_b", (7,), None, "resp_1", IN_PROGRESS, None, echo),
+    )
+    return ConversationTree(head, items, turns)
+
+
+def export(tree: ConversationTree) -> bytes:
+    return portable(tree, tuple(tree.items.values()), tokenizer().digest)
+
+
+def draft_of(data: bytes, owner: str = "me") -> Draft:
+    draft = read_draft(data, owner, tokenizer())
+    assert draft is not None
+    return draft
+
+
+def renamed(data: bytes) -> Any:
+    """An export with its ids replaced by the order in which they appear."""
+    file = json.loads(data)
+    names: dict[str, str] = {file["conversation"]["id"]: "conversation"}
+    for item in file["items"]:
+        names[item["id"]] = f"item {len(names)}"
+    for item in file["items"]:
+        if item.get("response_id"):
+            names.setdefault(item["response_id"], f"turn {len(names)}")
+    for turn in sorted(file["turns"], key=lambda turn: names.get(turn["parent_id"], "")):
+        names.setdefault(turn["id"], f"turn {len(names)}")
+
+    def with_names(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: with_names(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [with_names(each) for each in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    file = with_names(file)
+    file["turns"].sort(key=lambda turn: turn["id"])
+    return file
+
+
+async def round_trip(store: ConversationStore, tree: ConversationTree, owner: str) -> ConversationTree:
+    adopted = await adopt(store, draft_of(export(tree), owner))
+    return await store.load(owner, adopted.conversation.id)
+
+
+async def test_nothing_is_lost_but_the_ids(store: ConversationStore) -> None:
+    source = full()
+    copy = await round_trip(store, source, "you")
+    before = renamed(export(source))
+    assert before["turns"][1]["status"] == IN_PROGRESS
+    before["turns"][1]["status"] = INCOMPLETE  # nobody makes it any more
+    assert renamed(export(copy)) == before
+    assert not {*source.items, *source.turns, "conv_src"} & {*copy.items, *copy.turns, copy.conversation.id}
+    assert [copy.sequence(item) for item in copy.items.values()] == [
+        source.sequence(item) for item in source.items.values()
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(trees())
+def test_any_tree_comes_back(grown: Grown) -> None:
+    async def there_and_back() -> None:
+        stores = {"a": SqliteStore(":memory:"), "b": SqliteStore(":memory:")}
+        settled = [replace(turn, status=COMPLETED) for turn in grown.tree.turns.values()]
+        tree = ConversationTree(grown.tree.conversation, grown.tree.items.values(), settled)
+        first = await round_trip(stores["a"], tree, "a")
+        second = await round_trip(stores["b"], first, "b")
+        assert renamed(export(first)) == renamed(export(tree)) == renamed(export(second))
+        assert [first.sequence(item) for item in first.items.values()] == [
+            tree.sequence(item) for item in tree.items.values()
+        ]
+        again = await adopt(stores["a"], draft_of(export(tree), "a"))
+        assert (again.status, again.num_items) == ("unchanged", 0)
+        for each in stores.values():
+            await each.close()
+
+    asyncio.run(there_and_back())
+
+
+async def test_importing_again_adds_only_what_is_new(store: ConversationStore) -> None:
+    source = full()
+    for dry_run, status in ((True, "created"), (False, "created"), (True, "unchanged"), (False, "unchanged")):
+        adopted = await adopt(store, draft_of(export(source)), dry_run=dry_run)
+        assert (adopted.status, adopted.num_items) == (status, 6 if status == "created" else 0)
+        assert len(await store.ids("me", 9)) == (0 if dry_run and status == "created" else 1)
+    more = Item("msg_d", "msg_c", "user", "More", created_at=9.0)
+    longer = ConversationTree(
+        replace(source.conversation, active_leaf="msg_d"), (*source.items.values(), more), source.turns.values()
+    )
+    for dry_run, status in ((True, "extended"), (False, "extended"), (False, "unchanged")):
+        adopted = await adopt(store, draft_of(export(longer)), dry_run=dry_run)
+        assert (adopted.status, adopted.num_items) == (status, 1 if status == "extended" else 0)
+    tree = await store.load("me", adopted.conversation.id)
+    assert [item.text for item in tree.path(tree.conversation.active_leaf)][-1] == "More"
+    assert (await adopt(store, draft_of(export(source), "you"))).status == "created"  # another owner's own copy
+    assert len(await store.ids("me", 9)) == len(await store.ids("you", 9)) == 1
+
+
+async def test_importing_where_it_came_from_changes_nothing(store: ConversationStore) -> None:
+    source = full()
+    await store.merge(source.conversation, tuple(source.items.values()), tuple(source.turns.values()))
+    assert (await adopt(store, draft_of(export(source)))).status == "unchanged"
+    assert list(await store.ids("me", 9)) == ["conv_src"]
+
+
+async def test_tokens_of_another_tokenizer_stay_behind(store: ConversationStore) -> None:
+    """The words come, the tokens do not: they would be other words here."""
+    data = portable(full(), tuple(full().items.values()), "another")
+    draft = draft_of(data)
+    assert not draft.is_exact and draft_of(export(full())).is_exact
+    copy = await store.load("me", (await adopt(store, draft)).conversation.id)
+    assert [item.text for item in copy.items.values()] == [item.text for item in full().items.values()]
+    assert all(copy.sequence(item) == () == item.token_ids for item in copy.items.values())
+
+
+def test_one_branch_is_a_file_of_its_own() -> None:
+    tree = full()
+    file = json.loads(portable(tree, tree.path("msg_f"), tokenizer().digest))
+    assert [item["id"] for item in file["items"]] == ["msg_a", "msg_f"]
+    assert [turn["id"] for turn in file["turns"]] == ["resp_1"]
+    assert file["conversation"]["active_leaf"] == "msg_f"
+    assert [item.id for item in draft_of(portable(tree, tree.path("msg_f"), tokenizer().digest)).items] == [
+        "msg_a",
+        "msg_f",
+    ]
+    assert json.loads(portable(tree, (), tokenizer().digest))["items"] == []
+
+
+def changed(place: str, value: object) -> bytes:
+    """The full export with one value replaced ("items.2.parent_id")."""
+    file = json.loads(export(full()))
+    node: Any = file
+    *above, last = place.split(".")
+    for name in above:
+        node = node[int(name) if isinstance(node, list) else name]
+    node[int(last) if isinstance(node, list) else last] = value
+    return json.dumps(file).encode()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        ("object", "something", "neither"),
+        ("version", 2, "version"),
+        ("items", {}, "items"),
+        ("conversation", [], "conversation"),
+        ("conversation.active_leaf", "msg_x", "active_leaf"),
+        ("conversation.updated_at", -1, r"conversation\.updated_at"),
+        ("conversation.created_at", 1e300, r"conversation\.created_at"),
+        ("conversation.title", "x" * 201, r"conversation\.title"),
+        ("conversation.metadata", {"a": 1}, r"conversation\.metadata"),
+        ("items.1.parent_id", "msg_x", r"items\[1\]\.parent_id"),
+        ("items.0.parent_id", "msg_c", r"items\[0\].*ancestors"),
+        ("items.0.parent_id", "msg_a", r"items\[0\].*ancestors"),
+        ("items.2.id", "msg_a", r"items\[2\]\.id.*items\[0\]"),
+        ("items.1.role", "robot", r"items\[1\]\.role"),
+        ("items.1.text", None, r"items\[1\]\.text"),
+        ("items.1.token_ids", [1.5], r"items\[1\]\.token_ids"),
+        ("items.1.token_ids", [-1], r"items\[1\]\.token_ids"),
+        ("items.1.token_ids", [2**31], r"items\[1\]\.token_ids"),
+        ("items.1.token_ids", [10**6], "token_ids must be between 0 and"),
+        ("items.1.status", "odd", r"items\[1\]\.status"),
+        ("items.1.parts", {"tool_calls": [{}]}, r"items\[1\]\.parts\.tool_calls"),
+        ("turns.1.base_item_id", "msg_c", r"turns\[1\]\.base_item_id"),  # its own output: it would go round for ever
+        ("turns.1.base_item_id", "msg_f", r"turns\[1\]\.base_item_id"),
+        ("turns.1.base_item_id", "msg_x", r"turns\[1\]\.base_item_id"),
+        ("turns.1.parent_id", "msg_x", r"turns\[1\]\.parent_id"),
+        ("turns.1.parent_id", "", r"turns\[1\]\.base_item_id"),
+        ("turns.1.id", "resp_1", r"turns\[1\]\.id"),
+        ("turns.1.id", "msg_a", r"turns\[1\]\.id"),
+        ("turns.1.prompt_ids", [10**6], "prompt_ids must be between 0 and"),
+        ("turns.1.usage", {}, r"turns\[1\]\.usage"),
+        ("turns.1.echo", [], r"turns\[1\]\.echo"),
+        *(("turns.1.echo.tools", odd, r"turns\[1\]\.echo\.tools") for odd in ODD_TOOLS),
+        ("turns.1.echo", json.loads('{"a":' * 40 + "1" + "}" * 40), r"turns\[1\]\.echo.*32 deep"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_place(place: str, value: object, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        read_draft(changed(place, value), "me", tokenizer())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"{", b"[]", b"1", b"{}", b'{"object":1}', b'{"mapping":1}', b'{"object":"conversation.export"}', b"\xff{}"),
+        rb'{"object":"conversation.export","version":1,"tokenizer":"\ud800"}',
+        b'{"a":' * 100_000,
+        b'{"mapping":' + b"[" * 100_000,
+    ],
+)
+def test_what_is_no_conversation_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        read_draft(data, "me", tokenizer())
+
+
+def test_items_may_come_in_any_order() -> None:
+    file = json.loads(export(full()))
+    file["items"].reverse()
+    items = draft_of(json.dumps(file).encode()).items
+    seen: set[str | None] = {None}
+    for item in items:
+        assert item.parent_id in seen
+        seen.add(item.id)
+    assert len(items) == 6
+
+
+def test_a_repeated_request_field_cannot_pass_for_the_response() -> None:
+    turns = draft_of(changed("turns.1.echo", {"id": "x", "output": 5, "status": "odd", "tools": []})).turns
+    assert turns[1].echo == {"tools": []}
+
+
+async def test_ids_in_a_repeated_request_are_ids_here(store: ConversationStore) -> None:
+    copy = await round_trip(store, full(), "you")
+    (turn,) = (turn for turn in copy.turns.values() if turn.echo)
+    roles = {item.role: item.id for item in copy.items.values()}
+    assert turn.echo["conversation"] == {"id": copy.conversation.id}
+    assert turn.echo["input_item_ids"] == [roles["tool"]]
+    assert copy.items[str(turn.echo["forked_item_id"])].finish_reason == FORKED
+    odd = changed("turns.1.echo", {"conversation": 5, "input_item_ids": {"a": 1}, "forked_item_id": [1]})
+    adopted = await adopt(store, draft_of(odd, "them"))
+    (turn,) = (t for t in (await store.load("them", adopted.conversation.id)).turns.values() if t.echo)
+    assert turn.echo == {
+        "conversation": {"id": adopted.conversation.id},
+        "input_item_ids": [],
+        "forked_item_id": None,
+    }
+
+
+def test_the_line_that_ends_an_export_is_no_conversation() -> None:
+    assert read_draft(end_of_export(3), "me", tokenizer()) is None
+
+
+async def test_very_deep_and_very_wide_trees_survive(tmp_path: Path) -> None:
+    """20,000 messages in a row, or beside each other, are imported, walked and exported."""
+    store = SqliteStore(tmp_path / "c.db")
+    for parent in (lambda at: at - 1, lambda at: 0):
+        items: list[Mapping[str, object]] = [
+            {
+                "id": f"m{at}",
+                "parent_id": f"m{parent(at)}" if at else None,
+                "role": "user",
+                "text": "x",
+            }
+            for at in range(20_000)
+        ]
+        head = {"id": f"c{parent(5)}", "created_at": 1.0, "updated_at": 1.0, "active_leaf": "m19999"}
+        file = {"object": "conversation.export", "version": 1, "tokenizer": "", "conversation": head, "turns": []}
+        draft = draft_of(json.dumps({**file, "items": items[::-1]}).encode())
+        adopted = await adopt(store, draft)
+        tree = await store.load("me", adopted.conversation.id)
+        assert len(tree.path(tree.conversation.active_leaf)) == (20_000 if parent(5) == 4 else 2)
+        assert len(json.loads(export(tree))["items"]) == 20_000
+    with pytest.raises(InvalidRequest, match="100000"):
+        draft_of(json.dumps({**file, "items": [0] * 100_001}).encode())
+    await store.close()

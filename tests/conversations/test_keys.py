@@ -1,0 +1,182 @@
+"""Keys and their usage: one contract on every store, and nothing that lets anybody in ever stored."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chatcache.auth import DAY_S, KEEP_USAGE_DAYS, KeyRecord, KeyStore, day_of, digest_of, id_of, new_key
+from chatcache.config import ServerConfig
+from chatcache.conversations.store import ConversationStore
+from chatcache.conversations.tree import IN_PROGRESS, Conversation, Item, Turn
+from chatcache.errors import InvalidRequest, NotFound
+from chatcache.storage.open import open_keys, open_store
+from chatcache.storage.redis import RedisStore
+from chatcache.storage.redis_client import PATIENCE_S
+from chatcache.storage.sqlite import SqliteStore
+from chatcache.storage.sqlite_schema import MIGRATIONS
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+async def place(request: pytest.FixtureRequest, tmp_path: Path) -> ServerConfig:
+    if request.param == "redis":
+        return ServerConfig(redis=request.getfixturevalue("empty_redis").url)
+    return ServerConfig(db=str(tmp_path / "keys.db"))
+
+
+@pytest.fixture
+async def keys(place: ServerConfig) -> AsyncIterator[KeyStore]:
+    async with open_keys(place) as keys:
+        yield keys
+
+
+def made(tenant: str = "acme", user: str = "", **more: object) -> KeyRecord:
+    return new_key(tenant, user, **more)[1]  # type: ignore[arg-type]
+
+
+async def test_what_goes_in_comes_out_and_the_key_does_not(keys: KeyStore) -> None:
+    key, record = new_key("acme", "ann", "laptop", is_admin=True, requests_per_minute=1, tokens_per_day=2**53)
+    await keys.create(record)
+    assert await keys.list() == [record]
+    assert record.digest == digest_of(key) and id_of(key) == record.id and record.owner == "acme/ann"
+    assert key.rpartition("_")[2] not in repr(record) and key not in repr(await keys.list())
+
+
+async def test_the_version_tells_of_every_change_and_of_nothing_else(keys: KeyStore) -> None:
+    seen = [await keys.version()]
+    one, two = made(), made(user="bob")
+    for record in (one, two):
+        await keys.create(record)
+        seen.append(await keys.version())
+    await keys.revoke(one.id, 5.0)
+    seen.append(await keys.version())
+    assert len(set(seen)) == 4
+    await keys.revoke(one.id, 9.0)
+    await keys.add_usage(3, {one.id: 7}, writer="w", number=1)
+    await keys.list()
+    assert await keys.version() == seen[-1]
+
+
+async def test_revoked_is_revoked_for_ever(keys: KeyStore) -> None:
+    one, two = replace(made(), created_at=1.0), replace(made(), created_at=2.0)
+    await keys.create(two)
+    await keys.create(one)
+    assert await keys.revoke(one.id, 5.0) == replace(one, revoked_at=5.0)
+    assert await keys.revoke(one.id, 9.0) == replace(one, revoked_at=5.0)
+    assert await keys.list() == [replace(one, revoked_at=5.0), two]
+    with pytest.raises(NotFound):
+        await keys.revoke("key_none", 5.0)
+
+
+async def test_usage_is_a_sum_of_many_writers(place: ServerConfig, keys: KeyStore) -> None:
+    """Oracle: a dictionary."""
+    draw = random.Random(7)
+    adds = [(draw.randrange(3), {f"key_{draw.randrange(4)}": draw.randrange(1000), "key_x": 1}) for _ in range(40)]
+    expected: dict[int, dict[str, int]] = {}
+    for day, tokens in adds:
+        for key_id, count in tokens.items():
+            of_day = expected.setdefault(day, {})
+            of_day[key_id] = of_day.get(key_id, 0) + count
+    async with open_keys(place) as others:
+        ways = ((keys, "one"), (others, "two"))
+        await asyncio.gather(
+            *(
+                ways[at % 2][0].add_usage(*add, writer=ways[at % 2][1], number=number)
+                for at, add in enumerate(adds)
+                for number in (at + 1, at + 1)  # whoever does not know what became of it calls again
+            )
+        )
+        await keys.add_usage(3, {}, writer="one", number=len(adds) + 1)
+        for day in range(4):
+            assert await others.usage(day) == expected.get(day, {})
+
+
+async def test_days_long_past_are_forgotten(tmp_path: Path) -> None:
+    async with open_keys(ServerConfig(db=str(tmp_path / "keys.db"))) as keys:
+        await keys.add_usage(100, {"key_x": 1}, writer="w", number=1)
+        await keys.add_usage(100 + KEEP_USAGE_DAYS, {"key_x": 2}, writer="w", number=2)
+        assert await keys.usage(100) == {"key_x": 1}
+        await keys.add_usage(101 + KEEP_USAGE_DAYS, {"key_x": 2}, writer="w", number=3)
+        assert await keys.usage(100) == {}
+    assert day_of(0.0) == 0 and day_of(DAY_S - 0.001) == 0 and day_of(DAY_S) == 1
+
+
+async def test_a_store_and_the_command_line_share_them(place: ServerConfig) -> None:
+    patient = {"timeout_s": PATIENCE_S}
+    store: ConversationStore = RedisStore(place.redis, **patient) if place.redis else SqliteStore(place.db)
+    try:
+        record = made(user="ann")
+        async with open_keys(place) as keys:
+            await keys.create(record)
+        assert await store.keys.list() == [record]
+        await store.keys.revoke(record.id, 3.0)
+        async with open_keys(place) as keys:
+            assert (await keys.list())[0].revoked_at == 3.0
+    finally:
+        await store.close()
+
+
+async def test_the_command_line_touches_nothing_that_is_under_way(tmp_path: Path) -> None:
+    config = ServerConfig(db=str(tmp_path / "chat.db"))
+    store = open_store(config)
+    try:
+        item = Item("msg_1", None, "user", "Hi", (), "resp_1")
+        turn = Turn("resp_1", "msg_1", "m", 1.0, None, (), status=IN_PROGRESS)
+        await store.create(Conversation("conv_1", "me", 1.0, 1.0, "", "msg_1", rev=1), (item,), turn)
+        async with open_keys(config) as keys:
+            await keys.create(made())
+        assert (await store.load("me", "conv_1")).turns["resp_1"].status == IN_PROGRESS
+    finally:
+        await store.close()
+
+
+async def test_an_older_file_is_brought_up_to_date_with_a_backup(tmp_path: Path) -> None:
+    path = tmp_path / "chat.db"
+    with sqlite3.connect(path) as db:
+        for step in MIGRATIONS[:-1]:
+            db.executescript(step)
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS) - 1}")
+    db.close()
+    async with open_keys(ServerConfig(db=str(path))) as keys:
+        await keys.create(made())
+    assert path.with_name(f"chat.db.before-schema-{len(MIGRATIONS)}").exists()
+
+
+async def test_two_that_open_a_new_file_at_once_both_can(tmp_path: Path) -> None:
+    config = ServerConfig(db=str(tmp_path / "new.db"))
+
+    async def add() -> None:
+        async with open_keys(config) as keys:
+            await keys.create(made())
+
+    await asyncio.gather(*(add() for _ in range(4)))
+    async with open_keys(config) as keys:
+        assert len(await keys.list()) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tenant": ""}, "tenant"),
+        ({"tenant": "a/b"}, "tenant"),
+        ({"user": "x y"}, "user"),
+        ({"name": "\n"}, "name"),
+        ({"requests_per_minute": 0}, "requests_per_minute"),
+        ({"tokens_per_day": 2**53 + 1}, "tokens_per_day"),
+        ({"max_concurrent": -1}, "max_concurrent"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        new_key(**{"tenant": "acme", **fields})  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+def test_keys_of_another_make_have_no_id() -> None:
+    assert id_of("sk-something") is None and id_of("cck_") == "key_" and id_of("cck_ab_c_d") == "key_ab"

@@ -1,0 +1,89 @@
+"""Conversations as Markdown, read back by a plain reading of headings and fences."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+
+from chatcache.conversations.tree import Conversation, ConversationTree, Item, ReplyParts, ToolCall
+from chatcache.transfer.markdown import branch_markdown, tree_markdown
+from tests.conversations.test_tree import Grown, trees
+
+
+def headings(text: str) -> list[str]:
+    """Headings outside code blocks."""
+    found, fence = [], ""
+    for line in text.split("\n"):
+        mark = re.match(r" {0,3}(`{3,}|~{3,})", line)
+        if mark and not fence:
+            if mark[1][0] == "~" or "`" not in line[mark.end() :]:
+                fence = mark[1]
+        elif mark and fence and line.strip().startswith(fence) and set(line.strip()) == {fence[0]}:
+            fence = ""
+        elif not fence and line.startswith("#"):
+            found.append(line)
+    assert not fence
+    return found
+
+
+def test_a_branch_reads_as_it_was_said() -> None:
+    calls = (ToolCall("c", "find", '{"q": "`x`"}'),)
+    path = [
+        Item("s", None, "system", "Be kind"),
+        Item("u", "s", "user", "Show *me*\n\n```python\nprint(1)\n```\n"),
+        Item("a", "u", "assistant", "Sure", parts=ReplyParts("first\nthen", calls)),
+        Item("t", "a", "tool", "42"),
+    ]
+    assert branch_markdown("My\ntitle", path) == (
+        "# My title\n\n## System\n\nBe kind\n\n## User\n\nShow *me*\n\n```python\nprint(1)\n```\n\n"
+        '## Assistant\n\n> first\n> then\n\nSure\n\nCall of `find`:\n\n```json\n{"q": "`x`"}\n```\n\n## Tool\n\n42\n'
+    )
+    assert branch_markdown("", []) == "# Conversation\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nprint(1)",
+        "~~~\ncode",
+        "````md\n```\ninside\n```",
+        "```\na\n```\n```\nb",
+        "```js\n~~~\nx\n~~~",
+        "   ```\nx",
+        "```\nclosed by more\n`````",
+        "no ``` fence",
+        "```not `a` fence\nx",
+        "    ```\nindented code",
+        "```\r\nwindows\r\n```\r\n",
+        "``` \n```x\n",
+    ],
+)
+def test_a_code_block_never_swallows_what_follows(text: str) -> None:
+    written = branch_markdown("T", [Item("a", None, "assistant", text), Item("u", "a", "user", "next")])
+    assert headings(written) == ["# T", "## Assistant", "## User"]
+    assert text.strip("\n") in written
+
+
+@settings(deadline=None, max_examples=60)
+@given(trees())
+def test_every_message_of_a_tree_once_and_where_it_stands(grown: Grown) -> None:
+    named = [Item(item.id, item.parent_id, item.role, item.id) for item in grown.tree.items.values()]
+    tree = ConversationTree(Conversation("c", "", 0.0, 0.0, "T"), named, ())
+    parts = re.split(r"\n\n## ", tree_markdown(tree))[1:]
+    by_number: dict[int, str] = {}
+    before: int | None = None
+    for number, part in enumerate(parts, 1):
+        heading, item_id = part.strip().split("\n\n")
+        told = re.fullmatch(r"(\d+) · \w+(?: · (\d+) of (\d+))?(?: · (?:after (\d+)|(from the start)))?", heading)
+        assert told is not None and int(told[1]) == number, heading
+        item = tree.items[item_id]
+        siblings = [each.id for each in tree.children(item.parent_id)]
+        assert (told[2] is None) == (len(siblings) == 1)
+        if told[2] is not None:
+            assert siblings[int(told[2]) - 1] == item_id and int(told[3]) == len(siblings)
+        above = int(told[4]) if told[4] else None if told[5] or before is None else before
+        assert item.parent_id == (by_number[above] if above is not None else None)
+        by_number[number], before = item_id, number
+    assert sorted(by_number.values()) == sorted(tree.items)

@@ -1,0 +1,184 @@
+"""If the power goes: what was acknowledged had been told to reach the disk first. Read from the order of system calls.
+
+Killing a process does not show this, because what it has written is the kernel's by then. Copies of the files are cut
+to what had been synced at each acknowledgement: a store finds in them what it would have found after the power went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chatcache.conversations.tree import Conversation, Item
+from chatcache.storage.redis import RedisStore
+from chatcache.storage.redis_layout import items_key
+from tests.conversations.redis_servers import redis_server
+
+pytestmark = pytest.mark.traced
+
+NUM_TURNS = 40
+MANY_TURNS = 1000
+_EXTENT = re.compile(r", (\d+)(?:, (\d+))?(?:\)| <unfinished)")  # how much, and (pwrite64) where
+_CALL = re.compile(r"(write|pwrite64|fdatasync|fsync)\((\d+)<([^>]*(?:->[^>]*)?)>(.*)")
+_WRITER = """
+import asyncio, os, shutil, sys
+from chatcache.chat import store_sqlite
+from chatcache.conversations.tree import Conversation, Item
+
+def prepare_normal(db, path, prepare=store_sqlite.prepare, **more):
+    prepare(db, path, **more)
+    db.execute("PRAGMA synchronous = NORMAL")
+
+async def main(path, num_turns):
+    if "NORMAL" in sys.argv:
+        store_sqlite.prepare = prepare_normal
+    store = store_sqlite.SqliteStore(path)
+    await store.create(Conversation("conv", "", 1.0, 1.0))
+    for number in range(num_turns):
+        await store.append("", "conv", [Item(f"msg_{number}", None, "user", "x")])
+        os.write(1, b"ack")
+    for name in ("", "-wal"):
+        shutil.copy(path + name, path + ".copy" + name)
+    await store.close()
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def strace() -> list[str]:
+    path = shutil.which("strace")
+    if path is None:
+        pytest.skip("needs strace: apt-get install strace")
+    return [path, "-f", "-y", "-e", "trace=write,pwrite64,fdatasync,fsync"]
+
+
+def check_order(trace: str, kept: str, answer: str) -> None:
+    """Between a write to a file whose name has `kept` and an answer there is a sync. `answer`: a pattern."""
+    is_dirty, num_writes, num_answers = False, 0, 0
+    for call, _, name, rest in _CALL.findall(trace):
+        if kept in name:
+            is_dirty = "sync" not in call
+            num_writes += is_dirty
+        elif re.match(answer, f"{name} {rest}"):
+            num_answers += 1
+            assert not is_dirty, f"answer {num_answers} came before the sync"
+    assert num_writes >= NUM_TURNS and num_answers >= NUM_TURNS
+
+
+def synced_at_answers(trace: str, kept: str, answer: str, num_bytes: int = 0) -> list[int]:
+    """How much of a file, `num_bytes` long at first, had been synced when each answer was given."""
+    num_synced, sizes = num_bytes, []
+    for call, _, name, rest in _CALL.findall(trace):
+        if kept in name and "sync" in call:
+            num_synced = num_bytes
+        elif kept in name:
+            extent = _EXTENT.findall(rest)[-1]
+            num_bytes = max(num_bytes, int(extent[0]) + int(extent[1])) if extent[1] else num_bytes + int(extent[0])
+        elif re.match(answer, f"{name} {rest}"):
+            sizes.append(num_synced)
+    return sizes
+
+
+def check_copies(folder: Path, trace: str) -> None:
+    """The file, cut to what had been synced at each acknowledgement: all turns are there that were acknowledged."""
+    for number, num_bytes in enumerate(synced_at_answers(trace, "chat.db-wal", '.*, "ack", 3')):
+        cut = folder / f"cut-{number}.db"
+        shutil.copy(folder / "chat.db.copy", cut)
+        Path(f"{cut}-wal").write_bytes((folder / "chat.db.copy-wal").read_bytes()[:num_bytes])
+        with contextlib.closing(sqlite3.connect(cut)) as db:
+            assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+            has_table = db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'items'").fetchone()[0]
+            found = {row[0] for row in db.execute("SELECT id FROM items")} if has_table else set()
+        assert {f"msg_{each}" for each in range(number + 1)} <= found, f"turn {number} is lost if the power goes then"
+
+
+def trace_sqlite(strace: list[str], folder: Path, *more: str, num_turns: int = NUM_TURNS) -> str:
+    trace = folder / "trace"
+    command = [*strace, "-o", str(trace), sys.executable, "-c", _WRITER, str(folder / "chat.db"), str(num_turns), *more]
+    paths = [path for path in sys.path if path]
+    done = subprocess.run(command, env={"PYTHONPATH": ":".join(paths)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return trace.read_text(errors="replace")
+
+
+def test_the_file_is_synced_before_anything_is_acknowledged(strace: list[str], tmp_path: Path) -> None:
+    trace = trace_sqlite(strace, tmp_path)
+    check_order(trace, "chat.db-wal", '.*, "ack", 3')
+    check_copies(tmp_path, trace)
+
+
+@pytest.mark.long
+def test_the_same_of_a_thousand_turns(strace: list[str], tmp_path: Path) -> None:
+    """Only the order: from some size on the log is written into the file, and begun anew."""
+    check_order(trace_sqlite(strace, tmp_path, num_turns=MANY_TURNS), "chat.db-wal", '.*, "ack", 3')
+
+
+def test_a_file_that_is_not_synced_would_be_seen(strace: list[str], tmp_path: Path) -> None:
+    """The planted bug: SQLite's NORMAL, which a kill does not tell from FULL."""
+    trace = trace_sqlite(strace, tmp_path, "NORMAL")
+    with pytest.raises(AssertionError, match="before the sync"):
+        check_order(trace, "chat.db-wal", '.*, "ack", 3')
+    with pytest.raises(AssertionError, match="if the power goes"):
+        check_copies(tmp_path, trace)
+
+
+@contextlib.contextmanager
+def attached(strace: list[str], pid: int, trace: Path) -> Iterator[None]:
+    command = [*strace, "-o", str(trace), "-p", str(pid)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        assert tracer.stderr is not None and "attached" in tracer.stderr.readline()
+        try:
+            yield
+        finally:
+            tracer.send_signal(signal.SIGINT)
+            tracer.stderr.read()
+
+
+async def trace_redis(strace: list[str], folder: Path, policy: str, num_turns: int) -> tuple[str, int]:
+    """What the server does while turns are stored, and how many of them it finds in its file cut to what was synced."""
+    trace = folder / "trace"
+    with redis_server(folder / "redis", appendfsync=policy) as server:
+        store = RedisStore(server.url)
+        await store.create(Conversation("conv", "", 1.0, 1.0))
+        (aof,) = (folder / "redis" / "appendonlydir").glob("*.incr.aof")
+        num_bytes = aof.stat().st_size
+        with attached(strace, server.pid, trace):
+            for number in range(num_turns):
+                await store.append("", "conv", [Item(f"msg_{number}", None, "user", "x")])
+        shutil.copytree(folder / "redis", folder / "cut")
+        await store.close()
+    text = trace.read_text(errors="replace")
+    num_synced = synced_at_answers(text, ".aof", "(TCP|socket)", num_bytes)[-1]
+    os.truncate(folder / "cut" / "appendonlydir" / aof.name, num_synced)
+    with redis_server(folder / "cut") as server:
+        num_kept = server.admin.hlen(items_key("conv"))
+    return text, num_kept
+
+
+@pytest.mark.parametrize(("policy", "is_durable"), [("always", True), ("everysec", False)])
+async def test_redis_syncs_before_it_answers_if_it_is_told_to(
+    strace: list[str], policy: str, is_durable: bool, tmp_path: Path
+) -> None:
+    """Also what the docs say of `everysec`: acknowledged is not yet on the disk."""
+    trace, num_kept = await trace_redis(strace, tmp_path, policy, NUM_TURNS)
+    assert (num_kept == NUM_TURNS) is is_durable
+    with contextlib.nullcontext() if is_durable else pytest.raises(AssertionError, match="before the sync"):
+        check_order(trace, ".aof", "(TCP|socket)")
+
+
+@pytest.mark.long
+async def test_redis_syncs_a_thousand_turns(strace: list[str], tmp_path: Path) -> None:
+    trace, num_kept = await trace_redis(strace, tmp_path, "always", MANY_TURNS)
+    assert num_kept == MANY_TURNS
+    check_order(trace, ".aof", "(TCP|socket)")

@@ -1,0 +1,185 @@
+"""Many writers at once, against plain lists: whatever was acknowledged happened once, in the order of `rev`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from chatcache.conversations.fork_points import TurnRequest
+from chatcache.conversations.prompt import Prompt
+from chatcache.conversations.search import SearchQuery
+from chatcache.conversations.store import ConversationStore, StaleRevision, cursor_of
+from chatcache.conversations.tree import COMPLETED, Conversation, Item, Turn, without_item
+from chatcache.conversations.turns import Conversations, PlannedTurn
+from chatcache.errors import NotFound
+from tests.conversations.test_files import tokenizer
+
+Change = Callable[["Plain"], None]
+
+
+@dataclass
+class Plain:
+    """One conversation as plain lists."""
+
+    title: str = ""
+    leaf: str | None = None
+    parents: dict[str, str | None] = field(default_factory=dict)
+
+    def add(self, item: str, parent: str | None) -> None:
+        self.parents[item] = parent
+        self.leaf = item
+
+    def remove(self, item: str) -> None:
+        above = self.parents.pop(item)
+        self.parents = {name: above if parent == item else parent for name, parent in self.parents.items()}
+        self.leaf = above if self.leaf == item else self.leaf
+
+    def rename(self, title: str) -> None:
+        self.title = title
+
+    def point(self, leaf: str) -> None:
+        self.leaf = leaf
+
+
+async def tab(store: ConversationStore, name: str, generator: random.Random, log: dict[int, Change]) -> int:
+    """One tab: reads, decides, writes what it read; told that it is stale, it reads again. Returns its conflicts."""
+    num_conflicts = 0
+    for step in range(12):
+        tree = await store.load("me", "conv")
+        head, items = tree.conversation, sorted(tree.items)
+        await asyncio.sleep(0)
+        kind = generator.choice(["add", "add", "add", "rename", "point", "remove"])
+        try:
+            if kind == "add":
+                parent = generator.choice([None, *items])
+                item = Item(f"{name}_{step:02}", parent, "user", f"words of {name}")
+                done = await store.append("me", "conv", [item], active_leaf=item.id, expect=head.rev)
+                log[done.rev] = lambda plain, item=item, parent=parent: plain.add(item.id, parent)  # type: ignore[misc]
+            elif kind == "rename":
+                title = f"{name} {step}"
+                done = await store.update("me", "conv", title=title, expect=head.rev)
+                log[done.rev] = lambda plain, title=title: plain.rename(title)  # type: ignore[misc]
+            elif items and kind == "point":
+                leaf = generator.choice(items)
+                done = await store.update("me", "conv", active_leaf=leaf, expect=head.rev)
+                log[done.rev] = lambda plain, leaf=leaf: plain.point(leaf)  # type: ignore[misc]
+            elif items:
+                gone = generator.choice(items)
+                done = await store.edit("me", "conv", without_item(tree, gone), expect=head.rev)
+                log[done.rev] = lambda plain, gone=gone: plain.remove(gone)  # type: ignore[misc]
+        except StaleRevision as stale:
+            num_conflicts += stale.present.rev > head.rev
+    return num_conflicts
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_tabs_that_edit_together_agree_on_one_history(store: ConversationStore, seed: int) -> None:
+    await store.create(Conversation("conv", "me", 1.0, 1.0))
+    log: dict[int, Change] = {}
+    tabs = [tab(store, f"t{number}", random.Random(f"{seed}.{number}"), log) for number in range(8)]
+    conflicts = sum(await asyncio.gather(*tabs))
+    plain = Plain()
+    for rev in sorted(log):
+        log[rev](plain)
+    tree = await store.load("me", "conv")
+    assert sorted(log) == list(range(1, tree.conversation.rev + 1)), "every revision has one writer"
+    assert {item.id: item.parent_id for item in tree.items.values()} == plain.parents
+    assert (tree.conversation.title, tree.conversation.active_leaf) == (plain.title, plain.leaf)
+    assert conflicts > 10 and len(log) > 10
+    hits = await store.search("me", SearchQuery.parse("words of"), 5)
+    assert bool(hits) == bool(plain.parents)
+
+
+async def test_a_reply_does_not_move_the_leaf_that_somebody_moves_at_that_moment(store: ConversationStore) -> None:
+    """The leaf is moved between reading it and storing the reply: the reply is kept, the leaf as well."""
+    asked, other = Item("u", None, "user", "?"), Item("v", None, "user", "other")
+    turn = Turn("resp", "u", "m", 1.0, None, (1,))
+    conversation = Conversation("conv", "me", 1.0, 1.0, active_leaf="u")
+    await store.create(conversation, [asked, other], turn)
+
+    class Interrupted:
+        """The store, but somebody else is always a little faster."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        async def get(self, owner: str, conversation_id: str) -> Conversation:
+            head = await store.get(owner, conversation_id)
+            if head.active_leaf == "u":
+                await store.update(owner, conversation_id, active_leaf="v")
+            return head
+
+    conversations = Conversations(Interrupted(), tokenizer())  # type: ignore[arg-type]
+    request = TurnRequest("me", "m")
+    planned = PlannedTurn(request, turn, (), Prompt("", (1,)), (), conversation, "conv")
+    reply = Item("a", "u", "assistant", "!", (2,), "resp")
+    head = await conversations.settle(conversation, planned, [reply], COMPLETED, None)
+    tree = await store.load("me", "conv")
+    assert head.active_leaf == tree.conversation.active_leaf == "v"
+    assert "a" in tree.items and tree.turns["resp"].status == COMPLETED
+
+
+async def test_deleted_means_gone_for_every_writer(store: ConversationStore) -> None:
+    """Half the writers come before the deletion and half behind it: none fails otherwise, nothing of it is left."""
+    for number in range(10):
+        name = f"conv_{number}"
+        await store.create(Conversation(name, "me", 1.0, 1.0))
+        writes = [store.append("me", name, [Item(f"{name}_{k}", None, "user", "ghost")]) for k in range(20)]
+        gone = store.delete("me", name)
+        jobs = [*writes[:10], gone, *writes[10:]]
+        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+        assert all(each is None or isinstance(each, Conversation | NotFound) for each in outcomes)
+    assert await store.list("me", 100) == ()
+    assert await store.search("me", SearchQuery.parse("ghost"), 5) == ()
+
+
+async def test_lists_do_not_repeat_while_imports_and_edits_go_on(store: ConversationStore) -> None:
+    """Pages read by cursor while others write: no conversation twice, none of the untouched ones missing."""
+    for number in range(60):
+        await store.merge(Conversation(f"conv_{number:02}", "me", 1.0, float(number)), [], [])
+    touched: set[str] = set()
+    generator = random.Random(4)
+
+    async def write() -> None:
+        for step in range(60):
+            name = f"conv_{generator.randint(0, 59):02}"
+            touched.add(name)
+            try:
+                if step % 3 == 0:
+                    await store.delete("me", name)
+                else:
+                    await store.update("me", name, title=f"t{step}")
+            except NotFound:
+                pass
+            await store.merge(Conversation(f"new_{step}", "me", 1.0, generator.random() * 60), [], [])
+
+    async def read() -> list[str]:
+        seen: list[str] = []
+        after = None
+        while page := await store.list("me", 4, after):
+            seen += [each.id for each in page]
+            after = cursor_of(page[-1])
+            await asyncio.sleep(0)
+        return seen
+
+    writing = asyncio.create_task(write())
+    for _ in range(5):
+        seen = await read()
+        assert len(seen) == len(set(seen))
+        assert {f"conv_{number:02}" for number in range(60)} - touched <= set(seen)
+    await writing
+
+
+async def test_the_same_import_many_times_at_once(store: ConversationStore) -> None:
+    conversation = Conversation("conv", "me", 1.0, 1.0, active_leaf="b")
+    items = [Item("a", None, "user", "x"), Item("b", "a", "assistant", "y")]
+    longer = [*items, Item("c", "b", "user", "z")]
+    jobs = [store.merge(conversation, items if number % 2 else longer, []) for number in range(20)]
+    merged = await asyncio.gather(*jobs)
+    assert sum(each.is_new for each in merged) == 1 and sum(each.num_items for each in merged) == 3
+    tree = await store.load("me", "conv")
+    assert list(tree.items.values()) == longer and replace(tree.conversation, updated_at=1.0).title == ""

@@ -1,0 +1,277 @@
+"""What Redis adds to the storage contract: several writers, answers that are lost, rights, layout."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import uvloop
+from redis.crc import key_slot
+
+import chatcache.gateway
+from chatcache.cli.redis_acl import RIGHTS
+from chatcache.conversations.store import Claim, StoreUnavailable, StoreUnusable
+from chatcache.conversations.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, Item, Turn, without_item
+from chatcache.storage import redis_layout as redis_rows
+from chatcache.storage.redis import RedisStore
+from tests.chaos.proxy import proxied
+from tests.chaos.rig import with_port
+from tests.conversations.redis_servers import RedisServer, answers, until
+
+HEAD = Conversation("conv", "me", 1.0, 1.0)
+
+
+async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs(empty_redis: RedisServer) -> None:
+    alive, dying = (RedisStore(empty_redis.url, lease_s=1.5) for _ in range(2))
+    await alive.create(HEAD, turn=Turn("resp_a", "", "m", 1.0))
+    await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0))
+    assert dying._leases._keeping is not None
+    dying._leases._keeping.cancel()  # as good as dead: it renews nothing any more
+
+    async def is_swept() -> bool:
+        return (await alive.load("me", "conv")).turns["resp_b"].status == INCOMPLETE
+
+    await until(is_swept, "the dead one's response to be incomplete")
+    assert (await alive.load("me", "conv")).turns["resp_a"].status == IN_PROGRESS
+    assert set(empty_redis.admin.hgetall(redis_rows.RUNNING)) == {b"resp_a"}
+    await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0, status=COMPLETED))  # it was only slow
+    assert (await alive.load("me", "conv")).turns["resp_b"].status == COMPLETED
+    await alive.close()
+    third = RedisStore(empty_redis.url, lease_s=1.5)  # who leaves in order is known to be gone at once
+
+    async def is_free() -> bool:
+        return (await third.load("me", "conv")).turns["resp_a"].status == INCOMPLETE
+
+    await until(is_free, "the left response to be incomplete")
+    for store in (third, dying):
+        await store.close()
+
+
+async def test_two_gateways_write_one_conversation(empty_redis: RedisServer) -> None:
+    stores = [RedisStore(empty_redis.url) for _ in range(2)]
+    try:
+        await stores[0].create(HEAD)
+        work = [
+            store.append("me", "conv", [Item(f"msg_{number}_{at}", None, "user", "x")])
+            for at, store in enumerate(stores)
+            for number in range(60)
+        ]
+        results = await asyncio.gather(*work)
+        assert sorted(result.rev for result in results) == list(range(1, 121))
+        assert len((await stores[1].load("me", "conv")).items) == 120
+        placed = await stores[0]._link.run(lambda client: client.hvals(redis_rows.items_key("conv")))
+        assert sorted(redis_rows.item_of(data).position for data in placed) == list(range(120))
+    finally:
+        for store in stores:
+            await store.close()
+
+
+async def test_without_watching_writers_would_lose(empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: the test above sees changes that are not watched."""
+
+    async def watch_nothing(self: Any, *names: str) -> bool:
+        return bool(await original(self, "chatcache:nothing"))
+
+    async def execute_later(self: Any, raise_on_error: bool = True) -> Any:
+        await asyncio.sleep(0.02)  # the other one has read by then what this one changes
+        return await execute(self, raise_on_error)
+
+    original, execute = redis.asyncio.client.Pipeline.watch, redis.asyncio.client.Pipeline.execute
+    monkeypatch.setattr(redis.asyncio.client.Pipeline, "execute", execute_later)
+    monkeypatch.setattr(redis.asyncio.client.Pipeline, "watch", watch_nothing)
+    with pytest.raises(AssertionError):
+        await test_two_gateways_write_one_conversation(empty_redis)
+
+
+async def test_a_change_whose_answer_is_lost_is_not_done_again(empty_redis: RedisServer) -> None:
+    """It may have come through, and here it did: nobody knows, so nobody tries again by himself."""
+    async with proxied(empty_redis.port) as proxy:
+        store = RedisStore(with_port(empty_redis.url, proxy.port))
+        await store.create(HEAD)
+
+        async def work(pipe: Any) -> None:
+            pipe.multi()
+            pipe.rpush("chatcache:done", "once")
+            proxy.lose()  # the answer, that is: what goes to the server still comes through
+
+        async def is_done() -> bool:
+            return bool(empty_redis.admin.llen("chatcache:done"))
+
+        changing = asyncio.create_task(store._link.transact(["chatcache:watched"], work, order=""))
+        await until(is_done, "the change to come through")
+        await proxy.heal()
+        with pytest.raises(StoreUnavailable):
+            await changing
+        await until(lambda: answers(store), "an answer")
+        await store.close()
+    assert empty_redis.admin.llen("chatcache:done") == 1
+
+
+async def test_tokens_whose_answer_is_lost_are_counted_once(empty_redis: RedisServer) -> None:
+    """They came through, and nobody knows: sent again under their number they change nothing."""
+    async with proxied(empty_redis.port) as proxy:
+        store = RedisStore(with_port(empty_redis.url, proxy.port))
+        await store.keys.add_usage(3, {"key_x": 5}, writer="w", number=1)
+        transact = store._link.transact
+
+        async def lossy(watched: Any, work: Any, **more: Any) -> Any:
+            async def work_and_lose(pipe: Any) -> None:
+                await work(pipe)
+                proxy.lose()
+
+            return await transact(watched, work_and_lose, **more)
+
+        async def is_counted() -> bool:
+            return bool(empty_redis.admin.hget("chatcache:usage:3", "key_x") == b"12")
+
+        store._link.transact = lossy  # type: ignore[method-assign]
+        adding = asyncio.create_task(store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2))
+        await until(is_counted, "the tokens to be counted")
+        await proxy.heal()
+        with pytest.raises(StoreUnavailable):
+            await adding
+        store._link.transact = transact  # type: ignore[method-assign]
+        await until(lambda: answers(store), "an answer")
+        await store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2)
+        assert await store.keys.usage(3) == {"key_x": 12}
+        await store.keys.add_usage(3, {"key_x": 7}, writer="w", number=3)
+        assert await store.keys.usage(3) == {"key_x": 19}
+        await store.close()
+
+
+async def test_cancelled_callers_leave_nothing_for_others(empty_redis: RedisServer) -> None:
+    """Callers that go away at any moment: whoever comes next reads their own answer."""
+    store = RedisStore(empty_redis.url)
+    names = [f"conv_{number}" for number in range(20)]
+    for name in names:
+        await store.create(Conversation(name, "me", 1.0, 1.0, title=name))
+    draw = random.Random(7)
+    num_cancelled = 0
+
+    async def ask(name: str) -> None:
+        assert (await store.get("me", name)).title == name
+
+    for _ in range(60):
+        tasks = [asyncio.create_task(ask(draw.choice(names))) for _ in range(30)]
+        for _ in range(draw.randrange(6)):
+            await asyncio.sleep(0)
+        leaving = draw.sample(tasks, 15)
+        num_cancelled += sum(task.cancel() for task in leaving)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError)
+    assert num_cancelled > 500
+    await store.close()
+
+
+def test_a_connection_that_is_reset_while_it_is_written_to_is_one_that_was_lost(empty_redis: RedisServer) -> None:
+    """uvloop, which the server runs on, says so by a RuntimeError that redis-py lets through."""
+
+    async def write_behind_a_reset(client: Any) -> None:
+        connection = await client.connection_pool.get_connection()
+        try:
+            connection._writer.transport.abort()
+            await connection._writer.wait_closed()
+            await connection.send_command("PING")
+        finally:
+            await client.connection_pool.release(connection)
+
+    async def main() -> None:
+        store = RedisStore(empty_redis.url)
+        try:
+            await store.create(HEAD)
+            with pytest.raises(StoreUnavailable):
+                await store._link.run(write_behind_a_reset)
+            await until(lambda: answers(store), "an answer")
+        finally:
+            await store.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing(empty_redis: RedisServer) -> None:
+    """Every test here and of the contract goes through it; this shows that it is what the docs say."""
+    client = redis.Redis.from_url(empty_redis.url, protocol=2)
+    for command in ("EVAL return 0", "CONFIG GET dir", "FLUSHALL", "KEYS *", "INFO", "SCRIPT FLUSH", "SHUTDOWN"):
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.execute_command(*command.split())
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        client.get("elsewhere")
+    client.close()
+
+
+async def test_whoever_is_not_let_in_is_told_so(empty_redis: RedisServer) -> None:
+    where = f"127.0.0.1:{empty_redis.port}"
+    for url, reason in (
+        (f"redis://chatcache:wrong@{where}/0", "does not let us in"),
+        ("http://127.0.0.1", "not a URL"),
+        ("redis://127.0.0.1:99999", "not a URL"),
+    ):
+        with pytest.raises(StoreUnusable, match=reason) as refused:
+            RedisStore(url)
+        assert "wrong" not in refused.value.message and "secret" not in refused.value.message
+    empty_redis.admin.execute_command("ACL", "SETUSER", "guest", "on", ">guest", "~other:*", "+@all")
+    with pytest.raises(StoreUnusable, match="cannot be used"):
+        RedisStore(f"redis://guest:guest@{where}/0")
+
+
+async def test_what_a_newer_version_wrote_is_refused_untouched(empty_redis: RedisServer) -> None:
+    empty_redis.admin.set(redis_rows.SCHEMA, redis_rows.VERSION + 1)
+    with pytest.raises(StoreUnusable, match="newer"):
+        RedisStore(empty_redis.url)
+    assert empty_redis.admin.keys("*") == [redis_rows.SCHEMA.encode()]
+
+
+async def test_a_conversation_lies_in_one_slot_and_leaves_nothing_behind(empty_redis: RedisServer) -> None:
+    store = RedisStore(empty_redis.url)
+    await store.create(Conversation("conv", "me}{", 1.0, 1.0, "Title"), [Item("a", None, "user", "Some words")])
+    await store.append(
+        "me}{", "conv", [Item("b", "a", "user", "More")], Turn("r", "b", "m", 1.0), claim=Claim("k", "d", "r")
+    )
+    held = empty_redis.admin.keys("chatcache:{conv}:*")
+    assert len(held) == 4 and len({key_slot(key) for key in held}) == 1
+    await store.append("me}{", "conv", [], Turn("r", "b", "m", 1.0, status=COMPLETED))
+    tree = await store.load("me}{", "conv")
+    await store.edit("me}{", "conv", without_item(tree, "a"))
+    await store.delete("me}{", "conv")
+    await store.close()
+    left = {key.decode() for key in empty_redis.admin.keys("*")}
+    assert left == {"chatcache:schema", "chatcache:claim:{o=me%7D%7B}:k"}
+
+
+async def test_much_at_once_leaves_the_event_loop_alone(
+    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is long is folded and read on other threads, so that streams go on meanwhile."""
+    threads: set[str] = set()
+    original = redis_rows.words_of
+
+    def noted(texts: Any) -> str:
+        threads.add(threading.current_thread().name)
+        return original(texts)
+
+    monkeypatch.setattr(redis_rows, "words_of", noted)
+    store = RedisStore(empty_redis.url)
+    long = [Item(f"msg_{number}", None, "user", "wörter " * 1000) for number in range(20)]
+    await store.merge(HEAD, long, [])
+    assert any(name.startswith("asyncio") for name in threads)
+    assert list((await store.load("me", "conv")).items.values()) == long
+    await store.close()
+
+
+def test_these_tests_and_the_docs_have_the_rights_that_are_shipped(empty_redis: RedisServer) -> None:
+    admin = empty_redis.admin
+    admin.execute_command("ACL", "SETUSER", "twin", "on", *RIGHTS.split())
+    ours, twin = (admin.acl_getuser(name) for name in ("chatcache", "twin"))
+    admin.acl_deluser("twin")
+    assert [ours[what] for what in ("commands", "keys", "channels")] == [
+        twin[what] for what in ("commands", "keys", "channels")
+    ]
+    assert "off" in admin.acl_getuser("default")["flags"]
+    readme = Path(chatcache.gateway.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert f"`ACL SETUSER chatcache on >PASSWORD {RIGHTS}`" in readme

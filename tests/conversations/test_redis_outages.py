@@ -1,0 +1,195 @@
+"""Redis servers that die, hang, fill up or come late: what was acknowledged stays, the rest is refused in time."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.tree import INCOMPLETE, Conversation, Item, Turn
+from chatcache.storage import redis_client as redis_link
+from chatcache.storage import redis_layout as redis_rows
+from chatcache.storage.redis import RedisStore
+from tests.conversations.redis_servers import RedisServer, answers, redis_server, until
+from tests.lateness import measured
+
+HEAD = Conversation("conv", "me", 1.0, 1.0)
+
+
+@pytest.fixture
+def mortal_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of one's own, whose every acknowledged write is on the disk."""
+    with redis_server(tmp_path / "redis", appendfsync="always") as server:
+        yield server
+
+
+async def test_what_was_acknowledged_survives_kills_of_the_server(mortal_redis: RedisServer) -> None:
+    """Writers go on through three SIGKILLs: refused while it is down, never by more than a second, nothing lost."""
+    store = RedisStore(mortal_redis.url)
+    await store.create(HEAD)
+    acknowledged: list[str] = []
+    slowest_s = 0.0
+    stop = asyncio.Event()
+
+    async def write(writer: int) -> None:
+        nonlocal slowest_s
+        number = 0
+        while not stop.is_set():
+            number += 1
+            item = Item(f"msg_{writer}_{number}", None, "user", "x" * 100, tuple(range(50)))
+            began_s = time.monotonic()
+            try:
+                await store.append("me", "conv", [item])
+                acknowledged.append(item.id)
+            except StoreUnavailable:
+                await asyncio.sleep(0.01)
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+
+    async def go_on(num_writes: int) -> None:
+        async def are_there() -> bool:
+            return len(acknowledged) >= num_writes
+
+        await until(are_there, "writes")
+
+    async with measured() as lateness:
+        writers = [asyncio.create_task(write(writer)) for writer in range(4)]
+        for _ in range(3):
+            await go_on(len(acknowledged) + 20)
+            await asyncio.to_thread(mortal_redis.kill)
+            await asyncio.to_thread(mortal_redis.start)
+        await go_on(len(acknowledged) + 20)
+        stop.set()
+        await asyncio.gather(*writers)
+    tree = await store.load("me", "conv")
+    await store.close()
+    assert set(acknowledged) <= set(tree.items)
+    assert tree.conversation.rev == len(tree.items)  # each came whole, and once
+    assert lateness.spared(slowest_s) < 1.0
+
+
+async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_redis: RedisServer) -> None:
+    store = RedisStore(mortal_redis.url, lease_s=1.5)
+    await store.create(HEAD)
+    mortal_redis.signal(signal.SIGSTOP)
+    turn = Turn("resp_1", "", "m", 1.0)
+    async with measured() as lateness:
+        began_s = time.monotonic()
+        given = await asyncio.gather(
+            store.append("me", "conv", [], turn),
+            *(store.get("me", "conv") for _ in range(100)),  # more than there are connections
+            return_exceptions=True,
+        )
+        assert lateness.spared(time.monotonic() - began_s) < 1.0
+        assert all(isinstance(each, StoreUnavailable) for each in given)
+        began_s = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            await store.get("me", "conv")
+        assert lateness.spared(time.monotonic() - began_s) < 0.1  # by then everybody knows
+    mortal_redis.signal(signal.SIGCONT)
+    await until(lambda: answers(store), "an answer")
+
+    async def is_settled() -> bool:
+        """The refused turn may have reached the server all the same; nobody runs it."""
+        present = (await store.load("me", "conv")).turns.get("resp_1")
+        return present is None or present.status == INCOMPLETE
+
+    await until(is_settled, "the refused turn to be nobody's")
+    await store.close()
+
+
+async def refused_before(redis: RedisServer, patient: str, impatient: str) -> bool:
+    """Redis hangs under a deletion, which is given long; who stands behind it in line is refused before it is."""
+    store = RedisStore(redis.url, lease_s=600.0)
+    for name in {patient, impatient}:
+        await store.create(replace(HEAD, id=name))
+    link = store._link
+
+    async def is_sent() -> bool:
+        return bool(link._patient.connection_pool._in_use_connections)
+
+    async def is_idle() -> bool:
+        return not link._tasks
+
+    await until(is_idle, "the first sign of life to be stored")
+    redis.signal(signal.SIGSTOP)
+    deleting = asyncio.create_task(store.delete("me", patient))
+    await until(is_sent, "the deletion to be sent")
+    turn = asyncio.create_task(store.append("me", impatient, [], Turn("resp_1", "", "m", 1.0)))
+    try:
+        done, _ = await asyncio.wait([deleting, turn], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(StoreUnavailable):
+            await turn
+        return done == {turn}
+    finally:
+        redis.signal(signal.SIGCONT)
+        await asyncio.gather(deleting, return_exceptions=True)
+        await store.close()
+
+
+@pytest.mark.parametrize("other", ["conv", "conv_2"], ids=["of one conversation", "of connections"])
+async def test_nobody_waits_for_a_silent_server_behind_patient_work(
+    mortal_redis: RedisServer, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_link, "_NUM_CONNECTIONS", 1)
+    assert await refused_before(mortal_redis, "conv", other)
+
+
+async def test_in_a_line_where_nobody_asks_they_would(
+    mortal_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: who waits in line waits for those before."""
+
+    async def wait(self: redis_link.RedisLink, gate: asyncio.Lock | asyncio.Semaphore) -> None:
+        await gate.acquire()
+
+    monkeypatch.setattr(redis_link.RedisLink, "_wait_in_line", wait)
+    monkeypatch.setattr(redis_link, "PATIENCE_S", 2.0)
+    assert not await refused_before(mortal_redis, "conv", "conv")
+
+
+async def test_a_full_server_refuses_writes_and_goes_on_reading(empty_redis: RedisServer) -> None:
+    store = RedisStore(empty_redis.url)
+    await store.create(HEAD, [Item("msg_1", None, "user", "Hello")])
+    empty_redis.admin.config_set("maxmemory", 1024)
+    try:
+        for work in (store.append("me", "conv", [Item("msg_2", None, "user", "x")]), store.check()):
+            with pytest.raises(StoreUnavailable, match="takes nothing"):
+                await work
+        assert list((await store.load("me", "conv")).items) == ["msg_1"]
+    finally:
+        empty_redis.admin.config_set("maxmemory", 0)
+    assert (await store.append("me", "conv", [Item("msg_2", None, "user", "x")])).rev == 1
+    await store.close()
+
+
+async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        server.kill()
+        store = RedisStore(server.url)
+        with pytest.raises(StoreUnavailable):
+            await store.create(HEAD)
+        server.start()
+        await until(lambda: answers(store), "an answer")
+        await store.create(HEAD)
+        await store.close()
+
+
+async def test_a_server_that_comes_back_with_a_newer_layout_stays_refused(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis", appendfsync="always") as server:
+        store = RedisStore(server.url)
+        await store.create(HEAD)
+        server.admin.set(redis_rows.SCHEMA, 99)
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            await store.get("me", "conv")
+        server.start()
+        await asyncio.sleep(3 * redis_link._PROBE_S)
+        with pytest.raises(StoreUnavailable):
+            await store.get("me", "conv")
+        await store.close()

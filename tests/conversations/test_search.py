@@ -1,0 +1,297 @@
+"""Search: what a query means, against a plain reading of every text; the index, against no index."""
+
+from __future__ import annotations
+
+import random
+import re
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chatcache.conversations.search import NUM_COMPARED, Hit, SearchQuery, folded, snippet, words
+from chatcache.conversations.store import ConversationStore, StoreUnusable, cursor_of
+from chatcache.conversations.tree import Conversation, Item, without_item
+from chatcache.errors import InvalidRequest
+from chatcache.storage import sqlite_schema
+from chatcache.storage import sqlite_schema as sqlite_search
+from chatcache.storage.sqlite import SqliteStore
+
+
+def found(query: str, text: str) -> list[str] | None:
+    """The marked pieces."""
+    result = SearchQuery.parse(query).find(text)
+    return [text[start:end] for start, end in result.marks] if result is not None else None
+
+
+@pytest.mark.parametrize(
+    ("query", "text", "marked"),
+    [
+        ("hello", "Oh, HELLO there", ["HELLO"]),
+        ("there hello", "hello out there", ["hello", "there"]),
+        ("hello nobody", "hello there", None),
+        ("hel", "hello shell help", ["hello", "help"]),  # the last word may go on
+        ("hel there", "hello there", None),  # the others may not
+        ("cafe", "un Café crème", ["Café"]),
+        ("café", "CAFE", ["CAFE"]),
+        ("cafe\u0301", "caf\u00e9", ["caf\u00e9"]),
+        ("STRASSE", "die Straße", ["Straße"]),
+        ("ﬁle", "a file", ["file"]),
+        ("don't", "I don't know", ["don", "t"]),
+        ("don't", "t don", None),  # in a row
+        ("你好", "他说你好吗", ["你", "好"]),
+        ("好你", "你好", None),
+        ("世", "hello世界", ["世"]),
+        ("สวัส", "สวัสดี", list("สวัส")),
+        ("हिन्दी", "यह हिन्दी है", ["हिन्दी"]),
+        ("한국", "한국어 좋아", ["한국어"]),
+        ("🎉", "party 🎉🎉", ["🎉", "🎉"]),
+        ("👨‍👩‍👧", "the 👨‍👩‍👧 family", ["👨", "👩", "👧"]),
+        ("foo_bar", "see foo-bar", ["foo", "bar"]),
+        ("1.5", "version 1.55", ["1", "55"]),
+        ('"quoted" (AND) OR* NEAR^', "quoted and or nearly", ["quoted", "and", "or", "nearly"]),
+        ("a\x00b", "a b", ["a", "b"]),
+        ("", "anything", None),
+        (" .,!\"'*^:-() ", "anything . , !", None),
+    ],
+)
+def test_what_a_query_finds(query: str, text: str, marked: list[str] | None) -> None:
+    assert found(query, text) == marked
+
+
+def test_the_fast_way_to_fold_is_the_same() -> None:
+    generator = random.Random(2)
+    for _ in range(500):
+        text = "".join(generator.choices("aB1_-' \n\x00\x1f\x7f.", k=200)) + "x" * generator.choice([0, 99])
+        assert folded(text) == " ".join(word.text for word in words(text)) == folded(text + " é")[:-2]
+
+
+def test_a_query_has_a_limit() -> None:
+    assert len(SearchQuery.parse("word " * 800).phrases) == 2
+    with pytest.raises(InvalidRequest, match="4096"):
+        SearchQuery.parse("x" * 4097)
+
+
+def test_snippets_are_cut_between_words_and_their_marks_fit() -> None:
+    generator = random.Random(5)
+    for _ in range(300):
+        text = " ".join("".join(generator.choices("abcß你é🎉\n", k=generator.randint(1, 60))) for _ in range(40))
+        result = SearchQuery.parse(generator.choice("abc你")).find(text)
+        if result is None:
+            continue
+        cut = snippet(text, result.marks)
+        assert len(cut.text) <= 202 and cut.text.strip("…") in text
+        pieces = [cut.text[start:end] for start, end in cut.marks]
+        assert pieces and [text[start:end] for start, end in result.marks[: len(pieces) - 1]] == pieces[:-1]
+        assert all(later[0] >= earlier[1] for earlier, later in zip(cut.marks, cut.marks[1:], strict=False))
+
+
+ALPHABET = [
+    "cat",
+    "cats",
+    "catalogue",
+    "dog",
+    "Dög",
+    "do",
+    "你好",
+    "好你",
+    "你",
+    "🎉",
+    "e",
+    "I'm",
+    "x-y",
+    "!",
+    '"',
+    "*",
+    "AND",
+]
+
+
+def plain_words(text: str) -> list[str]:
+    """An independent reading, for the alphabet above."""
+    out: list[str] = []
+    current = ""
+    for char in text.replace("ö", "o").lower():
+        if char in "你好🎉":
+            out += [current, char]
+            current = ""
+        elif char.isascii() and char.isalnum():
+            current += char
+        else:
+            out.append(current)
+            current = ""
+    return [word for word in [*out, current] if word]
+
+
+def matches(query: str, text: str) -> bool:
+    """Every space-separated part stands in the text as words in a row; the last word may go on."""
+    have = plain_words(text)
+    parts = [part for part in map(plain_words, query.split(" ")) if part]
+    if not parts:
+        return False
+    for number, part in enumerate(parts):
+        is_last = number == len(parts) - 1
+        for at in range(len(have) - len(part) + 1):
+            there = have[at : at + len(part)]
+            if there == part or (is_last and there[:-1] == part[:-1] and there[-1].startswith(part[-1])):
+                break
+        else:
+            return False
+    return True
+
+
+async def test_search_equals_reading_everything(store: ConversationStore) -> None:
+    """Random trees that grow, are renamed, lose messages and go: every query finds what brute force finds, in order."""
+    generator = random.Random(7)
+
+    def text() -> str:
+        return " ".join(generator.choices(ALPHABET, k=generator.randint(0, 6)))
+
+    model: dict[str, dict[str, str]] = {}
+    titles: dict[str, str] = {}
+    for step in range(250):
+        kind = generator.random()
+        if kind < 0.2 or not model:
+            name = f"conv_{step}"
+            titles[name], model[name] = text(), {}
+            owner = "me" if generator.random() < 0.8 else "you"
+            await store.create(Conversation(name, owner, 1.0, 1.0, titles[name]))
+            if owner == "you":
+                await store.append("you", name, [Item(f"their_{step}", None, "user", "cat dog 你好")])
+                del titles[name], model[name]
+            continue
+        name = generator.choice(list(model))
+        if kind < 0.7:
+            item = Item(f"msg_{step}", generator.choice([None, *model[name]]), "user", text())
+            model[name][item.id] = item.text
+            await store.append("me", name, [item])
+        elif kind < 0.8:
+            titles[name] = text() or "none"
+            await store.update("me", name, title=titles[name])
+        elif kind < 0.9 and model[name]:
+            gone = generator.choice(list(model[name]))
+            del model[name][gone]
+            await store.edit("me", name, without_item(await store.load("me", name), gone))
+        elif kind > 0.95:
+            del model[name], titles[name]
+            await store.delete("me", name)
+    order = [conversation.id for conversation in await store.list("me", 1000)]
+    num_found = 0
+    for _ in range(150):
+        query = " ".join(generator.choices([*ALPHABET, "ca", "c", "d"], k=generator.randint(1, 3)))
+        expected = [c for c in order if any(matches(query, each) for each in (titles[c], *model[c].values()))]
+        hits: list[Hit] = []
+        after = None
+        while page := await store.search("me", SearchQuery.parse(query), 4, after):
+            hits += page
+            after = cursor_of(page[-1].conversation)
+        assert [hit.conversation.id for hit in hits] == expected, query
+        num_found += len(hits)
+        for hit in hits:
+            texts = model[hit.conversation.id]
+            assert bool(hit.title_marks) == matches(query, titles[hit.conversation.id])
+            assert (hit.item_id is not None) == any(matches(query, each) for each in texts.values())
+            if hit.item_id is not None:
+                assert matches(query, texts[hit.item_id]) and hit.snippet is not None and hit.snippet.marks
+    assert num_found > 200
+
+
+async def test_the_best_message_is_named(store: ConversationStore) -> None:
+    await store.create(Conversation("conv", "me", 1.0, 1.0))
+    texts = ["category category category", "one cat", "a cat and a cat", "cat, cat", "catalogue", "nothing"]
+    items = [Item(f"m{at}", None, "user" if at % 2 else "assistant", text) for at, text in enumerate(texts)]
+    await store.append("me", "conv", items)
+
+    async def best(query: str) -> tuple[str | None, str | None]:
+        (hit,) = await store.search("me", SearchQuery.parse(query), 5)
+        return hit.item_id, hit.role
+
+    assert await best("cat") == ("m3", "user")  # whole words before beginnings, more before fewer, then the newest
+    assert await best("cate") == ("m0", "assistant")
+    assert await best("catal") == ("m4", "assistant")
+    assert await best("and cat") == ("m2", "assistant")
+    await store.append("me", "conv", [Item(f"n{at}", None, "user", "one cat") for at in range(NUM_COMPARED)])
+    assert await best("cat") == (f"n{NUM_COMPARED - 1}", "user")  # only the newest are compared
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        '"',
+        "'; DROP TABLE items; --",
+        "a AND OR NOT NEAR(a b, 2)",
+        "title_words : cat",
+        "^cat - {x y}: *",
+        "((((((",
+        "%_\\",
+        "\x00",
+        "🏳️‍🌈",
+        "\u202e\ufeff",
+        "ｃａｔ",
+        " ".join(f"{number:x}" for number in range(1000)),
+        "x" * 4096,
+        "你" * 2000,
+        "½ № ﷺ ㍿ 𝕮𝖆𝖙 İ ß",
+    ],
+)
+async def test_any_input_is_safe(store: ConversationStore, query: str) -> None:
+    await store.create(Conversation("conv", "me", 1.0, 1.0, "½ 𝕮𝖆𝖙"))
+    await store.append("me", "conv", [Item("m", None, "user", query), Item("n", None, "user", "other")])
+    hits = await store.search("me", SearchQuery.parse(query), 5)
+    has_words = any(True for _ in words(query))
+    assert [hit.item_id for hit in hits] == (["m"] if has_words else [])
+
+
+async def test_an_older_file_is_indexed_after_a_backup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the schema before this one, with text in it: backed up, then found."""
+    path = tmp_path / "chat.db"
+    store = SqliteStore(path)
+    await store.merge(Conversation("conv", "me", 1.0, 1.0, "Old title"), [Item("m", None, "user", "old words")], [])
+    await store.close()
+    db = sqlite3.connect(path)
+    for name in ("item_words_go", "title_words_go", "titles_of_new"):
+        db.execute(f"DROP TRIGGER {name}")
+    since = re.findall(r"CREATE TABLE (\w+)", "".join(sqlite_schema.MIGRATIONS[2:]))
+    for name in ("item_words", "title_words", *since):
+        db.execute(f"DROP TABLE {name}")
+    db.execute("DROP INDEX conversations_by_id")
+    db.execute("PRAGMA user_version = 2")
+    db.close()
+    store = SqliteStore(path)
+    for query in ("old wor", "title"):
+        assert [h.conversation.id for h in await store.search("me", SearchQuery.parse(query), 5)] == ["conv"]
+    await store.append("me", "conv", [Item("n", "m", "user", "new words")])
+    await store.update("me", "conv", title="Younger")
+    assert len(await store.search("me", SearchQuery.parse("new"), 5)) == 1
+    assert await store.search("me", SearchQuery.parse("title"), 5) == ()
+    await store.close()
+    backup = sqlite3.connect(f"{path}.before-schema-{len(sqlite_schema.MIGRATIONS)}")
+    tables = {name for (name,) in backup.execute("SELECT name FROM sqlite_master")}
+    assert backup.execute("SELECT text FROM items").fetchall() == [("old words",)] and "item_words" not in tables
+    backup.close()
+
+
+async def test_a_file_written_without_fts5_is_indexed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chat.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_search, "has_fts5", lambda db: False)
+        store = SqliteStore(path)
+        await store.merge(Conversation("conv", "me", 1.0, 1.0, "Title"), [Item("m", None, "user", "words")], [])
+        assert len(await store.search("me", SearchQuery.parse("words"), 5)) == 1
+        await store.close()
+    store = SqliteStore(path)
+    for query in ("words", "title"):
+        assert len(await store.search("me", SearchQuery.parse(query), 5)) == 1
+    await store.close()
+    monkeypatch.setattr(sqlite_search, "has_fts5", lambda db: False)
+    with pytest.raises(StoreUnusable, match="FTS5"):
+        SqliteStore(path)
+
+
+async def test_an_undone_write_leaves_no_words(store: ConversationStore) -> None:
+    await store.create(Conversation("conv", "me", 1.0, 1.0))
+    good = Item("m", None, "user", "ghost")
+    with pytest.raises(Exception, match="nowhere"):
+        await store.append("me", "conv", [good, replace(good, id="n", parent_id="nowhere")])
+    assert await store.search("me", SearchQuery.parse("ghost"), 5) == ()

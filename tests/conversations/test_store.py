@@ -1,0 +1,266 @@
+"""The storage contract, kept by every kind of store."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from dataclasses import replace
+
+import pytest
+
+from chatcache.conversations.search import SearchQuery
+from chatcache.conversations.store import ConversationStore, Handed, StaleRevision, cursor_of
+from chatcache.conversations.tree import COMPLETED, Conversation, Usage, without_item
+from chatcache.errors import NotFound
+from tests.conversations.stored import REPLY, TURN, USER, create
+
+
+async def test_what_goes_in_comes_out(store: ConversationStore) -> None:
+    conversation = await create(store)
+    assert await store.get("me", "conv_1") == conversation
+    first = await store.append("me", "conv_1", [USER], TURN, active_leaf="msg_u", title="Hello")
+    settled = replace(TURN, status=COMPLETED, usage=Usage(2, 1, 3))
+    second = await store.append("me", "conv_1", [REPLY], settled, active_leaf="msg_a", title="Another")
+    tree = await store.load("me", "conv_1")
+    assert tree.conversation == second
+    assert (second.rev, second.title, second.active_leaf) == (2, "Hello", "msg_a")
+    assert second.updated_at >= first.updated_at > conversation.updated_at
+    assert list(tree.items.values()) == [USER, REPLY]
+    assert list(tree.turns.values()) == [settled]
+    for member in ("msg_u", "msg_a", "resp_1"):
+        assert await store.locate("me", member) == "conv_1"
+
+
+async def test_owners_see_only_their_own(store: ConversationStore) -> None:
+    await create(store)
+    await store.append("me", "conv_1", [USER], TURN)
+    for work in (
+        store.get("you", "conv_1"),
+        store.load("you", "conv_1"),
+        store.locate("you", "msg_u"),
+        store.locate("you", "resp_1"),
+        store.append("you", "conv_1", [REPLY]),
+        store.update("you", "conv_1", title="x"),
+        store.delete("you", "conv_1"),
+        store.get("me", "conv_2"),
+        store.locate("me", "msg_x"),
+        store.list("you", 10, after="conv_1"),
+    ):
+        with pytest.raises(NotFound):
+            await work
+    assert await store.list("you", 10) == ()
+
+
+async def test_what_is_handed_over_is_the_new_owners_as_it_was(store: ConversationStore) -> None:
+    """But for what is being answered; once more does the rest, and then nothing."""
+    settled = replace(TURN, status=COMPLETED)
+    heads = []
+    for number in range(3):
+        item, turn = replace(USER, id=f"msg_{number}", text=f"word{number}"), replace(settled, id=f"resp_{number}")
+        await create(store, f"conv_{number}", owner="")
+        heads.append(await store.append("", f"conv_{number}", [item], turn, title="Said"))
+    await create(store, "conv_mine")
+    await create(store, "conv_busy", owner="")
+    await store.append("", "conv_busy", [USER], TURN)
+    before = await store.load("", "conv_1")
+    assert await store.hand_over("", "acme/ann") == Handed(3, 1)
+    assert list(await store.list("acme/ann", 10)) == [replace(head, owner="acme/ann") for head in reversed(heads)]
+    assert [head.id for head in await store.list("", 10)] == ["conv_busy"]
+    assert list(await store.ids("acme/ann", 10)) == ["conv_0", "conv_1", "conv_2"]
+    tree = await store.load("acme/ann", "conv_1")
+    assert (tree.items, tree.turns) == (before.items, before.turns)
+    assert await store.locate("acme/ann", "resp_2") == "conv_2"
+    assert [hit.conversation.id for hit in await store.search("acme/ann", SearchQuery.parse("word2"), 9)] == ["conv_2"]
+    for work in (store.load("", "conv_1"), store.locate("", "msg_1"), store.get("acme", "conv_1")):
+        with pytest.raises(NotFound):
+            await work
+    assert await store.hand_over("", "acme/ann") == Handed(0, 1)
+    await store.append("", "conv_busy", [REPLY], replace(TURN, status=COMPLETED))
+    assert await store.hand_over("", "acme/ann") == Handed(1, 0)
+    assert await store.hand_over("", "acme/ann") == Handed(0, 0) == await store.hand_over("nobody", "me")
+    assert "conv_mine" in await store.ids("me", 10) and not await store.list("", 10)
+    assert (await store.append("acme/ann", "conv_1", [], title="x")).rev == heads[1].rev + 1
+
+
+async def test_nothing_is_lost_between_a_change_and_a_hand_over(store: ConversationStore) -> None:
+    """Whoever is first: the change is in what was handed over, or refused."""
+    for number in range(5):
+        await create(store, f"conv_{number}", owner="")
+
+    async def change(number: int) -> str | None:
+        try:
+            await store.append("", f"conv_{number}", [replace(USER, id=f"msg_{number}")])
+        except NotFound:
+            return None
+        return f"msg_{number}"
+
+    changes = [change(number) for number in range(5)]
+    *written, handed = await asyncio.gather(*changes, store.hand_over("", "acme"))
+    assert handed == Handed(5, 0)
+    trees = [await store.load("acme", f"conv_{number}") for number in range(5)]
+    assert [next(iter(tree.items), None) for tree in trees] == written
+
+
+async def test_stale_writers_are_told_and_change_nothing(store: ConversationStore) -> None:
+    await create(store)
+    await store.append("me", "conv_1", [USER], expect=0)
+    for work in (
+        store.append("me", "conv_1", [REPLY], TURN, expect=0),
+        store.update("me", "conv_1", title="x", expect=0),
+        store.update("me", "conv_1", title="x", expect=2),
+    ):
+        with pytest.raises(StaleRevision):
+            await work
+    tree = await store.load("me", "conv_1")
+    assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (1, ["msg_u"], [])
+    assert (await store.update("me", "conv_1", title="x", expect=1)).rev == 2
+
+
+async def test_an_append_is_all_or_nothing(store: ConversationStore) -> None:
+    await create(store)
+    orphan = replace(REPLY, id="msg_o", parent_id="msg_nowhere")
+    with pytest.raises(NotFound):
+        await store.append("me", "conv_1", [USER, orphan], TURN)
+    tree = await store.load("me", "conv_1")
+    assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (0, [], [])
+    with pytest.raises(NotFound):
+        await store.update("me", "conv_1", active_leaf="msg_u")
+
+
+async def test_an_append_needs_the_leaf_that_it_goes_to(store: ConversationStore) -> None:
+    """Without messages too: nobody could walk from there to the root."""
+    await create(store)
+    await store.append("me", "conv_1", [USER])
+    for items in ((), (REPLY,)):
+        with pytest.raises(NotFound):
+            await store.append("me", "conv_1", items, TURN, active_leaf="msg_nowhere")
+    tree = await store.load("me", "conv_1")
+    assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (1, ["msg_u"], [])
+    assert (await store.append("me", "conv_1", [REPLY], TURN, active_leaf=REPLY.id)).active_leaf == REPLY.id
+    assert (await store.append("me", "conv_1", (), TURN, active_leaf="msg_u")).active_leaf == "msg_u"
+
+
+async def test_a_parent_in_another_conversation_is_no_parent(store: ConversationStore) -> None:
+    await create(store)
+    await create(store, "conv_2")
+    await store.append("me", "conv_1", [USER])
+    with pytest.raises(NotFound):
+        await store.append("me", "conv_2", [REPLY])
+
+
+async def say(store: ConversationStore, name: str, item_id: str) -> Conversation:
+    return await store.append("me", name, [replace(USER, id=item_id)])
+
+
+async def test_listing_pages_by_last_message(store: ConversationStore) -> None:
+    for number in range(5):
+        await create(store, f"conv_{number}")
+    await create(store, "conv_theirs", owner="you")
+    for number in (3, 1, 4, 0, 2):
+        await say(store, f"conv_{number}", f"msg_{number}")
+    newest = [f"conv_{number}" for number in (2, 0, 4, 1, 3)]
+    assert [c.id for c in await store.list("me", 10)] == newest
+    assert [c.id for c in await store.list("me", 2)] == newest[:2]
+    assert [c.id for c in await store.list("me", 2, after=newest[1])] == newest[2:4]
+
+
+async def test_only_a_turn_makes_a_conversation_the_newest(store: ConversationStore) -> None:
+    """Renamed, marked, pointed elsewhere or pruned, it stays where it is; each is a revision all the same."""
+    for name in ("conv_1", "conv_2"):
+        await create(store, name)
+        await say(store, name, f"{name}_u")
+    await store.append("me", "conv_1", [replace(REPLY, parent_id="conv_1_u")], TURN)
+    await say(store, "conv_2", "msg_last")
+    order, then = ["conv_2", "conv_1"], (await store.get("me", "conv_1")).updated_at
+    heads = [
+        await store.update("me", "conv_1", title="Renamed"),
+        await store.update("me", "conv_1", metadata={"pinned": "true"}),
+        await store.update("me", "conv_1", active_leaf="conv_1_u"),
+        await store.edit("me", "conv_1", without_item(await store.load("me", "conv_1"), "msg_a")),
+    ]
+    assert [head.updated_at for head in heads] == [then] * 4 and [head.rev for head in heads] == [3, 4, 5, 6]
+    assert [c.id for c in await store.list("me", 10)] == order
+    assert (await store.get("me", "conv_1")).updated_at == then
+    settled = await store.append("me", "conv_1", (), replace(TURN, status=COMPLETED))
+    assert settled.updated_at > then and [c.id for c in await store.list("me", 10)] == order[::-1]
+
+
+async def test_deleting_takes_the_whole_tree(store: ConversationStore) -> None:
+    await create(store)
+    await create(store, "conv_2")
+    await store.append("me", "conv_1", [USER, REPLY], TURN)
+    await store.append("me", "conv_2", [replace(USER, id="msg_2")])
+    await store.delete("me", "conv_1")
+    for member in ("msg_u", "msg_a", "resp_1"):
+        with pytest.raises(NotFound):
+            await store.locate("me", member)
+    assert list((await store.load("me", "conv_2")).items) == ["msg_2"]
+
+
+async def test_a_cursor_holds_its_place(store: ConversationStore) -> None:
+    """Between two pages conversations change and go: the rest neither repeats nor goes missing."""
+    for number in range(8):
+        await create(store, f"conv_{number}")
+        await say(store, f"conv_{number}", f"msg_{number}")
+    first = await store.list("me", 3)
+    assert [c.id for c in first] == ["conv_7", "conv_6", "conv_5"]
+    await say(store, "conv_5", "msg_again")
+    await say(store, "conv_3", "msg_too")
+    await store.delete("me", "conv_6")
+    rest = [c.id for c in await store.list("me", 10, after=cursor_of(first[-1]))]
+    assert rest == ["conv_4", "conv_2", "conv_1", "conv_0"]
+    for bad in ("nan~conv_1", "~", "1.5", "x~y", ""):
+        with pytest.raises(NotFound):
+            await store.list("me", 3, after=bad)
+
+
+async def test_ids_come_in_their_own_order(store: ConversationStore) -> None:
+    for name in ("conv_b", "conv_c", "conv_a"):
+        await create(store, name)
+    await create(store, "conv_theirs", owner="you")
+    assert list(await store.ids("me", 2)) == ["conv_a", "conv_b"]
+    assert list(await store.ids("me", 2, after="conv_b")) == ["conv_c"]
+    assert list(await store.ids("me", 2, after="conv_bb")) == ["conv_c"]
+
+
+async def test_deleting_expects_what_was_read(store: ConversationStore) -> None:
+    await create(store)
+    head = await store.append("me", "conv_1", [USER])
+    with pytest.raises(StaleRevision) as stale:
+        await store.delete("me", "conv_1", expect=0)
+    assert stale.value.present == head
+    await store.delete("me", "conv_1", expect=1)
+    with pytest.raises(NotFound):
+        await store.get("me", "conv_1")
+
+
+async def test_many_writers_lose_nothing(store: ConversationStore) -> None:
+    await create(store)
+    await store.append("me", "conv_1", [USER])
+    items = [replace(REPLY, id=f"msg_{number}") for number in range(200)]
+    results = await asyncio.gather(*(store.append("me", "conv_1", [item]) for item in items))
+    assert sorted(result.rev for result in results) == list(range(2, 202))
+    assert len((await store.load("me", "conv_1")).items) == 201
+
+
+async def test_a_caller_that_leaves_does_not_undo_its_write(store: ConversationStore) -> None:
+    await create(store)
+    task = asyncio.create_task(store.append("me", "conv_1", [USER]))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert list((await store.load("me", "conv_1")).items) == ["msg_u"]
+
+
+async def test_a_failure_whose_caller_has_left_is_no_news(
+    store: ConversationStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = asyncio.create_task(store.load("me", "conv_none"))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    with pytest.raises(NotFound):
+        await store.load("me", "conv_none")  # the writer has come past both
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not caplog.records

@@ -1,0 +1,123 @@
+"""Which characters each token shows, against counting bytes: a token ends where its prefix has so many characters."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatcache.conversations.offsets import Span, token_spans
+from chatcache.conversations.replies.parser import Speech
+from chatcache.conversations.tree import Item
+from chatcache.tokenizer.reply_format import format_of
+from chatcache.tokenizer.tokenizer import Tokenizer
+from tests.tokenizer.text_families import tokenizer_of
+from tests.tokenizer.text_tokenizers import KINDS, backend_of
+
+TEXTS = st.text("ab é中👩\u200d🎉 .\n", min_size=1, max_size=30)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"in": "the north"}}\n</tool_call>'
+
+
+def counted(tokenizer: Tokenizer, ids: list[int], hidden: frozenset[int], at_start: bool = False) -> list[Span]:
+    """The oracle, for ids whose bytes are whole text."""
+    spans: list[Span] = []
+    data = b""
+    for token in ids:
+        piece = b"" if token in hidden else tokenizer.token_bytes[token]
+        if at_start and piece and not data:
+            piece = bytes(byte for byte, keep in zip(piece, tokenizer.lead.hidden(piece), strict=True) if keep)
+            at_start = False
+        before, data = len(data.decode("utf-8", "ignore")), data + piece
+        spans.append((before, len(data.decode("utf-8", "ignore"))) if piece else None)
+    return spans
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shows_special", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4), continues=st.booleans())
+def test_spans_count_characters(kind: str, shows_special: bool, texts: list[str], continues: bool) -> None:
+    tokenizer = Tokenizer(backend_of(kind))
+    (special,) = tokenizer.special_of(["<|im_start|>"]).values()
+    ids = [token for text in texts for token in (*tokenizer.encode(text), special)][:-1]
+    hidden = frozenset() if shows_special else tokenizer.special_ids
+    prompt = tokenizer.encode("ab") if continues else [special]
+    expected = counted(tokenizer, ids, hidden, at_start=not continues)
+    text = tokenizer.decode([*prompt, *ids], skip_special_tokens=not shows_special)
+    if continues:
+        text = text[len(tokenizer.decode(prompt)) :]
+    elif shows_special:
+        text = text.removeprefix("<|im_start|>")
+        expected = counted(tokenizer, ids, hidden)
+    item = Item("msg_x", None, "assistant", text, tuple(ids))
+    if not continues and shows_special and tokenizer.lead.hidden(b" a") != b"\x01\x01":
+        return  # whether the prompt's own token was shown is not known, and a first space hangs on it
+    assert token_spans(Speech(tokenizer), prompt, item) == expected
+
+
+def test_a_reply_cut_inside_a_character_shows_that() -> None:
+    tokenizer = Tokenizer(backend_of("bytelevel"))
+    ids = tokenizer.encode("a𐐷")[:-1]
+    item = Item("msg_x", None, "assistant", tokenizer.decode(ids), tuple(ids))
+    assert item.text == "a\ufffd" and len(ids) > 2
+    spans = token_spans(Speech(tokenizer), tokenizer.encode("x"), item)
+    assert spans == [(0, 1), *[(1, 1)] * (len(ids) - 2), (1, 2)]
+
+
+SAID: dict[str, tuple[str, list[str], str]] = {
+    # family: the end of the prompt, what is written in shown and hidden pieces alternately, shown first
+    "a thought": ("hermes", ["", "<think>\nhm, 2 < 3 <b>\n</think>\n\n", "It is 3 << 4 <then> stop <"], "a"),
+    "a thought that was open": ("opened", ["", "well: <ok>\n</think>\n", "Done."], "<think>\n"),
+    "calls behind text": ("hermes", ["Look at \n\n it.", f"\n{CALL}\n{CALL}"], "a"),
+    "text between calls": ("hermes", ["weather", f" {CALL} ", "weather in the north", f"\n{CALL}"], "a"),
+    "all of it": ("qwen3", ["", "<think>Look.</think>", "Look.", f"\n\n{CALL}"], "a"),
+    "marks that are none": ("hermes", ["", "<think>a</think>\n", "<<b <<tool_call", f"\n{CALL}", "<<c"], "a"),
+    "what a call says": ("hermes", ["<", f"{CALL}", "<<tool", f"\n{CALL}\n"], "a"),
+    "no call after all": ("hermes", ['<tool_call>\n{"no": 1}\n</tool_call> so it goes 🎉!'], "a"),
+    "nothing shown": ("hermes", ["", f"<think>a</think>\n{CALL}"], "a"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_thoughts_and_calls_show_nothing(case: str) -> None:
+    family, pieces, prompt_end = SAID[case]
+    tokenizer = tokenizer_of(family)
+    form = format_of(tokenizer)
+    speech = Speech(tokenizer, form, {"weather"})
+    prompt = tokenizer.encode_after("", prompt_end)
+    written = "".join(pieces)
+    ids = tokenizer.encode_after("", written)
+    reading = speech.reading(prompt)
+    reading.push(written)
+    reading.finish()
+    assert reading.text == "".join(pieces[::2])
+    item = Item("msg_x", None, "assistant", reading.text, tuple(ids), parts=reading.parts(written))
+    places: list[int | None] = []
+    for number, piece in enumerate(pieces):
+        start = sum(place is not None for place in places)
+        places += range(start, start + len(piece)) if number % 2 == 0 else [None] * len(piece)
+    expected: list[Span] = []
+    for span in counted(tokenizer, ids, frozenset()):
+        assert span is not None
+        shown = [place for place in places[span[0] : span[1]] if place is not None]
+        there = places[span[0]] if span[0] == span[1] else None
+        expected.append((shown[0], shown[-1] + 1) if shown else (there, there) if there is not None else None)
+    assert token_spans(speech, prompt, item) == expected
+
+
+def test_a_hidden_token_in_the_middle_of_a_character_shows_nothing() -> None:
+    tokenizer = Tokenizer(backend_of("bytelevel"))
+    (special,) = tokenizer.special_of(["<|im_start|>"]).values()
+    first, *rest = tokenizer.encode("𐐷")
+    ids = [*tokenizer.encode("a"), first, special, *rest, *tokenizer.encode("b")]
+    item = Item("msg_x", None, "assistant", "a𐐷b", tuple(ids))
+    expected = [(0, 1), (1, 1), None, *[(1, 1)] * (len(rest) - 1), (1, 2), (2, 3)]
+    assert token_spans(Speech(tokenizer), tokenizer.encode("x"), item) == expected
+    assert counted(tokenizer, ids, tokenizer.special_ids) == expected
+
+
+def test_the_oracle_counts() -> None:
+    tokenizer = Tokenizer(backend_of("bytelevel"))
+    ids = [tokenizer.encode(char)[0] for char in "ab"]
+    assert counted(tokenizer, ids, frozenset()) == [(0, 1), (1, 2)]
+    assert counted(tokenizer, ids, frozenset(ids[:1])) == [None, (0, 1)]

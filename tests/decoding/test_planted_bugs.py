@@ -1,0 +1,193 @@
+"""The searches' tests have teeth: each of these plausible bugs shows in what is decoded."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from chatcache.decoding import beam_search as beam
+from chatcache.decoding import beam_search as groups
+from chatcache.decoding import token_tree as lineage
+from chatcache.decoding import unique as distinct
+from chatcache.decoding.beam_search import Group, Hypotheses
+from chatcache.decoding.logit_edits import LogitEdits
+from chatcache.decoding.token_tree import Node, TokenTree
+from chatcache.types.actions import Extend, Fork
+from chatcache.types.request import BeamSearchParams, SamplingParams
+from tests.decoding import all_outputs, dense_beams
+from tests.decoding.decode_driver import TableModel
+
+Patch = pytest.MonkeyPatch
+
+
+def search_beams() -> None:
+    """Small searches of many kinds, each compared with the dense one, streaming included."""
+    stops: tuple[bool | str, ...] = (True, False, "never")
+    kinds = itertools.product(range(12), stops, ((4, 2, 0.0), (4, 2, 1.0), (3, 3, 0.5), (3, 1, 0.0)))
+    for seed, early_stopping, (width, num_groups, penalty) in kinds:
+        params = BeamSearchParams(
+            beam_width=width,
+            n=1 + seed % 2,
+            num_beam_groups=num_groups,
+            diversity_penalty=penalty,
+            early_stopping=early_stopping,
+            length_penalty=(0.0, 1.0, -0.4)[seed % 3],
+            logprobs=0,
+        )
+        logits, shape = TableModel(9, seed, (0.3, 4.0)[seed % 2]), {"vocab_size": 9, "eos": (1, 2), "max_tokens": 8}
+        got = dense_beams.check(params, logits, **shape)  # type: ignore[arg-type]
+        dense = dense_beams.DenseBeams(params, logits, **shape)  # type: ignore[arg-type]
+        dense.run()
+        assert [pieces[0] if pieces else 0 for pieces in got.pieces[:-1]] == dense.agreed
+        for outcome in got.outcomes.values():
+            assert len(outcome.logprobs) == len(outcome.tokens)
+
+
+def search_distinct() -> None:
+    for seed in range(40):
+        params = SamplingParams(n=1 + seed % 5, distinct=True, seed=seed, frequency_penalty=0.5 * (seed % 2))
+        all_outputs.check(params, TableModel(4, seed, 1.0), vocab_size=4, eos=(1,), max_tokens=4)
+
+
+def the_draw_is_as_wide_as_without_groups(patch: Patch) -> None:
+    patch.setattr(beam, "num_drawn", lambda params, *_: params.beam_width // params.num_beam_groups + 2)
+
+
+def the_crowd_is_forgotten(patch: Patch) -> None:
+    original = Group.advance
+    patch.setattr(Group, "advance", lambda self, drawn, crowd: original(self, drawn, Counter()))
+
+
+def a_group_fears_itself(patch: Patch) -> None:
+    original = Group.advance
+
+    def advance(self: Group, drawn: groups.Drawn, crowd: Counter[int]) -> object:
+        crowd.update(beam.node.token for beam in self.beams)
+        return original(self, drawn, crowd)
+
+    patch.setattr(Group, "advance", advance)
+
+
+def never_means_at_any_length_whatever_the_penalty(patch: Patch) -> None:
+    original = Hypotheses.settled
+
+    def settled(self: Hypotheses, best_total: float, num_tokens: int) -> bool:
+        return original(self, best_total, self._max_tokens if self._early_stopping == "never" else num_tokens)
+
+    patch.setattr(Hypotheses, "settled", settled)
+
+
+def the_last_token_does_not_count(patch: Patch) -> None:
+    original = Hypotheses.score
+    patch.setattr(Hypotheses, "score", lambda self, total, n: original(self, total, max(n - 1, 1)))
+
+
+def a_better_hypothesis_comes_too_late(patch: Patch) -> None:
+    original = Hypotheses.add
+    patch.setattr(Hypotheses, "add", lambda self, found: original(self, found[: self._width - len(self.kept)]))
+
+
+def dead_branches_hold_up_the_stream(patch: Patch) -> None:
+    def release(self: TokenTree, node: Node) -> None:
+        node.num_holds -= 1
+
+    patch.setattr(TokenTree, "release", release)
+
+
+def the_stream_follows_the_best_beam(patch: Patch) -> None:
+    def agree(self: TokenTree) -> Node:
+        while self.agreed.children:
+            self.agreed = next(iter(self.agreed.children.values()))
+        return self.agreed
+
+    patch.setattr(TokenTree, "agree", agree)
+
+
+def finished_candidates_are_let_go(patch: Patch) -> None:
+    original = TokenTree.grow
+
+    def grow(self: TokenTree, parent: Node, token: int, logprob: object = None) -> Node:
+        node = original(self, parent, token, None)
+        node.num_holds -= token in (1, 2)
+        return node
+
+    patch.setattr(TokenTree, "grow", grow)
+
+
+def the_wrong_child_inherits(patch: Patch) -> None:
+    original = lineage.Lineage.move
+
+    def move(self: lineage.Lineage, survivors: list[Node]) -> tuple[object, ...]:
+        actions = list(original(self, survivors))
+        for i, (one, other) in enumerate(itertools.pairwise(actions)):
+            if isinstance(one, Fork) and isinstance(other, Extend) and one.parent == other.branch:
+                actions[i], actions[i + 1] = Fork(one.parent, one.child, other.token), Extend(other.branch, one.token)
+        return tuple(actions)
+
+    patch.setattr(lineage.Lineage, "move", move)
+
+
+def children_keep_their_own_maximum(patch: Patch) -> None:
+    patch.setattr(distinct, "conditioned", lambda value, perturbed, *, ahead: perturbed)
+
+
+def every_prefix_has_the_same_noise(patch: Patch) -> None:
+    patch.setattr(distinct, "child_seed", lambda seed, token: seed)
+
+
+def siblings_share_their_penalties(patch: Patch) -> None:
+    patch.setattr(LogitEdits, "fork", lambda self: self)
+
+
+def a_finished_candidate_leaves_the_running(patch: Patch) -> None:
+    original = distinct.DistinctStrategy._best
+
+    def best(self: distinct.DistinctStrategy, drawn: groups.Drawn) -> list[distinct.Prefix]:
+        self._ranked = [prefix for prefix in self._ranked if prefix.ended is None]
+        return original(self, drawn)
+
+    patch.setattr(distinct.DistinctStrategy, "_best", best)
+
+
+BEAM_BUGS: list[Callable[[Patch], None]] = [
+    the_draw_is_as_wide_as_without_groups,
+    the_crowd_is_forgotten,
+    a_group_fears_itself,
+    never_means_at_any_length_whatever_the_penalty,
+    the_last_token_does_not_count,
+    a_better_hypothesis_comes_too_late,
+    dead_branches_hold_up_the_stream,
+    the_stream_follows_the_best_beam,
+    finished_candidates_are_let_go,
+    the_wrong_child_inherits,
+]
+DISTINCT_BUGS: list[Callable[[Patch], None]] = [
+    children_keep_their_own_maximum,
+    every_prefix_has_the_same_noise,
+    siblings_share_their_penalties,
+    a_finished_candidate_leaves_the_running,
+    the_wrong_child_inherits,
+    the_stream_follows_the_best_beam,
+]
+
+
+def test_without_a_bug_all_is_well() -> None:
+    search_beams()
+    search_distinct()
+
+
+@pytest.mark.parametrize("bug", BEAM_BUGS, ids=lambda bug: bug.__name__)
+def test_a_bug_of_beams_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        search_beams()
+
+
+@pytest.mark.parametrize("bug", DISTINCT_BUGS, ids=lambda bug: bug.__name__)
+def test_a_bug_of_distinct_candidates_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        search_distinct()

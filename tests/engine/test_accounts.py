@@ -1,0 +1,145 @@
+"""What every request is charged, and how full the pages are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.engine.stats import USAGE_INTERVAL_S, UsageGauge
+from chatcache.errors import ContextTooLong
+from chatcache.types.events import Tokens
+from chatcache.types.request import GenerateRequest, SamplingParams
+from chatcache.types.stats import PageAccounts
+from tests.engine.generated import workloads
+from tests.engine.workloads import Workload
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+
+
+def charges(engine: Engine) -> dict[str, float]:
+    """The plain way: each page's price is split among the requests in whose tables it stands."""
+    held = {
+        request.request_id: {page for table in request.tables() for page in table.pages()}
+        for request in engine.scheduler.running
+    }
+    return {
+        name: sum(1 / sum(page in others for others in held.values()) for page in pages) for name, pages in held.items()
+    }
+
+
+def check_accounts(engine: Engine) -> PageAccounts:
+    accounts, num_in_use = engine.pages.accounts(), engine.health().num_pages_in_use
+    assert accounts.requests == pytest.approx(charges(engine))
+    for ledger in (accounts.requests, accounts.conversations, accounts.namespaces):
+        assert sum(ledger.values()) == pytest.approx(num_in_use)
+    assert accounts.num_pages_in_use == num_in_use
+    return accounts
+
+
+def with_conversations(workload: Workload) -> Workload:
+    arrivals = tuple(
+        replace(a, request=msgspec.structs.replace(a.request, conversation_id=("", "chat 1", "chat 2")[i % 3]))
+        for i, a in enumerate(workload.arrivals)
+    )
+    return replace(workload, arrivals=arrivals)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(workloads())
+def test_charges_add_up_to_the_pages_in_use_at_every_step(workload: Workload) -> None:
+    engine, _ = with_conversations(workload).engine()
+    for arrival in with_conversations(workload).arrivals:
+        try:
+            engine.add(arrival.request)
+        except ContextTooLong:
+            continue
+    step = 0
+    while engine.has_work():
+        check_accounts(engine)
+        engine.step()
+        step += 1
+        for arrival in workload.arrivals:
+            if arrival.cancelled_at == step:
+                engine.abort(arrival.request.request_id)
+    assert check_accounts(engine).requests == {}
+
+
+def chat_engine(num_pages: int = 4096) -> Engine:
+    capacity = fake_capacity(num_pages, page_size=16, num_slots=256)
+    return Engine(FakeRunner(capacity, 512), fake_facts(512), EngineConfig())
+
+
+def request(name: str, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 40, **fields: Any) -> GenerateRequest:
+    params = SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True, seed=len(name))
+    return GenerateRequest(request_id=name, prompt=prompt, params=params, **fields)
+
+
+def test_what_two_share_each_pays_half() -> None:
+    engine = chat_engine()
+    prompt = tuple(range(1, 65))
+    engine.add(request("a", prompt, conversation_id="one", namespace="t"))
+    engine.step()
+    engine.add(request("b", (*prompt, 9), n=4, conversation_id="two", namespace="t"))
+    engine.step()
+    accounts = check_accounts(engine)
+    assert accounts.requests == {"a": 4 / 2 + 1, "b": 4 / 2 + 1}, "four shared pages and a tail of its own each"
+    engine.step()
+    accounts = check_accounts(engine)
+    assert accounts.requests == {"a": 3.0, "b": 6.0} and accounts.conversations == {"one": 3.0, "two": 6.0}
+    assert accounts.namespaces == {"t": 9.0} and accounts.page_bytes == 16 * 8
+
+
+def test_health_tells_what_stats_tells_at_most_once_a_second() -> None:
+    engine = chat_engine()
+    engine.add(request("a", tuple(range(1, 65)), n=4))
+    engine.step(), engine.step()
+    now = 100.0
+    gauge = UsageGauge(engine.scheduler, lambda: now)
+    first = gauge.read()
+    assert first == engine.pages.stats() and first.num_shared == 4
+    engine.abort("a")
+    now += USAGE_INTERVAL_S / 2
+    assert gauge.read() is first
+    now += USAGE_INTERVAL_S / 2
+    assert gauge.read() == engine.pages.stats() != first
+
+
+def test_waste_on_a_chat_load_is_under_four_percent() -> None:
+    """Twelve people chat side by side, three turns each: 200-1500 new tokens of prompt in the first, replies of 50-300;
+    every fifth turn asks for 2-4 candidates and goes on with one of them."""
+    rng = np.random.default_rng(4)
+    engine = chat_engine()
+    turns = {f"chat {number}": 0 for number in range(12)}
+    texts: dict[str, tuple[int, ...]] = dict.fromkeys(turns, ())
+    starts = {name: int(rng.integers(0, 200)) for name in turns}
+    wastes: list[float] = []
+
+    def say(name: str) -> None:
+        turns[name] += 1
+        num_new = int(rng.integers(200, 1500)) if turns[name] == 1 else int(rng.integers(10, 200))
+        texts[name] += tuple(rng.integers(1, 512, num_new).tolist())
+        n = int(rng.integers(2, 5)) if rng.random() < 0.2 else 1
+        engine.add(request(name, texts[name], n, int(rng.integers(50, 301)), conversation_id=name, namespace=name))
+
+    step = 0
+    while engine.has_work() or any(turn == 0 for turn in turns.values()):
+        for name in [name for name, start in starts.items() if start == step]:
+            say(name)
+        for event in engine.step():
+            if isinstance(event, Tokens) and event.index == 0:
+                texts[event.request_id] += event.token_ids
+        usage = engine.pages.stats()
+        if usage.num_in_use:
+            wastes.append(usage.waste_fraction)
+        for name in turns:
+            if 0 < turns[name] < 3 and name not in engine._requests:
+                say(name)
+        step += 1
+    print(f"waste over {len(wastes)} steps: mean {np.mean(wastes):.2%}, most {max(wastes):.2%}")
+    assert len(wastes) > 500 and np.mean(wastes) < 0.04

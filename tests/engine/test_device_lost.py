@@ -1,0 +1,119 @@
+"""A lost device ends every request once, with the reason, and the engine for good."""
+
+from __future__ import annotations
+
+import pytest
+
+from chatcache.engine.engine import Engine
+from chatcache.engine.protocols import Launched
+from chatcache.errors import DeviceLost, Overloaded
+from chatcache.types.events import EngineEvent, Failed, Finished
+from chatcache.types.plan import StepPlan, StepResult
+from chatcache.types.request import GenerateRequest, SamplingParams
+from tests.engine.driving import VOCAB, engine, output, request
+from tests.support.fake_runner import FakeRunner, fake_capacity
+
+REASON = "the device is lost: an illegal memory access"
+LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+class Losing(FakeRunner):
+    """Loses its device in step `last`: from then on nothing works. `at_launch`: it shows as soon as it is asked."""
+
+    def __init__(self, last: int, *, runs_ahead: bool, lazy: bool = False, at_launch: bool = False) -> None:
+        super().__init__(fake_capacity(runs_ahead=runs_ahead), VOCAB, lazy=lazy)
+        self.last = last
+        self.at_launch = at_launch
+        self.num_asked_in_vain = 0
+
+    def launch(self, plan: StepPlan) -> Launched:
+        if self.at_launch and plan.step >= self.last:
+            self._fail()
+        return super().launch(plan)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.step >= self.last:
+            self._fail()
+        return super().execute(plan)
+
+    def _fail(self) -> None:
+        self.num_asked_in_vain += 1
+        raise DeviceLost(REASON)
+
+
+WAYS = {
+    "one step at a time": Losing(6, runs_ahead=False),
+    "two steps on it": Losing(6, runs_ahead=True),
+    "found out late": Losing(6, runs_ahead=True, lazy=True),
+    "while one is launched behind another": Losing(6, runs_ahead=True, lazy=True, at_launch=True),
+    "before anything": Losing(1, runs_ahead=True),
+}
+
+
+def requests() -> list[GenerateRequest]:
+    """Two that run, side by side, and one that waits."""
+    return [
+        request("a", params=LONG),
+        request("b", prompt=tuple(range(30, 50)), params=SamplingParams(n=3, max_tokens=40, seed=3, ignore_eos=True)),
+        request("waiting", num_tokens=9, params=SamplingParams(n=2, max_tokens=5)),
+    ]
+
+
+def lose(eng: Engine) -> list[EngineEvent]:
+    events: list[EngineEvent] = []
+    for _ in range(100):
+        assert eng.has_work()
+        try:
+            events += eng.step()
+        except DeviceLost:
+            return events
+    raise AssertionError("the engine does not say that it is lost")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_request_ends_once_with_the_reason_and_then_the_engine(way: str) -> None:
+    runner = WAYS[way]
+    eng = engine(runner, max_num_seqs=5)
+    for one in requests():
+        eng.add(one)
+    events = lose(eng)
+    ends = [event for event in events if isinstance(event, Failed | Finished)]
+    assert sorted(end.request_id for end in ends) == ["a", "b", "waiting"]
+    for end in ends:
+        assert isinstance(end, Failed) and (end.code, end.message) == ("device_lost", REASON)
+        assert end.seq == sum(event.request_id == end.request_id for event in events)
+    clean = engine()
+    for one in requests():
+        clean.add(one)
+    expected = [event for _ in range(40) for event in clean.step()]
+    assert len(output(events)) == max(runner.last - 1, 0)
+    assert output(events) == output(expected)[: len(output(events))], "all results that had come are there"
+    assert runner.num_asked_in_vain <= 2 and not runner.device.num_refused
+
+
+def test_afterwards_requests_are_refused_and_health_says_why() -> None:
+    eng = engine(Losing(3, runs_ahead=True))
+    eng.add(request("a", params=LONG))
+    lose(eng)
+    with pytest.raises(Overloaded, match="illegal memory access") as caught:
+        eng.add(request("b"))
+    assert (caught.value.code, caught.value.status) == ("engine_unavailable", 503)
+    health = eng.health()
+    assert (health.ready, health.detail) == (False, REASON)
+    assert (health.num_running, health.num_pages_in_use) == (0, 0)
+    eng.pages.check()
+    eng.abort("a")
+    assert eng.pages.accounts().num_pages_in_use == 0
+    with pytest.raises(DeviceLost):
+        eng.step()
+    eng.close()
+
+
+def test_an_engine_whose_device_is_gone_can_be_closed() -> None:
+    eng = engine(Losing(5, runs_ahead=True, lazy=True))
+    eng.add(request("a", params=LONG))
+    for _ in range(3):
+        eng.step()
+    assert eng._flights
+    eng._flights._runner.last = 1  # type: ignore[attr-defined]
+    eng.close()

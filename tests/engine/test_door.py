@@ -1,0 +1,88 @@
+"""What is refused, with which words, and what the queue and the limits let in."""
+
+from __future__ import annotations
+
+import pytest
+
+from chatcache.errors import ChatcacheError, ContextTooLong, InvalidRequest, Overloaded
+from chatcache.types.events import Finished
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
+from tests.engine.driving import VOCAB, drain, engine, request
+from tests.support.fake_runner import FakeRunner, fake_capacity
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "words"),
+    [
+        (request(prompt=()), InvalidRequest, "empty"),
+        (request(prompt=(1, VOCAB)), InvalidRequest, f"between 0 and {VOCAB - 1}, got {VOCAB}"),
+        (request(prompt=(-1,)), InvalidRequest, "got -1"),
+        (request(num_tokens=4096), ContextTooLong, "has 4096 tokens, and at least 1 .* 4096"),
+        (request(params=SamplingParams(max_tokens=4090)), ContextTooLong, "20 tokens.*4090.*4110.*4096"),
+        (request(params=SamplingParams(temperature=-1.0)), InvalidRequest, "temperature"),
+        (request(params=SamplingParams(n=17)), InvalidRequest, "n must be at most 16"),
+        (request(params=BeamSearchParams(beam_width=17)), InvalidRequest, "beam_width must be at most 16"),
+        (request(""), InvalidRequest, "request_id"),
+        (request(params=SamplingParams(n=16, max_tokens=1000)), ContextTooLong, "in 16 branches may need 1009 pages"),
+    ],
+)
+def test_what_is_refused_at_the_door(bad: GenerateRequest, error: type[ChatcacheError], words: str) -> None:
+    eng = engine(max_num_seqs=16)
+    with pytest.raises(error, match=words):
+        eng.add(bad)
+    assert not eng.has_work()
+
+
+def test_a_number_in_the_refusal_can_be_used() -> None:
+    eng = engine(FakeRunner(fake_capacity(num_pages=12), VOCAB))
+    with pytest.raises(ContextTooLong, match=r"KV memory has 11, enough for max_tokens 97"):
+        eng.add(request(num_tokens=80, params=SamplingParams(max_tokens=200)))
+    eng.add(request(num_tokens=80, params=SamplingParams(max_tokens=97, ignore_eos=True)))
+    assert isinstance(drain(eng)[-1], Finished)
+
+
+@pytest.mark.parametrize(("num_pages", "expected"), [(12, 97), (512, 256 - 80)])
+def test_max_tokens_none_means_all_that_context_and_pool_allow(num_pages: int, expected: int) -> None:
+    eng = engine(FakeRunner(fake_capacity(num_pages=num_pages), VOCAB), max_model_len=256)
+    eng.add(request(num_tokens=80, params=SamplingParams(max_tokens=None, ignore_eos=True)))
+    last = drain(eng)[-1]
+    assert isinstance(last, Finished) and last.num_output_tokens == expected
+
+
+def test_an_active_id_is_refused_and_a_finished_one_welcome() -> None:
+    eng = engine()
+    eng.add(request())
+    with pytest.raises(InvalidRequest, match="already active"):
+        eng.add(request())
+    drain(eng)
+    eng.add(request())
+    assert next(event.seq for event in drain(eng)) == 1
+
+
+def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
+    eng = engine(max_waiting_tokens=100)
+    eng.add(request("long", num_tokens=150))  # the first one is never too long
+    with pytest.raises(Overloaded, match="150 prompt tokens are waiting already, of at most 100"):
+        eng.add(request("a", num_tokens=1))
+    eng.step()
+    assert eng.health().num_waiting_tokens == 0
+    eng.add(request("b", num_tokens=60))
+    eng.add(request("c", num_tokens=40))
+    assert (eng.health().num_waiting_tokens, eng.health().max_waiting_tokens) == (100, 100)
+    with pytest.raises(Overloaded):
+        eng.add(request("d", num_tokens=1))
+    eng.abort("b")
+    eng.add(request("d", num_tokens=60))
+    assert sum(isinstance(event, Finished) for event in drain(eng)) == 4  # b's was cancelled
+    assert eng.health().num_waiting_tokens == 0
+
+
+def test_the_queue_is_bounded() -> None:
+    eng = engine(max_num_waiting=2)
+    eng.add(request("a"))
+    eng.add(request("b"))
+    with pytest.raises(Overloaded, match="2 requests"):
+        eng.add(request("c"))
+    eng.step()
+    eng.add(request("c"))
+    assert sum(isinstance(event, Finished) for event in drain(eng)) == 3

@@ -1,0 +1,95 @@
+"""Ten times what the engine can do, from one tenant or from many: the queue holds, and the others hardly notice.
+
+Everything is counted in engine steps and tokens, so it is the same on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from chatcache.engine import admission as intake
+from chatcache.errors import Overloaded, RateLimited
+from chatcache.scheduler.fairness import VirtualCounters
+from tests.engine.crowds import FLOOD, MOST, SLOTS, Crowd
+
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
+SLOWER = 2.0  # how much longer the others may wait for their first token
+GOODPUT = 0.9
+
+
+@cache
+def undisturbed(num_steps: int) -> Crowd:
+    """Nobody is refused, so what is done about floods does not matter."""
+    return Crowd(num_floods=0, num_steps=num_steps, seed=SEED).run()
+
+
+def check_others(policy: str = "fair", num_steps: int = 400) -> tuple[float, float]:
+    """Ten tenants, with a flood beside them and without. Raises: AssertionError where they notice too much of it."""
+    alone = undisturbed(num_steps)
+    beside = Crowd(policy, num_steps=num_steps, seed=SEED).run()
+    assert not alone.refused
+    assert set(beside.refused) == {f"{FLOOD}0"}, "only the flood is refused"
+    assert beside.slowest_wait <= SLOWER * alone.slowest_wait, f"{beside.slowest_wait} after {alone.slowest_wait} steps"
+    return alone.slowest_wait, beside.slowest_wait
+
+
+def test_ten_tenants_beside_a_flood_wait_at_most_twice_as_long() -> None:
+    check_others()
+
+
+def everything_in_one_line(patch: pytest.MonkeyPatch) -> str:
+    return "fcfs"
+
+
+def no_shares(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(intake, "check_share", lambda *_: None)
+    return "fair"
+
+
+def nothing_is_counted(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(VirtualCounters, "charge_output", lambda *_: None)
+    patch.setattr(VirtualCounters, "charge_input", lambda *_: None)
+    return "fair"
+
+
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        (everything_in_one_line, r"after [\d.]+ steps"),
+        (no_shares, "only the flood is refused"),
+        (nothing_is_counted, r"after [\d.]+ steps"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_without_fairness_or_shares_they_would(
+    bug: Callable[[pytest.MonkeyPatch], str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = bug(monkeypatch)
+    with pytest.raises(AssertionError, match=words):
+        check_others(policy)
+
+
+@pytest.mark.parametrize("num_floods", [1, 20])
+def test_the_queue_never_overflows_and_the_engine_is_never_less_busy(num_floods: int) -> None:
+    crowd = Crowd(num_polite=0, num_floods=num_floods, seed=SEED).run()
+    assert crowd.widest[0] <= MOST and crowd.widest[1] <= MOST // 2
+    assert crowd.widest[1 if num_floods == 1 else 0] == (MOST // 2 if num_floods == 1 else MOST), "it was full"
+    assert crowd.refusals[RateLimited if num_floods == 1 else Overloaded] > 100
+    assert crowd.tokens_per_step >= GOODPUT * SLOTS
+
+
+def test_an_engine_that_stops_to_refuse_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever lets half of its slots idle under load does not pass."""
+    monkeypatch.setattr("tests.engine.crowds.SLOTS", SLOTS // 2)
+    crowd = Crowd(num_polite=0, seed=SEED).run()
+    assert crowd.tokens_per_step < GOODPUT * SLOTS
+
+
+@pytest.mark.long
+def test_at_length() -> None:
+    alone, beside = check_others(num_steps=8_000)
+    print(f"first token, p95: {alone} steps alone, {beside} beside a flood of ten times the capacity")

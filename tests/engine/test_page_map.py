@@ -1,0 +1,97 @@
+"""The page map of a working engine: against plain counting over the pool and the branches, whoever looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from chatcache.engine.engine import Engine
+from chatcache.engine.stats import MAX_SHARE, PageGauge
+from chatcache.errors import ContextTooLong
+from chatcache.kv_cache.page_table import PageTable
+from chatcache.types.request import SamplingParams
+from tests.engine.driving import drain, engine, request
+from tests.engine.generated import workloads
+from tests.engine.workloads import Workload
+from tests.kv_cache.mapped import NameBook, check_map
+
+
+def tables_of(engine: Engine) -> list[PageTable]:
+    return [table for request in engine.scheduler.running for table in request.tables()]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(workloads())
+def test_the_map_is_what_the_pool_says_at_every_step(workload: Workload) -> None:
+    engine, _ = workload.engine()
+    kv = engine.scheduler.kv
+    namespaces = sorted({arrival.request.namespace for arrival in workload.arrivals})
+    book = NameBook(kv, namespaces)
+    for arrival in workload.arrivals:
+        try:
+            engine.add(arrival.request)
+        except ContextTooLong:
+            continue
+    while engine.has_work():
+        engine.step()
+        check_map(kv, book, tables_of(engine), namespaces)
+        letters = Counter(PageGauge(engine.scheduler).read(None).cells)
+        assert letters["a"] + letters["s"] == kv.pool.num_in_use, "every held page is some branch's"
+        assert letters["i"] == kv.pool.num_idle and letters.total() == kv.pool.num_usable
+
+
+def test_candidates_share_the_prompt_and_leave_it_idle() -> None:
+    one = engine(page_size=4)
+    one.pages._gauge = PageGauge(one.scheduler, lambda: 0.0)  # never old
+    one.add(request(num_tokens=20, params=SamplingParams(n=3, max_tokens=9, ignore_eos=True), namespace="t"))
+    for _ in range(4):
+        one.step()
+    mine, theirs = one.pages.page_map("t"), one.pages.page_map("u")
+    size, num_shared = mine.page_size, 20 // mine.page_size
+    assert mine == one.pages.page_map(operator=True) and mine.num_pages == one.health().num_pages
+    letters = Counter(mine.cells)
+    assert letters["s"] >= num_shared and letters["a"] >= 3 and size > 1
+    assert set(theirs.cells) == {"o", "f"} and theirs.cells.count("o") == letters["a"] + letters["s"] + letters["i"]
+    drain(one)
+    assert set(one.pages.page_map("t").cells) == {"i", "f"}
+    assert set(one.pages.page_map("u").cells) == {"o", "f"}
+
+
+def test_who_polls_shares_looks_and_pays_for_them_in_time() -> None:
+    one = engine()
+    now_s = [100.0]
+
+    def clock() -> float:
+        now_s[0] += 0.5  # a look takes half a second
+        return now_s[0]
+
+    gauge = PageGauge(one.scheduler, clock)
+    empty = gauge.read(None)
+    one.add(request(params=SamplingParams(max_tokens=50, ignore_eos=True)))
+    one.step()
+    assert [gauge.read(name) for name in (None, "", "x")] == [empty] * 3
+    now_s[0] += 0.5 / MAX_SHARE - 5
+    assert gauge.read(None) == empty
+    now_s[0] += 5
+    assert gauge.read(None) != empty
+    one.abort("a")
+    drain(one)
+
+
+@pytest.mark.parametrize("namespace", ["", "x"])
+def test_a_look_changes_nothing(namespace: str) -> None:
+    one, other = engine(), engine()
+    for each in (one, other):
+        each.add(request(params=SamplingParams(n=2, seed=4, max_tokens=30, ignore_eos=True)))
+    events, looked = [], []
+    while one.has_work():
+        events += one.step()
+        looked += other.step()
+        other.pages._gauge = PageGauge(other.scheduler)
+        other.pages.page_map(namespace)
+    assert looked == events
+    other.pages.check()
+    assert other.scheduler.kv.pool._blank == one.scheduler.kv.pool._blank
+    assert list(other.scheduler.kv.pool._idle) == list(one.scheduler.kv.pool._idle)

@@ -1,0 +1,156 @@
+"""Running ahead changes nothing: each of these plausible bugs makes the property fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatcache.engine.pipeline import Flights, Landed
+from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.scheduler.batch import Step
+from chatcache.scheduler.decode_batch import NO_ROW, SteadyBranches, SteadyRows
+from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.scheduler import Ahead, Scheduler
+from chatcache.types.plan import I32
+from tests.engine.generated import until_it_fails, workloads
+from tests.engine.workloads import Workload, assert_equals_alone
+
+Patch = pytest.MonkeyPatch
+Steady = SteadyBranches
+
+
+def tokens_noted_as_planned(patch: Patch) -> None:
+    """What the plan said of a token, not what it turned out to be."""
+    original = Steady.advance
+
+    def advance(self: Steady, rows: SteadyRows) -> None:
+        places = np.flatnonzero(self._is_taken & (self._row != NO_ROW))
+        cells = self._cell[places].copy()
+        original(self, rows)
+        self._cells[cells] = rows.rows.tokens[: len(cells)]
+
+    patch.setattr(Steady, "advance", advance)
+
+
+def tokens_of_the_step_behind(patch: Patch) -> None:
+    original = Flights.collect
+
+    def collect(self: Flights) -> Landed:
+        self._flights.rotate(1)
+        return original(self)
+
+    patch.setattr(Flights, "collect", collect)
+
+
+def rows_of_the_departed_kept(patch: Patch) -> None:
+    patch.setattr(Steady, "kept", lambda self, rows: None)
+
+
+def rows_noted_twice(patch: Patch) -> None:
+    original = Flights.collect
+    patch.setattr(Flights, "collect", lambda self: original(self)._replace(is_committed=False))
+
+
+def rows_not_noted(patch: Patch) -> None:
+    """A step whose rows were all decided behind another is taken for one that was noted then."""
+    original = Flights.collect
+    patch.setattr(
+        Flights, "collect", lambda self: (landed := original(self))._replace(is_committed=not landed.step.granted)
+    )
+
+
+def departures_overlooked(patch: Patch) -> None:
+    """The rows of a step are noted at the places they had, whoever has left since."""
+    patch.setattr(Steady, "_is_standing", lambda self, rows: True)
+
+
+def nobody_waits_for_the_step_behind_a_failed_one(patch: Patch) -> None:
+    def drop(self: Flights) -> list[Step]:
+        steps = [flight.step for flight in self._flights]
+        self._flights.clear()
+        return steps
+
+    patch.setattr(Flights, "drop", drop)
+
+
+def others_go_on_behind_a_failed_step(patch: Patch) -> None:
+    """Only those fail that are still in the failed step."""
+
+    def abandon(self: Scheduler, *steps: Step) -> list[LiveRequest]:
+        failed = [request for request in steps[0].requests() if self._is_running(request)]
+        for request in failed[1:]:
+            self.finish(request, forget=True)
+        return failed[1:]
+
+    patch.setattr(Scheduler, "abandon", abandon)
+
+
+def another_token_than_was_drawn(patch: Patch) -> None:
+    patch.setattr(Steady, "confirm", lambda self, slots, drawn: None)
+
+
+def ahead_of_a_step_that_is_not_steady(patch: Patch) -> None:
+    def is_clear(self: Ahead, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
+        return self._steady.can_follow()
+
+    patch.setattr(Ahead, "is_clear", is_clear)
+
+
+def wide_draws_followed(patch: Patch) -> None:
+    original = Steady.can_follow
+
+    def can_follow(self: Steady) -> bool:
+        width = self._draws.width.copy()
+        self._draws.width[:] = 1
+        try:
+            return original(self)
+        finally:
+            self._draws.width[:] = width
+
+    patch.setattr(Steady, "can_follow", can_follow)
+
+
+def full_page_one_step_early(patch: Patch) -> None:
+    """The step behind is planned before the one ahead is noted."""
+    original = Scheduler.plan_ahead
+
+    def plan_ahead(self: Scheduler) -> Step:
+        step = original(self)
+        start: I32 = step.plan.rows.start - 1
+        return replace(step, plan=replace(step.plan, rows=replace(step.plan.rows, start=start)))
+
+    patch.setattr(Scheduler, "plan_ahead", plan_ahead)
+
+
+BUGS: list[Callable[[Patch], None]] = [
+    tokens_noted_as_planned,
+    tokens_of_the_step_behind,
+    rows_of_the_departed_kept,
+    rows_noted_twice,
+    rows_not_noted,
+    departures_overlooked,
+    nobody_waits_for_the_step_behind_a_failed_one,
+    others_go_on_behind_a_failed_step,
+    another_token_than_was_drawn,
+    ahead_of_a_step_that_is_not_steady,
+    wide_draws_followed,
+    full_page_one_step_early,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    @until_it_fails(max_examples=400)
+    @given(st.one_of(workloads(), workloads(tight=True)).filter(lambda workload: bool(workload.ahead)))
+    def property_holds(workload: Workload) -> None:
+        assert_equals_alone(workload)
+
+    bug(monkeypatch)
+    # ValueError: arrays of different steps do not fit together.
+    with pytest.raises((AssertionError, BrokenInvariant, KeyError, IndexError, ValueError)):
+        property_holds()

@@ -1,0 +1,83 @@
+"""The property has teeth: each of these plausible bugs makes it fail, most of them by wrong tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+
+from chatcache.engine.invariants import SelfCheck
+from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.scheduler.batch import Batch, Step
+from chatcache.scheduler.branches import Slots
+from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.scheduler import Scheduler
+from tests.engine.generated import until_it_fails, workloads
+from tests.engine.workloads import Workload, assert_equals_alone
+from tests.kv_cache.planted import (
+    copied_page_not_told_to_the_runner,
+    double_free,
+    evicted_page_stays_in_the_index,
+    fork_forgets_to_hold_the_tail,
+    missed_decrement,
+    partial_match_too_long,
+    shared_tail_written_in_place,
+)
+
+Patch = pytest.MonkeyPatch
+
+
+def copy_never_made(patch: Patch) -> None:
+    patch.setattr(Batch, "add_copies", lambda self, copies: None)
+
+
+def row_fork_forgotten(patch: Patch) -> None:
+    patch.setattr(Slots, "take_forks", lambda self: [])
+
+
+def published_before_execution(patch: Patch) -> None:
+    original = Scheduler._grant
+
+    def grant(self: Scheduler, request: LiveRequest, batch: Batch, num_later: int = 0) -> bool:
+        num_before = len(batch.granted)
+        granted = original(self, request, batch, num_later)
+        for branch, tokens in batch.granted[num_before:]:
+            assert branch.table is not None
+            self.kv.commit(branch.table, tokens)
+        return granted
+
+    def commit(self: Scheduler, step: Step, faulty: object = ()) -> None:
+        self.kv.settle()
+
+    patch.setattr(Scheduler, "_grant", grant)
+    patch.setattr(Scheduler, "commit", commit)
+
+
+BUGS: list[Callable[[Patch], None]] = [
+    copy_never_made,
+    shared_tail_written_in_place,
+    copied_page_not_told_to_the_runner,
+    row_fork_forgotten,
+    published_before_execution,
+    evicted_page_stays_in_the_index,
+    double_free,
+    fork_forgets_to_hold_the_tail,
+    missed_decrement,
+    partial_match_too_long,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize("audit", [False, True], ids=["answers", "audit"])
+def test_the_bug_is_caught(bug: Callable[[Patch], None], audit: bool, monkeypatch: Patch) -> None:
+    @until_it_fails(max_examples=200)
+    @given(workloads())
+    def property_holds(workload: Workload) -> None:
+        assert_equals_alone(workload, audit=audit)
+
+    if not audit:  # nor does the engine look at its own books
+        monkeypatch.setattr(SelfCheck, "run_if_due", lambda self: None)
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, BrokenInvariant, IndexError, KeyError)):
+        property_holds()

@@ -1,0 +1,145 @@
+"""Prompt log-probabilities, exact whatever was cached, however it was cut up, and whoever got in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.types.events import EngineEvent, Failed, Started, TokenLogprob
+from chatcache.types.plan import StepPlan, StepResult
+from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, Params, SamplingParams
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts, history_of
+from tests.support.fake_sampling import log_softmax, top_candidates
+
+VOCAB, PAGE = 64, 4
+PROMPT = tuple(np.random.default_rng(5).integers(1, VOCAB, 30).tolist())
+
+
+def runner(num_pages: int = 100, num_host_pages: int = 0) -> FakeRunner:
+    return FakeRunner(fake_capacity(num_pages, PAGE, 32, 512, num_host_pages), VOCAB)
+
+
+def engine(fake: FakeRunner | None = None, **settings: Any) -> Engine:
+    return Engine(fake or runner(), fake_facts(VOCAB), EngineConfig(**({"strict": True} | settings)))
+
+
+def ask(name: str = "a", prompt: tuple[int, ...] = PROMPT, num_top: int | None = 2, **fields: Any) -> GenerateRequest:
+    params: Params = SamplingParams(max_tokens=6, seed=1, prompt_logprobs=num_top, ignore_eos=True)
+    return GenerateRequest(request_id=name, prompt=prompt, params=fields.pop("params", params), **fields)
+
+
+def run(eng: Engine) -> list[EngineEvent]:
+    events: list[EngineEvent] = []
+    while eng.has_work():
+        events += eng.step()
+        eng.pages.check()
+    return events
+
+
+def started(events: list[EngineEvent], name: str = "a") -> Started:
+    return next(event for event in events if isinstance(event, Started) and event.request_id == name)
+
+
+def expected(prompt: tuple[int, ...], num_top: int) -> tuple[TokenLogprob | None, ...]:
+    scores: list[TokenLogprob | None] = [None]
+    for position in range(1, len(prompt)):
+        logprobs = log_softmax(runner().logits(history_of(prompt[:position])))
+        ids, values = top_candidates(logprobs, num_top)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        scores.append(TokenLogprob(float(logprobs[prompt[position]]), top))
+    return tuple(scores)
+
+
+@pytest.mark.parametrize("num_cached", [0, 15, 30])
+@pytest.mark.parametrize("budget", [4, 7, 512])
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_exact_with_any_part_cached_and_any_chunks(num_cached: int, budget: int, num_top: int) -> None:
+    eng = engine(max_num_batched_tokens=budget)
+    if num_cached:
+        eng.add(ask("before", PROMPT[:num_cached], None))
+        run(eng)
+    eng.add(ask(num_top=num_top))
+    seen = started(run(eng))
+    assert seen.prompt_logprobs == expected(PROMPT, num_top)
+    assert seen.num_cached_tokens == 0, "a token that is not computed has no score"
+    eng.add(ask("after", num_top=None))
+    after = started(run(eng), "after")
+    assert after.num_cached_tokens == 29 and after.prompt_logprobs == ()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=3, max_tokens=6, seed=1, prompt_logprobs=2),
+        SamplingParams(n=2, best_of=4, max_tokens=6, seed=1, prompt_logprobs=2),
+        BeamSearchParams(beam_width=3, max_tokens=6, prompt_logprobs=2),
+    ],
+    ids=["n", "best_of", "beams"],
+)
+def test_several_branches_score_the_prompt_once(params: Params) -> None:
+    eng = engine(max_num_batched_tokens=8)
+    eng.add(ask(params=params))
+    assert started(run(eng)).prompt_logprobs == expected(PROMPT, 2)
+
+
+def test_one_token_has_nothing_to_score() -> None:
+    eng = engine()
+    eng.add(ask(prompt=(5,)))
+    assert started(run(eng)).prompt_logprobs == (None,)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preempted_amid_its_prompt_it_scores_no_token_twice(preemption: str) -> None:
+    """An urgent request grows until the other, half through its prompt, has to give way."""
+    fake = runner(num_pages=17, num_host_pages=50)
+    num_scored: list[int] = []
+    execute = fake.execute
+
+    def watched(plan: StepPlan) -> StepResult:
+        if plan.scores is not None:
+            num_scored.append(int((plan.scores.targets >= 0).sum()))
+        return execute(plan)
+
+    fake.execute = watched  # type: ignore[method-assign]
+    eng = engine(fake, preemption=preemption, scheduling_policy="priority", max_num_batched_tokens=4)
+    long = SamplingParams(max_tokens=40, seed=2, ignore_eos=True)
+    eng.add(ask("urgent", (9, 9, 9), None, params=long, priority=-1))
+    for _ in range(20):
+        eng.step()
+    eng.add(ask())
+    events = run(eng)
+    assert eng.health().num_preemptions >= 1
+    assert started(events).prompt_logprobs == expected(PROMPT, 2)
+    assert sum(num_scored) == len(PROMPT) - 1
+
+
+def test_it_neither_waits_for_twins_nor_forks() -> None:
+    eng = engine(max_num_batched_tokens=32)
+    eng.add(ask("twin", num_top=None))
+    eng.step()
+    eng.add(ask(fork_of=ForkPoint("twin")))
+    seen = started(run(eng))
+    assert seen.num_cached_tokens == 0 and seen.prompt_logprobs == expected(PROMPT, 2)
+
+
+def test_scores_that_are_no_numbers_end_their_request_only() -> None:
+    class Spoilt(FakeRunner):
+        def execute(self, plan: StepPlan) -> StepResult:
+            result = super().execute(plan)
+            if plan.scores is not None and result.scores is not None:
+                first = int(plan.scores.row[0])
+                result.scores[: int(plan.rows.num_tokens[first])] = np.nan
+            return result
+
+    eng = engine(Spoilt(fake_capacity(100, PAGE), VOCAB))
+    eng.add(ask("bad"))
+    eng.add(ask("good", PROMPT[::-1]))
+    events = run(eng)
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert [event.request_id for event in failed] == ["bad"] and "not numbers" in failed[0].message
+    assert started(events, "good").prompt_logprobs == expected(PROMPT[::-1], 2)
+    assert eng.pages.explain(PROMPT).num_cached_tokens == 0

@@ -1,0 +1,96 @@
+"""What a request is told of its start, against the same question asked just before, and the engine's own counters."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from chatcache.engine.engine import Engine
+from chatcache.types.events import EngineEvent, Started, StartReport
+from chatcache.types.request import ForkPoint, SamplingParams
+from chatcache.types.stats import Explanation
+from tests.engine.driving import VOCAB, drain, engine, output, request
+from tests.support.fake_runner import FakeRunner, fake_capacity
+
+
+def report(events: list[EngineEvent], name: str = "a") -> StartReport | None:
+    return next(event.report for event in events if isinstance(event, Started) and event.request_id == name)
+
+
+def started(eng: Engine, name: str) -> list[EngineEvent]:
+    events: list[EngineEvent] = []
+    while not any(isinstance(event, Started) and event.request_id == name for event in events):
+        events += eng.step()
+        eng.pages.check()
+    return events
+
+
+@pytest.mark.parametrize("num_pages", [30, 200])
+def test_the_report_is_what_was_explained_and_what_was_copied(num_pages: int) -> None:
+    eng = engine(FakeRunner(fake_capacity(num_pages, 4), VOCAB))
+    draws = random.Random(num_pages)
+    prompts = [tuple(draws.randrange(1, 4) for _ in range(50)) for _ in range(3)]
+    reasons, num_copied = set(), 0
+    for number in range(60):
+        prompt = draws.choice(prompts)[: draws.randrange(2, 50)] + (draws.randrange(1, 4),) * draws.randrange(3)
+        told: Explanation = eng.pages.explain(prompt)
+        before = eng.health().num_page_copies
+        name = f"r{number}"
+        eng.add(request(name, prompt=prompt, params=SamplingParams(n=3, seed=1, max_tokens=4), explain=True))
+        got = report(started(eng, name), name)
+        assert got is not None and got.num_copied_pages == eng.health().num_page_copies - before
+        if got.miss is None:
+            assert told.reason == ""
+        else:
+            assert (got.miss.reason, got.miss.at_token, got.miss.detail, got.miss.page_size) == (
+                told.reason, told.at_token, told.detail, 4
+            )  # fmt: skip
+        reasons.add(told.reason)
+        num_copied += got.num_copied_pages
+        drain(eng)
+    assert reasons >= {"", "never_computed", "diverged"} and num_copied > 5
+    assert ("evicted" in reasons) == (num_pages == 30)
+
+
+def test_nobody_is_told_who_does_not_ask() -> None:
+    eng = engine()
+    eng.add(request("a"))
+    eng.add(request("b", explain=True))
+    events = drain(eng)
+    assert report(events, "a") is None and report(events, "b") is not None
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 5])
+def test_the_fork_of_a_running_branch_is_told_where_it_leaves_it(num_more: int) -> None:
+    eng = engine(FakeRunner(fake_capacity(200, 4), VOCAB))
+    eng.add(request("a", 21, params=SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)))
+    events = started(eng, "a")
+    for _ in range(7):
+        events += eng.step()
+    said = output(events)
+    prompt = (*request("a", 21).prompt, *said[:6], *(63,) * num_more)
+    eng.add(request("b", prompt=prompt, fork_of=ForkPoint("a"), explain=True))
+    got = report(started(eng, "b"), "b")
+    assert got is not None
+    num_shared = 21 + 6 if num_more else 21 + 5
+    if num_more < 2:
+        assert got.miss is None
+    else:
+        assert got.miss is not None and (got.miss.reason, got.miss.at_token) == ("never_computed", num_shared)
+    assert got.num_copied_pages == 1, "it shares a page in its middle"
+
+
+def test_a_report_is_of_the_first_start_however_often_it_starts() -> None:
+    eng = engine(FakeRunner(fake_capacity(22, 4), VOCAB), max_num_batched_tokens=16)
+    for name in "abc":
+        tokens = tuple(ord(name) - 90 + i % 3 for i in range(30))
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        eng.add(request(name, prompt=tokens, params=params, explain=True))
+    events = drain(eng)
+    assert eng.health().num_preemptions
+    for name in "abc":
+        got = report(events, name)
+        assert (
+            got is not None and got.miss is not None and (got.miss.reason, got.miss.at_token) == ("never_computed", 0)
+        )

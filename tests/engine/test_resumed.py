@@ -1,0 +1,230 @@
+"""A request that another engine had begun: cut off anywhere, the rest is what an undisturbed run says, to the bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from chatcache.config import EngineConfig
+from chatcache.decoding.logit_edits import LogitEdits
+from chatcache.decoding.sampling import SamplingStrategy
+from chatcache.decoding.stopping import START
+from chatcache.engine.engine import Engine
+from chatcache.engine_process.recovery import Told
+from chatcache.errors import EngineFault
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.request import GenerateRequest, SamplingParams, StructuredOutputs
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+
+VOCAB = 256
+BYTES = tuple(bytes([byte]) for byte in range(VOCAB))
+WORD = StructuredOutputs(regex="(ab|ba|c){6,20}")
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"seed": 7},
+    "no seed": {},
+    "three": {"n": 3, "seed": 1, "logprobs": 2},
+    "penalties": {
+        "n": 2, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7, "logit_bias": {5: 4.0}
+    },
+    "stop strings": {"stop": ("A", "\x01\x02", "zz"), "min_tokens": 3, "n": 4},
+    "ends early": {"n": 5, "stop_token_ids": tuple(range(0, VOCAB, 9)), "min_tokens": 2, "logprobs": 0},
+    "grammar": {"structured_outputs": WORD, "n": 2},
+    "prompt": {"prompt_logprobs": 1, "seed": 3},
+}  # fmt: skip
+
+
+def an_engine(*, ahead: bool = False, num_pages: int = 256) -> Engine:
+    capacity = fake_capacity(num_pages, 4, 64, 1024, runs_ahead=ahead)
+    runner = FakeRunner(capacity, VOCAB, None, lazy=ahead)
+    return Engine(runner, fake_facts(VOCAB, ()), EngineConfig(strict=True), BYTES)
+
+
+def a_request(kind: str, name: str = "a") -> GenerateRequest:
+    params = SamplingParams(**({"max_tokens": 24} | KINDS[kind]))
+    return GenerateRequest(request_id=name, prompt=tuple(range(40, 59)), params=params)
+
+
+def run(engine: Engine, *requests: GenerateRequest, most: int = 10_000) -> list[EngineEvent]:
+    """Run to the end, or so many events; a step's come all or not at all."""
+    events: list[EngineEvent] = []
+    for request in requests:
+        engine.add(request)
+    while engine.has_work() and len(events) < most:
+        events += engine.step()
+    return events
+
+
+def resumed(request: GenerateRequest, events: list[EngineEvent]) -> GenerateRequest:
+    told = Told(request)
+    for event in events:
+        told.note(event)
+    return told.resumed()
+
+
+def said(events: list[EngineEvent]) -> list[object]:
+    """All that a reader sees, whichever steps it came by: figures of the work itself aside."""
+    streams: dict[int, list[object]] = {}
+    ends: list[object] = []
+    for event in events:
+        if isinstance(event, Tokens):
+            streams.setdefault(event.index, []).append((event.token_ids, event.logprobs, event.score))
+        elif isinstance(event, CandidateDone):
+            streams.setdefault(event.index, []).append(replace(event, seq=0))
+        elif isinstance(event, Started):
+            ends.append(event.prompt_logprobs)
+        else:
+            assert isinstance(event, Finished), event
+            ends.append((event.num_prompt_tokens, event.num_output_tokens, event.cancelled))
+    return [sorted(streams.items()), ends]
+
+
+class Cuts:
+    """An undisturbed run of one request, to be cut off and resumed."""
+
+    def __init__(self, kind: str, *, ahead: bool = False) -> None:
+        self.request = a_request(kind)
+        self.whole: list[EngineEvent] = []
+        self.at_steps: list[int] = []  # how many events had come when a step was over
+        self._engine = an_engine(ahead=ahead)
+        self._engine.add(self.request)
+        while self._engine.has_work():
+            self.whole += self._engine.step()
+            self.at_steps.append(len(self.whole))
+        self.at_steps = sorted(set(self.at_steps) - {len(self.whole)})
+
+    def check_each(self, cuts: list[int]) -> None:
+        for cut in cuts:
+            self.check(cut)
+
+    def check(self, cut: int) -> None:
+        """Resume behind `cut` events, beside another request."""
+        first, other = self.whole[:cut], a_request("three", "other")
+        rest = run(self._engine, replace(other, prompt=(9, 8, 7)), resumed(self.request, first))
+        rest = [event for event in rest if event.request_id == "a"]
+        assert [event.seq for event in (*first, *rest)] == list(range(1, cut + len(rest) + 1))
+        assert said(first + rest) == said(self.whole), f"cut at {cut}"
+        assert sum(isinstance(event, Started) for event in (*first, *rest)) == 1
+        self._engine.pages.check()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_was_told_the_rest_is_the_same(kind: str, ahead: bool) -> None:
+    cuts = Cuts(kind, ahead=ahead)
+    assert len(cuts.at_steps) > 4
+    for cut in (*cuts.at_steps[:3], *cuts.at_steps[3::5]):
+        cuts.check(cut)
+
+
+@pytest.mark.parametrize("kind", ["ends early", "three", "grammar"])
+def test_cut_where_a_frame_ended_and_not_the_step(kind: str) -> None:
+    """Tokens without the end that came with them, one candidate's first token and not the other's, all but the last."""
+    cuts = Cuts(kind)
+    for cut in sorted({1, 2, 3, 4, 5, *range(6, len(cuts.whole), 4), len(cuts.whole) - 1}):
+        cuts.check(cut)
+
+
+def test_many_at_once_on_few_pages() -> None:
+    """Resumed requests are preempted like any other."""
+    requests = [replace(a_request(kind, kind), prompt=tuple(range(1, 30))) for kind in KINDS]
+    alone = {request.request_id: said(run(an_engine(), request)) for request in requests}
+    engine = an_engine()
+    first = run(engine, *requests, most=random.Random(5).randrange(40, 120))
+    told = {request.request_id: [e for e in first if e.request_id == request.request_id] for request in requests}
+    open_ones = [r for r in requests if not told[r.request_id] or not isinstance(told[r.request_id][-1], Finished)]
+    small = an_engine(num_pages=64)
+    rest = run(small, *(resumed(request, told[request.request_id]) for request in open_ones))
+    assert small.health().num_preemptions > 0
+    for name, expected in alone.items():
+        assert said([*told[name], *(e for e in rest if e.request_id == name)]) == expected
+    small.pages.check()
+
+
+def test_a_dropped_candidate_stays_dropped() -> None:
+    request = a_request("three")
+    for num_steps in (0, 3):
+        engine = an_engine()
+        engine.add(request)
+        events = [event for _ in range(num_steps) for event in engine.step()]
+        engine.drop("a", 1)
+        events += engine.take_events()
+        rest = run(an_engine(), resumed(request, events))
+        ends = [event for event in (*events, *rest) if isinstance(event, CandidateDone)]
+        assert sorted((end.index, end.finish_reason) for end in ends) == [
+            (0, "length"),
+            (1, "cancelled"),
+            (2, "length"),
+        ]
+        assert not [event for event in rest if isinstance(event, Tokens) and event.index == 1]
+
+
+def test_a_full_queue_turns_no_resumed_request_away() -> None:
+    capacity = fake_capacity(256, 4, 64, 1024)
+    engine = Engine(FakeRunner(capacity, VOCAB, None), fake_facts(VOCAB, ()), EngineConfig(max_num_waiting=1), BYTES)
+    for number in range(5):
+        engine.add(resumed(a_request("seeded", f"r{number}"), []))
+    assert sum(isinstance(event, Finished) for event in run(engine)) == 5
+
+
+def test_what_cannot_be_followed_again_ends_alone() -> None:
+    request = a_request("grammar")
+    told = resumed(request, run(an_engine(), request, most=4))
+    assert told.resumed is not None
+    other = replace(told.resumed.candidates[0], tokens=b"\xff\0\0\0")  # a token that the grammar does not have
+    bad = replace(told, resumed=replace(told.resumed, candidates=(other, *told.resumed.candidates[1:])))
+    events = run(an_engine(), bad, a_request("seeded", "b"))
+    assert [type(event) for event in events if event.request_id == "a"] == [Failed]
+    assert [event for event in events if isinstance(event, Finished)][-1].request_id == "b"
+
+
+def _no_penalties(patch: pytest.MonkeyPatch) -> None:
+    original = SamplingStrategy.resume
+
+    def forgetful(self: SamplingStrategy, candidates: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(LogitEdits, "record", lambda *_: None)
+            return original(self, candidates)
+
+    patch.setattr(SamplingStrategy, "resume", forgetful)
+
+
+def _no_trail(patch: pytest.MonkeyPatch) -> None:
+    original = SamplingStrategy.resume
+
+    def forgetful(self: SamplingStrategy, candidates: Any) -> Any:
+        ends = original(self, candidates)
+        for lane in self._lanes.values():
+            lane.trail = START
+        return ends
+
+    patch.setattr(SamplingStrategy, "resume", forgetful)
+
+
+def _no_score(patch: pytest.MonkeyPatch) -> None:
+    original = SamplingStrategy.resume
+
+    def forgetful(self: SamplingStrategy, candidates: Any) -> Any:
+        return original(self, [replace(each, score=0.0) for each in candidates])
+
+    patch.setattr(SamplingStrategy, "resume", forgetful)
+
+
+def _no_tokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        SamplingStrategy, "resume", lambda self, candidates: self._wanted.clear() or self._wanted.update((0,)) or ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("bug", "kind"),
+    [(_no_penalties, "penalties"), (_no_trail, "greedy"), (_no_score, "three"), (_no_tokens, "greedy")],
+)
+def test_planted_bugs_are_caught(bug: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = Cuts(kind)
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, EngineFault)):
+        cuts.check_each(cuts.at_steps[5::4])

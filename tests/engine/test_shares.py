@@ -1,0 +1,111 @@
+"""A tenant may hold half of the queue: what is beyond that is its own affair (429), a full queue everybody's (503)."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from chatcache.engine import admission as intake
+from chatcache.engine.engine import Engine
+from chatcache.errors import ChatcacheError, Overloaded, RateLimited
+from chatcache.types.request import SamplingParams
+from tests.engine.driving import engine, request
+
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
+MOST, MOST_TOKENS = 12, 300
+
+
+def ask(eng: Engine, tenant: str, number: int, num_tokens: int = 4) -> ChatcacheError | None:
+    """Add a request; how it was refused."""
+    name = f"{tenant}-{number}"
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    try:
+        eng.add(replace(request(name, num_tokens=num_tokens, params=params), namespace=tenant))
+    except ChatcacheError as error:
+        return error
+    return None
+
+
+def waiting(eng: Engine) -> Counter[str]:
+    return Counter(each.namespace for each in eng.scheduler.waiting)
+
+
+def waiting_tokens(eng: Engine) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in eng.scheduler.waiting:
+        total[each.namespace] += each.num_prompt_tokens
+    return total
+
+
+def test_a_tenant_is_refused_at_half_and_everybody_at_the_whole() -> None:
+    eng = engine(max_num_waiting=4)
+    assert [ask(eng, "one", number) for number in range(2)] == [None, None]
+    beyond = ask(eng, "one", 2)
+    assert isinstance(beyond, RateLimited) and beyond.status == 429 and "of this tenant" in beyond.message
+    assert [ask(eng, "two", number) for number in range(2)] == [None, None]
+    full = ask(eng, "three", 0)
+    assert isinstance(full, Overloaded) and full.status == 503
+    eng.abort("one-0")
+    assert ask(eng, "three", 0) is None, "what an abort leaves is free"
+    eng.step()
+    assert ask(eng, "one", 2) is None
+
+
+def test_by_tokens_too_and_the_first_is_never_too_long() -> None:
+    eng = engine(max_waiting_tokens=200)
+    assert ask(eng, "one", 0, 150) is None
+    beyond = ask(eng, "one", 1, 1)
+    assert isinstance(beyond, RateLimited) and "150 prompt tokens of this tenant" in beyond.message
+    assert ask(eng, "two", 0, 50) is None
+    assert isinstance(ask(eng, "three", 0, 1), Overloaded)
+
+
+def test_an_open_server_has_no_shares() -> None:
+    eng = engine(max_num_waiting=4)
+    assert [ask(eng, "", number) for number in range(4)] == [None] * 4
+    assert isinstance(ask(eng, "", 4), Overloaded)
+
+
+def flood(seed: int) -> None:
+    """Three tenants ask at random, steps and aborts between.
+
+    Raises: AssertionError where a share or the queue overflows, somebody is refused who had room, or the books are off.
+    """
+    rng = np.random.default_rng(seed)
+    eng = engine(max_num_waiting=MOST, max_waiting_tokens=MOST_TOKENS, max_num_seqs=3)
+    alive: list[str] = []
+    for number in range(400):
+        act = rng.integers(10)
+        if act == 0:
+            eng.step()
+        elif act == 1 and alive:
+            eng.abort(alive.pop(int(rng.integers(len(alive)))))
+        else:
+            tenant, num_tokens = "abc"[rng.integers(3)], int(rng.integers(1, 60))
+            mine, tokens, everybody = waiting(eng)[tenant], waiting_tokens(eng), len(eng.scheduler.waiting)
+            has_share = mine < MOST // 2 and (not mine or tokens[tenant] + num_tokens <= MOST_TOKENS // 2)
+            has_room = everybody < MOST and (not everybody or tokens.total() + num_tokens <= MOST_TOKENS)
+            error = ask(eng, tenant, number, num_tokens)
+            expected = RateLimited if not has_share else Overloaded if not has_room else type(None)
+            assert type(error) is expected, f"{error!r} for who had {mine} of {everybody} waiting"
+            if error is None:
+                alive.append(f"{tenant}-{number}")
+        assert len(eng.scheduler.waiting) <= MOST and max(waiting(eng).values(), default=0) <= MOST // 2
+        assert {name: eng.scheduler.waiting.of(name) for name in "abc"} == {
+            name: (waiting(eng)[name], waiting_tokens(eng)[name]) for name in "abc"
+        }
+
+
+def test_shares_hold_whatever_comes() -> None:
+    for turn in range(5):
+        flood(SEED + turn)
+
+
+def test_without_shares_the_flood_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "check_share", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"(None|Overloaded\(.*\)) for who had"):
+        flood(SEED)

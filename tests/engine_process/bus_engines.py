@@ -1,0 +1,206 @@
+"""Engines for bus tests, built in the child by import path. `EngineConfig.model` says how they behave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
+
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.engine_process.process import EngineProcess, RestartPolicy
+from chatcache.engine_process.protocol import MAX_FRAME_BYTES
+from chatcache.errors import ContextTooLong, DeviceLost, ModelFolderError, UnsupportedParameter
+from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
+from chatcache.types.plan import StepPlan, StepResult
+from chatcache.types.request import GenerateRequest, SamplingParams
+from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageHit, PageMap
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+
+LOST = "the device is lost: an illegal memory access"
+FAST = RestartPolicy(max_deaths=3, first_delay_s=0.01)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    """The oracle: what `CountingEngine` answers to a prompt."""
+    return [(sum(prompt) * 31 + position) % 1000 for position in range(num_tokens)]
+
+
+class CountingEngine:
+    """Answers one predictable token per request and step; `step_s` makes a step take time."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.facts = ModelFacts(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)
+        self._step_s = step_s
+        self._running: dict[str, tuple[GenerateRequest, int, int]] = {}
+        self._ended: list[EngineEvent] = []
+        self._num_steps = 0
+
+    def add(self, request: GenerateRequest) -> None:
+        if len(request.prompt) > 1000:
+            raise ContextTooLong(f"{len(request.prompt)} tokens do not fit", param="prompt")
+        resumed = request.resumed
+        produced = len(resumed.candidates[0].tokens) // 4 if resumed is not None and resumed.candidates else 0
+        self._running[request.request_id] = (request, produced, resumed.last_seq if resumed is not None else 0)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            request, produced, seq = self._running.pop(request_id)
+            self._ended.append(Finished(request_id, seq + 1, len(request.prompt), 0, produced, cancelled=True))
+
+    def drop(self, request_id: str, index: int) -> None:
+        """Of its one candidate."""
+        if index:
+            raise UnsupportedParameter(f"no {index}", param="candidate")
+        self.abort(request_id)
+
+    def is_preparing(self, request_id: str) -> bool:
+        return False
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._ended)
+
+    def take_events(self) -> list[EngineEvent]:
+        events, self._ended = self._ended, []
+        return events
+
+    def step(self) -> list[EngineEvent]:
+        time.sleep(self._step_s)
+        self._num_steps += 1
+        events = self.take_events()
+        for name, (request, produced, seq) in list(self._running.items()):
+            if not produced:
+                events.append(Started(name, seq := seq + 1, len(request.prompt), 0))
+            limit = request.params.max_tokens or 16
+            token = expected_tokens(request.prompt, produced + 1)[-1]
+            events.append(Tokens(name, seq := seq + 1, 0, (token,)))
+            self._running[name] = (request, produced + 1, seq)
+            if produced + 1 == limit:
+                events.append(CandidateDone(name, seq := seq + 1, 0, "length"))
+                events.append(Finished(name, seq + 1, len(request.prompt), 0, limit))
+                del self._running[name]
+        return events
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(
+            ready=True,
+            load_fraction=1.0,
+            model="counting",
+            num_running=len(self._running),
+            num_steps=self._num_steps,
+        )
+
+    @property
+    def pages(self) -> Self:
+        return self
+
+    def explain(
+        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+    ) -> Explanation:
+        """`namespace` "bug" fails unforeseen, "big" answers with more than a frame holds."""
+        if namespace == "bug":
+            raise KeyError("planted")
+        detail = "x" * MAX_FRAME_BYTES if namespace == "big" else f"{namespace} {num_public_tokens} {operator}"
+        pages = (PageHit(0, 16, "idle", public=True), PageHit(1, 3, "missing"))
+        return Explanation(num_tokens=len(prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
+
+    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        return [len(each.tokens) + each.num_public_tokens + len(namespace) for each in prompts]
+
+    def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
+        cells = "s" if operator else namespace
+        return PageMap(page_size=16, num_pages=1, num_pages_per_cell=1, cells=cells)
+
+    def accounts(self) -> PageAccounts:
+        held = dict.fromkeys(self._running, 0.5)
+        return PageAccounts(num_pages_in_use=1, page_bytes=4096, requests=held, conversations={}, namespaces={})
+
+    def stats(self) -> dict[str, int]:
+        return {"num_steps": self._num_steps}
+
+    def reset_prefix_cache(self) -> bool:
+        return not self._running
+
+
+def build(config: EngineConfig, progress: Callable[[float, str], None]) -> CountingEngine:
+    """`model` is "", "slow" (a step takes 10 ms), "broken" (bad folder), "bug", "loading" (never ends) or "dies"."""
+    progress(0.5, "half way")
+    if config.model == "broken":
+        raise ModelFolderError("config.json: missing")
+    if config.model == "bug":
+        raise RuntimeError("planted")
+    if config.model == "dies":
+        os._exit(9)
+    if config.model == "loading":
+        time.sleep(600)
+    return CountingEngine(step_s=0.01 if config.model == "slow" else 0.0)
+
+
+def build_fake(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
+    """The real engine over the fake runner."""
+    return Engine(FakeRunner(delay_s=0.001), fake_facts(), config)
+
+
+def build_small(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
+    """The same with few pages."""
+    return Engine(FakeRunner(fake_capacity(64, 4)), fake_facts(), config)
+
+
+class _Patient(Engine):
+    """Stands still at its fortieth step until one branch is left, or its patience ends."""
+
+    _num_waits = 0
+
+    def step(self) -> list[EngineEvent]:
+        num_branches = sum(len(each.branches) for each in self.scheduler.running)
+        if self.health().num_steps < 40 or num_branches <= 1 or self._num_waits == 20_000:
+            return super().step()
+        self._num_waits += 1
+        time.sleep(0.001)
+        return self.take_events()
+
+
+def build_patient(config: EngineConfig, progress: object) -> Engine:
+    """The real engine over the fake runner, waiting for seven of eight candidates to be dropped."""
+    return _Patient(FakeRunner(delay_s=0.001), fake_facts(), config)
+
+
+class _Losing(FakeRunner):
+    """Loses its device in its tenth step."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.step >= 10:
+            raise DeviceLost(LOST)
+        return super().execute(plan)
+
+
+def build_losing(config: EngineConfig, progress: object) -> Engine:
+    """The real engine, about to lose its device; `model` "ahead" runs ahead."""
+    capacity = fake_capacity(runs_ahead=config.model == "ahead")
+    return Engine(_Losing(capacity, eos=None, delay_s=0.03), fake_facts(eos=()), config)
+
+
+def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens))
+
+
+def process(model: str = "", policy: RestartPolicy = FAST) -> EngineProcess:
+    """A client over a child that runs `build`."""
+    return EngineProcess(
+        EngineConfig(model=model), "tests.engine_process.bus_engines:build", policy=policy, log_level="error"
+    )
+
+
+def build_spelling(config: EngineConfig, progress: object) -> Engine:
+    """The real engine over the fake runner, every token a byte."""
+    runner = FakeRunner(vocab_size=256, eos=None)
+    return Engine(runner, fake_facts(256, ()), config, tuple(bytes([byte]) for byte in range(256)))

@@ -1,0 +1,144 @@
+"""An engine that dies of some requests, in a real child, and what its requests say when nothing disturbs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.engine_process.process import EngineProcess, RestartPolicy
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.plan import StepPlan, StepResult
+from chatcache.types.request import GenerateRequest, SamplingParams
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+
+VOCAB = 256
+NUM_PROMPT = 20
+POISON_SEED = 6660  # + k: the engine dies as the k-th token behind the prompt is drawn
+HANG_SEED = 7770
+QUICK = RestartPolicy(max_deaths=4, first_delay_s=0.01, hung_after_s=60.0)
+
+
+class DyingRunner(FakeRunner):
+    """The fake runner, but for what it does with poison."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for seed, position in zip(plan.draws.seed.tolist(), plan.draws.position.tolist(), strict=True):
+            if 0 <= seed - POISON_SEED <= position - NUM_PROMPT < 100:
+                os.abort()
+            if seed == HANG_SEED:
+                time.sleep(3600)
+        return super().execute(plan)
+
+
+def build(config: EngineConfig, progress: object) -> Engine:
+    """`model`: how long a step takes, in milliseconds."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    capacity = fake_capacity(4096, 16, 256, 4096, runs_ahead=True)
+    runner = DyingRunner(capacity, VOCAB, None, delay_s=float(config.model or 0) / 1000)
+    return Engine(runner, fake_facts(VOCAB, ()), config, tuple(bytes([byte]) for byte in range(VOCAB)))
+
+
+def process(step_ms: float = 1, policy: RestartPolicy = QUICK) -> EngineProcess:
+    config = EngineConfig(model=str(step_ms))
+    return EngineProcess(config, "tests.engine_process.dying:build", policy=policy, log_level="error")
+
+
+KINDS: Sequence[dict[str, object]] = (
+    {"temperature": 0.0},
+    {},
+    {"n": 3, "logprobs": 1},
+    {"seed": 11, "repetition_penalty": 1.2, "presence_penalty": 0.4},
+    {"n": 2, "frequency_penalty": 0.3, "stop": ("\x01\x02\x03",)},
+)
+
+
+def a_request(number: int, max_tokens: int, **params: object) -> GenerateRequest:
+    prompt = tuple((number * 7 + i) % VOCAB for i in range(NUM_PROMPT))
+    more = {"max_tokens": max_tokens, **(params or KINDS[number % len(KINDS)])}
+    return GenerateRequest(request_id=f"r{number}", prompt=prompt, params=SamplingParams(**more))  # type: ignore[arg-type]
+
+
+def poison(number: int, at: int = 0, max_tokens: int = 40) -> GenerateRequest:
+    return a_request(number, max_tokens, seed=POISON_SEED + at)
+
+
+def undisturbed(requests: Sequence[GenerateRequest]) -> dict[str, list[EngineEvent]]:
+    engine = build(EngineConfig(model="0"), None)
+    for request in requests:
+        engine.add(request)
+    told: dict[str, list[EngineEvent]] = {request.request_id: [] for request in requests}
+    while engine.has_work():
+        for event in engine.step():
+            told[event.request_id].append(event)
+    return told
+
+
+class Crowd:
+    """Requests and their readers."""
+
+    def __init__(self, engine: EngineProcess, requests: Sequence[GenerateRequest]) -> None:
+        self.events: dict[str, list[EngineEvent]] = {request.request_id: [] for request in requests}
+        self._engine = engine
+        self._requests = requests
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def begin(self) -> None:
+        """Submit all; a submit may outlast an engine."""
+        self._tasks = [asyncio.create_task(self._one(request)) for request in self._requests]
+
+    async def _one(self, request: GenerateRequest) -> None:
+        await self._engine.submit(request)
+        async for event in self._engine.events(request.request_id):
+            self.events[request.request_id].append(event)
+
+    @property
+    def open_ones(self) -> list[str]:
+        return [name for name, events in self.events.items() if not events or not is_end(events[-1])]
+
+    def num_tokens(self, name: str) -> int:
+        return sum(isinstance(event, Tokens) for event in self.events[name])
+
+    async def grown(self) -> None:
+        """Wait until everybody who has not ended has said more."""
+        before = {name: self.num_tokens(name) for name in self.events}
+        await until(lambda: all(self.num_tokens(name) > before[name] for name in self.open_ones))
+
+    async def end(self, timeout_s: float = 120.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*self._tasks)
+
+
+def is_end(event: EngineEvent) -> bool:
+    return isinstance(event, Finished | Failed)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came to that"
+        await asyncio.sleep(0.005)
+
+
+def check_same(found: list[EngineEvent], expected: list[EngineEvent]) -> None:
+    """No gap, no repeat, one end, and to the bit what an undisturbed run says."""
+    assert [event.seq for event in found] == list(range(1, len(found) + 1)), "a gap, or something twice"
+    assert [is_end(event) for event in found].count(True) == 1, "more than one end, or none"
+    assert isinstance(found[-1], Finished), f"ended in {found[-1]}"
+    assert said(found) == said(expected), "not what an undisturbed run says"
+
+
+def said(events: list[EngineEvent]) -> list[object]:
+    streams: dict[int, list[object]] = {}
+    for event in events:
+        if isinstance(event, Tokens):
+            streams.setdefault(event.index, []).append((event.token_ids, event.logprobs, event.score))
+        elif isinstance(event, CandidateDone):
+            streams.setdefault(event.index, []).append((event.finish_reason, event.stop_reason, event.score))
+    last = events[-1]
+    figures = (last.num_prompt_tokens, last.num_output_tokens) if isinstance(last, Finished) else ()
+    return [sorted(streams.items()), sum(isinstance(event, Started) for event in events), figures]

@@ -1,0 +1,163 @@
+"""What every EngineClient promises, asked of the thread and of the process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from chatcache.engine_process.process import EngineProcess
+from chatcache.engine_process.threaded import ThreadedEngine
+from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, NotFound
+from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
+from chatcache.types.stats import PackedPrompt, PageAccounts
+from tests.engine_process.bus_engines import CountingEngine, expected_tokens, request
+
+Client = ThreadedEngine | EngineProcess
+
+
+async def collect(client: Client, name: str, after: int = 0) -> list[EngineEvent]:
+    return [event async for event in client.events(name, after)]
+
+
+def tokens_of(events: list[EngineEvent]) -> list[int]:
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+async def test_a_request_streams_to_its_end(client: Client) -> None:
+    await client.submit(request("r", max_tokens=5))
+    events = await collect(client, "r")
+    assert [event.seq for event in events] == list(range(1, 9))
+    assert tokens_of(events) == expected_tokens((1, 2, 3), 5)
+    assert isinstance(events[-1], Finished)
+
+
+async def test_200_requests_at_once_each_get_their_own_tokens(client: Client) -> None:
+    async def one(number: int) -> None:
+        prompt, length = (number, 7), 3 + number % 11
+        await client.submit(request(f"r{number}", length, prompt))
+        events = await collect(client, f"r{number}")
+        assert tokens_of(events) == expected_tokens(prompt, length)
+        assert isinstance(events[-1], Finished)
+
+    await asyncio.gather(*(one(number) for number in range(200)))
+
+
+async def test_a_slow_reader_blocks_nobody_and_loses_nothing(client: Client) -> None:
+    await client.submit(request("slow", 500))
+    reader = client.events("slow")
+    first = await anext(reader)
+    for number in range(5):
+        await client.submit(request(f"fast{number}", 20))
+        assert len(tokens_of(await collect(client, f"fast{number}"))) == 20
+    rest = [event async for event in reader]
+    assert [event.seq for event in (first, *rest)] == list(range(1, 504))
+
+
+async def test_abort_ends_the_stream_with_a_receipt(client: Client) -> None:
+    await client.submit(request("r", 1_000_000))
+    events = client.events("r")
+    await anext(events)
+    await client.abort("r")
+    last = [event async for event in events][-1]
+    assert isinstance(last, Finished) and last.cancelled
+    assert (await client.health()).num_running == 0
+
+
+async def test_unknown_aborts_are_ignored_and_unknown_events_are_not_found(client: Client) -> None:
+    await client.abort("nobody")
+    with pytest.raises(NotFound):
+        await collect(client, "nobody")
+
+
+async def test_a_refused_request_raises_and_leaves_no_log(client: Client) -> None:
+    with pytest.raises(ContextTooLong, match="1001 tokens") as caught:
+        await client.submit(request("r", prompt=(1,) * 1001))
+    assert (caught.value.param, caught.value.status) == ("prompt", 400)
+    with pytest.raises(NotFound):
+        await collect(client, "r")
+    await client.submit(request("r", 1))
+
+
+async def test_an_id_in_use_is_refused(client: Client) -> None:
+    await client.submit(request("r", 1_000_000))
+    with pytest.raises(InvalidRequest, match="in use"):
+        await client.submit(request("r"))
+    await client.abort("r")
+
+
+async def test_a_cancelled_submit_withdraws_the_request(client: Client) -> None:
+    task = asyncio.create_task(client.submit(request("r", 1_000_000)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await client.submit(request("next", 3))
+    await collect(client, "next")
+    assert (await client.health()).num_running == 0
+
+
+async def test_calls_reach_the_engine(client: Client) -> None:
+    await client.submit(request("r", 3))
+    await collect(client, "r")
+    assert (await client.stats())["num_steps"] >= 3
+    assert await client.reset_prefix_cache() is True
+    assert (await client.health()).model == "counting"
+
+
+async def test_explain_and_accounts_cross_as_what_they_are(client: Client) -> None:
+    explanation = await client.explain([1, 2, 3], "tenant", 2, operator=True)
+    assert explanation == CountingEngine().explain((1, 2, 3), "tenant", 2, operator=True)
+    for arguments in (("tenant", False), ("", True)):
+        pages = await client.page_map(arguments[0], operator=arguments[1])
+        assert pages == CountingEngine().page_map(arguments[0], operator=arguments[1])
+    prompts = [PackedPrompt(bytes(4 * number), number) for number in (3, 20_000, 0, 1, 17_000, 9_000, 9_000)]
+    assert await client.num_cached(prompts, "tenant") == CountingEngine().num_cached(prompts, "tenant")
+    assert await client.num_cached([]) == []
+    await client.submit(request("r", 1_000_000))
+    accounts = await client.accounts()
+    assert isinstance(accounts, PageAccounts) and accounts.requests == {"r": 0.5}
+    await client.abort("r")
+
+
+async def test_a_question_that_fails_is_answered_and_the_engine_goes_on(client: Client) -> None:
+    with pytest.raises(EngineFault) as caught:
+        await client.explain([1], "bug")
+    assert "planted" not in caught.value.message
+    await client.submit(request("r", 3))
+    assert len(tokens_of(await collect(client, "r"))) == 3
+
+
+async def test_closing_ends_open_requests_once(client: Client) -> None:
+    await client.submit(request("r", 1_000_000))
+    events = client.events("r")
+    await anext(events)
+    await client.close()
+    terminal = [event for event in [event async for event in events] if isinstance(event, Finished | Failed)]
+    assert len(terminal) == 1 and isinstance(terminal[0], Failed)
+
+
+class FaultyEngine(CountingEngine):
+    def step(self) -> list[EngineEvent]:
+        raise RuntimeError("planted")
+
+
+async def test_a_fault_in_the_thread_ends_requests_and_health_tells() -> None:
+    async with ThreadedEngine(FaultyEngine) as engine:
+        await engine.submit(request("r"))
+        (event,) = await collect(engine, "r")
+        assert isinstance(event, Failed) and "planted" in event.message
+        health = await engine.health()
+        assert not health.ready and "planted" in health.detail
+
+
+async def test_a_factory_that_fails_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
+    def factory() -> CountingEngine:
+        raise InvalidRequest("no such thing")
+
+    async with ThreadedEngine(factory) as engine:
+        with pytest.raises(InvalidRequest, match="no such thing"):
+            await engine.submit(request("r"))
+        with pytest.raises(InvalidRequest, match="no such thing"):
+            await engine.wait_loaded()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -1,0 +1,264 @@
+"""Engine children that are killed, hang, or die of a request: whoever is innocent says all, once, to the bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from chatcache.engine_process import process as children
+from chatcache.engine_process.process import Child, EngineProcess, RestartPolicy
+from chatcache.engine_process.protocol import Notice
+from chatcache.engine_process.recovery import Survivors, Told
+from chatcache.types.events import Failed, Finished
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Resumed, SamplingParams
+from tests.engine_process.dying import Crowd, a_request, check_same, poison, process, undisturbed, until
+from tests.engine_process.test_process import alive
+
+ZOMBIES = RestartPolicy(max_deaths=4, first_delay_s=0.01, hung_after_s=2.0)
+
+
+async def killed_under_streams(num_kills: int, num_streams: int = 20) -> None:
+    num_killed = 0
+    async with process(step_ms=5) as engine:
+        await engine.wait_loaded()
+        while num_killed < num_kills:  # once, but where the machine has more time for the child than for this process
+            first, num_tokens = num_killed * num_streams, 30 * (num_kills - num_killed)
+            requests = [a_request(first + number, num_tokens) for number in range(num_streams)]
+            expected = undisturbed(requests)
+            crowd = Crowd(engine, requests)
+            await crowd.begin()
+            while num_killed < num_kills:
+                await crowd.grown()
+                if not crowd.open_ones:
+                    break
+                os.kill(engine.pid or 0, signal.SIGKILL)
+                num_killed += 1
+                await until(lambda count=num_killed: engine.num_restarts == count)  # type: ignore[misc]
+            await crowd.end()
+            for name, events in crowd.events.items():
+                check_same(events, expected[name])
+    print(f"killed {num_killed} times, {engine.num_restarts} restarts")
+
+
+async def test_kills_under_streams_disturb_nobody() -> None:
+    await killed_under_streams(6)
+
+
+@pytest.mark.long
+async def test_fifty_kills_under_streams_disturb_nobody() -> None:
+    await killed_under_streams(50)
+
+
+def _without_tokens(told: Told) -> GenerateRequest:
+    resumed = Resumed(last_seq=told.last_seq, num_cached_tokens=0)
+    return GenerateRequest(
+        request_id=told.request.request_id, prompt=told.request.prompt, params=told.request.params, resumed=resumed
+    )
+
+
+async def test_a_bus_that_forgets_what_was_told_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: everything is said twice."""
+    monkeypatch.setattr(Told, "resumed", _without_tokens)
+    with pytest.raises(AssertionError, match="not what an undisturbed run says"):
+        await killed_under_streams(1, num_streams=3)
+
+
+@pytest.mark.parametrize(("code", "is_waited_for"), [(errno.EMFILE, True), (errno.ENOENT, False)])
+async def test_a_system_without_room_for_an_engine_is_waited_for(
+    code: int, is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refusals = children._start, iter([OSError(code, os.strerror(code))] * 6)
+
+    def refused_at_first(sock: socket.socket) -> subprocess.Popen[bytes]:
+        for refusal in refusals:
+            raise refusal
+        return start(sock)
+
+    async with process(step_ms=5) as engine:
+        await engine.wait_loaded()
+        requests = [a_request(0, 200)]
+        expected = undisturbed(requests)
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        await crowd.grown()
+        monkeypatch.setattr(children, "_start", refused_at_first)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        await crowd.end()
+        for name, events in crowd.events.items():
+            if is_waited_for:
+                check_same(events, expected[name])
+            else:
+                assert "could not be started" in (await engine.wait_failed()).message
+                assert isinstance(events[-1], Failed)
+        assert engine.num_restarts == 1
+
+
+async def poisoned(num_poison: int, num_good: int) -> EngineProcess:
+    requests = [a_request(number, 30) for number in range(num_good)]
+    expected = undisturbed(requests)
+    every = num_good // num_poison
+    for number in range(num_poison):  # some kill at once, some when they have said something
+        requests.insert(number * (every + 1) + 2, poison(1000 + number, at=(number % 3) * 5))
+    async with process() as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        await crowd.end()
+        assert engine.num_restarts <= 2 * num_poison, f"{num_poison} poison killed {engine.num_restarts} engines"
+    for name, events in crowd.events.items():
+        if name in expected:
+            check_same(events, expected[name])
+        else:
+            end = events[-1]
+            assert isinstance(end, Failed) and end.code == "request_poisoned"
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    return engine
+
+
+async def test_poison_ends_alone() -> None:
+    await poisoned(2, 20)
+
+
+@pytest.mark.long
+async def test_ten_poison_among_two_hundred_end_alone() -> None:
+    await poisoned(10, 200)
+
+
+async def test_without_quarantine_poison_takes_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: whatever was running is thought innocent."""
+    monkeypatch.setattr(Survivors, "_suspects", lambda self: iter(()))
+    with pytest.raises(AssertionError, match=r"1 poison killed ([3-9]|[1-9][0-9]+) engines"):
+        await poisoned(1, 5)
+
+
+async def test_poison_that_hangs_is_ended_too() -> None:
+    requests = [a_request(1, 200), a_request(2, 5, seed=7770)]
+    expected = undisturbed(requests[:1])
+    async with process(policy=ZOMBIES) as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        await crowd.end()
+        check_same(crowd.events["r1"], expected["r1"])
+        end = crowd.events["r2"][-1]
+        assert isinstance(end, Failed) and end.code == "request_poisoned" and engine.num_restarts <= 2
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
+    """Notices that were heard from a child which is not the present one."""
+    heard: list[Notice] = []
+    children: list[Child] = []
+    spawn, receive = Child.spawn, EngineProcess._receive
+
+    async def spawned(self: Child, boot: object) -> None:
+        children.append(self)
+        through = self._receive
+
+        def from_it(notice: Notice) -> None:
+            if children[-1] is not self:
+                heard.append(notice)
+            else:
+                through(notice)
+
+        self._receive = from_it
+        await spawn(self, boot)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Child, "spawn", spawned)
+    assert receive is EngineProcess._receive
+    monkeypatch.setattr("chatcache.engine_process.process.KILL_GRACE_S", 0.01)
+    monkeypatch.setattr(Child, "kill", lambda self: None)  # it is stopped, and nothing reaches it
+    return iter([heard])
+
+
+async def woken_zombies(num_zombies: int, heard: list[Notice]) -> None:
+    requests = [a_request(number, 150 * num_zombies) for number in range(4)]
+    expected = undisturbed(requests)
+    async with process(step_ms=5, policy=ZOMBIES) as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, requests)
+        await crowd.begin()
+        for number in range(num_zombies):
+            await crowd.grown()
+            child = engine._child
+            assert child is not None and child.process is not None
+            os.kill(child.process.pid, signal.SIGSTOP)
+            await until(lambda number=number: engine.num_restarts > number)  # type: ignore[misc]
+            await crowd.grown()
+            os.kill(child.process.pid, signal.SIGCONT)
+            try:
+                await until(lambda child=child: bool(heard) or not alive(child.process.pid))  # type: ignore[misc]
+                assert not heard, "a zombie was heard"
+            finally:
+                os.kill(child.process.pid, signal.SIGKILL)
+                child.process.wait()
+        await crowd.end()
+        pid = engine.pid or 0
+        await _stop(engine)
+        assert not alive(pid)
+    for name, events in crowd.events.items():
+        check_same(events, expected[name])
+
+
+async def _stop(engine: EngineProcess) -> None:
+    await until(lambda: engine._ready)
+    await engine.close()
+
+
+async def test_a_zombie_that_wakes_is_heard_by_nobody(strangers: Iterator[list[Notice]]) -> None:
+    await woken_zombies(1, next(strangers))
+
+
+@pytest.mark.long
+async def test_twenty_zombies_that_wake_are_heard_by_nobody(strangers: Iterator[list[Notice]]) -> None:
+    await woken_zombies(20, next(strangers))
+
+
+async def test_a_bus_that_leaves_the_zombie_its_socket_is_caught(
+    strangers: Iterator[list[Notice]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: what hung is replaced, and not cut off."""
+    reap = Child.reap
+
+    async def left(self: Child, grace_s: float) -> int | None:
+        return None if grace_s == 0.0 else await reap(self, grace_s)
+
+    monkeypatch.setattr(Child, "cut_off", lambda self: None)
+    monkeypatch.setattr(Child, "reap", left)
+    with pytest.raises(AssertionError, match="a zombie was heard"):
+        await woken_zombies(1, next(strangers))
+
+
+async def test_searches_end_in_one_error_and_new_ones_run() -> None:
+    def search(number: int) -> GenerateRequest:
+        params = (
+            BeamSearchParams(beam_width=3, max_tokens=1000),
+            SamplingParams(n=1, best_of=3, max_tokens=1000),
+            SamplingParams(n=3, distinct=True, max_tokens=1000),
+        )[number]
+        return GenerateRequest(request_id=f"s{number}", prompt=(1, 2, 3), params=params)
+
+    searches = [search(number) for number in range(3)]
+    async with process(step_ms=5) as engine:
+        await engine.wait_loaded()
+        crowd = Crowd(engine, searches)
+        await crowd.begin()
+        await until(lambda: all(crowd.events.values()))
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        await crowd.end()
+        for events in crowd.events.values():
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+            end = events[-1]
+            assert isinstance(end, Failed) and "signal 9" in end.message
+            assert (end.code, end.status) == ("engine_unavailable", 503), "to be sent again"
+        await until(lambda: engine._ready)
+        after = Crowd(engine, [a_request(1, 5)])
+        await after.begin()
+        await after.end()
+        assert isinstance(after.events["r1"][-1], Finished)

@@ -1,0 +1,93 @@
+"""A lost device: the child tells why, ends with a status of its own, and everybody hears of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from chatcache.config import EngineConfig
+from chatcache.engine_process.process import EngineProcess, RestartPolicy
+from chatcache.engine_process.threaded import ThreadedEngine
+from chatcache.engine_process.worker import EXIT_DEVICE_LOST
+from chatcache.errors import DeviceLost, Overloaded
+from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
+from tests.engine_process.bus_engines import FAST, LOST, build_losing, request, until
+
+AHEAD = pytest.mark.parametrize("model", ["", "ahead"])
+PATIENT = RestartPolicy(max_deaths=3, first_delay_s=600.0)
+
+
+def failures(events: list[EngineEvent]) -> list[tuple[str, str]]:
+    return [(event.code, event.message) for event in events if isinstance(event, Failed)]
+
+
+@AHEAD
+async def test_the_process_ends_and_health_says_why_while_requests_wait(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    factory = "tests.engine_process.bus_engines:build_losing"
+    async with EngineProcess(EngineConfig(model=model), factory, policy=PATIENT, log_level="critical") as engine:
+        await engine.wait_loaded()
+        for name in ("a", "b"):
+            await engine.submit(request(name, 1000, prompt=tuple(range(1, 20))))
+        child = engine._child
+        assert child is not None and child.process is not None
+        await child.ended.wait()
+
+        async def told() -> bool:
+            return "starting a new one" in (await engine.health()).detail
+
+        await until(told)
+        health = await engine.health()
+        assert not health.ready and LOST in health.detail
+        assert child.process.returncode == EXIT_DEVICE_LOST
+        assert LOST in caplog.text
+        with pytest.raises(Overloaded, match="device is lost") as caught:
+            await engine.submit(request("late"))
+        assert caught.value.code == "engine_unavailable"
+        streams = [engine.events(name) for name in ("a", "b")]
+        await engine.close()
+        for stream in streams:
+            events = [event async for event in stream]
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+            assert any(isinstance(event, Tokens) for event in events)
+            assert failures(events) == [("engine_error", "the engine was closed")]
+
+
+@AHEAD
+async def test_a_request_goes_on_from_device_to_device(model: str) -> None:
+    factory = "tests.engine_process.bus_engines:build_losing"
+    async with EngineProcess(EngineConfig(model=model), factory, policy=FAST, log_level="critical") as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("a", 21))
+        events = [event async for event in engine.events("a")]
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert isinstance(events[-1], Finished) and events[-1].num_output_tokens == 21
+        assert engine.num_restarts >= 2
+
+
+async def test_a_row_of_lost_devices_is_given_up_and_told() -> None:
+    factory, policy = "tests.engine_process.bus_engines:build_losing", RestartPolicy(max_deaths=1, first_delay_s=0.01)
+    async with EngineProcess(EngineConfig(), factory, policy=policy, log_level="critical") as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("a", 1000))
+        assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]
+        error = await engine.wait_failed()
+        assert isinstance(error, DeviceLost) and error.message == LOST
+
+
+@AHEAD
+async def test_an_engine_in_a_thread_raises_to_whoever_asks_next(model: str) -> None:
+    async with ThreadedEngine(lambda: build_losing(EngineConfig(model=model), None)) as engine:
+        await engine.submit(request("a", 1000))
+        assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]
+        assert engine._thread is not None
+        engine._thread.join(60)
+        with pytest.raises((DeviceLost, Overloaded), match="device is lost"):
+            await engine.submit(request("late"))
+        with pytest.raises(DeviceLost):
+            await engine.submit(request("later"))
+        health = await engine.health()
+        assert (health.ready, health.detail) == (False, LOST)

@@ -1,0 +1,152 @@
+"""Event logs: contiguous, read by cursor, dropped when nobody needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from chatcache.engine_process.client import FORGET_EVENTS, EventLog, EventLogs
+from chatcache.errors import InvalidRequest, NotFound
+from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
+
+
+def tokens(seq: int) -> Tokens:
+    return Tokens("r", seq, 0, (seq,))
+
+
+def finished(seq: int) -> Finished:
+    return Finished("r", seq, 1, 0, seq - 1)
+
+
+async def collect(logs: EventLogs, after: int = 0) -> list[EngineEvent]:
+    return [event async for event in logs.read("r", after)]
+
+
+async def test_every_reader_sees_everything_after_its_cursor() -> None:
+    logs = EventLogs()
+    logs.open("r")
+    readers = [asyncio.create_task(collect(logs, after)) for after in range(6)]
+    await asyncio.sleep(0)
+    for seq in range(1, 5):
+        logs.append(tokens(seq))
+        await asyncio.sleep(0)
+    logs.append(finished(5))
+    for after, reader in enumerate(readers):
+        assert [event.seq for event in await reader] == list(range(after + 1, 6))
+
+
+@pytest.mark.parametrize("seq", [0, 1, 3])
+def test_gaps_and_repeats_are_refused(seq: int) -> None:
+    log = EventLog("r")
+    log.append(tokens(1))
+    with pytest.raises(ValueError, match=f"seq {seq} after 1"):
+        log.append(tokens(seq))
+
+
+def test_nothing_follows_the_terminal_event() -> None:
+    log = EventLog("r")
+    log.append(finished(1))
+    with pytest.raises(ValueError, match="closed"):
+        log.append(tokens(2))
+
+
+async def test_a_log_is_dropped_when_its_end_was_read() -> None:
+    logs = EventLogs()
+    logs.open("r")
+    logs.append(finished(1))
+    assert (len(logs), logs.num_open) == (1, 0)
+    await collect(logs)
+    assert len(logs) == 0
+    with pytest.raises(NotFound):
+        await collect(logs)
+
+
+async def test_a_reader_that_leaves_at_the_end_counts_as_having_read_it() -> None:
+    logs = EventLogs()
+    logs.open("r")
+    logs.append(finished(1))
+    reader = logs.read("r")
+    await anext(reader)
+    assert len(logs) == 0
+
+
+async def test_a_log_nobody_reads_is_dropped_after_its_retention() -> None:
+    logs = EventLogs(retention_s=0.01)
+    logs.open("r")
+    logs.append(finished(1))
+    await asyncio.sleep(0.05)
+    assert len(logs) == 0
+
+
+async def test_a_cursor_past_the_end_ends() -> None:
+    logs = EventLogs()
+    logs.open("r")
+    logs.append(finished(1))
+    assert await collect(logs, after=99) == []
+
+
+async def test_an_id_in_use_is_refused() -> None:
+    logs = EventLogs()
+    logs.open("r")
+    with pytest.raises(InvalidRequest, match="in use"):
+        logs.open("r")
+
+
+async def test_failing_ends_each_open_log_once() -> None:
+    logs = EventLogs()
+    logs.open("r")
+    logs.append(tokens(1))
+    logs.fail_open("gone", "engine_error")
+    logs.fail_open("gone again", "engine_error")
+    assert await collect(logs) == [tokens(1), Failed("r", 2, "gone")]
+
+
+async def test_a_cancelled_reader_leaves_the_others_alone() -> None:
+    logs = EventLogs()
+    logs.open("r")
+    one, two = (asyncio.create_task(collect(logs)) for _ in range(2))
+    await asyncio.sleep(0)
+    one.cancel()
+    await asyncio.sleep(0)
+    logs.append(finished(1))
+    assert await two == [finished(1)]
+
+
+async def test_what_was_read_is_forgotten_and_reading_on_misses_nothing() -> None:
+    """Readers that come, go, and go on from the last event they dealt with, against the list of all events."""
+    log, rng = EventLog("r"), random.Random(3)
+    log.scores.append(b"many")
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    reading = {number: log.read() for number in seen}
+    for seq in range(1, 4001):
+        log.append(tokens(seq) if seq < 4000 else finished(seq))
+        for number, heard in seen.items():
+            if rng.random() < (0.02, 0.6)[number]:  # one that falls behind, one that keeps up
+                for _ in range(rng.randint(1, log.last_seq - len(heard))):
+                    heard.append((await anext(reading[number])).seq)
+            if rng.random() < 0.01 and len(heard) < log.last_seq:
+                await reading[number].aclose()
+                reading[number] = log.read(len(heard))
+                heard.append((await anext(reading[number])).seq)
+        assert log.last_seq == seq and log.num_kept <= seq - min(map(len, seen.values())) + 2 * FORGET_EVENTS
+    for number, heard in seen.items():
+        heard += [event.seq async for event in reading[number]]
+        assert heard == list(range(1, 4001))
+    assert log.num_kept < 2 * FORGET_EVENTS and not log.scores
+    assert [event.seq async for event in log.read(3990)] == list(range(3991, 4001))
+    with pytest.raises(NotFound, match="gone"):
+        await anext(log.read(5))
+
+
+async def test_nothing_is_forgotten_that_nobody_has_read() -> None:
+    log = EventLog("r")
+    reader = log.read()
+    for seq in range(1, 2001):
+        log.append(tokens(seq))
+    assert (await anext(reader)).seq == 1 and log.num_kept == 2000
+    await reader.aclose()
+    for seq in range(2001, 3001):
+        log.append(tokens(seq))
+    assert log.num_kept == 3000

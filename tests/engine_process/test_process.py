@@ -1,0 +1,309 @@
+"""The child process: it may die, hang or fail to load, and the parent may die; nobody is left waiting or running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from chatcache.engine_process.process import EngineProcess, RestartPolicy
+from chatcache.engine_process.protocol import MAX_FRAME_BYTES
+from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, ModelFolderError, Overloaded
+from chatcache.types.events import Failed, Finished, Started, Tokens
+from tests.engine_process.bus_engines import FAST, expected_tokens, process, request, until
+
+
+def state(pid: int) -> str:
+    """R running or waiting to, S asleep, Z a zombie, X gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return "X"
+
+
+def alive(pid: int) -> bool:
+    return state(pid) not in "ZX"
+
+
+async def ready_again(engine: EngineProcess, restarts: int) -> None:
+    async def condition() -> bool:
+        return engine.num_restarts >= restarts and (await engine.health()).ready
+
+    await until(condition)
+
+
+async def test_kill_9_mid_stream_is_a_pause_and_a_new_child_goes_on() -> None:
+    async with process("slow") as engine:
+        await engine.wait_loaded()
+        names = [f"r{number}" for number in range(5)]
+        streams = {}
+        for number, name in enumerate(names):
+            await engine.submit(request(name, 200, prompt=(number, 7)))
+            streams[name] = engine.events(name)
+            assert isinstance(await anext(streams[name]), Started)
+        first = engine.pid
+        os.kill(first or 0, signal.SIGKILL)
+        for number, name in enumerate(names):
+            events = [event async for event in streams[name]]
+            assert [event.seq for event in events] == list(range(2, len(events) + 2))
+            assert isinstance(events[-1], Finished)
+            tokens = [event.token_ids[0] for event in events if isinstance(event, Tokens)]
+            assert tokens == expected_tokens((number, 7), 200)
+        assert engine.num_restarts == 1 and engine.pid != first and not alive(first or 0)
+
+
+async def test_a_service_that_is_stopped_keeps_its_engine_while_it_drains() -> None:
+    """Service managers tell all processes of a service at once to end; what runs is the parent's to finish."""
+    async with process("slow") as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("r", 50, prompt=(3, 7)))
+        stream, first = engine.events("r"), engine.pid
+        assert isinstance(await anext(stream), Started)
+        os.kill(first or 0, signal.SIGTERM)
+        events = [event async for event in stream]
+        assert isinstance(events[-1], Finished) and engine.pid == first and engine.num_restarts == 0
+    assert not alive(first or 0)
+
+
+async def test_while_no_engine_runs_new_requests_are_refused_and_held_ones_can_be_ended() -> None:
+    async with process("slow", RestartPolicy(first_delay_s=600)) as engine:
+        await engine.wait_loaded()
+        for name in ("held", "aborted"):
+            await engine.submit(request(name, 1_000_000))
+            assert isinstance(await anext(engine.events(name)), Started)
+        os.kill(engine.pid or 0, signal.SIGSTOP)
+        late_stats = asyncio.create_task(engine.stats())
+        await asyncio.sleep(0)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+
+        async def told() -> bool:
+            return "starting a new one" in (await engine.health()).detail
+
+        await until(told)
+        health = await engine.health()
+        assert not health.ready and "signal 9" in health.detail
+        with pytest.raises(Overloaded, match="signal 9"):
+            await late_stats
+        with pytest.raises(Overloaded, match="signal 9"):
+            await engine.submit(request("late"))
+        await engine.abort("aborted")
+        end = [event async for event in engine.events("aborted")][-1]
+        assert isinstance(end, Finished) and end.cancelled and end.num_prompt_tokens == 3
+        reader = engine.events("held")
+        await engine.close()
+        end = [event async for event in reader][-1]
+        assert isinstance(end, Failed) and end.message == "the engine was closed"
+
+
+async def test_a_submit_in_flight_when_the_child_dies_is_answered_by_the_next() -> None:
+    async with process("slow") as engine:
+        await engine.wait_loaded()
+        os.kill(engine.pid or 0, signal.SIGSTOP)
+        submit = asyncio.create_task(engine.submit(request("r", 3)))
+        await asyncio.sleep(0)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        await submit
+        tokens = [event.token_ids[0] async for event in engine.events("r") if isinstance(event, Tokens)]
+        assert tokens == expected_tokens((1, 2, 3), 3) and engine.num_restarts == 1
+
+
+async def test_a_row_of_deaths_is_given_up_and_told() -> None:
+    async with process("dies") as engine:
+        error = await asyncio.wait_for(engine.wait_failed(), 60)
+        assert "exit status 9" in error.message
+        assert engine.num_restarts == FAST.max_deaths - 1
+        with pytest.raises(EngineFault):
+            await engine.wait_loaded()
+
+
+async def test_a_load_that_kills_the_child_is_given_up_however_long_it_takes() -> None:
+    policy = RestartPolicy(max_deaths=3, first_delay_s=0.01, healthy_after_s=0.0)
+    async with process("dies", policy) as engine, asyncio.timeout(60):
+        assert "exit status 9" in (await engine.wait_failed()).message
+        assert engine.num_restarts == 2
+
+
+async def test_a_load_that_hangs_is_given_up() -> None:
+    policy = RestartPolicy(max_deaths=2, first_delay_s=0.01, hung_after_s=0.2, lost_after_s=0.4, healthy_after_s=0.0)
+    async with process("loading", policy) as engine, asyncio.timeout(60):
+        assert "is loading and says nothing" in (await engine.wait_failed()).message
+        assert engine.num_restarts == 1
+
+
+async def test_finished_requests_end_a_row_of_deaths() -> None:
+    async with process() as engine:
+        await engine.wait_loaded()
+        for deaths in range(1, FAST.max_deaths + 2):
+            await engine.submit(request("r", 2))
+            assert isinstance([event async for event in engine.events("r")][-1], Finished)
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await ready_again(engine, restarts=deaths)
+
+
+def test_restart_delays_double_up_to_a_bound() -> None:
+    policy = RestartPolicy(first_delay_s=0.5, max_delay_s=3.0)
+    assert [policy.delay_s(deaths) for deaths in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "text"), [("broken", ModelFolderError, "config.json"), ("bug", EngineFault, "planted")]
+)
+async def test_a_load_failure_is_final_and_told(
+    model: str, kind: type[Exception], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To whoever waits, who says it; nobody says it before."""
+    async with process(model) as engine:
+        with pytest.raises(kind, match=text):
+            await engine.wait_loaded()
+        assert text in (await engine.wait_failed()).message
+        assert text in (await engine.health()).detail
+        assert engine.num_restarts == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.INFO]
+
+
+async def test_while_loading_requests_are_refused_and_progress_is_told() -> None:
+    async with process("loading") as engine:
+
+        async def half_way() -> bool:
+            health = await engine.health()
+            return not health.ready and (health.load_fraction, health.detail) == (0.5, "half way")
+
+        await until(half_way)
+        with pytest.raises(Overloaded) as caught:
+            await engine.submit(request("r"))
+        assert (caught.value.code, caught.value.status) == ("model_loading", 503)
+        child = engine.pid or 0
+    assert not alive(child)
+
+
+async def test_a_prompt_longer_than_the_context_never_reaches_the_pipe() -> None:
+    async with process() as engine:
+        facts = await engine.wait_loaded()
+        with pytest.raises(ContextTooLong, match=f"{facts.max_model_len}"):
+            await engine.submit(request("r", prompt=(2**31 - 1,) * 5_000_000))
+        await engine.submit(request("r", 1))
+
+
+async def test_what_is_no_command_or_does_not_fit_a_frame_harms_nobody() -> None:
+    async with process() as engine:
+        await engine.wait_loaded()
+        child = engine.pid
+        await engine.submit(request("running", 2_000))
+        sends: list[bytes] = [b"\xc1", msgspec.msgpack.encode({"type": "exec", "call": 10**6}), b"\x80"]
+        assert engine._child is not None and engine._child._transport is not None
+        for body in sends:
+            engine._child._transport.write(struct.pack(">I", len(body)) + body)
+        with pytest.raises(EngineFault, match="too large"):
+            await engine.explain([1], "big")
+        with pytest.raises(InvalidRequest):
+            await engine.explain([1], "\ud800")
+        with pytest.raises(InvalidRequest):
+            await engine.explain([2**70])
+        with pytest.raises(InvalidRequest, match="frame limit"):
+            await engine.explain([1], "x" * MAX_FRAME_BYTES)
+        with pytest.raises(InvalidRequest, match="does not understand"):
+            await engine.explain(["1"])  # type: ignore[list-item]
+        with pytest.raises(ContextTooLong):
+            await engine.explain([1] * 5_000_000)
+        assert (await engine.explain([1])).num_tokens == 1
+        assert isinstance([event async for event in engine.events("running")][-1], Finished)
+        assert engine.pid == child and engine.num_restarts == 0
+
+
+async def test_a_silent_engine_with_work_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chatcache.engine_process.process.STALL_S", 0.05)
+    async with process("slow") as engine:
+        await engine.wait_loaded()
+        await asyncio.sleep(0.1)
+        assert (await engine.health()).ready, "an idle engine owes no sign of life"
+        monkeypatch.setattr("chatcache.engine_process.process.STALL_S", 60.0)
+        os.kill(engine.pid or 0, signal.SIGSTOP)
+        submit = asyncio.create_task(engine.submit(request("r", 1_000_000)))
+        await asyncio.sleep(0)
+        assert (await engine.health()).ready, "from here it owes one"
+        monkeypatch.setattr("chatcache.engine_process.process.STALL_S", 0.05)
+
+        async def told() -> bool:
+            health = await engine.health()
+            return not health.ready and "no step for" in health.detail
+
+        await until(told)
+        os.kill(engine.pid or 0, signal.SIGCONT)
+        await submit
+
+
+async def test_closing_leaves_no_process_and_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        async with process() as engine:
+            await engine.wait_loaded()
+            child = engine.pid or 0
+            assert alive(child)
+        assert not alive(child)
+
+    async def closed() -> bool:
+        return len(os.listdir("/proc/self/fd")) <= before + 1
+
+    await until(closed)
+
+
+async def test_the_child_inherits_no_listening_socket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        os.set_inheritable(server.fileno(), True)
+        inode = os.stat(server.fileno()).st_ino
+        async with process() as engine:
+            await engine.wait_loaded()
+            links = [os.readlink(link.path) for link in os.scandir(f"/proc/{engine.pid}/fd")]
+    assert f"socket:[{inode}]" not in links and any(link.startswith("socket:") for link in links)
+
+
+async def test_an_idle_child_sleeps() -> None:
+    async with process() as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("r", 1))
+        assert [event async for event in engine.events("r")]
+        states: list[str] = []
+
+        async def sleeps() -> bool:
+            states.append(state(engine.pid or 0))
+            return states[-20:] == ["S"] * 20  # a busy loop would be running, or waiting to run
+
+        await until(sleeps)
+
+
+PARENT = """
+import asyncio
+from tests.engine_process.bus_engines import process
+async def main():
+    async with process({model!r}) as engine:
+        while (await engine.health()).load_fraction < {loaded}:
+            await asyncio.sleep(0.01)
+        print(engine.pid, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.linux  # parent-death signals are Linux's
+@pytest.mark.parametrize(("model", "loaded"), [("", 1.0), ("loading", 0.5)])
+def test_the_death_of_the_parent_ends_the_child(model: str, loaded: float) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PARENT.format(model=model, loaded=loaded)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as parent:
+        child = int(parent.stdout.readline())  # type: ignore[union-attr]
+        assert alive(child)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(child)

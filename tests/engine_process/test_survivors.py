@@ -1,0 +1,151 @@
+"""Who goes on after a death, in which order, and what those hear who end a request while no engine has it."""
+
+from __future__ import annotations
+
+from chatcache.engine_process.protocol import Abort, Answer, Drop, Events, Submit
+from chatcache.types.events import CandidateDone, Failed, Finished, Tokens
+from chatcache.types.stats import EngineHealth
+from tests.engine_process.survivals import Bench
+
+
+def test_suspects_run_alone_one_after_the_other_then_all() -> None:
+    bench = Bench()
+    for name in "abc":
+        bench.start(name)
+    bench.die()
+    bench.survivors.up()
+    assert bench.in_engine == ["a"]
+    late = bench.submit("late")
+    bench.say("a", (0, 1), (0, 1))
+    assert Abort("a") not in bench.sent
+    bench.say("a", (0, 1))
+    assert bench.sent[-1] == Abort("a") and bench.in_engine == ["a"]
+    bench.finish("a", cancelled=True)
+    assert bench.in_engine == ["b"]
+    bench.finish("b")
+    assert bench.in_engine == ["c"]
+    bench.say("c", *[(0, 1)] * 3)
+    assert bench.in_engine == ["c", "a", "late"]
+    (resumed,) = [c.request.resumed for c in bench.sent[-2:-1] if isinstance(c, Submit)]
+    assert resumed is not None and resumed.candidates[0].tokens == b"\7\0\0\0" + b"\1\0\0\0" * 3
+    last = bench.sent[-1]
+    assert isinstance(last, Submit) and last.call == late and last.request.resumed is None
+    assert not [event for event in bench.told["a"] if isinstance(event, Finished)]
+    assert [event.seq for event in bench.told["a"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_kill_from_outside_says_less_than_a_crash() -> None:
+    """The kernel and operators send SIGKILL; so it takes two deaths alone."""
+    for is_sure, num_trials in ((True, 1), (False, 2)):
+        bench = Bench()
+        bench.start("a")
+        bench.die(is_sure=is_sure)
+        for number in range(num_trials):
+            bench.survivors.up()
+            assert bench.in_engine == ["a"]
+            assert bench.die(is_sure=is_sure) == (number == num_trials - 1)
+        end = bench.told["a"][-1]
+        assert isinstance(end, Failed) and end.code == "request_poisoned"
+
+
+def test_who_outlived_a_trial_is_innocent_again() -> None:
+    bench = Bench()
+    bench.start("a")
+    for _ in range(3):
+        bench.die(is_sure=False)
+        bench.survivors.up()
+        assert bench.die(is_sure=False) == 0
+        bench.survivors.up()
+        bench.say("a", *[(0, 1)] * 3)
+    assert not [event for event in bench.told["a"] if isinstance(event, Failed)]
+
+
+def test_poison_that_was_never_accepted_is_refused() -> None:
+    bench = Bench()
+    call = bench.submit("a")
+    bench.die()
+    bench.survivors.up()
+    assert bench.in_engine == ["a"] and bench.survivors.calls == {call}
+    assert bench.die() == 1
+    (answer,) = bench.answers
+    assert isinstance(answer, Answer) and answer.call == call
+    assert answer.fault is not None and answer.fault.code == "request_poisoned"
+    assert not bench.survivors.calls and not bench.told
+
+
+def test_what_is_held_can_be_aborted_and_dropped() -> None:
+    bench = Bench()
+    for name, n in (("a", 1), ("b", 3), ("c", 2)):
+        bench.start(name, n=n)
+    bench.die()
+    bench.abort("a")
+    end = bench.told["a"][-1]
+    assert isinstance(end, Finished) and end.cancelled and end.num_output_tokens == 1
+    for index in (1, 1, 7):
+        bench.drop("b", index)
+    done = bench.told["b"][-1]
+    assert isinstance(done, CandidateDone) and (done.index, done.finish_reason) == (1, "cancelled")
+    for index in (1, 0):  # the last one: the whole request
+        bench.drop("c", index)
+    assert isinstance(bench.told["c"][-1], Finished)
+    assert [reply.call for reply in bench.answers if isinstance(reply, Answer)][3:] == [4, 5, 6, 7, 8]
+    bench.survivors.up()
+    (resumed,) = [c.request.resumed for c in bench.sent[-1:] if isinstance(c, Submit)]
+    assert resumed is not None and [each.is_done for each in resumed.candidates] == [False, True, False]
+
+
+def test_what_steps_aside_can_be_aborted_and_dropped() -> None:
+    for is_abort in (True, False):
+        bench = Bench()
+        for name in "ab":
+            bench.start(name, n=2)
+        bench.die()
+        bench.survivors.up()
+        bench.say("a", *[(0, 1), (1, 1)] * 3)
+        assert bench.sent[-1] == Abort("a")
+        if is_abort:
+            bench.abort("a")
+        else:
+            call = bench.drop("a", 0)
+            assert not [reply for reply in bench.answers if reply.call == call]
+        bench.finish("a", cancelled=True)
+        if is_abort:
+            assert isinstance(bench.told["a"][-1], Finished)
+        else:
+            assert isinstance(bench.told["a"][-1], CandidateDone) and bench.answers[-1].call == call
+        assert bench.in_engine == ["b"]
+
+
+def test_aborts_and_drops_that_a_dead_engine_had_before_it_are_carried_out() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.start("b", n=2)
+    bench.abort("a")
+    call = bench.drop("b", 1)
+    assert bench.sent[-2:] == [Abort("a"), Drop(call, "b", 1)]
+    bench.die()
+    assert isinstance(bench.told["a"][-1], Finished) and isinstance(bench.told["b"][-1], CandidateDone)
+    assert bench.answers[-1] == Answer(call)
+
+
+def test_those_held_count_among_the_waiting() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.start(name)
+    health = EngineHealth(ready=True, num_waiting=1, num_waiting_tokens=5)
+    assert bench.survivors.with_held(health) is health
+    bench.die()
+    held = bench.survivors.with_held(health)
+    assert (held.num_waiting, held.num_waiting_tokens) == (3, 11)
+    assert bench.survivors.num_in_engine == 0
+
+
+def test_events_out_of_order_are_refused() -> None:
+    bench = Bench()
+    bench.start("a")
+    for seq in (2, 4):
+        try:
+            bench.survivors.receive(Events((Tokens("a", seq, 0, (1,)),)))
+        except ValueError:
+            continue
+        raise AssertionError("it was taken")

@@ -1,0 +1,83 @@
+"""A bad grammar is refused by the answer to its submit, however long compiling took, in a thread and in a child."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from chatcache.config import EngineConfig
+from chatcache.engine_process.loop import Verdicts
+from chatcache.engine_process.process import EngineProcess
+from chatcache.engine_process.protocol import Answer
+from chatcache.engine_process.threaded import ThreadedEngine
+from chatcache.errors import InvalidRequest
+from chatcache.types.events import Failed, Finished, Started, Tokens
+from chatcache.types.request import GenerateRequest, SamplingParams, StructuredOutputs
+from tests.engine_process.bus_engines import FAST, build_spelling
+
+Client = ThreadedEngine | EngineProcess
+
+
+@pytest.fixture(params=["thread", "process"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    if request.param == "thread":
+        engine: Client = ThreadedEngine(lambda: build_spelling(EngineConfig(), lambda *_: None))
+    else:
+        engine = EngineProcess(
+            EngineConfig(), "tests.engine_process.bus_engines:build_spelling", policy=FAST, log_level="error"
+        )
+    async with engine:
+        await engine.wait_loaded()
+        yield engine
+
+
+def asking(name: str, regex: str) -> GenerateRequest:
+    params = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputs(regex=regex))
+    return GenerateRequest(request_id=name, prompt=(65, 66), params=params)
+
+
+async def test_a_grammar_is_judged_by_submit(client: Client) -> None:
+    verdicts = await asyncio.gather(
+        client.submit(asking("good", "[ab]{3}")),
+        client.submit(asking("bad", "a(?=b)")),
+        client.submit(asking("worse", "(a")),
+        return_exceptions=True,
+    )
+    assert verdicts[0] is None
+    for refusal in verdicts[1:]:
+        assert isinstance(refusal, InvalidRequest)
+        assert refusal.param == "structured_outputs" and refusal.code == "invalid_constraint"
+    events = [event async for event in client.events("good")]
+    tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+    assert len(tokens) == 3 and set(tokens) <= {97, 98}
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert isinstance(events[-1], Finished)
+    with pytest.raises(InvalidRequest):
+        await client.submit(asking("bad", "a(?=b)"))  # its name is free again
+
+
+async def test_a_submit_given_up_while_compiling_is_withdrawn(client: Client) -> None:
+    submit = asyncio.create_task(client.submit(asking("late", "[ab]{4}")))
+    await asyncio.sleep(0)
+    submit.cancel()
+    await asyncio.gather(submit, return_exceptions=True)
+    await client.submit(asking("next", "[ab]{2}"))
+    assert isinstance([event async for event in client.events("next")][-1], Finished)
+
+
+def test_only_failures_before_anything_else_are_verdicts() -> None:
+    sent: list[Answer] = []
+    verdicts = Verdicts(sent.append)
+    for call, name in enumerate(("slow", "bad", "late", "good")):
+        verdicts.await_for(name, call)
+    later = Failed("late", 3, "too much", "constraint_too_complex", "structured_outputs", 400)
+    bad = Failed("bad", 1, "no", "invalid_constraint", "structured_outputs", 400)
+    started = Started("other", 1, 2, 0)
+    assert verdicts.settle([started, bad, later], lambda name: name == "slow") == (started, later)
+    assert [answer.call for answer in sent] == [1, 2, 3]
+    assert sent[0].fault is not None and sent[0].fault.code == "invalid_constraint"
+    assert sent[1].fault is None and sent[2].fault is None
+    assert verdicts.settle([started], lambda _: False) == (started,)
+    assert [answer.call for answer in sent] == [1, 2, 3, 0]

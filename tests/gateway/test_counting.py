@@ -1,0 +1,154 @@
+"""Texts that cost their sender nothing and the server a thread, seconds and gigabytes: they wait for one another, and
+what no model could take is not tokenised at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from chatcache.conversations.prompt import ALWAYS_CHARS, MAX_PROMPT_CHARS, PromptBound
+from chatcache.errors import ContextTooLong, RateLimited
+from chatcache.gateway.limits.admission import MAX_AT_ONCE, MAX_WAITING_BYTES, SHORT_BYTES, Counting
+from chatcache.tokenizer.tokenizer import Tokenizer
+from tests.gateway.serving import Server
+
+LONG = SHORT_BYTES + 1
+
+
+class Turns:
+    """Who has a turn now, each until `let_go`."""
+
+    def __init__(self) -> None:
+        self.counting = Counting()
+        self.owners: list[str] = []
+        self._gates: dict[str, asyncio.Event] = {}
+
+    async def take(self, owner: str) -> None:
+        async with self.counting.turn(owner, LONG):
+            self.owners.append(owner)
+            await self._gates.setdefault(owner, asyncio.Event()).wait()
+            self.owners.remove(owner)
+
+    def let_go(self, owner: str) -> None:
+        self._gates[owner].set()
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_one_at_a_time_of_an_owner_and_few_of_all() -> None:
+    turns = Turns()
+    jobs = [asyncio.create_task(turns.take(owner)) for owner in "aaabbbcc"]
+    await settled()
+    assert turns.owners == ["a", "b"] and MAX_AT_ONCE == 2
+    turns.let_go("a")
+    await settled()
+    assert turns.owners == ["b", "c"]
+    for owner in "bc":
+        turns.let_go(owner)
+        await settled()
+    await asyncio.gather(*jobs)
+
+
+async def test_short_texts_do_not_wait() -> None:
+    counting = Counting()
+    async with asyncio.timeout(60), AsyncExitStack() as stack:  # whoever waited here, would wait for ever
+        for owner in ("a", "b"):
+            await stack.enter_async_context(counting.turn(owner, LONG))
+        for _ in range(3):
+            await stack.enter_async_context(counting.turn("a", SHORT_BYTES))
+
+
+async def test_an_owner_may_have_so_much_waiting() -> None:
+    """The largest alone always; what is over, or was given up, is not counted."""
+    counting = Counting()
+    async with counting.turn("a", 2 * MAX_WAITING_BYTES):
+        with pytest.raises(RateLimited):
+            async with counting.turn("a", LONG):
+                pass
+        async with counting.turn("b", LONG):
+            waiting = asyncio.create_task(enter(counting, "b"))
+            await settled()
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+    async with counting.turn("a", MAX_WAITING_BYTES), counting.turn("b", MAX_WAITING_BYTES):
+        pass
+
+
+async def enter(counting: Counting, owner: str) -> None:
+    async with counting.turn(owner, LONG):
+        pass
+
+
+ROUTES: dict[str, dict[str, object]] = {
+    "/tokenize": {"prompt": "a " * LONG},
+    "/detokenize": {"tokens": [1] * LONG},
+    "/v1/cache/explain": {"prompt": "a " * LONG},
+    "/v1/responses/input_tokens": {"input": "a " * LONG},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_who_counts_takes_a_turn(server: Server, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    taken: list[int] = []
+
+    @asynccontextmanager
+    async def turn(self: Counting, owner: str, num_bytes: int) -> AsyncIterator[None]:
+        taken.append(num_bytes)
+        yield
+
+    monkeypatch.setattr(Counting, "turn", turn)
+    assert server.post(path, **ROUTES[path])[0] in (200, 400)
+    assert len(taken) == 1 and taken[0] > SHORT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_token_chars", "most"),
+    [
+        (0, 8, MAX_PROMPT_CHARS),
+        (1024, 0, MAX_PROMPT_CHARS),
+        (16, 8, ALWAYS_CHARS),
+        (100_000, 16, 6_400_000),
+        (1 << 20, 128, MAX_PROMPT_CHARS),
+    ],
+)
+def test_how_long_a_prompt_may_be(max_model_len: int, max_token_chars: int, most: int) -> None:
+    bound = PromptBound(max_model_len, max_token_chars)
+    bound.check(most)
+    with pytest.raises(ContextTooLong):
+        bound.check(most + 1)
+
+
+def test_what_no_model_could_take_is_not_tokenised(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stored conversation too, which may be longer than any request."""
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    server.wait_ready()
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    long = "1" * ALWAYS_CHARS
+    items = [{"type": "message", "role": "user", "content": long[: ALWAYS_CHARS // 4]} for _ in range(5)]
+    conversation = server.post("/v1/conversations", items=items)[2]["id"]
+    user = [{"role": "user", "content": long}]
+    refused: tuple[tuple[str, dict[str, object]], ...] = (
+        ("/v1/responses", {"conversation": conversation, "input": "Hi"}),
+        ("/v1/responses", {"input": long}),
+        ("/v1/responses/input_tokens", {"conversation": conversation, "input": "Hi"}),
+        ("/v1/cache/explain", {"conversation": conversation, "input": "Hi"}),
+        ("/v1/chat/completions", {"messages": user}),
+        ("/v1/completions", {"prompt": long + "1"}),
+    )
+    for path, body in refused:
+        status, _, answer = server.post(path, **body)
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded", path
+    assert max(encoded, default=0) < ALWAYS_CHARS
+    assert server.request("DELETE", f"/v1/conversations/{conversation}")[0] == 200

@@ -1,0 +1,86 @@
+"""Who leaves before the first token has had the prompt computed, and its pages cached: that is not free."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from chatcache.conversations.replies.service import ChatService, ReplyFailed
+from chatcache.gateway.api.generation import generation
+from chatcache.gateway.auth.principal import Limits, Principal
+from chatcache.gateway.errors import ShuttingDown, error_headers
+from chatcache.gateway.limits.admission import Door
+from chatcache.gateway.limits.rate_limits import Limiter, Work
+from chatcache.gateway.metrics import Metrics
+from chatcache.types.events import EngineEvent, Failed, Finished
+from chatcache.types.request import GenerateRequest, SamplingParams
+from chatcache.types.stats import EngineHealth
+from tests.gateway.serving import CHATML, tokenizer_with
+
+PER_MINUTE = 1000
+WHO = Principal("key", "acme", "acme", limits=Limits(tokens_per_minute=PER_MINUTE, max_concurrent=1))
+
+
+class OneReply:
+    """An engine that accepts everything and says this."""
+
+    def __init__(self, *events: EngineEvent) -> None:
+        self._events = events
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ready=True)
+
+    async def submit(self, request: GenerateRequest) -> None: ...
+
+    def num_told(self, request_id: str) -> int:
+        return 0
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def events(self, request_id: str) -> AsyncIterator[EngineEvent]:
+        for event in self._events:
+            yield event
+
+
+async def num_left(*events: EngineEvent) -> int:
+    """What is left of the minute after a request of 100 tokens that was told `events` and then left."""
+    engine: Any = OneReply(*events)
+    limiter = Limiter(clock_ns=lambda: 0)
+    service = ChatService(engine, tokenizer_with(CHATML))
+    asked = GenerateRequest(request_id="r", prompt=(1,) * 100, params=SamplingParams(max_tokens=10))
+    async with Door(engine, limiter).entering(WHO, Work(25, max_tokens=10)) as permit:
+        reply = await service.start(asked)
+        permit.cover(reply)
+    try:
+        async with reply:
+            async for _ in reply.events():
+                pass
+    except ReplyFailed:
+        pass
+    limiter.admit(WHO, Work(0, max_tokens=0)).undo()  # its place is free again
+    return int(limiter.headers(WHO)["x-ratelimit-remaining-tokens"])
+
+
+@pytest.mark.parametrize(
+    ("told", "cost"),
+    [
+        pytest.param((), 100, id="the client has gone"),
+        pytest.param((Finished("r", 1, 100, 0, 0, cancelled=True),), 100, id="cancelled"),
+        pytest.param((Finished("r", 1, 100, 64, 0, cancelled=True),), 36, id="cancelled, with pages found"),
+        pytest.param((Failed("r", 1, "the engine is gone", "engine_unavailable"),), 0, id="not its fault"),
+    ],
+)
+async def test_leaving_before_the_first_token_costs_the_prompt(told: tuple[EngineEvent, ...], cost: int) -> None:
+    assert await num_left(*told) == PER_MINUTE - cost
+
+
+async def test_whom_the_server_ends_is_told_to_come_back() -> None:
+    engine: Any = OneReply(Finished("r", 1, 100, 0, 0, cancelled=True))
+    asked = GenerateRequest(request_id="r", prompt=(1,) * 100, params=SamplingParams(max_tokens=10))
+    reply = await ChatService(engine, tokenizer_with(CHATML)).start(asked)
+    with pytest.raises(ShuttingDown) as told:
+        async for _ in generation(reply, Metrics()):
+            pass
+    assert told.value.status == 503 and "retry-after" in error_headers(told.value)

@@ -1,0 +1,209 @@
+"""More requests at once than fit, by the hundred: queued or refused in order, and the users of a tenant are one tenant.
+
+What the engine sees is noted in its own thread, step by step; nothing here depends on how fast anything is. The same
+load for minutes, with its times: `python -m tests.gateway.overload`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatcache.config import EngineConfig
+from chatcache.engine import admission as intake
+from chatcache.engine.engine import Engine
+from chatcache.gateway import errors
+from chatcache.gateway.auth.principal import Limits
+from chatcache.gateway.limits import admission as door
+from chatcache.types.events import EngineEvent, Started
+from chatcache.types.request import GenerateRequest
+from tests.gateway.clocks import Clock
+from tests.gateway.keyed import Held, give
+from tests.gateway.limited import LimitedServer, keys_with, limited_server
+from tests.gateway.overload import Load
+from tests.gateway.serving import post_bytes, wait_until
+
+SEED = int(os.environ["CHATCACHE_TEST_SEED"])
+CHAT = "/v1/chat/completions"
+MOST = 12
+POLITE = tuple(f"polite{number}" for number in range(10))
+FLOOD, BUSY = "flood", "busy"
+SLOTS = 4
+LONGEST = 8192
+
+
+class Watch:
+    """What the engine saw: who started in which order, and the most that waited, of all and of one tenant."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, str] = {}
+        self.started: list[str] = []
+        self.widest = (0, 0)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    seen = Watch()
+    add, step = Engine.add, Engine.step
+
+    def watched_add(self: Engine, request: GenerateRequest) -> None:
+        add(self, request)
+        seen.tenants[request.request_id] = request.namespace
+        waiting = Counter(each.namespace for each in self.scheduler.waiting)
+        now = waiting.total(), max(waiting.values(), default=0)
+        seen.widest = max(seen.widest[0], now[0]), max(seen.widest[1], now[1])
+
+    def watched_step(self: Engine) -> list[EngineEvent]:
+        events = step(self)
+        seen.started += [seen.tenants[event.request_id] for event in events if isinstance(event, Started)]
+        return events
+
+    monkeypatch.setattr(Engine, "add", watched_add)
+    monkeypatch.setattr(Engine, "step", watched_step)
+    return seen
+
+
+def flooded(folder: Path, held: Mapping[str, Held] | None = None, **engine: Any) -> Any:
+    db = str(folder / "chat.db")
+    held = held if held is not None else keys_with(db, {name: Limits() for name in (FLOOD, BUSY, *POLITE)})
+    config = EngineConfig(**{"max_num_seqs": SLOTS, "max_num_waiting": MOST, **engine})
+    return limited_server(db, Clock(), held, engine_config=config, max_model_len=LONGEST)
+
+
+@contextmanager
+def stream(server: LimitedServer, held: Held, watch: Watch, num_tokens: int = 4) -> Iterator[None]:
+    """A stream that the engine has."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": num_tokens}
+    data = json.dumps({**body, "ignore_eos": True}).encode()
+    before = len(watch.tenants)
+    with server.connect() as connection:
+        connection.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {held.key}\r\n"))
+        wait_until(lambda: len(watch.tenants) == before + 1, "the engine has it", 60)
+        yield
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - other threads make it true
+        await asyncio.sleep(0.01)
+
+
+def rush(server: LimitedServer, watch: Watch, num_floods: int = 100) -> None:
+    """A flood while every slot is taken, ten tenants beside it who ask until they are served.
+
+    Raises: AssertionError where the queue overflows, a refusal is not as it should be, or somebody is not served.
+    """
+    load = Load(server.port, [], random.Random(SEED))
+    refused: Counter[str] = Counter()
+
+    async def ask(name: str) -> int:
+        status = await load.ask(server.held[name].key, num_tokens=6)
+        refused[name] += status != 200
+        return status
+
+    async def politely(name: str) -> None:
+        for _ in range(2):
+            while True:
+                if await ask(name) == 200:
+                    break
+                await asyncio.sleep(0.02)
+
+    async def everybody(slots: ExitStack) -> None:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+            for _ in range(num_floods):
+                tasks.create_task(ask(FLOOD))
+            for name in POLITE:
+                tasks.create_task(politely(name))
+            await until(lambda: refused[FLOOD] + list(watch.tenants.values()).count(FLOOD) == num_floods)
+            server.runner.delay_s = 0
+            slots.close()
+
+    with ExitStack() as slots:
+        server.runner.delay_s = 0.02
+        for _ in range(SLOTS):
+            slots.enter_context(stream(server, server.held[BUSY], watch, num_tokens=LONGEST - 100))
+        wait_until(lambda: len(watch.started) == SLOTS, "every slot is taken", 60)
+        asyncio.run(everybody(slots))
+    report = load.report
+    assert watch.widest[0] <= MOST, f"{watch.widest[0]} were waiting"
+    assert watch.widest[1] == MOST // 2, f"{watch.widest[1]} of one tenant were waiting"
+    assert not report.wrong, f"wrong: {report.wrong[:3]}"
+    assert set(report.statuses) <= {200, 429, 503} and report.statuses[429] > 0
+    assert Counter(watch.started)[FLOOD] + 2 * len(POLITE) == report.statuses[200]
+    assert server.request("GET", "/livez")[0] == 200
+
+
+def no_shares(patch: pytest.MonkeyPatch) -> None:
+    for module in (door, intake):
+        patch.setattr(module, "check_share", lambda *_: None)
+
+
+def no_queue_limit(patch: pytest.MonkeyPatch) -> None:
+    for module in (door, intake):
+        patch.setattr(module, "check_share", lambda *_: None)
+        patch.setattr(module, "check_queue", lambda *_: None)
+
+
+def no_word_of_when(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(errors, "error_headers", lambda error: {})
+
+
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        (no_shares, r"\d+ of one tenant were waiting"),
+        (no_queue_limit, r"^\d+ were waiting"),
+        (no_word_of_when, r"wrong: \[.(429|503) "),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_the_check_sees_what_is_missing(
+    bug: Callable[[pytest.MonkeyPatch], None],
+    words: str,
+    tmp_path: Path,
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bug(monkeypatch)
+    with flooded(tmp_path) as server, pytest.raises(AssertionError, match=words):
+        rush(server, watch, num_floods=50)
+
+
+def order_of(folder: Path, watch: Watch, policy: str) -> list[str]:
+    """While somebody is served, four users of one tenant ask three times each, then another tenant once.
+
+    Return in which order they are served.
+    """
+    held: dict[str, Held] = {}
+    with (
+        flooded(folder, held, scheduling_policy=policy, max_num_seqs=1, max_num_waiting=100) as server,
+        ExitStack() as streams,
+    ):
+        held["first"], held["other"] = give(server.config, "first"), give(server.config, "other")
+        users = ("ann", "bob", "cid", "dee")
+        held |= {user: give(server.config, "acme", user) for user in users}
+        server.call(server.gateway.keyring.look())
+        server.runner.delay_s = 0.02
+        with stream(server, held["first"], watch, num_tokens=LONGEST - 100):
+            for name in (*users * 3, "other"):
+                streams.enter_context(stream(server, held[name], watch))
+            assert watch.started == ["first"]
+        server.runner.delay_s = 0
+        wait_until(lambda: len(watch.started) == 14, "all were served", 60)
+    return watch.started[1:]
+
+
+def test_the_users_of_a_tenant_are_one_tenant(tmp_path: Path, watch: Watch) -> None:
+    assert order_of(tmp_path, watch, "fair").index("other") <= 2
+
+
+def test_first_come_first_served_is_not_fair(tmp_path: Path, watch: Watch) -> None:
+    assert order_of(tmp_path, watch, "fcfs").index("other") == 12

@@ -1,0 +1,121 @@
+"""What was made cheap because it happens at every token must say what the plain way says."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from chatcache.conversations.replies.events import (
+    CallDelta,
+    ReplyDelta,
+    ReplyDone,
+    ReplyEvent,
+    ReplyFinished,
+    ReplyStarted,
+)
+from chatcache.gateway.api.chat_completions import ChatShape
+from chatcache.gateway.api.generation import PlainChunks
+from chatcache.gateway.api.logprobs import EncodedLogprobs, chat_logprobs, encoded_logprobs, list_of
+from chatcache.gateway.json_codec import encode
+from chatcache.gateway.metrics import Tally
+from chatcache.types.events import TokenLogprob
+from tests.gateway.serving import tiny_tokenizer
+
+TEXTS = ["a", ' "quoted" \\ \n', "\ue000", "né 中文 👩‍👩‍👧", "\u2028", '"content":"', "\x00\x1f\x7f"]
+
+
+@pytest.mark.parametrize("model", ["m", "\ue000", 'a"b\\', "中"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_spliced_chunk_is_the_encoded_one(model: str, text: str) -> None:
+    def chunk(index: int, text: str) -> object:
+        return {"model": model, "choices": [{"index": index, "delta": {"content": text}, "logprobs": None}]}
+
+    plain = PlainChunks(chunk)
+    for index in (0, 3, 0):
+        assert encode(plain.of(ReplyDelta(index, text, (1,)))) == encode(chunk(index, text))
+
+
+def chat_shape(**fields: bool) -> ChatShape:
+    return ChatShape(
+        id="chatcmpl-1",
+        created=7,
+        model="m",
+        fingerprint="f",
+        tokenizer=tiny_tokenizer(),
+        num_candidates=2,
+        prompt=(1, 2),
+        **{"with_scores": False, "with_logprobs": False, "with_usage": True, "with_token_ids": False, **fields},
+    )
+
+
+async def test_a_stream_of_plain_chunks_is_the_stream_of_full_ones() -> None:
+    """`with_token_ids` takes the long way; but for the ids both must say the same."""
+
+    async def events() -> AsyncIterator[ReplyEvent]:
+        yield ReplyStarted(2, 0)
+        for number in range(40):
+            yield ReplyDelta(number % 2, random.Random(number).choice(TEXTS), (5,))
+        yield ReplyDone(0, "", "stop", None, (5,), (5,))
+        yield ReplyDone(1, "", "length", None, (5,), (5,))
+        yield ReplyFinished(2, 0, 40)
+
+    short = [json.loads(encode(chunk)) async for chunk in chat_shape().chunks(events())]
+    full = [json.loads(encode(chunk)) async for chunk in chat_shape(with_token_ids=True).chunks(events())]
+    for chunk in full:
+        chunk.pop("prompt_token_ids", None)
+        for choice in chunk["choices"]:
+            choice.pop("token_ids", None)
+    assert short == full
+
+
+def test_deltas_are_values() -> None:
+    call = CallDelta(0, "{}", "call_1", "f")
+    assert ReplyDelta(0, "a", (1,), (), "thought", (call,)) == ReplyDelta(0, "a", (1,), (), "thought", (call,))
+    with pytest.raises(AttributeError):
+        ReplyDelta(0, "a", (1,)).text = "b"  # type: ignore[misc]
+
+
+def test_a_tally_reads_like_the_librarys_histogram() -> None:
+    bounds = (0.001, 0.0025, 0.5, 1, 2.5)
+    registries = CollectorRegistry(), CollectorRegistry()
+    library = Histogram("chatcache_x_seconds", "Text.", buckets=bounds, registry=registries[0])
+    ours = Tally("x_seconds", "Text.", bounds)
+    registries[1].register(ours)
+    for value in (0.0, 0.001, 0.0010001, 0.4, 0.5, 1.0, 2.5, 2.6, 1e9):
+        library.observe(value)
+        ours.observe(value)
+    said = [
+        [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+        for registry in registries
+    ]
+    assert said[0] == said[1]
+
+
+def test_encoded_logprobs_are_the_list_of_all() -> None:
+    """Whatever is taken and given back on the way, and held in little more than their JSON."""
+    tokenizer, draws = tiny_tokenizer(), random.Random(3)
+    ids = [draws.randrange(tokenizer.vocab_size) for _ in range(200)]
+    top = tuple((draws.randrange(tokenizer.vocab_size), -draws.random()) for _ in range(10))
+    scores = [TokenLogprob(-draws.random(), top[: draws.randrange(11)]) for _ in ids]
+    expected = chat_logprobs(tokenizer, ids, scores)
+    kept, early = EncodedLogprobs(), EncodedLogprobs()
+    at = 0
+    tracemalloc.start()
+    while at < len(ids):
+        until = at + draws.randrange(4)
+        early.extend(encoded_logprobs(tokenizer, ids[at:until], scores[at:until]))
+        if draws.random() < 0.5:
+            kept.extend(early.take())
+        at = until
+    kept.extend(early.take())
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    whole = encode(kept.as_list())
+    assert json.loads(whole) == json.loads(encode(expected)) and early.take() == b""
+    assert num_bytes < 1.5 * len(whole) + 10_000
+    assert json.loads(encode({"logprobs": list_of(b"")})) == {"logprobs": []}

@@ -1,0 +1,143 @@
+"""Strict JSON at the door: what two parsers could read differently is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatcache.errors import InvalidRequest
+from chatcache.gateway.json_codec import MAX_DEPTH, MAX_NODES, MAX_VALUES, decode_object, encode
+from chatcache.gateway.middleware import parse_json
+from tests.gateway.serving import Server
+
+REFUSED = {
+    "empty": b"",
+    "not an object": b"[1]",
+    "a string": b'"x"',
+    "NaN": b'{"a": NaN}',
+    "Infinity": b'{"a": Infinity}',
+    "minus Infinity": b'{"a": -Infinity}',
+    "overflow": b'{"a": 1e999}',
+    "duplicate key": b'{"a": 1, "a": 2}',
+    "duplicate key, escaped": b'{"a": 1, "\\u0061": 2}',
+    "duplicate key, nested": b'{"x": [{"a": 1, "a": 1}]}',
+    "lone high surrogate": b'{"a": "\\ud800"}',
+    "lone low surrogate": b'{"a": "\\udc00"}',
+    "surrogates reversed": b'{"a": "\\udc00\\ud800"}',
+    "lone surrogate key": b'{"\\ud800": 1}',
+    "raw surrogate bytes": b'{"a": "\xed\xa0\x80"}',
+    "latin-1": b'{"a": "\xe9"}',
+    "utf-16": '{"a": 1}'.encode("utf-16"),
+    "byte order mark": b'\xef\xbb\xbf{"a": 1}',
+    "overlong": b'{"a": "\xc0\xaf"}',
+    "too deep": b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
+    "far too deep": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "trailing comma": b'{"a": 1,}',
+    "comment": b'{"a": 1} // x',
+    "two values": b'{"a": 1}{"b": 2}',
+    "single quotes": b"{'a': 1}",
+    "control character": b'{"a": "\x01"}',
+    "leading zero": b'{"a": 01}',
+    "endless digits": b'{"a": ' + b"9" * 100_000 + b"}",
+    "NUL": b'{"a": 1}\x00',
+    "a million arrays": b'{"a":[' + b"[]," * 10**6 + b"[]]}",
+    "two million numbers": b'{"a":[' + b"0," * (2 * 10**6) + b"0]}",
+    "too many members": b"{" + b",".join(b'"%d":1' % n for n in range(MAX_NODES)) + b"}",
+    "too many objects, with strings": b'{"a":[' + b'{"\\"{[":"x"},' * (MAX_NODES // 2) + b"{}]}",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_object(REFUSED[name])
+    assert caught.value.code == "invalid_json"
+    caught.value.message.encode("ascii")
+
+
+def test_brackets_in_text_are_text() -> None:
+    """However many: a log or a program is a legitimate message."""
+    text = '{"a": [1, "\\"]}:' * 50_000
+    body = {"messages": [{"content": text}, {"content": "\\"}], "more": [[1]] * 100, "many": ["{:"] * MAX_NODES}
+    assert text.count("{") + text.count("[") + text.count(":") > MAX_NODES
+    assert decode_object(json.dumps(body)) == body
+    assert decode_object(json.dumps(body).encode()) == body
+
+
+def test_most_nodes_allowed() -> None:
+    """Refused at the first too many, by the oracle of what Python's own parser would build."""
+    members: dict[str, object] = {str(number): [] for number in range((MAX_NODES - 1) // 2)}
+    assert decode_object(json.dumps(members)) == members
+    with pytest.raises(InvalidRequest, match=str(MAX_NODES)):
+        decode_object(json.dumps({**members, "x": []}))
+
+
+def test_most_values_allowed() -> None:
+    """A prompt of token ids may be as long as any context; commas in text are text."""
+    inside = [0] * (MAX_VALUES - 4)
+    body = {"a": inside, "b": ""}
+    assert decode_object(json.dumps(body)) == body
+    with pytest.raises(InvalidRequest, match=str(MAX_VALUES)):
+        decode_object(json.dumps({**body, "a": [*inside, 0, 0]}))
+    text = {"a": ',"' * MAX_VALUES, "b": [","] * 5}
+    assert decode_object(json.dumps(text)) == text
+
+
+def test_deepest_allowed() -> None:
+    inner = b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1)
+    assert decode_object(b'{"a":' + inner + b"}")
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(st.text(), values, max_size=5))
+def test_what_json_says_is_what_we_read(value: dict[str, object]) -> None:
+    assert decode_object(json.dumps(value)) == value
+    assert decode_object(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(st.text(), values, max_size=5))
+def test_what_we_write_is_one_ascii_line_of_the_same_value(value: dict[str, object]) -> None:
+    data = encode(value)
+    assert set(data) <= set(string.printable.encode()) - set(b"\r\n\t\x0b\x0c") | {0x7F}
+    assert json.loads(data) == value
+
+
+@pytest.mark.parametrize("name", ["NaN", "duplicate key", "lone high surrogate", "far too deep", "latin-1", "empty"])
+def test_over_the_wire(server: Server, name: str) -> None:
+    headers = {"content-type": "application/json"}
+    status, _, answer = server.request("POST", "/v1/chat/completions", raw=REFUSED[name], headers=headers)
+    assert status == 400 and answer["error"]["code"] == "invalid_json"
+
+
+async def test_a_large_body_is_checked_beside_the_event_loop() -> None:
+    """However long the checks take, everybody else's tokens keep coming."""
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    turning = asyncio.create_task(turn())
+    body = {"a": [{"b": [[number]]} for number in range(20_000)]}
+    assert await parse_json(json.dumps(body)) == body
+    turning.cancel()
+    assert turns > 3

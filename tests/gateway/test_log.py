@@ -1,0 +1,274 @@
+"""The log of a response: whatever was appended, every reader can rebuild it from wherever it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatcache.errors import InvalidRequest, NotFound
+from chatcache.gateway.responses.event_log import MAX_BEHIND, LogFrame, LogReader, ResponseLog
+from chatcache.gateway.responses.registry import KEEP_ENDED_S, ResponseRegistry, Run
+
+Frame = dict[str, Any]
+
+
+def fill(log: ResponseLog, num_deltas: int, num_items: int = 2, seed: int = 0) -> None:
+    """A response with notes strewn in, up to its terminal frame."""
+    draws = random.Random(seed)
+    log.append("response.created", response={"id": log.response_id})
+    for index in range(num_items):
+        item = {"id": f"msg_{index}", "type": "message"}
+        log.append("response.output_item.added", output_index=index, item=item)
+    for number in range(num_deltas):
+        index = draws.randrange(num_items)
+        log.append("response.output_text.delta", item_id=f"msg_{index}", output_index=index, delta=f"é{number} ")
+        if draws.random() < 0.2:
+            log.note("response.progress", at=number)
+    log.note("conversation.updated", conversation={"id": "conv_1"})
+    log.append("response.completed", response={"id": log.response_id})
+
+
+def frames_of(frames: list[LogFrame]) -> list[Frame]:
+    decoded: list[Frame] = [json.loads(frame.data) for frame in frames]
+    for frame, found in zip(frames, decoded, strict=True):
+        assert (found["type"], found.get("sequence_number")) == (
+            frame.kind, found["sequence_number"] if frame.kind == "response.snapshot" else frame.number
+        )  # fmt: skip
+    return decoded
+
+
+async def read(log: ResponseLog, after: int = -1, *, extended: bool = False, most: int = 10**9) -> list[Frame]:
+    found: list[LogFrame] = []
+    with log.reader(after, extended=extended) as reader:
+        while len(found) < most and (frames := await reader.next()):
+            found += frames
+    return frames_of(found)
+
+
+def texts(frames: list[Frame]) -> dict[str, str]:
+    """What a client shows after these frames."""
+    shown: dict[str, str] = {}
+    for frame in frames:
+        if frame["type"] == "response.snapshot":
+            shown = {output["item_id"]: output["text"] for output in frame["outputs"]}
+        elif frame["type"] == "response.output_item.added":
+            shown[frame["item"]["id"]] = ""
+        elif frame["type"].endswith(".delta"):
+            shown[frame["item_id"]] += frame["delta"]
+    return shown
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+@given(num_deltas=st.integers(0, 700), seed=st.integers(0, 3), data=st.data())
+def test_a_plain_reader_gets_every_number_from_anywhere(num_deltas: int, seed: int, data: st.DataObject) -> None:
+    async def work() -> None:
+        log = ResponseLog("resp_1")
+        fill(log, num_deltas, seed=seed)
+        if data.draw(st.booleans()):
+            log.close()
+        after = data.draw(st.integers(-1, log.last_number))
+        frames = await read(log, after, most=log.last_number - after)
+        assert [frame["sequence_number"] for frame in frames] == list(range(after + 1, log.last_number + 1))
+        before = await read(log, most=log.last_number)
+        assert texts(before[: after + 1] + frames) == texts(before)
+
+    run(work())
+
+
+@given(num_deltas=st.integers(0, 900), seed=st.integers(0, 3), cuts=st.lists(st.integers(0, 900), max_size=4))
+def test_an_extended_reader_that_is_cut_off_again_and_again_ends_with_the_same_text(
+    num_deltas: int, seed: int, cuts: list[int]
+) -> None:
+    async def work() -> None:
+        log = ResponseLog("resp_1")
+        fill(log, num_deltas, seed=seed)
+        log.close()
+        whole = texts(await read(log))
+        seen: list[Frame] = []
+        for cut in [*cuts, 10**9]:
+            numbers = [frame["sequence_number"] for frame in seen if "sequence_number" in frame]
+            got = await read(log, numbers[-1] if numbers else -1, extended=True)
+            seen += got[:cut]
+        numbers = [frame["sequence_number"] for frame in seen if "sequence_number" in frame]
+        snapshots = [frame["type"] == "response.snapshot" for frame in seen if "sequence_number" in frame]
+        steps = zip(numbers, numbers[1:], snapshots[1:], strict=False)
+        assert all(now == last + 1 or (skips and now > last) for last, now, skips in steps)
+        assert texts(seen) == whole
+        assert seen[0]["type"] == "response.created"
+        kinds = [frame["type"] for frame in seen]
+        assert kinds[-1] == "response.completed" and kinds.count("response.completed") == 1
+        assert "conversation.updated" in kinds
+
+    run(work())
+
+
+def test_a_reader_that_keeps_up_gets_no_snapshot_and_one_that_does_not_gets_one() -> None:
+    async def work() -> None:
+        log = ResponseLog("resp_1")
+        quick, slow, plain = log.reader(extended=True), log.reader(extended=True), log.reader()
+        log.append("response.created", response={})
+        log.append("response.output_item.added", output_index=0, item={"id": "msg_0", "type": "message"})
+        got: list[LogFrame] = []
+        for number in range(1000):
+            log.append("response.output_text.delta", item_id="msg_0", output_index=0, delta=f"{number} ")
+            if number % 50 == 0:
+                got += await quick.next()
+        behind = frames_of(list(await slow.next()))
+        assert [frame["type"] for frame in behind] == ["response.created", "response.snapshot"]
+        assert behind[1]["outputs"][0]["text"] == "".join(f"{number} " for number in range(1000))
+        assert behind[1]["sequence_number"] == log.last_number == slow.sent_number
+        assert quick.num_snapshots == 0 and slow.num_snapshots == 1
+        log.append("response.completed", response={})
+        assert [frame.kind for frame in await slow.next()] == ["response.completed"]
+        log.close()
+        assert not await slow.next()
+        assert [frame.number async for frame in plain] == list(range(log.last_number + 1))
+
+    run(work())
+
+
+def test_bytes_count_too_but_one_large_frame_is_just_a_large_frame() -> None:
+    async def work() -> None:
+        log = ResponseLog("resp_1")
+        reader = log.reader(extended=True)
+        log.append("response.created", response={"x": "y" * 300_000})
+        assert [frame.kind for frame in await reader.next()] == ["response.created"]
+        for _ in range(3):
+            log.append("response.output_text.done", text="x" * 100_000)
+        assert [frame.kind for frame in await reader.next()] == ["response.snapshot"]
+        log.append("response.completed", response={"x": "y" * 600_000})
+        assert [frame.kind for frame in await reader.next()] == ["response.completed"]
+
+    run(work())
+
+
+def test_acks_hold_a_reader_back_only_once_there_are_any() -> None:
+    async def work() -> None:
+        log = ResponseLog("resp_1")
+        free, acking = log.reader(), log.reader(extended=True)
+        log.append("response.created", response={})
+        log.append("response.output_item.added", output_index=0, item={"id": "msg_0", "type": "message"})
+        acking.ack(-1)
+        await acking.next()
+        with pytest.raises(InvalidRequest, match="sequence_number"):
+            acking.ack(5000)
+        for number in range(1000):
+            log.append("response.output_text.delta", item_id="msg_0", output_index=0, delta=f"{number} ")
+        log.close()
+        while acking.is_open:
+            assert await acking.next()
+        assert acking.sent_number >= MAX_BEHIND - 1
+        waiting = asyncio.create_task(first_of(acking))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        acking.ack(acking.sent_number)
+        assert await waiting == ()
+        assert len([frame async for frame in free]) == log.last_number + 1
+
+    run(work())
+
+
+def test_a_log_ends_once() -> None:
+    async def work() -> None:
+        log = ResponseLog("resp_1")
+        fill(log, 3)
+        assert log.terminal == "response.completed"
+        with pytest.raises(RuntimeError, match="ended twice"):
+            log.append("response.failed", response={})
+
+    run(work())
+
+
+def test_nobody_reads_what_has_not_been_said() -> None:
+    async def work() -> None:
+        log = ResponseLog("resp_1")
+        fill(log, 3)
+        with pytest.raises(InvalidRequest, match="starting_after"):
+            log.reader(log.last_number + 1)
+        log.close()
+        assert not await read(log, log.last_number)
+
+    run(work())
+
+
+def test_what_is_read_by_nobody_is_small() -> None:
+    """A tenth of its JSON, at about 200 bytes an event."""
+
+    async def work() -> None:
+        log = ResponseLog("resp_1")
+        fill(log, 5000)
+        raw = sum(len(json.dumps(frame)) for frame in await read(log, most=5000))
+        assert log.num_bytes < raw / 2
+        log.close()
+        assert log.num_bytes < raw / 4
+
+    run(work())
+
+
+async def first_of(reader: LogReader) -> tuple[LogFrame, ...]:
+    return tuple(await reader.next())
+
+
+class FakeRun:
+    def __init__(self, name: str, owner: str, num_deltas: int = 10) -> None:
+        self.id, self.owner = name, owner
+        self.log = ResponseLog(name)
+        fill(self.log, num_deltas)
+
+    def end_in(self, registry: ResponseRegistry, *, keep: bool = True) -> None:
+        self.log.close()
+        registry.end(self.id, keep=keep)
+
+
+def begun(registry: ResponseRegistry, name: str, owner: str = "a", num_deltas: int = 10) -> FakeRun:
+    fake = FakeRun(name, owner, num_deltas)
+    run: Run = fake  # type: ignore[assignment]
+    registry.begin(run)
+    return fake
+
+
+def test_the_registry_knows_owners_ages_and_bytes() -> None:
+    async def work() -> None:
+        now_s = [0.0]
+        registry = ResponseRegistry(clock=lambda: now_s[0])
+        first, second, gone = begun(registry, "r1"), begun(registry, "r2", "b"), begun(registry, "r3")
+        assert [run.id for run in registry.running("a")] == ["r1", "r3"] and len(registry.running()) == 3
+        assert registry.get("a", "r1").run is not None
+        for owner, name in (("a", "r2"), ("b", "r1"), ("", "r1"), ("a", "r4")):
+            with pytest.raises(NotFound):
+                registry.get(owner, name)
+        gone.end_in(registry, keep=False)
+        assert registry.find("a", "r3") is None
+        first.end_in(registry)
+        assert registry.get("a", "r1").run is None and registry.find("b", "r1") is None
+        now_s[0] = KEEP_ENDED_S - 1
+        second.end_in(registry)
+        assert registry.find("a", "r1") is not None
+        now_s[0] = KEEP_ENDED_S + 1
+        assert registry.find("a", "r1") is None and registry.find("b", "r2") is not None
+        registry.forget("r2")
+        assert registry.find("b", "r2") is None and registry.num_ended_bytes == 0
+
+    run(work())
+
+
+def test_ended_logs_share_a_budget_and_the_oldest_go_first() -> None:
+    async def work() -> None:
+        registry = ResponseRegistry(max_ended_bytes=300_000)
+        for number in range(60):
+            begun(registry, f"r{number}", num_deltas=500).end_in(registry)
+            assert registry.num_ended_bytes <= 300_000
+        kept = [number for number in range(60) if registry.find("a", f"r{number}") is not None]
+        assert kept == list(range(kept[0], 60)) and 5 < len(kept) < 60
+
+    run(work())

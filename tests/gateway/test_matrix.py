@@ -1,0 +1,257 @@
+"""The auth matrix, of the app's own routes and the socket's own messages: one without a line here fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from chatcache.gateway.auth.keys import Keyring
+from chatcache.gateway.auth.principal import Principal
+from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry
+from chatcache.gateway.routes import SOCKETS, Protected
+from chatcache.gateway.websocket.connection import Connection
+from chatcache.storage import sqlite as sqlite_reads
+from tests.gateway.frames import receive, send, until_end
+from tests.gateway.keyed import Headers, Keyed, keyed
+from tests.gateway.matrix import LINES, REFUSED, SECRET, STRANGERS, Place, everybody, places, scene, violations
+from tests.gateway.serving import slowed
+
+PATIENCE_S = 60.0
+Frame = dict[str, Any]
+
+# What one sends of ann's running response, and what comes back to somebody else: an error, or nothing at all.
+MESSAGES: dict[str, tuple[Frame, str]] = {
+    "response.create": ({"input": "x", "previous_response_id": "<response>", "max_output_tokens": 1}, "error"),
+    "response.cancel": ({"response_id": "<response>"}, "error"),
+    "response.steer": ({"previous_response_id": "<response>", "input": "x"}, "response.steer.failed"),
+    "response.resume": ({"response_id": "<response>"}, "error"),
+    "response.drop": ({"response_id": "<response>", "candidate": 0}, "error"),
+    "response.ack": ({"response_id": "<response>", "sequence_number": 1}, ""),
+    "conversation.subscribe": ({}, "conversation.subscribed"),
+    "prompt.prewarm": ({"previous_response_id": "<response>", "input": "x"}, "error"),
+}
+RUNNING: Frame = {"input": f"{SECRET}, again", "max_output_tokens": 900, "ignore_eos": True, "n": 2}
+
+
+@pytest.fixture(scope="module")
+def all_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    with keyed(tmp_path_factory.mktemp("matrix"), detach_ttl_s=0.0) as keys:
+        yield keys
+
+
+@pytest.fixture
+def keys(all_keys: Keyed) -> Iterator[Keyed]:
+    yield all_keys
+    all_keys.server.wait_idle()
+
+
+def socket_of(keys: Keyed, headers: Headers) -> ClientConnection:
+    url = f"ws://127.0.0.1:{keys.server.port}/v1/responses"
+    return connect(url, additional_headers=headers, subprotocols=["chatcache.v1"], max_queue=None)  # type: ignore[list-item]
+
+
+def test_every_route_has_a_line(keys: Keyed) -> None:
+    served = places(keys.server.app.routes)
+    assert not served - set(LINES), "add a Line to tests/gateway/matrix.py: who may do it?"
+    assert not set(LINES) - served
+
+
+def test_a_route_without_a_line_is_seen(keys: Keyed) -> None:
+    async def anything(request: Request) -> Response:
+        return Response("x")
+
+    grown = [*keys.server.app.routes, Protected(Route("/v1/new", anything, methods=["POST"]), "key")]
+    assert places(grown) - set(LINES) == {("POST", "/v1/new")}
+
+
+def test_every_message_has_a_line(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a real connection takes."""
+    seen: list[Connection] = []
+    original = Connection._is_let_in
+
+    async def noted(connection: Connection, body: dict[str, Any]) -> bool:
+        seen.append(connection)
+        return await original(connection, body)
+
+    monkeypatch.setattr(Connection, "_is_let_in", noted)
+    with socket_of(keys, keys.ann.bearer) as socket:
+        send(socket, "no.such.type")
+        while receive(socket)["type"] != "error":
+            pass
+    assert set(seen[0]._handlers) == set(MESSAGES), "add a line: what may somebody else do with it?"
+    assert set(MESSAGES) == {kind for each in SOCKETS for kind in each.messages}
+
+
+def test_nobody_gets_more_than_they_may(keys: Keyed) -> None:
+    assert violations(keys) == []
+
+
+def some(*wanted: Place) -> dict[Place, Any]:
+    return {place: LINES[place] for place in wanted}
+
+
+def test_a_store_that_forgets_whose_it_is_fails(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the query without `AND owner = ?`."""
+
+    def head(db: Any, owner: str, conversation_id: str, expect: int | None = None) -> Any:
+        row = db.execute("SELECT owner FROM conversations WHERE id = ?", (conversation_id,)).fetchone()
+        return original(db, row[0] if row else owner, conversation_id, expect)
+
+    original = sqlite_reads.read_head
+    monkeypatch.setattr(sqlite_reads, "head", head)
+    found = violations(keys, some(("GET", "/v1/conversations/{id}"), ("POST", "/v1/conversations/{id}")))
+    assert any("bob" in each for each in found) and any("somebody has changed it" in each for each in found)
+
+
+def test_a_registry_that_forgets_whose_it_is_fails(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: possession of an id is enough."""
+    monkeypatch.setattr(ResponseRegistry, "find", any_response)
+    found = violations(keys, some(("GET", "/v1/responses/{id}"), ("DELETE", "/v1/responses/{id}")))
+    assert any("other: " in each for each in found) and any("bob: " in each for each in found)
+    assert strangers_of(keys, "response.cancel") + strangers_of(keys, "response.resume")
+
+
+def any_response(registry: ResponseRegistry, owner: str, response_id: str) -> LoggedResponse | None:
+    return registry._live.get(response_id) or registry._ended.get(response_id)
+
+
+def test_a_route_declared_open_by_mistake_fails(keys: Keyed) -> None:
+    """Planted: two routes that need less than they should."""
+    wrong = ("/v1/models", "/metrics")
+    gates = [each for each in keys.server.app.routes if isinstance(each, Protected) and each.path in wrong]
+    needs = [gate.need for gate in gates]
+    for gate in gates:
+        gate.need = "open"
+    found = violations(keys, some(("GET", "/v1/models"), ("GET", "/metrics")))
+    for gate, need in zip(gates, needs, strict=True):
+        gate.need = need
+    assert {each.split()[1] for each in found} == set(wrong) and any("nobody: got 200" in each for each in found)
+
+
+# The socket
+
+
+def test_who_has_no_key_has_no_socket(keys: Keyed) -> None:
+    people = everybody(keys)
+    for who in REFUSED:
+        with pytest.raises(InvalidStatus) as caught, socket_of(keys, people[who]):
+            pass
+        assert caught.value.response.status_code == 401, who
+    for who in ("ann", "ann's session", *STRANGERS):
+        with socket_of(keys, people[who]) as socket:
+            assert receive(socket)["type"] == "session.created"
+
+
+def filled(frame: Frame, response_id: str) -> Frame:
+    filled: Frame = json.loads(json.dumps(frame).replace("<response>", response_id))
+    return filled
+
+
+def strangers_of(keys: Keyed, kind: str) -> list[str]:
+    """What is wrong with what strangers get who send this message about a response of ann's that is running."""
+    fields, expected = MESSAGES[kind]
+    found, people = [], everybody(keys)
+    with slowed(keys.server, 0.05), socket_of(keys, keys.ann.bearer) as ann:
+        assert receive(ann)["type"] == "session.created"
+        send(ann, **RUNNING)
+        first = receive(ann)
+        response = first["response"]
+        for who in STRANGERS:
+            with socket_of(keys, people[who]) as socket:
+                assert receive(socket)["type"] == "session.created"
+                send(socket, kind, **filled(fields, response["id"]))
+                send(socket, "no.such.type")  # answered after what came before it, where that is answered at once
+                told: list[Frame] = []
+                is_over = False
+                while not is_over or len(told) < bool(expected):
+                    frame = receive(socket)
+                    if frame.get("error", {}).get("param") == "type":
+                        is_over = True
+                    else:
+                        told.append(frame)
+                if [each["type"] for each in told] != ([expected] if expected else []):
+                    found.append(f"{who} got {told}")
+                if SECRET in json.dumps(told) or response["conversation"]["id"] in json.dumps(told):
+                    found.append(f"{who} was told {told}")
+        send(ann, "response.cancel", response_id=response["id"])
+        frames = until_end(ann)
+        if frames[-1].get("receipt") is None:
+            found.append(f"somebody else ended it: {frames[-1]}")
+    return found
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_message_about_anothers_response_does_nothing(keys: Keyed, kind: str) -> None:
+    assert strangers_of(keys, kind) == []
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_the_owner_may(keys: Keyed, kind: str) -> None:
+    fields, _ = MESSAGES[kind]
+    here = scene(keys)
+    with socket_of(keys, keys.ann.bearer) as ann, slowed(keys.server, 0.01):
+        assert receive(ann)["type"] == "session.created"
+        if kind in ("response.cancel", "response.steer", "response.drop"):
+            send(ann, **RUNNING)
+            response_id = receive(ann)["response"]["id"]
+        else:
+            response_id = here.response
+        send(ann, kind, **filled(fields, response_id))
+        send(ann, "no.such.type")
+        frames = [receive(ann)]
+        while frames[-1].get("error", {}).get("param") != "type":
+            frames.append(receive(ann))
+    assert [each for each in frames if "error" in each][:-1] == []
+
+
+def mid_socket(keys: Keyed, kind: str) -> list[Frame]:
+    """What comes back to a message sent right after the key was revoked, up to the close with 4401."""
+    held = keys.give("acme", "ann")
+    here = scene(keys)
+    with socket_of(keys, held.bearer) as socket:
+        assert receive(socket)["type"] == "session.created"
+        keys.take_away(held)
+        frames: list[Frame] = []
+        with pytest.raises(ConnectionClosed):  # noqa: PT012
+            send(socket, kind, **filled(MESSAGES[kind][0], here.response))
+            while True:
+                frames.append(json.loads(socket.recv(timeout=PATIENCE_S)))
+        assert socket.close_code == 4401
+    return frames
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_key_revoked_meanwhile_is_refused_at_the_next_message(keys: Keyed, kind: str) -> None:
+    """Unless the server was faster and has closed the socket already."""
+    frames = mid_socket(keys, kind)
+    assert [(each["type"], each["status"], each["error"]["code"]) for each in frames] in (
+        [],
+        [("error", 401, "api_key_revoked")],
+    )
+
+
+def test_a_principal_of_the_handshake_alone_fails(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: asked at the handshake, and never again."""
+
+    async def never(ring: Keyring, principal: Principal) -> None:
+        pass
+
+    monkeypatch.setattr(Keyring, "recheck", never)
+    for _ in range(5):  # the poll may be faster once
+        held = keys.give("acme", "ann")
+        with socket_of(keys, held.bearer) as socket, contextlib.suppress(ConnectionClosed):
+            assert receive(socket)["type"] == "session.created"
+            keys.take_away(held)
+            send(socket, "conversation.subscribe")
+            if receive(socket)["type"] == "conversation.subscribed":
+                return
+    pytest.fail("it was refused all the same")

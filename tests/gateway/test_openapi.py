@@ -1,0 +1,267 @@
+"""openapi.json against what is served: routes, request fields, real answers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openapi_spec_validator import validate
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+
+import chatcache.gateway
+from chatcache.config import ServerConfig
+from chatcache.gateway.app import _routes
+from chatcache.gateway.openapi import document
+from chatcache.gateway.routes import OPERATIONS, PAGE_PATHS, SOCKETS, Body
+from tests.gateway.described import Described
+from tests.gateway.serving import MODEL, Server
+from tests.gateway.test_rest import converse
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def described(module_server: Server) -> Described:
+    status, headers, answer = module_server.request("GET", "/openapi.json")
+    assert status == 200 and headers["content-type"] == "application/json"
+    return Described(answer)
+
+
+def _served(route: BaseRoute) -> set[tuple[str, str]]:
+    if isinstance(route, WebSocketRoute):
+        return {("WS", route.path)}
+    if isinstance(route, Mount):
+        return {("GET", route.path)}
+    assert isinstance(route, Route)
+    methods = route.methods
+    if methods is None:  # an endpoint class
+        methods = {name.upper() for name in ("get", "post", "put", "patch", "delete") if hasattr(route.endpoint, name)}
+    return {(method, route.path) for method in methods if method not in ("HEAD", "OPTIONS")}
+
+
+def test_every_route_is_described_and_every_description_served() -> None:
+    served = {pair for route in _routes() for pair in _served(route) if pair[1] not in PAGE_PATHS}
+    table = [(operation.method, operation.path) for operation in OPERATIONS] + [("WS", each.path) for each in SOCKETS]
+    assert len(table) == len(set(table))
+    assert not served - set(table), (
+        f"served but not described: {sorted(served - set(table))}. Add an Operation for each to "
+        "chatcache/gateway/routes.py, with a type for its answer in chatcache/gateway/answers*.py, and a curl line "
+        "to chatcache/gateway/README.md"
+    )
+    assert not set(table) - served, f"described in api_table.py but not served: {sorted(set(table) - served)}"
+
+
+def test_the_document_is_openapi(described: Described) -> None:
+    validate(described.document)
+    assert len({each.summary for each in OPERATIONS}) == len(OPERATIONS)
+    ids = [each["operationId"] for path in described.document["paths"].values() for each in path.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_document_knows_where_it_is_served() -> None:
+    assert document("1", "/chat")["servers"] == [{"url": "/chat"}]
+    validate(document("1", "/chat"))
+
+
+def _structs_read() -> set[str]:
+    """Names of the request structs that handlers read, from their source."""
+    found: set[str] = set()
+    for path in Path(chatcache.gateway.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "read":
+                assert len(node.args) == 2 and isinstance(node.args[1], ast.Name), f"{path.name}:{node.lineno}"
+                found.add(node.args[1].id)
+    return found - {"kind"}
+
+
+def test_every_field_of_every_request_is_described(described: Described) -> None:
+    bodies: list[Body] = [each.body for each in OPERATIONS if each.body is not None]
+    bodies += [body for socket in SOCKETS for body in socket.messages.values()]
+    queries = {each.query.__name__ for each in OPERATIONS if each.query is not None}
+    in_table = {kind.__name__ for body in bodies for kind in body.kinds} | queries
+    missing = _structs_read() - in_table
+    assert not missing, f"read by a handler but in no Body of chatcache/gateway/routes.py: {sorted(missing)}"
+    for body in bodies:
+        fields = {name for kind in body.kinds for name in kind.__struct_encode_fields__}
+        assert set(described.document["components"]["schemas"][body.name]["properties"]) == fields, body.name
+
+
+# Requests of each stateless route that show every field their answers may have.
+SHOWN: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": USER}),
+    (
+        "/v1/chat/completions",
+        {"messages": USER, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "n": 2, "best_of": 3},
+    ),
+    ("/v1/chat/completions", {"messages": USER, "beam_width": 2, "n": 2, "prompt_logprobs": 1, "stop": "e"}),
+    ("/v1/completions", {"prompt": "Hi"}),
+    ("/v1/completions", {"prompt": ["Hi", [1, 2]], "echo": True, "logprobs": 2, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": "Hi", "use_beam_search": True, "n": 2, "prompt_logprobs": 1}),
+    ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
+    ("/tokenize", {"messages": USER}),
+    ("/detokenize", {"tokens": [1, 2]}),
+    ("/v1/cache/explain", {"prompt": "Hi there"}),
+    ("/v1/cache/explain", {"messages": USER}),
+    ("/v1/cache/explain", {"input": "Hi"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), SHOWN, ids=lambda each: str(each)[:50])
+def test_answers_are_as_described(server: Server, described: Described, path: str, body: dict[str, Any]) -> None:
+    answer = server.post(path, **body, **({"max_tokens": 6} if "complet" in path else {}))
+    described.check("POST", path, answer[0], answer[2])
+    assert answer[0] == 200
+
+
+STREAMED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": USER, "n": 2, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}),
+    ("/v1/chat/completions", {"messages": USER, "beam_width": 2}),
+    ("/v1/completions", {"prompt": "Hi", "n": 2, "logprobs": 1, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"prompt": "Hi", "beam_width": 2, "return_token_ids": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMED, ids=lambda each: str(each)[:50])
+def test_events_are_as_described(server: Server, described: Described, path: str, body: dict[str, Any]) -> None:
+    headers, data = server.stream(path, **body, max_tokens=6, ignore_eos=True)
+    assert headers["content-type"].startswith("text/event-stream")
+    events = re.findall(rb"data: (.*)\n\n", data)
+    assert len(events) > 4 and events[-1] == b"[DONE]"
+    for event in events[:-1]:
+        described.check_event("POST", path, json.loads(event))
+
+
+RESPONSES: list[dict[str, Any]] = [
+    {"input": "Hi", "nobody_knows_this": 1},
+    {"input": USER, "n": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "instructions": "x"},
+    {"input": "Hi", "beam_width": 3, "n": 2, "store": False},
+]
+
+
+@pytest.mark.parametrize("body", RESPONSES, ids=lambda each: str(each)[:50])
+def test_responses_are_as_described(server: Server, described: Described, body: dict[str, Any]) -> None:
+    path, body = "/v1/responses", {**body, "max_output_tokens": 6}
+    status, _, answer = server.post(path, **body)
+    described.check("POST", path, status, answer)
+    assert status == 200
+    events = re.findall(rb"event: (.*)\ndata: (.*)\n\n", server.stream(path, **body)[1])
+    assert len(events) > 4
+    for name, event in events:
+        described.check_event("POST", path, json.loads(event))
+        assert json.loads(event)["type"] == name.decode()
+    one = f"{path}/{answer['id']}"
+    known = 200 if answer["store"] else 404
+    for method, url, sent in (
+        ("POST", f"{path}/input_tokens", body),
+        ("GET", one, None),
+        ("GET", f"{one}/input_items", None),
+        ("POST", f"{one}/cancel", None),
+        ("DELETE", one, None),
+    ):
+        status, _, answer = server.request(method, url, sent)
+        described.check(method, url, status, answer)
+        assert status == (200 if sent else known)
+    described.check("GET", one, 404, server.request("GET", one)[2])
+
+
+def test_stored_things_are_as_described(server: Server, described: Described) -> None:
+    head = converse(server, "Hello", n=2)["conversation"]["id"]
+    converse(server, "Hello again")
+    paths = ["/v1/conversations", "/v1/conversations?limit=1", f"/v1/conversations/{head}"]
+    items = f"/v1/conversations/{head}/items"
+    one = f"{items}/{server.request('GET', paths[-1])[2]['active_leaf']}"
+    for path in [*paths, items, f"{items}?branches=all", one]:
+        status, _, answer = server.request("GET", path)
+        described.check("GET", path, status, answer)
+        assert status == 200
+    for method, path, body in (
+        ("POST", "/v1/conversations", {"items": USER}),
+        ("POST", items, {"items": USER}),
+        ("DELETE", one, None),
+        ("POST", paths[-1], {"title": "x", "metadata": {"a": "b"}}),
+        ("DELETE", paths[-1], None),
+    ):
+        status, _, answer = server.request(method, path, body)
+        described.check(method, path, status, answer)
+        assert status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models",
+        f"/v1/models/{MODEL}",
+        "/livez",
+        "/readyz",
+        "/health",
+        "/version",
+        "/v1/cache/accounts",
+        "/v1/cache/map",
+    ],
+)
+def test_the_rest_is_as_described(server: Server, described: Described, path: str) -> None:
+    status, _, answer = server.request("GET", path)
+    described.check("GET", path, status, answer)
+    assert status == 200
+
+
+def test_metrics_are_text_as_described(server: Server, described: Described) -> None:
+    status, headers, text = server.request("GET", "/metrics")
+    assert headers["content-type"].startswith("text/plain")
+    described.check("GET", "/metrics", status, text, "text/plain")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/chat/completions", {"messages": []}, 400),
+        ("POST", "/v1/chat/completions", {"messages": USER, "model": "x"}, 404),
+        ("POST", "/v1/conversations/x", {"rev": -1}, 400),
+        ("GET", "/v1/conversations/x", None, 404),
+        ("DELETE", "/v1/conversations/x", None, 404),
+        ("GET", "/v1/conversations?limit=0", None, 400),
+        ("GET", "/v1/models/x", None, 404),
+        ("POST", "/v1/cache/explain", {}, 400),
+    ],
+)
+def test_refusals_are_as_described(
+    server: Server, described: Described, method: str, path: str, body: object, status: int
+) -> None:
+    found, _, answer = server.request(method, path, body)
+    assert found == status
+    described.check(method, path, status, answer)
+
+
+def test_before_the_model_is_there_too(tmp_path: Path) -> None:
+    server = Server(ServerConfig(db=str(tmp_path / "c.db"), api_keys=("k",)))
+    server.engine_gate.clear()
+    with server:
+        described = Described(server.request("GET", "/openapi.json")[2])
+        for path in ("/readyz", "/health"):
+            described.check("GET", path, 503, server.request("GET", path)[2])
+        described.check("GET", "/v1/models", 401, server.request("GET", "/v1/models")[2])
+        described.check("GET", "/livez", 200, server.request("GET", "/livez")[2])
+
+
+def test_only_who_has_a_key_sees_the_load(tmp_path: Path) -> None:
+    with Server(ServerConfig(db=str(tmp_path / "c.db"), api_keys=("k",))) as server:
+        server.wait_ready()
+        described = Described(server.request("GET", "/openapi.json")[2])
+        answers = [server.request("GET", "/readyz", headers=each)[2] for each in ({}, {"authorization": "Bearer k"})]
+        for answer in answers:
+            described.check("GET", "/readyz", 200, answer)
+        assert set(answers[1]) - set(answers[0]) == {"num_running", "num_waiting", "kv_pages", "kv_pages_in_use"}
+
+
+def test_the_oracle_sees_what_is_wrong(described: Described) -> None:
+    """A missing field, one too many, a wrong type, an undescribed status."""
+    good = {"version": "1"}
+    described.check("GET", "/version", 200, good)
+    for status, bad in ((200, {}), (200, {**good, "more": 1}), (200, {"version": 1}), (404, good)):
+        with pytest.raises(AssertionError, match=r"described|describe it"):
+            described.check("GET", "/version", status, bad)

@@ -1,0 +1,153 @@
+"""Idempotency keys over the wire: whatever is sent again is answered again and done once, in either store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+from tests.conversations.redis_servers import RedisServer, redis_server
+from tests.gateway.kept import server_on
+from tests.gateway.serving import Server, slowed
+
+PATH = "/v1/responses"
+BODY = {"input": "Hello", "max_output_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def real_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> RedisServer | str:
+    """What keeps the conversations; it outlives gateways."""
+    if request.param == "sqlite":
+        return str(tmp_path / "chat.db")
+    server: RedisServer = request.getfixturevalue("real_redis")
+    server.admin.flushall()
+    return server
+
+
+def send(server: Server, key: str, body: object = BODY, path: str = PATH, **headers: str) -> Any:
+    return server.request("POST", path, body, {"idempotency-key": key, **headers})
+
+
+def num_conversations(server: Server) -> int:
+    return len(server.request("GET", "/v1/conversations")[2]["data"])
+
+
+def test_what_is_sent_again_is_answered_again(kept: RedisServer | str) -> None:
+    with server_on(kept) as server:
+        server.wait_ready()
+        status, headers, first = send(server, "key-1")
+        assert status == 200 and "idempotent-replayed" not in headers
+        status, headers, second = send(server, "key-1")
+        assert (status, second, headers["idempotent-replayed"]) == (200, first, "true")
+        for body in ({**BODY, "input": "Other"}, {**BODY, "n": 2}):
+            status, headers, refused = send(server, "key-1", body)
+            assert (status, refused["error"]["code"]) == (409, "idempotency_key_reuse")
+            assert headers["x-should-retry"] == "false"
+        status, _, refused = send(server, "key-1", {}, "/v1/conversations")
+        assert status == 409
+        assert num_conversations(server) == 1
+        server.wait_idle()
+    with server_on(kept) as server:  # a gateway that knows it from the store alone
+        server.wait_ready()
+        status, headers, third = send(server, "key-1")
+        assert (third["id"], third["status"], headers["idempotent-replayed"]) == (first["id"], first["status"], "true")
+        assert third["output"][0]["content"][0]["text"] == first["output"][0]["content"][0]["text"]
+        status, _, gone = send(server, "key-1", {**BODY, "stream": True})
+        assert (status, gone["error"]["code"]) == (400, "stream_expired")
+        assert send(server, "key-2")[2]["id"] != first["id"]
+        assert server.request("DELETE", f"{PATH}/{first['id']}")[0] == 200
+        assert send(server, "key-1")[0] == 404
+
+
+def test_a_stream_is_sent_again_from_its_beginning(kept: RedisServer | str) -> None:
+    with server_on(kept) as server:
+        server.wait_ready()
+        bodies = [send(server, "key", {**BODY, "stream": True})[2] for _ in range(2)]
+        assert (bodies[0] == bodies[1] and "response.completed" in bodies[0]) or "response.incomplete" in bodies[0]
+
+
+def test_conversations_are_made_once(kept: RedisServer | str) -> None:
+    with server_on(kept) as server:
+        server.wait_ready()
+        body = {"title": "Once", "metadata": {"a": "b"}}
+        first, again = (send(server, "key", body, "/v1/conversations") for _ in range(2))
+        assert first[2] == again[2] and again[1]["idempotent-replayed"] == "true"
+        assert send(server, "key", {"title": "Twice"}, "/v1/conversations")[0] == 409
+        assert num_conversations(server) == 1
+
+
+def test_of_many_at_once_through_two_gateways_one_is_done(real_redis: RedisServer) -> None:
+    real_redis.admin.flushall()
+    with server_on(real_redis) as one, server_on(real_redis) as two, ThreadPoolExecutor(20) as pool:
+        for server in (one, two):
+            server.wait_ready()
+        with slowed(one, 0.01), slowed(two, 0.01):
+            for key in ("a", "b", "c"):
+                given = list(pool.map(lambda server, key=key: send(server, key), [one, two] * 10))
+                assert {status for status, _, _ in given} == {200}
+                assert len({body["id"] for _, _, body in given}) == 1
+                assert sum("idempotent-replayed" not in headers for _, headers, _ in given) == 1
+        assert num_conversations(one) == 3
+        for server in (one, two):
+            server.wait_idle()
+
+
+def _frames(socket: ClientConnection) -> list[dict[str, Any]]:
+    found = [json.loads(socket.recv())]
+    while found[-1]["type"] not in ("response.completed", "response.incomplete", "response.failed", "error"):
+        found.append(json.loads(socket.recv()))
+    return found
+
+
+def test_frames_have_keys_too(kept: RedisServer | str) -> None:
+    frame = json.dumps({"type": "response.create", "idempotency_key": "key", "stream_id": "a", **BODY})
+    with server_on(kept) as server:
+        server.wait_ready()
+        with connect(f"ws://127.0.0.1:{server.port}{PATH}") as socket:
+            socket.send(frame)
+            first = _frames(socket)
+            socket.send(frame)
+            assert _frames(socket) == first
+            socket.send(json.dumps({"type": "response.create", "idempotency_key": "key", "input": "Other"}))
+            assert _frames(socket)[0]["error"]["code"] == "idempotency_key_reuse"
+            socket.send(json.dumps({"type": "response.create", "idempotency_key": "a b", "input": "Other"}))
+            assert _frames(socket)[0]["error"]["param"] == "idempotency_key"
+        assert send(server, "key")[2]["id"] == first[-1]["response"]["id"]  # the same over HTTP
+        assert num_conversations(server) == 1
+
+
+def test_what_cannot_be_kept_or_is_no_key_is_refused(tmp_path: Path) -> None:
+    with server_on(str(tmp_path / "chat.db")) as server:
+        server.wait_ready()
+        status, _, body = send(server, "key", {**BODY, "store": False})
+        assert (status, body["error"]["param"]) == (400, "store")
+        for key in ("", "a b", "x" * 256, "\xe9"):
+            status, _, body = send(server, key)
+            assert (status, body["error"]["param"]) == (400, "idempotency_key"), key
+        assert send(server, "x" * 255)[0] == 200
+
+
+def test_a_request_that_was_refused_does_not_use_its_key(tmp_path: Path) -> None:
+    with server_on(str(tmp_path / "chat.db")) as server:
+        server.wait_ready()
+        assert send(server, "key", {**BODY, "conversation": "conv_none"})[0] == 404
+        assert send(server, "key", {**BODY, "max_output_tokens": 0})[0] == 400
+        assert send(server, "key")[0] == 200
+
+
+def test_keys_are_their_owners(kept: RedisServer | str) -> None:
+    with server_on(kept, api_keys=("key-of-me", "key-of-you")) as server:
+        server.wait_ready()
+        mine, yours = (send(server, "key", authorization=f"Bearer key-of-{who}")[2] for who in ("me", "you"))
+        assert mine["id"] != yours["id"]

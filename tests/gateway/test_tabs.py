@@ -1,0 +1,195 @@
+"""Several tabs on one conversation over HTTP: stale writers are told, everybody hears, the last word is one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from typing import Any
+
+import pytest
+from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Subprotocol
+
+from tests.gateway.described import Described
+from tests.gateway.serving import Server, slowed, wait_until
+from tests.gateway.test_rest import converse
+
+LONG = {"ignore_eos": True, "max_output_tokens": 400}
+
+
+def head(server: Server, conversation: str) -> dict[str, Any]:
+    found: dict[str, Any] = server.request("GET", f"/v1/conversations/{conversation}")[2]
+    return found
+
+
+def test_a_stale_tab_is_shown_what_is_new(server: Server) -> None:
+    """Every route that changes something: 409, not to be retried, with the present head; nothing changed."""
+    response = converse(server, "Hello")
+    conversation = response["conversation"]["id"]
+    path = f"/v1/conversations/{conversation}"
+    old = head(server, conversation)["rev"]
+    present = server.post(path, title="New")[2]
+    document = Described(server.request("GET", "/openapi.json")[2])
+    item = response["output"][0]["id"]
+    for method, where, body in (
+        ("POST", path, {"title": "x", "rev": old}),
+        ("DELETE", f"{path}?rev={old}", None),
+        ("POST", f"{path}/items", {"items": [{"role": "user", "content": "x"}], "rev": old}),
+        ("DELETE", f"{path}/items/{item}?rev={old}", None),
+        ("POST", f"{path}/title", {"rev": old}),
+        ("POST", "/v1/responses", {"input": "x", "conversation": conversation, "rev": old}),
+        ("POST", "/v1/responses", {"input": "x", "previous_item_id": item, "rev": old, "store": False}),
+    ):
+        status, headers, answer = server.request(method, where, body)
+        document.check(method, where, status, answer)
+        assert status == 409 and headers["x-should-retry"] == "false", where
+        assert answer["error"]["code"] == "stale_revision" and answer["error"]["param"] == "rev"
+        assert answer["error"]["conversation"] == present == head(server, conversation)
+    said = server.post("/v1/responses", input="x", conversation=conversation, rev=present["rev"], max_output_tokens=2)
+    assert said[0] == 200
+    present = head(server, conversation)
+    assert server.post("/v1/responses", input="x", rev=1)[2]["error"]["param"] == "rev"
+    for rev in ("x", "-1", "1.5", "", "9" * 16):
+        assert server.request("DELETE", f"{path}?rev={rev}")[0] == 400
+    assert server.request("DELETE", f"{path}/items/{item}?rev={present['rev']}")[2]["rev"] == present["rev"] + 1
+    assert server.request("DELETE", f"{path}?rev={present['rev'] + 1}")[0] == 200
+
+
+def test_tabs_over_http_agree_on_one_history(server: Server) -> None:
+    """Eight clients add, remove and rename with the `rev` they read: each revision has one author."""
+    conversation = server.post("/v1/conversations")[2]["id"]
+    path = f"/v1/conversations/{conversation}"
+    done: dict[int, tuple[str, str]] = {}
+    num_conflicts = 0
+
+    def work(name: str) -> None:
+        nonlocal num_conflicts
+        generator = random.Random(name)
+        for step in range(8):
+            items = server.request("GET", f"{path}/items?branches=all")[2]["data"]
+            rev = head(server, conversation)["rev"]
+            kind = generator.choice(["add", "add", "rename", "remove"])
+            if kind == "add":
+                text = f"{name}.{step}"
+                items = [{"role": "user", "content": text}]
+                status, _, answer = server.post(f"{path}/items", items=items, rev=rev)
+                note = ("add", text)
+            elif kind == "remove" and items:
+                gone = generator.choice(items)
+                status, _, answer = server.request("DELETE", f"{path}/items/{gone['id']}?rev={rev}")
+                note = ("remove", gone["content"][0]["text"])
+            else:
+                status, _, answer = server.post(path, title=f"{name} {step}", rev=rev)
+                note = ("rename", f"{name} {step}")
+            assert status in (200, 404, 409), answer
+            if status == 200:
+                done[rev + 1] = note
+            num_conflicts += status == 409
+
+    threads = [threading.Thread(target=work, args=(f"t{number}",)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    texts: set[str] = set()
+    title = ""
+    for rev in sorted(done):
+        kind, what = done[rev]
+        if kind == "rename":
+            title = what
+        elif kind == "add":
+            texts.add(what)
+            title = title or what
+        else:
+            texts.remove(what)
+    present = head(server, conversation)
+    assert sorted(done) == list(range(1, present["rev"] + 1)) and present["title"] == title
+    stored = server.request("GET", f"{path}/items?branches=all")[2]["data"]
+    assert {item["content"][0]["text"] for item in stored} == texts and len(stored) == len(texts)
+    assert num_conflicts > 0
+
+
+def test_deleting_a_conversation_ends_what_is_said_in_it(server: Server) -> None:
+    """The response gets its one terminal frame, its pages go back, and nothing of it is stored."""
+    with slowed(server, 0.02), connect(f"ws://127.0.0.1:{server.port}/v1/responses") as socket:
+        socket.send(json.dumps({"type": "response.create", "input": "Say much", **LONG}))
+        conversation = json.loads(socket.recv())["response"]["conversation"]["id"]
+        while json.loads(socket.recv())["type"] != "response.output_text.delta":
+            pass
+        status, _, answer = server.request("DELETE", f"/v1/conversations/{conversation}")
+        assert status == 200 and answer["deleted"]
+        assert server.num_pages_in_use() == 0  # when the deletion is acknowledged, it is over
+        terminal = [json.loads(socket.recv())]
+        while terminal[-1]["type"] not in ("response.completed", "response.incomplete", "response.failed"):
+            terminal.append(json.loads(socket.recv()))
+        assert terminal[-1]["type"] == "response.failed"
+        with pytest.raises(TimeoutError):
+            socket.recv(timeout=0.2)
+    assert server.request("GET", f"/v1/conversations/{conversation}")[0] == 404
+    assert server.request("DELETE", f"/v1/conversations/{conversation}")[0] == 404
+    assert server.request("GET", f"/v1/responses/{terminal[-1]['response']['id']}")[0] in (200, 404)
+
+
+def test_a_subscriber_hears_when_nothing_runs_any_more(server: Server) -> None:
+    """The last word on a conversation is told while its response winds up; it does not count as running then."""
+    with connect(f"ws://127.0.0.1:{server.port}/v1/responses", subprotocols=[Subprotocol("chatcache.v1")]) as socket:
+        socket.send(json.dumps({"type": "conversation.subscribe"}))
+        for _ in range(5):
+            response = converse(server, "Hello")
+            leaf = response["output"][0]["id"]
+            heads: list[dict[str, Any]] = []
+            while not heads or heads[-1]["conversation"]["active_leaf"] != leaf:
+                heads += [frame for frame in _heard(socket) if frame["type"] == "conversation.updated"]
+            assert heads[-1]["running"] == []
+
+
+def _heard(socket: ClientConnection) -> list[dict[str, Any]]:
+    """Frames until none has come for a moment."""
+    frames: list[dict[str, Any]] = []
+    try:
+        while True:
+            frames.append(json.loads(socket.recv(timeout=0.3)))
+    except TimeoutError:
+        return frames
+
+
+def test_every_change_is_heard_by_the_other_tabs(server: Server) -> None:
+    """The newest head of every conversation that a route changed, once it is stored; None for what is gone."""
+    exported: Any = None
+    heard: dict[str, Any] = {}
+
+    async def listen(until: asyncio.Event) -> None:
+        subscription = server.gateway.hub.subscribe("")
+        try:
+            while not until.is_set():
+                heard.update(await subscription.next())
+        finally:
+            server.gateway.hub.unsubscribe("", subscription)
+
+    async def start() -> tuple[asyncio.Task[None], asyncio.Event]:
+        until = asyncio.Event()
+        task = asyncio.create_task(listen(until))
+        await asyncio.sleep(0)
+        return task, until
+
+    task, _ = server.call(start())
+    made = server.post("/v1/conversations", items=[{"role": "user", "content": "Hello"}])[2]
+    path = f"/v1/conversations/{made['id']}"
+    wait_until(lambda: heard[made["id"]].rev == made["rev"] if made["id"] in heard else False, "created")
+    message = {"items": [{"role": "assistant", "content": "Hi"}]}
+    first = f"{path}/items/{made['active_leaf']}"
+    changes = (("POST", path, {"title": "Renamed"}), ("POST", f"{path}/items", message), ("DELETE", first, None))
+    for method, where, body in changes:
+        assert server.request(method, where, body)[0] == 200
+        present = head(server, made["id"])
+        wait_until(lambda rev=present["rev"]: heard[made["id"]].rev == rev, "a change")  # type: ignore[misc]
+    exported = server.request("GET", f"{path}/export")[2]
+    exported["conversation"]["id"] = "conv_heard"
+    copy = server.post("/v1/conversations/import", **exported)[2]["data"][0]["id"]
+    wait_until(lambda: copy in heard, "an import")
+    assert server.post("/v1/conversations/import", **exported)[2]["unchanged"] == 1
+    assert server.request("DELETE", path)[0] == 200
+    wait_until(lambda: heard[made["id"]] is None, "a deletion")
+    server.loop.call_soon_threadsafe(task.cancel)

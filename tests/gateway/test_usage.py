@@ -1,0 +1,174 @@
+"""Tokens of a day, kept in a store that several gateways share, and that sometimes does not answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from chatcache.conversations.store import StoreUnavailable
+from chatcache.gateway.limits.usage import DayUsage
+from tests.gateway.clocks import Clock
+
+DAY_S = 86_400
+
+
+class Store:
+    """Counts in memory. `is_down`: it takes and tells nothing. `before`: what happens while it is asked.
+
+    `is_mute`: it takes what it is given, and does not tell.
+    """
+
+    def __init__(self) -> None:
+        self.days: dict[int, Counter[str]] = {}
+        self.is_down = self.is_mute = False
+        self.last: dict[str, int] = {}
+        self.before: Callable[[], None] = lambda: None
+
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        self.before()
+        if self.is_down:
+            raise StoreUnavailable("down")
+        if self.last.get(writer, 0) < number:
+            self.last[writer] = number
+            self.days.setdefault(day, Counter()).update(tokens)
+        if self.is_mute:
+            raise StoreUnavailable("nobody knows")
+
+    async def usage(self, day: int) -> Mapping[str, int]:
+        self.before()
+        if self.is_down:
+            raise StoreUnavailable("down")
+        return dict(self.days.get(day, {}))
+
+
+def gateway_over(store: Store, clock: Clock) -> DayUsage:
+    usage = DayUsage(wall_s=clock.wall_s)
+    usage.store = store
+    return usage
+
+
+async def two_gateways() -> None:
+    """Each stores what it saw, neither twice, and both know the sum. Raises: AssertionError."""
+    store, clock = Store(), Clock()
+    one, two = gateway_over(store, clock), gateway_over(store, clock)
+    await one.look()
+    one.add("k", 100)
+    assert one.used("k") == 100 and two.used("k") == 0
+    await one.flush()
+    await one.flush()
+    two.add("k", 20)
+    await two.look()
+    assert two.used("k") == 120
+    await two.flush()
+    await one.flush()
+    assert one.used("k") == two.used("k") == 120
+    assert store.days == {one.today: {"k": 120}}
+
+
+async def test_gateways_over_one_store_hear_of_each_other() -> None:
+    await two_gateways()
+
+
+async def test_counting_twice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Store.add_usage
+
+    async def twice(self: Store, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        await original(self, day, tokens, writer=writer, number=number)
+        await original(self, day, tokens, writer=f"{writer} again", number=number)
+
+    monkeypatch.setattr(Store, "add_usage", twice)
+    with pytest.raises(AssertionError):
+        await two_gateways()
+
+
+async def test_what_comes_while_it_is_stored_is_not_lost() -> None:
+    store, clock = Store(), Clock()
+    usage = gateway_over(store, clock)
+    usage.add("k", 10)
+    store.before = lambda: usage.add("k", 1)
+    await usage.flush()
+    store.before = lambda: None
+    assert usage.used("k") == 12
+    await usage.flush()
+    assert usage.used("k") == store.days[usage.today]["k"] == 12
+
+
+async def test_what_may_have_been_stored_is_sent_again_as_it_was() -> None:
+    """And what came since after it, at once: a server that ends has one last look."""
+    store, clock = Store(), Clock()
+    usage = gateway_over(store, clock)
+    store.is_mute = True
+    for num_tokens in (10, 1, 2):
+        usage.add("k", num_tokens)
+        await usage.flush()
+        assert store.days[usage.today]["k"] == 10
+    store.is_mute = False
+    await usage.flush()
+    assert usage.used("k") == store.days[usage.today]["k"] == 13
+
+
+async def test_a_flush_that_is_left_is_not_counted_twice() -> None:
+    """As when the server ends under it: what was given to the store is stored, whoever waits."""
+    store, clock = Store(), Clock()
+    usage = gateway_over(store, clock)
+    usage.add("k", 10)
+    store.is_mute = True
+
+    class Left(Exception):
+        pass
+
+    take = store.add_usage
+
+    async def take_and_leave(day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await take(day, tokens, writer=writer, number=number)
+        raise Left
+
+    store.add_usage = take_and_leave  # type: ignore[method-assign]
+    with pytest.raises(Left):
+        await usage.flush()
+    store.add_usage, store.is_mute = take, False  # type: ignore[method-assign]
+    await usage.flush()
+    assert store.days[usage.today]["k"] == 10
+
+
+async def test_a_store_that_does_not_answer_is_told_later() -> None:
+    store, clock = Store(), Clock()
+    usage = gateway_over(store, clock)
+    store.days[usage.today] = Counter(k=50)
+    store.is_down = True
+    await usage.look()
+    usage.add("k", 10)
+    await usage.flush()
+    assert usage.used("k") == 10, "nobody is kept out for what cannot be known"
+    store.is_down = False
+    await usage.flush()
+    assert usage.used("k") == store.days[usage.today]["k"] == 60
+
+
+async def test_a_day_is_stored_as_that_day_though_it_is_over() -> None:
+    store, clock = Store(), Clock(wall_s=7 * DAY_S - 1)
+    usage = gateway_over(store, clock)
+    usage.add("k", 10)
+    clock.pass_s(2)
+    assert usage.used("k") == 0
+    usage.add("k", 3)
+    await usage.flush()
+    assert store.days == {6: {"k": 10}, 7: {"k": 3}}
+    assert usage.used("k") == 3
+
+
+async def test_without_a_store_only_today_is_kept() -> None:
+    clock = Clock()
+    usage = DayUsage(wall_s=clock.wall_s)
+    usage.add("k", 10)
+    await usage.look()
+    await usage.flush()
+    assert usage.used("k") == 10
+    clock.pass_s(DAY_S)
+    await usage.flush()
+    clock.pass_s(-DAY_S)
+    assert usage.used("k") == 0

@@ -1,0 +1,63 @@
+"""Short ways to drive a cache, and the plain oracle of what it may find again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chatcache.kv_cache.copy_on_write import PageCopy
+from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import Scope, token_bytes
+from chatcache.kv_cache.page_table import PageTable
+from chatcache.kv_cache.prefix_match import PrefixMatch
+
+PUBLIC = "public"
+PageClass = str | tuple[str, int]
+
+
+def find(kv: KVCache, tokens: Sequence[int], scope: Scope | str = "") -> PrefixMatch:
+    return kv.match(kv.chain(tokens, Scope(scope) if isinstance(scope, str) else scope))
+
+
+def write(kv: KVCache, table: PageTable, tokens: Sequence[int]) -> tuple[PageCopy, ...]:
+    """Reserve, execute and commit, as a step does."""
+    copies = kv.reserve([(table, table.num_tokens + len(tokens))])
+    assert copies is not None
+    kv.commit(table, token_bytes(tokens))
+    kv.settle()
+    return copies
+
+
+def opened(kv: KVCache, tokens: Sequence[int], scope: Scope | str = "") -> PageTable:
+    """Open a table on what is known of `tokens` and compute the rest."""
+    table = kv.open(find(kv, [*tokens, 0], scope))
+    if table.num_tokens < len(tokens):
+        write(kv, table, tokens[table.num_tokens :])
+    return table
+
+
+def text(n: int, start: int = 1) -> list[int]:
+    return list(range(start, start + n))
+
+
+class PrefixOracle:
+    """What has been computed, for whom: every beginning of every text, and the class of the page on which it ends,
+    PUBLIC or (namespace, number of public pages before it)."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._known: set[tuple[tuple[int, ...], PageClass]] = set()
+
+    def _class_of(self, num_tokens: int, num_public: int, namespace: str) -> PageClass:
+        return PUBLIC if (num_tokens - 1) // self._page_size < num_public else (namespace, num_public)
+
+    def learn(self, tokens: Sequence[int], num_public: int, namespace: str) -> None:
+        lengths = range(1, len(tokens) + 1)
+        self._known |= {(tuple(tokens[:n]), self._class_of(n, num_public, namespace)) for n in lengths}
+
+    def knows(self, tokens: Sequence[int], num_public: int, namespace: str) -> bool:
+        return not tokens or (tuple(tokens), self._class_of(len(tokens), num_public, namespace)) in self._known
+
+    def found(self, tokens: Sequence[int], num_public: int, namespace: str) -> int:
+        """Return how much of a prompt may be matched if nothing is ever evicted; never its last token."""
+        lengths = range(len(tokens) - 1, 0, -1)
+        return next((n for n in lengths if self.knows(tokens[:n], num_public, namespace)), 0)

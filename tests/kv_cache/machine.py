@@ -1,0 +1,394 @@
+"""A random life of pool, cache and host tier beside a model of plain lists, every invariant after every step.
+
+The model knows each table's tokens, and of every cell of memory what has been written there: the whole history up to
+the cell, as a hash chain, and for whom (PUBLIC or a namespace). Plans are made and executed as in the engine: tables
+are reserved, opened, given up and brought back while a plan is made; then pages are copied, everybody reads, everybody
+writes, and only then is anything committed. What nobody holds and nobody may find is poisoned at once.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from chatcache.kv_cache.copy_on_write import PageCopy
+from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import Scope, token_bytes
+from chatcache.kv_cache.page_table import PageTable
+from chatcache.kv_cache.pool import PagePool
+from chatcache.kv_cache.prefix_match import PrefixMatch
+from chatcache.kv_cache.stats import check
+from tests.kv_cache.mapped import NameBook, check_map
+
+POISON = -1
+PUBLIC = "public"
+NAMESPACES = ("", "b")
+MAP_EVERY = 8  # steps
+Cell = tuple[int, str]
+
+
+@dataclass(eq=False)
+class Line:
+    """A table and what it must hold. `row` is the runner's copy of the table, told by news only."""
+
+    table: PageTable
+    scope: Scope
+    num_public: int
+    tokens: list[int] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
+    row: list[int] = field(default_factory=list)
+
+    def grow(self, token: int) -> None:
+        self.tokens.append(token)
+        self.cells.append(hash((self.cells[-1] if self.cells else 0, token)))
+
+    def cut(self, num_tokens: int) -> None:
+        del self.tokens[num_tokens:], self.cells[num_tokens:]
+
+    def is_told(self) -> None:
+        first, pages = self.table.take_changes()
+        assert first <= len(self.row)
+        self.row[first:] = pages
+
+
+@dataclass(eq=False)
+class Away:
+    """A line whose pages are on the host."""
+
+    host_pages: list[int]
+    tokens: list[int]
+    scope: Scope
+
+
+class Machine:
+    """One cache and its model. `step` does one random thing and verifies everything. `trace` says what it did."""
+
+    def __init__(self, rng: random.Random, audit: bool = True) -> None:
+        self.audit = audit
+        self.rng = rng
+        self.page_size = P = rng.choice([1, 2, 2, 3, 4, 4])
+        self.matching = rng.random() < 0.9
+        num_pages, num_host_pages = rng.randint(4, 24), rng.choice([0, 0, rng.randint(2, 12)])
+        self.kv = KVCache(num_pages, P, "digest", self.matching, num_host_pages)
+        self.memory: list[list[Cell]] = [[(POISON, "")] * P for _ in range(num_pages)]
+        self.host_memory: list[list[Cell]] = [[(POISON, "")] * P for _ in range(num_host_pages)]
+        self.book = NameBook(self.kv, NAMESPACES)
+        self.lines: list[Line] = []
+        self.away: list[Away] = []
+        self.planned: list[tuple[Line, list[int]]] = []  # rows of the plan in the making
+        self.fresh: list[Line] = []  # opened or brought back in it
+        self.copies: list[PageCopy] = []
+        self.texts: list[tuple[list[int], Scope]] = [([], Scope())]
+        self.num_steps = 0
+        self.trace: list[str] = []
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.take(self.rng.choices(list(ODDS), list(ODDS.values()))[0])
+
+    def take(self, name: str) -> None:
+        """Do one of ODDS and verify everything."""
+        self.num_steps += 1
+        self.trace.append(name)
+        getattr(self, name)()
+        self.verify()
+
+    def make_a_step(self) -> None:
+        """Plan, execute, commit; now and then a row is faulty or the whole step is given up."""
+        rng = self.rng
+        self.reserve(rng.sample(self.lines, min(len(self.lines), rng.randint(0, 3))))
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            rng.choice([self.open, self.open, self.preempt, self.swap_out, self.bring_back])()
+        self.reserve([line for line in self.fresh if rng.random() < 0.8])
+        if rng.random() < 0.04:
+            self.abandon()
+        else:
+            self.execute(faulty=rng.random() < 0.05)
+
+    def open(self) -> None:
+        rng = self.rng
+        if len(self.lines) >= 8:
+            return
+        known, scope = rng.choice(self.texts)
+        prompt = known[: rng.randint(0, len(known))] + [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
+        if rng.random() < 0.4:
+            scope = Scope(rng.choice(NAMESPACES), rng.choice([0, 0, rng.randint(0, len(prompt))]))
+        self.texts = [*self.texts[-7:], (prompt, scope)]
+        match = self.kv.match(self.kv.chain(prompt, scope))
+        self.verify_match(match, prompt)
+        if match.loads:
+            table = self.kv.restore(match)
+            if table is None:
+                return
+        else:
+            table = self.kv.open(match)
+        self.begin(table, prompt[: match.num_tokens], scope)
+
+    def begin(self, table: PageTable, tokens: list[int], scope: Scope) -> None:
+        line = Line(table, scope, scope.num_public_tokens // self.page_size)
+        for token in tokens:
+            line.grow(token)
+        self.lines.append(line)
+        self.fresh.append(line)
+
+    def reserve(self, lines: list[Line]) -> None:
+        """Plan new tokens for these lines, if there is room for all of them."""
+        lines = [line for line in lines if all(line is not other for other, _ in self.planned)]
+        news = [[self.rng.randint(1, 3) for _ in range(self.rng.choice([1, 1, 2, 5]))] for _ in lines]
+        wants = [(line.table, len(line.tokens) + len(new)) for line, new in zip(lines, news, strict=True)]
+        before = [line.table.pages() for line in self.lines], list(self.kv.pool.refs)
+        copies = self.kv.reserve(wants)
+        if copies is None:
+            assert ([line.table.pages() for line in self.lines], self.kv.pool.refs) == before, "None, yet a change"
+            return
+        self.copies += copies
+        self.planned += zip(lines, news, strict=True)
+
+    def execute(self, *, faulty: bool = False) -> None:
+        """Do what a runner does, in its order, then what the scheduler does after it."""
+        self.move_pages()
+        for line, _ in self.planned:
+            line.is_told()
+            assert self.read(line.row, len(line.tokens)) == line.cells, "a row reads what is not its own"
+        for line, new in self.planned:
+            self.write(line, new)
+        failed = [line for line, _ in self.planned if faulty and self.rng.random() < 0.5]
+        for line, new in self.planned:
+            if line not in failed:
+                self.kv.commit(line.table, token_bytes(new))
+        for line in failed:
+            self.end(line, forget=True)
+        self.kv.settle()
+        self.planned, self.fresh, self.copies = [], [], []
+
+    def move_pages(self) -> None:
+        assert not {copy.src for copy in self.copies} & {copy.dst for copy in self.copies}
+        outs, ins = self.kv.host.moves() if self.kv.host is not None else ([], [])
+        for page, host_page in outs:
+            self.host_memory[host_page] = list(self.memory[page])
+        for host_page, page in ins:
+            self.memory[page] = list(self.host_memory[host_page])
+        for src, dst in self.copies:
+            self.memory[dst] = list(self.memory[src])
+
+    def write(self, line: Line, new: list[int]) -> None:
+        size = self.page_size
+        for token in new:
+            index, offset = divmod(len(line.tokens), size)
+            page = line.row[index]
+            if not offset or token is new[0]:
+                self.verify_writable(line, page)
+            line.grow(token)
+            owner = PUBLIC if index < line.num_public else line.scope.namespace
+            self.memory[page][offset] = line.cells[-1], owner
+
+    def abandon(self) -> None:
+        """The step failed: nobody knows what it did. All who had a part in it end."""
+        for copy in self.copies:
+            self.memory[copy.dst] = [(POISON, "")] * self.page_size
+        for line in list(dict.fromkeys([line for line, _ in self.planned] + self.fresh)):
+            self.end(line, forget=True)
+        self.kv.abandon()
+        self.planned, self.fresh, self.copies = [], [], []
+
+    # -- between and within steps ---------------------------------------------------------------------------------
+
+    def fork(self) -> None:
+        if not self.lines or len(self.lines) >= 8:
+            return
+        parent, num_in_use = self.rng.choice(self.lines), self.kv.pool.num_in_use
+        table = self.kv.fork(parent.table)
+        assert self.kv.pool.num_in_use == num_in_use, "a fork takes no page"
+        row = parent.row[: table.changed_from]
+        child = Line(table, parent.scope, parent.num_public, list(parent.tokens), list(parent.cells), row)
+        self.lines.append(child)
+        if self.rng.random() < 0.3:
+            self.cut(child)
+        elif self.rng.random() < 0.5:
+            self.go_on_elsewhere(child)
+
+    def truncate(self) -> None:
+        if self.lines:
+            self.cut(self.rng.choice(self.lines))
+
+    def cut(self, line: Line) -> None:
+        num_tokens = len(line.tokens)
+        kept = self.rng.choice([self.rng.randint(0, num_tokens), max(num_tokens - 1, 0)])
+        self.kv.truncate(line.table, kept)
+        line.cut(kept)
+        del line.row[line.table.num_pages :]
+        if kept < num_tokens:
+            line.num_public = min(line.num_public, kept // self.page_size)
+
+    def go_on_elsewhere(self, line: Line) -> None:
+        """Another prompt with the same beginning takes over, which has public tokens of its own."""
+        num_tokens = len(line.tokens)
+        kept = self.rng.choice([num_tokens, self.rng.randint(0, num_tokens)])
+        line.scope = Scope(line.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
+        self.kv.truncate(line.table, kept, line.scope)
+        line.cut(kept)
+        del line.row[line.table.num_pages :]
+        if kept // self.page_size < line.num_public:
+            line.num_public = max(line.scope.num_public_tokens, kept) // self.page_size
+
+    def turn_pages(self) -> None:
+        """Lines fill the private page they are at without telling; then all of them get one more page, or none."""
+        lines = [line for line in self.lines if self.is_at_its_last_page(line.table)][:3]
+        for line in lines:
+            line.is_told()
+        filled: list[tuple[PageTable, bytes]] = []
+        for line in lines:
+            new = [self.rng.randint(1, 3) for _ in range(line.table.num_reserved - len(line.tokens))]
+            assert self.read(line.row, len(line.tokens)) == line.cells
+            self.write(line, new)
+            filled.append((line.table, token_bytes(new)))
+        whole = [table.tail + tokens for table, tokens in filled]
+        pages = self.kv.turn_pages([line.table for line in lines], b"".join(whole))
+        for number, line in enumerate(lines):
+            if pages is None:
+                self.kv.commit(*filled[number])
+            else:
+                line.row.append(pages[number])
+
+    def is_at_its_last_page(self, table: PageTable) -> bool:
+        num_left = table.num_reserved - table.num_tokens
+        return 0 < num_left <= self.page_size and table.num_reserved > table.num_public_pages * self.page_size
+
+    def close(self) -> None:
+        if self.lines:
+            self.end(self.rng.choice(self.lines), forget=self.rng.random() < 0.1)
+
+    def preempt(self) -> None:
+        """Let a line go while a plan is made, so that others of the plan may get its pages."""
+        candidates = [line for line in self.lines if all(line is not other for other, _ in self.planned)]
+        if candidates:
+            self.end(self.rng.choice(candidates))
+
+    def end(self, line: Line, *, forget: bool = False) -> None:
+        self.lines.remove(line)
+        if line in self.fresh:
+            self.fresh.remove(line)
+        table, pool = line.table, self.kv.pool
+        pages = table.pages()
+        self.texts = [*self.texts[-7:], (line.tokens, self.scope_of(line))]
+        num_full = table.num_tokens // self.page_size
+        in_step = bool(self.planned or self.fresh or self.copies)
+        whole = self.matching and not in_step and all(pool.is_published(page) for page in pages[:num_full])
+        alone = bool(table.tail) and pool.refs[pages[num_full]] == 1
+        if alone and (content := pool.content(pages[num_full])) is not None:
+            alone = content.parent == table.key  # else it has a public name, and keeps it
+        tokens, scope = line.tokens[: table.num_tokens], self.scope_of(line)
+        self.kv.close(table, forget=forget)
+        match = self.kv.match(self.kv.chain([*tokens, 1], scope))
+        if forget:
+            assert not set(pages) & set(match.pages) - {0}, "forgotten, yet found"
+        elif whole:
+            assert match.num_tokens >= (len(tokens) if alone else num_full * self.page_size), "closed, yet not found"
+
+    def scope_of(self, line: Line) -> Scope:
+        """Say in whose eyes the line's pages have the names they have; truncated public tokens are private again."""
+        return Scope(line.scope.namespace, line.num_public * self.page_size)
+
+    def swap_out(self) -> None:
+        candidates = [line for line in self.lines if all(line is not other for other, _ in self.planned)]
+        if self.kv.host is None or not candidates:
+            return
+        line = self.rng.choice(candidates)
+        host_pages = self.kv.swap_out(self.kv.contents([line.table]))
+        if host_pages is not None:
+            self.away.append(Away(host_pages, line.tokens[: line.table.num_tokens], self.scope_of(line)))
+            self.end(line)
+
+    def bring_back(self) -> None:
+        if not self.away or len(self.lines) >= 8 or self.kv.host is None:
+            return
+        away = self.rng.choice(self.away)
+        if self.rng.random() < 0.8:
+            prompt = [*away.tokens, 1]
+            match = self.kv.match(self.kv.own_chain(prompt, away.scope), host_pages=away.host_pages)
+            self.verify_match(match, prompt)
+            table = self.kv.restore(match)
+            if table is None:
+                return
+            self.begin(table, away.tokens[: match.num_tokens], away.scope)
+        self.kv.host.release(away.host_pages)
+        self.away.remove(away)
+
+    def swap_out_now(self) -> None:
+        self.swap_out()
+        self.execute()
+
+    def forget_all(self) -> None:
+        self.kv.pool.forget_all()
+        assert self.kv.pool.num_idle == 0
+
+    # -- what must hold -------------------------------------------------------------------------------------------
+
+    def read(self, pages: list[int], num_tokens: int) -> list[int]:
+        return [cell for page in pages for cell, _ in self.memory[page]][:num_tokens]
+
+    def verify(self) -> None:
+        """Verify the whole state between steps, and poison what is blank."""
+        kv, pool = self.kv, self.kv.pool
+        for line in self.lines:
+            assert line.table.num_tokens == len(line.tokens)
+            assert self.read(line.table.pages(), len(line.tokens)) == line.cells, "a page lost what it held"
+        self.book.read()
+        if self.audit:
+            check(kv, [line.table for line in self.lines], [away.host_pages for away in self.away])
+        if self.num_steps % MAP_EVERY == 0:
+            check_map(kv, self.book, [line.table for line in self.lines], NAMESPACES)
+        held = {page for line in self.lines for page in line.table.pages()}
+        assert pool.num_in_use == len(held) and len(pool._blank) + pool.num_idle + len(held) == pool.num_usable
+        poison(pool, self.memory, 0)
+        if kv.host is not None:
+            poison(kv.host.pool, self.host_memory, 1)
+
+    def verify_writable(self, line: Line, page: int) -> None:
+        assert not self.kv.pool.is_published(page), "a page that others may find is written"
+        for other in self.lines:
+            assert other is line or page not in other.table.pages(), "a page that others hold is written"
+
+    def verify_match(self, match: PrefixMatch, prompt: list[int]) -> None:
+        """Whatever is found is final, is this prompt's beginning, and may be seen by its namespace."""
+        assert match.num_tokens < len(prompt)
+        assert match.num_idle == sum(page != 0 and self.kv.pool.refs[page] == 0 for page in match.pages)
+        loads = dict(match.loads)
+        cell, size, scope = 0, self.page_size, match.scope
+        for position, token in enumerate(prompt[: match.num_tokens]):
+            cell = hash((cell, token))
+            index, offset = divmod(position, size)
+            page = self.host_memory[loads[index] - 1] if index in loads else self.memory[match.pages[index]]
+            found, owner = page[offset]
+            assert found == cell, "what was found is not there"
+            is_public = index < scope.num_public_tokens // size
+            assert owner == PUBLIC or (owner == scope.namespace and not is_public), "another tenant's page was found"
+
+
+def poison(pool: PagePool, memory: list[list[Cell]], first: int) -> None:
+    for page in pool._blank:
+        memory[page - first] = [(POISON, "")] * len(memory[page - first])
+
+
+ODDS = {
+    "make_a_step": 10,
+    "fork": 3,
+    "truncate": 1,
+    "turn_pages": 1,
+    "close": 3,
+    "swap_out_now": 1,
+    "forget_all": 0.1,
+}
+
+
+def live(seed: int, num_steps: int, *, audit: bool = True) -> Machine:
+    """Run one machine. Failures say where they happened."""
+    machine = Machine(random.Random(seed), audit)
+    try:
+        for _ in range(num_steps):
+            machine.step()
+    except BaseException as error:
+        error.add_note(f"seed {seed}, step {machine.num_steps}: {' '.join(machine.trace[-12:])}")
+        raise
+    return machine

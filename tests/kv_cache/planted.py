@@ -1,0 +1,80 @@
+"""Plausible bugs of pool and cache, for every test that has to catch some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from chatcache.kv_cache.copy_on_write import PageCopy, Tails
+from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import TOKEN_BYTES
+from chatcache.kv_cache.page_table import PageTable
+from chatcache.kv_cache.pool import PagePool
+
+Patch = pytest.MonkeyPatch
+
+
+def double_free(patch: Patch) -> None:
+    original = KVCache.close
+
+    def close(self: KVCache, table: PageTable, **how: bool) -> None:
+        pages = table.pages()
+        original(self, table, **how)
+        self.pool.release([page for page in pages if self.pool.refs[page]][:1])
+
+    patch.setattr(KVCache, "close", close)
+
+
+def missed_decrement(patch: Patch) -> None:
+    original = PagePool.release
+
+    def release(self: PagePool, pages: Sequence[int]) -> None:
+        original(self, pages[1:] if len(pages) > 2 else pages)
+
+    patch.setattr(PagePool, "release", release)
+
+
+def shared_tail_written_in_place(patch: Patch) -> None:
+    patch.setattr(Tails, "to_copy", lambda self, tables: (set(), set()))
+
+
+def copied_page_not_told_to_the_runner(patch: Patch) -> None:
+    original = Tails.copy
+
+    def copy(self: Tails, table: PageTable, dst: int) -> PageCopy:
+        known = table.changed_from
+        page_copy = original(self, table, dst)
+        table.changed_from = known
+        return page_copy
+
+    patch.setattr(Tails, "copy", copy)
+
+
+def evicted_page_stays_in_the_index(patch: Patch) -> None:
+    def evict(self: PagePool) -> int:
+        page, _ = self._idle.popitem(last=False)
+        return page
+
+    patch.setattr(PagePool, "_evict", evict)
+
+
+def fork_forgets_to_hold_the_tail(patch: Patch) -> None:
+    original = KVCache.fork
+
+    def fork(self: KVCache, table: PageTable) -> PageTable:
+        child = original(self, table)
+        self.pool.release(child.own)
+        return child
+
+    patch.setattr(KVCache, "fork", fork)
+
+
+def partial_match_too_long(patch: Patch) -> None:
+    original = PagePool.lookup_partial
+
+    def lookup_partial(self: PagePool, parent: bytes, tokens: bytes, *rest: object) -> tuple[int, int] | None:
+        found = original(self, parent, tokens, *rest)  # type: ignore[arg-type]
+        return (found[0], min(found[1] + 1, len(tokens) // TOKEN_BYTES)) if found else None
+
+    patch.setattr(PagePool, "lookup_partial", lookup_partial)

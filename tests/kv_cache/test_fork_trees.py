@@ -1,0 +1,116 @@
+"""Forks against the plain way, which copies everything: same contents, never more pages, nothing left behind."""
+
+from __future__ import annotations
+
+import random
+
+from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import token_bytes
+from chatcache.kv_cache.page_table import PageTable
+from chatcache.kv_cache.stats import check
+from tests.kv_cache.kv_tools import opened, text, write
+
+MAX_BRANCHES = 8
+MAX_DEPTH = 64
+
+
+class Forest:
+    """Trees on one pool, beside the oracle: every branch a list of tokens of its own, in pages of its own."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        num_pages = 1 + MAX_BRANCHES * (-(-MAX_DEPTH // page_size) + 1)
+        self.kv = KVCache(num_pages, page_size, "digest")
+        self.memory = [[0] * page_size for _ in range(num_pages)]
+        self.branches: list[tuple[PageTable, list[int]]] = []
+        self.num_copies = 0
+
+    def grow(self, rng: random.Random) -> tuple[int, int]:
+        """Grow one tree and fell it; return the most pages that it held, and that the oracle held."""
+        kv, branches = self.kv, self.branches
+        branches.append((kv.open(kv.match(kv.chain([0]))), []))
+        most = most_plain = 0
+        num_steps = rng.randint(2, 24)
+        while branches:
+            num_steps -= 1
+            roll = rng.random() if num_steps > 0 else 1.0
+            if roll < 0.55:
+                chosen = rng.sample(branches, rng.randint(1, len(branches)))
+                self.write(rng, [branch for branch in chosen if len(branch[1]) < MAX_DEPTH])
+            elif roll < 0.85 and len(branches) < MAX_BRANCHES:
+                table, tokens = rng.choice(branches)
+                child, kept = kv.fork(table), len(tokens)
+                if rng.random() < 0.4:
+                    kept = rng.randint(0, len(tokens))
+                    kv.truncate(child, kept)
+                branches.append((child, tokens[:kept]))
+            elif roll > 0.93:
+                kv.close(branches.pop(rng.randrange(len(branches)))[0])
+            most = max(most, kv.pool.num_in_use)
+            most_plain = max(most_plain, sum(kv.num_pages_for(table.num_reserved) for table, _ in branches))
+            assert kv.pool.num_in_use <= sum(table.num_pages for table, _ in branches)
+        return most, most_plain
+
+    def write(self, rng: random.Random, chosen: list[tuple[PageTable, list[int]]]) -> None:
+        news = [[rng.randrange(1000) for _ in range(min(rng.randint(1, 6), MAX_DEPTH - len(t)))] for _, t in chosen]
+        wants = [(table, len(tokens) + len(new)) for (table, tokens), new in zip(chosen, news, strict=True)]
+        copies = self.kv.reserve(wants)
+        assert copies is not None
+        self.num_copies += len(copies)
+        for src, dst in copies:
+            self.memory[dst] = list(self.memory[src])
+        for (table, tokens), new in zip(chosen, news, strict=True):
+            pages = table.pages()
+            for token in new:
+                index, offset = divmod(len(tokens), self.page_size)
+                self.memory[pages[index]][offset] = token
+                tokens.append(token)
+            self.kv.commit(table, token_bytes(new))
+        self.kv.settle()
+        for table, tokens in chosen:
+            assert [token for page in table.pages() for token in self.memory[page]][: len(tokens)] == tokens
+
+
+def test_ten_thousand_fork_trees_equal_copying_everything() -> None:
+    rng = random.Random(3)
+    num_trees = num_pages = num_plain = num_copies = 0
+    for page_size in (1, 3, 4, 8, 16):
+        forest = Forest(page_size)
+        for _ in range(2000):
+            most, most_plain = forest.grow(rng)
+            assert most <= most_plain
+            assert forest.kv.pool.num_in_use == 0
+            num_trees, num_pages, num_plain = num_trees + 1, num_pages + most, num_plain + most_plain
+        check(forest.kv, [])
+        num_copies += forest.num_copies
+    print(f"{num_trees} trees: {num_pages} pages at their peaks, {num_plain} when copied, {num_copies} page copies")
+    assert num_trees == 10_000 and num_pages < num_plain
+
+
+def test_a_thousand_forks_of_a_long_branch_cost_a_page_each_once_they_are_written() -> None:
+    kv = KVCache(2000, 16, "digest")
+    parent = opened(kv, text(4090))
+    in_use = kv.pool.num_in_use
+    tables = [parent, *(kv.fork(parent) for _ in range(1000))]
+    assert kv.pool.num_in_use == in_use == 256
+    check(kv, tables)
+    num_copies = [len(write(kv, table, [number])) for number, table in enumerate(tables)]
+    assert num_copies == [1] * 1000 + [0], "one page copy each, none for the last holder"
+    assert kv.pool.num_in_use == in_use + 1000
+    check(kv, tables)
+    for table in tables:
+        kv.close(table)
+    assert kv.pool.num_in_use == 0
+    found = [kv.match(kv.chain([*text(4090), number, 0])).num_tokens for number in range(1001)]
+    assert found == [4091] * 1001, "each is found again, however many siblings it has"
+
+
+def test_a_thousand_forks_that_write_together() -> None:
+    kv = KVCache(2000, 16, "digest")
+    parent = opened(kv, text(4090))
+    tables = [parent, *(kv.fork(parent) for _ in range(1000))]
+    copies = kv.reserve([(table, 4091) for table in tables])
+    assert copies is not None and len(copies) == 1000
+    assert {copy.src for copy in copies} == {tables[-1].page_at(255)} and len({copy.dst for copy in copies}) == 1000
+    kv.settle()
+    check(kv, tables)

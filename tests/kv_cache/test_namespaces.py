@@ -1,0 +1,127 @@
+"""Who finds whose pages: public ones everybody, private ones their own tenant alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import Scope
+from chatcache.kv_cache.stats import check
+from tests.kv_cache.kv_tools import PrefixOracle, find, opened, text, write
+
+P = 4
+
+
+def computed(kv: KVCache, tokens: Sequence[int], scope: Scope) -> list[int]:
+    """Compute what is not known of `tokens`, let go of it, and return its pages."""
+    table = opened(kv, tokens, scope)
+    check(kv, [table])
+    pages = table.pages()
+    kv.close(table)
+    return pages
+
+
+def test_two_tenants_share_the_public_pages_and_nothing_else() -> None:
+    kv = KVCache(64, P, "digest")
+    a, b = Scope("a", 10), Scope("b", 10)
+    first = computed(kv, text(19), a)
+    assert find(kv, text(19), b).num_tokens == 8, "not even the two public tokens on the third page"
+    second = computed(kv, text(19), b)
+    assert second[:2] == first[:2] and not set(second[2:]) & set(first[2:])
+    assert find(kv, text(20), a).pages == first and find(kv, text(20), b).pages == second
+    assert find(kv, text(20), Scope("c", 10)).pages == first[:2]
+    assert find(kv, text(20), Scope("a")).num_tokens == 0, "to who declares nothing public, nothing public is shown"
+
+
+@pytest.mark.parametrize("num_public_tokens", [0, 1, 3])
+def test_less_than_a_page_is_never_public(num_public_tokens: int) -> None:
+    kv = KVCache(64, P, "digest")
+    computed(kv, text(11), Scope("a", num_public_tokens))
+    assert find(kv, text(11), Scope("b", num_public_tokens)).num_tokens == 0
+    assert find(kv, text(12), Scope("a", num_public_tokens)).num_tokens == 11
+
+
+def test_a_public_prompt_cut_short_is_found_by_others_to_its_last_token() -> None:
+    kv = KVCache(64, P, "digest")
+    computed(kv, text(7), Scope("a", 12))
+    assert find(kv, text(12), Scope("b", 12)).num_tokens == 7
+    assert find(kv, text(12), Scope("b", 4)).num_tokens == 4
+
+
+@pytest.mark.parametrize("num_kept", range(13))
+def test_what_replaces_public_tokens_is_private(num_kept: int) -> None:
+    kv = KVCache(64, P, "digest")
+    scope = Scope("a", 12)
+    parent = kv.open(find(kv, text(14), scope))
+    write(kv, parent, text(14))
+    child = kv.fork(parent)
+    kv.truncate(child, num_kept)
+    check(kv, [parent, child])
+    other = [*text(num_kept), *text(9, 70)]
+    write(kv, child, text(9, 70))
+    check(kv, [parent, child])
+    kv.close(child)
+    kv.close(parent)
+    num_public = num_kept // P * P
+    assert find(kv, [*other, 0], Scope("b", 12)).num_tokens == num_kept
+    assert find(kv, [*other, 0], Scope("b", num_public)).num_tokens == num_public
+    assert find(kv, [*other, 0], Scope("a", num_public)).num_tokens == num_kept + 9
+    assert find(kv, [*text(14), 0], scope).num_tokens == 14
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]))
+def test_a_match_is_all_that_may_be_seen_and_nothing_more(seed: int, page_size: int) -> None:
+    rng = random.Random(seed)
+    kv, oracle = KVCache(1000, page_size, "digest"), PrefixOracle(page_size)
+    for _ in range(25):
+        tokens = [rng.randint(1, 2) for _ in range(rng.randint(1, 24))]
+        scope = Scope(rng.choice("ab"), rng.choice([0, rng.randint(0, len(tokens))]))
+        num_public = scope.num_public_tokens // page_size
+        table = kv.open(find(kv, tokens, scope))
+        assert table.num_tokens == oracle.found(tokens, num_public, scope.namespace)
+        write(kv, table, tokens[table.num_tokens :])
+        oracle.learn(tokens, num_public, scope.namespace)
+        tables = [table]
+        if rng.random() < 0.3:  # somebody goes back, and on in another way
+            num_kept = rng.randint(0, len(tokens))
+            new = [rng.randint(1, 2) for _ in range(rng.randint(1, 9))]
+            tables.append(kv.fork(table))
+            kv.truncate(tables[1], num_kept)
+            write(kv, tables[1], new)
+            num_public = min(num_public, num_kept // page_size) if num_kept < len(tokens) else num_public
+            oracle.learn(tokens[:num_kept] + new, num_public, scope.namespace)
+        check(kv, tables)
+        for table in tables:
+            kv.close(table)
+    check(kv, [])
+
+
+def test_ten_thousand_probes_find_nothing_foreign() -> None:
+    """Every tenant computes the same texts after the same public prompt; nobody ever gets another's page."""
+    rng = random.Random(19)
+    tenants = [f"tenant:{number}" for number in range(8)]
+    prompt = [rng.randrange(100) for _ in range(37)]
+    texts = [prompt + [rng.randrange(3) for _ in range(rng.randint(1, 24))] for _ in range(40)]
+    kv = KVCache(20_000, P, "digest")
+    owner: dict[int, str] = {}
+    probes = [(tenant, tokens) for tenant in tenants for tokens in texts]
+    rng.shuffle(probes)
+    num_hits = num_foreign = num_probes = 0
+    for tenant, tokens in probes:
+        for prober in (*tenants, *tenants, *tenants, "stranger", ""):  # before it, after it, and again
+            for page in find(kv, tokens, Scope(prober, 37)).pages[37 // P :]:
+                num_hits += owner[page] == prober
+                num_foreign += owner[page] != prober
+            num_probes += 1
+        for page in computed(kv, tokens, Scope(tenant, 37))[37 // P :]:
+            assert owner.setdefault(page, tenant) == tenant
+        num_probes += 6
+        assert all(find(kv, tokens, Scope(other, 37)).num_tokens >= 36 for other in (*tenants[:5], "stranger"))
+    print(f"{num_probes} probes, {num_hits} own hits beyond the public prompt, {num_foreign} foreign ones")
+    assert num_probes >= 10_000 and num_hits > 10_000 and num_foreign == 0

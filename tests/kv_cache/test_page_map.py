@@ -1,0 +1,134 @@
+"""The page map: every page as whoever looks may see it. `machine` compares it with plain counting all its life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatcache.kv_cache import copy_on_write as tails
+from chatcache.kv_cache import manager as cache
+from chatcache.kv_cache import manager as restoring
+from chatcache.kv_cache import stats as audit
+from chatcache.kv_cache import stats as page_map
+from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import Scope
+from chatcache.kv_cache.page_table import PageTable, note_owner
+from chatcache.kv_cache.pool import PagePool
+from chatcache.kv_cache.stats import LETTERS, PageStates, page_cells, page_states
+from tests.kv_cache.kv_tools import opened, text
+from tests.kv_cache.machine import live
+from tests.kv_cache.test_machine import NUM_STEPS
+
+MAX_LIVES = 250
+Patch = pytest.MonkeyPatch
+
+
+def cells(kv: KVCache, tables: Sequence[PageTable], namespace: str | None = None) -> str:
+    return page_cells(page_states(kv, tables), namespace)[1]
+
+
+def test_each_state_has_its_letter() -> None:
+    kv = KVCache(12, 4, "digest")
+    idle = opened(kv, text(8, 50))
+    first, own = idle.pages(), opened(kv, text(6), Scope("a", 4))
+    kv.close(idle)
+    shared = opened(kv, text(9, 20), "b")
+    twin = kv.fork(shared)
+    tables = [own, shared, twin]
+    shown = cells(kv, tables)
+    assert [shown[page - 1] for page in first] == ["i", "i"]
+    assert [shown[page - 1] for page in own.pages()] == ["a", "a"]
+    assert {shown[page - 1] for page in twin.pages()} == {"s"}
+    assert shown.count("f") == 11 - 2 - 2 - 3
+    theirs = cells(kv, tables, "b")
+    public, private = own.pages()
+    assert (theirs[public - 1], theirs[private - 1]) == ("a", "o"), "a public page is everybody's"
+    assert [theirs[page - 1] for page in first] == ["o", "o"]
+    assert [theirs[page - 1] for page in shared.pages()] == ["s", "s", "s"]
+
+
+@given(st.lists(st.integers(0, len(LETTERS) - 1), min_size=1, max_size=300), st.integers(1, 40))
+def test_the_busiest_page_of_a_cell_gives_it_its_letter(states: list[int], max_cells: int) -> None:
+    pages = PageStates(np.array(states, np.uint8), np.zeros(len(states), np.int64))
+    per_cell, drawn = page_cells(pages, None, max_cells)
+    groups = [states[start : start + per_cell] for start in range(0, len(states), per_cell)]
+    assert drawn == "".join(LETTERS[max(group)] for group in groups)
+    assert len(drawn) <= max_cells and (per_cell == 1) == (len(states) <= max_cells)
+    assert per_cell == 1 or -(-len(states) // (per_cell - 1)) > max_cells, "no coarser than it has to be"
+
+
+def new_pages_unmarked(patch: Patch) -> None:
+    patch.setattr(cache, "note_owner", lambda owners, table, first: None)
+
+
+def turned_pages_unmarked(patch: Patch) -> None:
+    original = KVCache.turn_pages
+
+    def turn_pages(self: KVCache, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
+        owners = self.pool.owners[:]
+        pages = original(self, tables, tokens)
+        self.pool.owners[:] = owners
+        return pages
+
+    patch.setattr(KVCache, "turn_pages", turn_pages)
+
+
+def loaded_pages_marked_private(patch: Patch) -> None:
+    patch.setattr(restoring, "PUBLIC_OWNER", 5)
+
+
+def loaded_pages_unmarked(patch: Patch) -> None:
+    patch.setattr(restoring, "owner_of", lambda namespace: 5)
+
+
+def cut_tails_unmarked(patch: Patch) -> None:
+    patch.setattr(tails, "note_owner", lambda owners, table, first: None)
+
+
+def border_page_marked_public(patch: Patch) -> None:
+    def note(owners: object, table: PageTable, first: int) -> None:
+        table.num_public_pages += 1
+        note_owner(owners, table, first)  # type: ignore[arg-type]
+        table.num_public_pages -= 1
+
+    patch.setattr(cache, "note_owner", note)
+
+
+def idle_pages_shown_free(patch: Patch) -> None:
+    patch.setattr(PagePool, "idle_pages", lambda self: np.array(list(self._idle)[1:], np.int64))
+
+
+def segments_counted_once(patch: Patch) -> None:
+    """A page that several tables share below their own pages counts as if one of them held it."""
+    original = audit.num_tables_by_page
+    patch.setattr(page_map, "num_tables_by_page", lambda n, tables: np.minimum(original(n, tables), 1))
+
+
+BUGS: list[Callable[[Patch], None]] = [
+    new_pages_unmarked,
+    turned_pages_unmarked,
+    loaded_pages_marked_private,
+    loaded_pages_unmarked,
+    cut_tails_unmarked,
+    border_page_marked_public,
+    idle_pages_shown_free,
+    segments_counted_once,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    bug(monkeypatch)
+    for num_lives in range(MAX_LIVES):
+        try:
+            live(num_lives, NUM_STEPS, audit=False)
+        except AssertionError as error:
+            caught = str(error)
+            break
+    else:
+        pytest.fail(f"{bug.__name__} went unnoticed in {MAX_LIVES} lives")
+    assert "map" in caught or "marked" in caught

@@ -1,0 +1,266 @@
+"""The machine has teeth: each of these plausible bugs in the real code stops it, within the steps of one test run.
+
+With `audit` reference counts are recounted after every step; without, a bug must show in what tables read, in what is
+found, or in how many pages are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pytest
+
+from chatcache.kv_cache import manager as cache
+from chatcache.kv_cache import manager as restoring
+from chatcache.kv_cache import page_hash as chain
+from chatcache.kv_cache import page_table as tables
+from chatcache.kv_cache import prefix_match as matching
+from chatcache.kv_cache import stats as audit
+from chatcache.kv_cache.copy_on_write import PageCopy, Tails
+from chatcache.kv_cache.host import HostTier, Load
+from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, Chain, PageContent
+from chatcache.kv_cache.page_table import PageTable
+from chatcache.kv_cache.pool import BrokenInvariant, PagePool
+from chatcache.kv_cache.prefix_match import PrefixMatch
+from tests.kv_cache.machine import live
+from tests.kv_cache.planted import (
+    copied_page_not_told_to_the_runner,
+    double_free,
+    evicted_page_stays_in_the_index,
+    fork_forgets_to_hold_the_tail,
+    missed_decrement,
+    partial_match_too_long,
+    shared_tail_written_in_place,
+)
+from tests.kv_cache.test_machine import NUM_STEPS
+
+MAX_STEPS = 100_000
+Patch = pytest.MonkeyPatch
+
+
+def copy_skipped(patch: Patch) -> None:
+    original = KVCache.reserve
+
+    def reserve(self: KVCache, wants: Sequence[tuple[PageTable, int]]) -> tuple[PageCopy, ...] | None:
+        copies = original(self, wants)
+        return copies[1:] if copies else copies
+
+    patch.setattr(KVCache, "reserve", reserve)
+
+
+def last_holder_not_counted(patch: Patch) -> None:
+    """Two that write into one tail in the same step each take the other for the one who keeps it."""
+
+    def to_copy(self: Tails, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
+        tables = [table for table in tables if table.tail and table.num_reserved == table.num_tokens]
+        return {id(table) for table in tables if self._num_holders(self.page_of(table)) > 2}, set()
+
+    patch.setattr(Tails, "to_copy", to_copy)
+
+
+def copy_source_not_kept(patch: Patch) -> None:
+    def copy(self: Tails, table: PageTable, dst: int) -> PageCopy:
+        index = table.num_tokens // self._page_size
+        src = table.own[index - table.num_base_pages]
+        self._pool.release((src,))
+        table.own[index - table.num_base_pages] = dst
+        table.changed_from = min(table.changed_from, index)
+        return PageCopy(src, dst)
+
+    patch.setattr(Tails, "copy", copy)
+
+
+def written_page_still_published(patch: Patch) -> None:
+    patch.setattr(Tails, "withdraw", lambda self, table: None)
+
+
+def held_page_evicted(patch: Patch) -> None:
+    def retain(self: PagePool, pages: Iterable[int]) -> None:
+        for page in pages:
+            self.refs[page] += 1  # and it stays among the idle
+
+    patch.setattr(PagePool, "retain", retain)
+
+
+def wrong_parent(patch: Patch) -> None:
+    original = KVCache.commit
+
+    def commit(self: KVCache, table: PageTable, tokens: bytes) -> None:
+        key, num_full = table.key, table.num_tokens // self.page_size
+        original(self, table, tokens)
+        if table.num_tokens // self.page_size == num_full + 1:
+            table.key = key
+
+    patch.setattr(KVCache, "commit", commit)
+
+
+def truncated_table_keeps_its_key(patch: Patch) -> None:
+    original = tables.rewind
+
+    def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, num_public_pages: int) -> None:
+        key = table.key
+        original(pool, table, page_size, num_tokens, num_public_pages)
+        table.key = key
+
+    patch.setattr(cache, "rewind", rewind)
+
+
+def truncated_public_tokens_stay_public(patch: Patch) -> None:
+    original = tables.rewind
+
+    def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, num_public_pages: int) -> None:
+        num_public, table.num_public_pages = table.num_public_pages, 0
+        original(pool, table, page_size, num_tokens, num_public_pages)
+        table.num_public_pages = num_public
+
+    patch.setattr(cache, "rewind", rewind)
+
+
+def fork_keeps_the_public_part_of_its_source(patch: Patch) -> None:
+    original = KVCache.truncate
+
+    def truncate(self: KVCache, table: PageTable, num_tokens: int, scope: chain.Scope | None = None) -> None:
+        original(self, table, num_tokens, scope if num_tokens < table.num_tokens else None)
+
+    patch.setattr(KVCache, "truncate", truncate)
+
+
+def fork_forgets_to_hold_the_segment(patch: Patch) -> None:
+    original = KVCache.fork
+
+    def fork(self: KVCache, table: PageTable) -> PageTable:
+        child = original(self, table)
+        if child.base is not None:
+            child.base.refs -= 1
+        return child
+
+    patch.setattr(KVCache, "fork", fork)
+
+
+def fork_keeps_the_parents_reservation(patch: Patch) -> None:
+    original = KVCache.fork
+
+    def fork(self: KVCache, table: PageTable) -> PageTable:
+        num_reserved = table.num_reserved
+        child = original(self, table)
+        table.num_reserved = num_reserved
+        return child
+
+    patch.setattr(KVCache, "fork", fork)
+
+
+def last_token_matched(patch: Patch) -> None:
+    original = matching.longest_match
+
+    def longest_match(pool: PagePool, chain: Chain, most: int | None = None) -> PrefixMatch:
+        data = chain.data + chain.data[-TOKEN_BYTES:]
+        return original(pool, Chain(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), most)
+
+    patch.setattr(cache, "longest_match", longest_match)
+
+
+def namespace_not_mixed_in(patch: Patch) -> None:
+    for module in (audit, cache, chain, tables):
+        patch.setattr(module, "private_key", lambda key, namespace: key)
+
+
+def border_page_public(patch: Patch) -> None:
+    """The page that is only partly within the public tokens is named for everybody."""
+    original = chain.name_pages
+
+    def name_pages(root: bytes, data: bytes, page_bytes: int, scope: chain.Scope) -> Chain:
+        page_size = page_bytes // TOKEN_BYTES
+        num_public = -(-scope.num_public_tokens // page_size) * page_size
+        return original(root, data, page_bytes, chain.Scope(scope.namespace, num_public))
+
+    patch.setattr(cache, "name_pages", name_pages)
+
+
+def forgotten_page_still_found(patch: Patch) -> None:
+    patch.setattr(KVCache, "_forget", lambda self, table: None)
+
+
+def published_before_the_copy_to_the_host(patch: Patch) -> None:
+    original = HostTier.hold
+
+    def hold(self: HostTier, contents: Mapping[int, PageContent]) -> list[int] | None:
+        host_pages = original(self, contents)
+        for _, host_page, content in self._leaving.values():
+            self.pool.publish(host_page, content)
+        return host_pages
+
+    patch.setattr(HostTier, "hold", hold)
+
+
+def published_before_the_copy_from_the_host(patch: Patch) -> None:
+    def load(pool: PagePool, host: HostTier, page: int, host_page: int, *, is_full: bool) -> None:
+        content = host.pool.content(host_page) if is_full else None
+        if content is not None:
+            pool.publish(page, content)
+        host.load(page, Load(host_page, content))
+
+    patch.setattr(restoring, "load", load)
+
+
+def tail_published_before_it_came_from_the_host(patch: Patch) -> None:
+    patch.setattr(HostTier, "is_coming", lambda self, page: False)
+
+
+def host_page_overwritten_while_it_is_read(patch: Patch) -> None:
+    def load(self: HostTier, page: int, load: Load) -> None:
+        self._coming[page] = load  # and the host page is not held
+
+    def cancel_unheld(self: HostTier, refs: Sequence[int]) -> None:
+        self._coming = {page: load for page, load in self._coming.items() if refs[page]}
+
+    def abandon(self: HostTier) -> None:
+        self._leaving.clear()
+        self._coming.clear()
+
+    patch.setattr(HostTier, "load", load)
+    patch.setattr(HostTier, "cancel_unheld", cancel_unheld)
+    patch.setattr(HostTier, "abandon", abandon)
+
+
+BUGS: list[Callable[[Patch], None]] = [
+    double_free,
+    missed_decrement,
+    copy_skipped,
+    shared_tail_written_in_place,
+    last_holder_not_counted,
+    copy_source_not_kept,
+    copied_page_not_told_to_the_runner,
+    written_page_still_published,
+    held_page_evicted,
+    evicted_page_stays_in_the_index,
+    wrong_parent,
+    truncated_table_keeps_its_key,
+    truncated_public_tokens_stay_public,
+    fork_keeps_the_public_part_of_its_source,
+    fork_forgets_to_hold_the_tail,
+    fork_forgets_to_hold_the_segment,
+    fork_keeps_the_parents_reservation,
+    partial_match_too_long,
+    last_token_matched,
+    namespace_not_mixed_in,
+    border_page_public,
+    forgotten_page_still_found,
+    published_before_the_copy_to_the_host,
+    published_before_the_copy_from_the_host,
+    tail_published_before_it_came_from_the_host,
+    host_page_overwritten_while_it_is_read,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize("audit", [False, True], ids=["unaudited", "audited"])
+def test_the_bug_is_caught(bug: Callable[[Patch], None], audit: bool, monkeypatch: Patch) -> None:
+    bug(monkeypatch)
+    for num_lives in range(MAX_STEPS // NUM_STEPS):
+        try:
+            live(num_lives, NUM_STEPS, audit=audit)
+        except (AssertionError, BrokenInvariant, IndexError, KeyError, ValueError) as error:
+            print(f"{bug.__name__} after {num_lives} lives and {error.__notes__[0]}: {error}")
+            return
+    pytest.fail(f"{bug.__name__} went unnoticed for {MAX_STEPS} steps")

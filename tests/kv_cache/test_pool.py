@@ -1,0 +1,228 @@
+"""The pool's contracts, one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatcache.kv_cache.page_hash import (
+    Chain,
+    PageContent,
+    Scope,
+    page_content,
+    page_keys,
+    private_key,
+    root_key,
+    token_bytes,
+)
+from chatcache.kv_cache.pool import NULL_PAGE, BrokenInvariant, PagePool
+
+ROOT = private_key(root_key("digest", 4), "")
+
+
+def chain(*pages: tuple[int, ...], parent: bytes = ROOT) -> list[PageContent]:
+    contents: list[PageContent] = []
+    for tokens in pages:
+        contents.append(page_content(parent, token_bytes(tokens)))
+        parent = contents[-1].key
+    return contents
+
+
+def lookup(pool: PagePool, contents: list[PageContent]) -> list[int]:
+    data = b"".join(content.tokens for content in contents)
+    parents = [content.parent for content in contents] + [contents[-1].key]
+    chain = Chain(data, len(contents[0].tokens), Scope(), [content.key for content in contents], parents)
+    return pool.lookup(chain, len(contents))
+
+
+def published(pool: PagePool, contents: list[PageContent]) -> list[int]:
+    pages = pool.allocate(len(contents))
+    assert pages is not None
+    for page, content in zip(pages, contents, strict=True):
+        pool.publish(page, content)
+    return pages
+
+
+def test_all_or_nothing_and_never_the_null_page() -> None:
+    pool = PagePool(5)
+    assert pool.allocate(5) is None
+    assert pool.num_free == 4
+    pages = pool.allocate(4)
+    assert pages is not None and sorted(pages) == [1, 2, 3, 4] and NULL_PAGE not in pages
+    assert pool.allocate(1) is None and pool.allocate(0) == []
+    pool.release(pages)
+    pool.check()
+    assert pool.num_in_use == 0
+
+
+def test_blank_pages_go_first_then_the_least_recently_released_tails_before_heads() -> None:
+    pool = PagePool(8)
+    old = published(pool, chain((1, 2, 3, 4), (5, 6, 7, 8)))
+    new = published(pool, chain((9, 9, 9, 9), (8, 8, 8, 8)))
+    unnamed = pool.allocate(1)
+    assert unnamed is not None
+    pool.release(old)
+    pool.release(new)
+    pool.release(unnamed)
+    blank = {1, 2, 3, 4, 5, 6, 7} - set(old) - set(new)
+    order = [page for _ in range(7) for page in pool.allocate(1) or ()]
+    assert set(order[:3]) == blank
+    assert order[3:] == [old[1], old[0], new[1], new[0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_eviction_follows_the_written_order(seed: int) -> None:
+    """Blank pages first; then idle ones, least recently released first, tails before heads: beside a plain list."""
+    rng = random.Random(seed)
+    pool = PagePool(24)
+    chains = {bytes([i]) * 32: chain(*((i, j) for j in range(rng.randint(1, 5))), parent=bytes([i]) * 32)
+              for i in range(1, 7)}  # fmt: skip
+    held: dict[bytes, list[int]] = {}
+    order: list[int] = []  # idle pages, next to go first
+    for _ in range(60):
+        name = rng.choice(list(chains))
+        if name in held:
+            pages = held.pop(name)
+            pool.release(pages)
+            order += reversed(pages)
+            continue
+        found = lookup(pool, chains[name])
+        pool.retain(found)
+        order = [page for page in order if page not in found]
+        num_lacking = len(chains[name]) - len(found)
+        num_blank = pool.num_free - pool.num_idle
+        fresh = pool.allocate(num_lacking)
+        if fresh is None:
+            assert num_lacking > num_blank + len(order)
+            pool.release(found)
+            order += reversed(found)
+            continue
+        evicted, order = order[: max(num_lacking - num_blank, 0)], order[max(num_lacking - num_blank, 0) :]
+        assert set(evicted) <= set(fresh) and fresh[len(fresh) - len(evicted) :] == evicted
+        for page, content in zip(fresh, chains[name][len(found) :], strict=True):
+            pool.publish(page, content)
+        held[name] = found + fresh
+        assert list(pool._idle) == order
+        pool.check()
+
+
+def test_a_hit_makes_a_page_the_most_recent_again() -> None:
+    pool = PagePool(3)
+    a, b = published(pool, chain((1,)))[0], published(pool, chain((2,)))[0]
+    pool.release([a])
+    pool.release([b])
+    pool.retain([a])
+    pool.release([a])
+    assert pool.allocate(1) == [b]
+
+
+def test_idle_pages_are_found_until_they_are_evicted() -> None:
+    pool = PagePool(4)
+    contents = chain((1, 2, 3, 4), (5, 6, 7, 8))
+    pages = published(pool, contents)
+    pool.release(pages)
+    assert lookup(pool, contents) == pages and pool.num_idle == 2
+    assert pool.allocate(2) is not None  # the blank one and the tail
+    assert lookup(pool, contents) == pages[:1]
+    pool.check()
+
+
+def test_the_longest_run_only() -> None:
+    pool = PagePool(6)
+    contents = chain((1,), (2,), (3,))
+    pages = published(pool, contents)
+    pool.withdraw(pages[1])
+    assert lookup(pool, contents) == pages[:1]
+
+
+def test_the_first_of_equals_wins_and_the_other_becomes_blank_when_released() -> None:
+    pool = PagePool(4)
+    content = chain((1, 2))
+    first, second = published(pool, content), published(pool, content)
+    assert lookup(pool, content) == first
+    pool.release(second)
+    assert pool.num_idle == 0
+    pool.release(first)
+    assert pool.num_idle == 1
+    pool.check()
+
+
+def test_equal_keys_do_not_hit_when_the_tokens_differ() -> None:
+    """A hash of one bit: collisions everywhere, wrong hits nowhere."""
+    pool = PagePool(64)
+    weak = [PageContent(bytes([t % 2]), ROOT, token_bytes([t])) for t in range(40)]
+    for content in weak:
+        published(pool, [content])
+    hits = [content for content in weak if lookup(pool, [content])]
+    assert hits == weak[:2]
+
+
+def test_partial_lookup_finds_the_longest_common_beginning() -> None:
+    pool = PagePool(8)
+    (parent,) = chain((1, 2, 3, 4))
+    long, short = chain((5, 6, 7, 8), parent=parent.key)[0], chain((5, 6, 9), parent=parent.key)[0]
+    pages = published(pool, [parent, long, short])
+    assert pool.lookup_partial(parent.key, token_bytes([5, 6, 7, 1])) == (pages[1], 3)
+    assert pool.lookup_partial(parent.key, token_bytes([5, 6, 9, 9])) == (pages[2], 3)
+    assert pool.lookup_partial(parent.key, token_bytes([4])) is None
+    assert pool.lookup_partial(ROOT, token_bytes([5, 6])) is None
+
+
+@pytest.mark.parametrize("other", [("digest", 4, "tenant"), ("digest", 8, ""), ("other", 4, ""), ("digest4", 4, "")])
+def test_keys_differ_by_model_page_size_and_namespace(other: tuple[str, int, str]) -> None:
+    digest, page_size, namespace = other
+    assert private_key(root_key(digest, page_size), namespace) != ROOT
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    content = page_content(ROOT, token_bytes([1, 2, 3, 4]))
+    assert content.key.hex() == "27d3eec07908dd7ca8845f788fa49e4d4b71ed40568d7cdfd75372ea018293ba"
+
+
+def test_a_run_of_pages_is_named_as_one_by_one() -> None:
+    contents = chain((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))
+    assert page_keys(ROOT, [content.tokens for content in contents]) == [content.key for content in contents]
+
+
+def test_namespaces_that_look_alike_are_kept_apart() -> None:
+    names = ["", "?", "\ud800", "\ud801", "a", "A", "a\0", "page", "\ufffd"]
+    assert len({private_key(ROOT, name) for name in names}) == len(names)
+
+
+def test_misuse_is_named() -> None:
+    pool = PagePool(4)
+    pages = pool.allocate(1)
+    assert pages is not None
+    pool.release(pages)
+    with pytest.raises(BrokenInvariant, match="released more often"):
+        pool.release(pages)
+    with pytest.raises(BrokenInvariant, match="nobody holds it"):
+        pool.retain(pages)
+    with pytest.raises(BrokenInvariant, match="nobody holds it"):
+        pool.publish(pages[0], chain((1,))[0])
+    with pytest.raises(ValueError, match="at least 2"):
+        PagePool(1)
+
+
+def test_check_sees_a_wrong_count() -> None:
+    pool = PagePool(4)
+    assert pool.allocate(2) is not None
+    pool.refs[1] = 0
+    with pytest.raises(BrokenInvariant, match="page 1"):
+        pool.check()
+
+
+def test_forget_all_empties_the_index_and_leaves_holders_alone() -> None:
+    pool = PagePool(6)
+    idle, held = published(pool, chain((1,))), published(pool, chain((2,)))
+    pool.release(idle)
+    pool.forget_all()
+    pool.check()
+    assert pool.num_idle == 0 and pool.num_in_use == 1
+    assert lookup(pool, chain((2,))) == []
+    pool.release(held)
+    pool.check()

@@ -1,0 +1,78 @@
+"""`LLM` over a runner that runs ahead of its device, and over one whose device is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatcache import LLM, BeamSearchParams, SamplingParams
+from chatcache import factory as compose
+from chatcache.config import EngineConfig
+from chatcache.errors import DeviceLost
+from chatcache.model.loading.loader import load_model
+from chatcache.model.runner import Ahead, Runner, Underway
+from chatcache.types.plan import StepPlan
+
+PROMPTS = [[7, 8, 9], [100] * 40, list(range(30, 95)), [7, 8, 9, 10]]
+PARAMS: list[Any] = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
+    SamplingParams(n=3, seed=1, max_tokens=30, temperature=0.8),
+    SamplingParams(seed=2, max_tokens=12, frequency_penalty=0.5),
+    BeamSearchParams(beam_width=3, max_tokens=8),
+]
+
+
+@pytest.fixture
+def ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    def load_runner(config: EngineConfig, progress: Any = None) -> Runner:
+        return load_model(config, progress, ahead=Ahead(()))
+
+    monkeypatch.setattr(compose, "load_runner", load_runner)
+    with LLM(str(folder), dtype="float32", attention="reference", kv_memory="4MiB") as llm:
+        yield llm
+
+
+def test_outputs_are_those_of_one_step_at_a_time(llm: LLM, ahead: LLM) -> None:
+    expected, outputs = llm.generate(PROMPTS, PARAMS), ahead.generate(PROMPTS, PARAMS)
+    for one, other in zip(outputs, expected, strict=True):
+        assert [output.token_ids for output in one.outputs] == [output.token_ids for output in other.outputs]
+        assert [output.finish_reason for output in one.outputs] == [output.finish_reason for output in other.outputs]
+    assert llm.health().num_steps_ahead == 0 < ahead.health().num_steps_ahead
+
+
+def test_it_may_be_left_in_the_middle(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a step is waited for, another one behind it."""
+    original, steps = Underway.result, iter(range(100))
+
+    def result(self: Underway) -> Any:
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Underway, "result", result)
+        with pytest.raises(KeyboardInterrupt):
+            ahead.generate(PROMPTS[0], PARAMS[0])
+    assert not ahead._engine.has_work() and ahead.health().num_pages_in_use == 0
+    again = ahead.generate(PROMPTS[0], PARAMS[0])[0].outputs[0].token_ids
+    ahead.reset_prefix_cache()
+    assert again == ahead.generate(PROMPTS[0], PARAMS[0])[0].outputs[0].token_ids
+
+
+def test_a_lost_device_is_raised_to_the_caller_for_good(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Runner.launch
+
+    def launch(self: Runner, plan: StepPlan) -> Underway:
+        if plan.step >= 6:
+            raise DeviceLost("the device is lost: an illegal memory access")
+        return original(self, plan)
+
+    monkeypatch.setattr(Runner, "launch", launch)
+    for _ in range(2):
+        with pytest.raises(DeviceLost, match="illegal memory access"):
+            ahead.generate(PROMPTS, PARAMS)
+    health = ahead.health()
+    assert not health.ready and "illegal memory access" in health.detail

@@ -1,0 +1,61 @@
+"""The counters of the virtual token counter scheduler, against a plain reading of the paper."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatcache.scheduler import fairness
+from chatcache.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
+
+
+def test_prompts_and_outputs_have_weights() -> None:
+    counters = VirtualCounters()
+    counters.charge_input("a", 100)
+    counters.charge_output("a", 7)
+    assert counters["a"] == 100 * INPUT_WEIGHT + 7 * OUTPUT_WEIGHT and counters["b"] == 0
+
+
+def test_who_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
+    counters = VirtualCounters()
+    for name, amount in (("a", 500), ("b", 300), ("c", 900)):
+        counters.charge_input(name, amount)
+    counters.arrive("d", {"a", "b", "c"})
+    assert counters["d"] == 300
+    counters.arrive("c", {"a", "b"})
+    assert counters["c"] == 900, "never lowered"
+
+
+def test_into_an_empty_queue_one_comes_level_with_the_last_that_left_it() -> None:
+    counters = VirtualCounters()
+    counters.charge_input("a", 500)
+    counters.charge_input("b", 300)
+    counters.leave("b")
+    counters.leave("a")
+    counters.charge_output("a", 10)  # it runs on
+    counters.arrive("c", ())
+    assert counters["c"] == 500 + 10 * OUTPUT_WEIGHT
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3), st.integers(1, 50)), max_size=120))
+def test_forgetting_the_absent_changes_nothing(acts: list[tuple[str, int, int]]) -> None:
+    remembering, forgetting = VirtualCounters(), VirtualCounters()
+    forgetting._most = 1
+    fairness_limit, fairness.MAX_REMEMBERED = fairness.MAX_REMEMBERED, 1
+    try:
+        waiting: dict[str, None] = {}
+        for name, act, amount in acts:
+            for counters in (remembering, forgetting):
+                if act == 0 and name not in waiting:
+                    counters.arrive(name, waiting)
+                elif act == 1 and name in waiting and len(waiting) > 1:
+                    counters.leave(name)
+                elif act >= 2 and name in waiting:
+                    counters.charge_output(name, amount)
+            if act == 0:
+                waiting[name] = None
+            elif act == 1 and len(waiting) > 1:
+                waiting.pop(name, None)
+            assert all(remembering[name] == forgetting[name] for name in waiting)
+    finally:
+        fairness.MAX_REMEMBERED = fairness_limit

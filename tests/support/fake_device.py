@@ -1,0 +1,107 @@
+"""The fake runner's device, when it runs ahead: as blind as a real one, and less forgiving.
+
+It knows of a token NOT_YET what it drew itself, in the step before and at that slot. What no device could follow it
+refuses: a third step, results out of order, a token that was not drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from chatcache.types.plan import I32, NOT_YET, Rows, StepPlan, StepResult
+
+MAX_STEPS = 2
+
+
+class BrokenPlan(RuntimeError):
+    """A plan or a call that no device could follow."""
+
+
+class Queued:
+    """A step that was launched. Satisfies `Launched`."""
+
+    def __init__(self, device: FakeDevice, plan: StepPlan) -> None:
+        self._device = device
+        self.plan = plan
+        self.outcome: StepResult | Exception | None = None
+
+    def result(self) -> StepResult:
+        self._device.finish(self)
+        if isinstance(self.outcome, StepResult):
+            return self.outcome
+        raise self.outcome or BrokenPlan("the step was never executed")
+
+
+class FakeDevice:
+    """Executes steps one behind another: each when it is launched or, if `lazy`, when its result is asked for.
+
+    Of failures the host hears with the result. `num_refused` counts what no device could follow.
+    """
+
+    def __init__(self, execute: Callable[[StepPlan], StepResult], *, lazy: bool) -> None:
+        self.num_refused = 0
+        self._execute = execute
+        self._lazy = lazy
+        self._steps: deque[Queued] = deque()  # whose results were not asked for
+        self._last: StepPlan | None = None
+        self._drawn: dict[int, int] = {}  # by slot, in the step executed last
+
+    def launch(self, plan: StepPlan) -> Queued:
+        """Raises: BrokenPlan."""
+        if len(self._steps) == MAX_STEPS:
+            self._refuse(f"step {plan.step} was launched behind {MAX_STEPS} others")
+        row_of = np.repeat(np.arange(len(plan.rows.slot)), plan.rows.num_tokens)
+        for row in row_of[plan.rows.tokens == NOT_YET].tolist():
+            slot = int(plan.rows.slot[row])
+            if plan.rows.num_tokens[row] != 1 or self._last is None or slot not in slots_drawn(self._last):
+                self._refuse(f"step {plan.step}: the token of slot {slot} was not drawn in the step before")
+        self._last = plan
+        step = Queued(self, plan)
+        self._steps.append(step)
+        if not self._lazy:
+            self._run(step)
+        return step
+
+    def finish(self, step: Queued) -> None:
+        """Carry out the step, if that has not been done. Raises: BrokenPlan unless its turn has come."""
+        if step not in self._steps:
+            return
+        if step is not self._steps[0]:
+            self._refuse(f"the result of step {step.plan.step} was asked for before that of the step ahead of it")
+        if step.outcome is None:
+            self._run(step)
+        self._steps.popleft()
+
+    def _run(self, step: Queued) -> None:
+        try:
+            plan = self._resolved(step.plan)
+            result = step.outcome = self._execute(plan)
+        except Exception as error:
+            step.outcome, self._drawn = error, {}
+        else:
+            slots = slots_drawn(step.plan)
+            self._drawn = {slot: int(result.tokens[draw, 0]) for slot, draw in slots.items()}
+
+    def _resolved(self, plan: StepPlan) -> StepPlan:
+        rows = plan.rows
+        tokens: I32 = rows.tokens.copy()
+        row_of = np.repeat(np.arange(len(rows.slot)), rows.num_tokens)
+        for place in np.flatnonzero(tokens == NOT_YET).tolist():
+            tokens[place] = self._drawn[int(rows.slot[row_of[place]])]
+        known = Rows(rows.slot, rows.start, rows.num_tokens, tokens)
+        return replace(plan, rows=known)
+
+    def _refuse(self, reason: str) -> None:
+        self.num_refused += 1
+        raise BrokenPlan(reason)
+
+
+def slots_drawn(plan: StepPlan) -> dict[int, int]:
+    """Return the draw of each slot that is drawn once and alone, by slot."""
+    row, slot = plan.draws.row, plan.rows.slot
+    single = np.flatnonzero((plan.draws.width == 1) & (np.bincount(row)[row] == 1)) if len(row) else row
+    return dict(zip(slot[row[single]].tolist(), single.tolist(), strict=True))

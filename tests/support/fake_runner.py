@@ -1,0 +1,230 @@
+"""A runner without a model: exact about pages, indifferent about language.
+
+Each cell of its simulated pages holds a hash of the token, its position and the cell before it; the next token's
+logits are a hash of *all* cells read back through the page table. So one page freed too early, shared when it should
+have been copied, or matched before it was written, and the tokens come out different. The engine's property tests rest
+on that: any workload on any pool must equal each request alone with endless memory.
+
+It obeys `sched.plan` to the letter, and is strict where a real runner may be lenient: all rows read their history
+before any row writes, and cells never written hold a poison of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from chatcache.engine.protocols import Launched
+from chatcache.types.plan import F32, I32, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
+from chatcache.types.stats import ModelFacts
+from tests.support.fake_device import FakeDevice
+from tests.support.fake_sampling import (
+    allowed_logits,
+    draw_greedily_or_not,
+    draw_without_replacement,
+    log_softmax,
+    mix,
+    mix_one,
+    top_candidates,
+)
+
+POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+_POSITION = np.uint64(0x9E37_79B9_7F4A_7C15)
+_TOKEN = np.uint64(0xC2B2_AE3D_27D4_EB4F)
+
+
+def fake_capacity(
+    num_pages: int = 512,
+    page_size: int = 16,
+    num_slots: int = 256,
+    max_model_len: int = 4096,
+    num_host_pages: int = 0,
+    swap_page_s: float = 1e-6,
+    runs_ahead: bool = False,
+) -> KVCapacity:
+    kv_bytes = num_pages * page_size * 8
+    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s, runs_ahead)
+
+
+def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelFacts:
+    return ModelFacts(
+        name="fake", digest="00" * 32, vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was over when it began. Satisfies `Launched`."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
+class FakeRunner:
+    """Executes plans on hashes. Satisfies `ModelRunner`.
+
+    `eos` becomes the most likely token once in about `eos_every` positions (0: never by intent). `delay_s` is slept in
+    every step. A row whose last token is `faulty_token` comes back with NaN logits, as a fault.
+
+    Where its capacity says that it runs ahead, steps are queued: see `fake_device`, of which `lazy` is.
+    """
+
+    def __init__(
+        self,
+        capacity: KVCapacity | None = None,
+        vocab_size: int = 64,
+        eos: int | None = 0,
+        *,
+        eos_every: int = 24,
+        delay_s: float = 0.0,
+        faulty_token: int | None = None,
+        lazy: bool = False,
+    ) -> None:
+        self._capacity = capacity or fake_capacity()
+        self._eos = eos
+        self._eos_every = eos_every
+        self.delay_s = delay_s
+        self._faulty_token = faulty_token
+        self.device = FakeDevice(self.execute, lazy=lazy)
+        num_entries = -(-self._capacity.max_model_len // self._capacity.page_size)
+        self.cells: U64 = np.full((self._capacity.num_pages, self._capacity.page_size), POISON, np.uint64)
+        self.host_cells: U64 = np.full((self._capacity.num_host_pages, self._capacity.page_size), POISON, np.uint64)
+        self._tables: I32 = np.zeros((self._capacity.num_slots, num_entries), np.int32)
+        self._ids: U64 = np.arange(vocab_size, dtype=np.uint64)
+
+    def capacity(self) -> KVCapacity:
+        return self._capacity
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return self.device.launch(plan) if self._capacity.runs_ahead else Done(self.execute(plan))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        for src, dst, num_pages in plan.forks.tolist():
+            self._tables[dst, :num_pages] = self._tables[src, :num_pages]
+        for slot, index, page in plan.updates.tolist():
+            self._tables[slot, index] = page
+        for page, host_page in plan.swaps_out.tolist():
+            self.host_cells[host_page] = self.cells[page]
+        for host_page, page in plan.swaps_in.tolist():
+            self.cells[page] = self.host_cells[host_page]
+        for src, dst in plan.copies.tolist():
+            self.cells[dst] = self.cells[src]
+        histories = self._compute(plan)
+        last_tokens = plan.rows.tokens[np.cumsum(plan.rows.num_tokens) - 1].tolist()
+        result = self.draw(plan.draws, [history[-1] for history in histories], last_tokens)
+        if plan.scores is None:
+            return result
+        scores, score_tokens, score_logprobs = self._score(plan.scores, histories)
+        return replace(result, scores=scores, score_tokens=score_tokens, score_logprobs=score_logprobs)
+
+    def _compute(self, plan: StepPlan) -> list[U64]:
+        """Write the new cells; return each row's history hash after each new token. Everybody reads before anybody
+        writes."""
+        rows = plan.rows
+        spans = list(zip(rows.slot.tolist(), rows.start.tolist(), rows.num_tokens.tolist(), strict=True))
+        before = [self._read(slot, start) for slot, start, _ in spans]
+        histories: list[U64] = []
+        offset = 0
+        for (slot, start, count), (history, last_cell) in zip(spans, before, strict=True):
+            positions = np.arange(start, start + count)
+            tokens = rows.tokens[offset : offset + count].astype(np.uint64)
+            offset += count
+            cells = _cells(tokens, start) + last_cell
+            pages = self._tables[slot, positions // self._capacity.page_size]
+            self.cells[pages, positions % self._capacity.page_size] = cells
+            histories.append(np.cumsum(_digests(cells, start), dtype=np.uint64) + history)
+        return histories
+
+    def _read(self, slot: int, num_tokens: int) -> tuple[np.uint64, np.uint64]:
+        """Read a branch's first cells through its page table: (a hash of all of them, the last one)."""
+        pages = self._tables[slot, : -(-num_tokens // self._capacity.page_size)]
+        cells = self.cells[pages].reshape(-1)[:num_tokens]
+        return _digests(cells, 0).sum(dtype=np.uint64), (cells[-1] if num_tokens else np.uint64(0))
+
+    def logits(self, history: np.uint64) -> F32:
+        """Hash a history into logits between 0 and 8. Shape [V]."""
+        logits = (mix(self._ids * _TOKEN + history) >> np.uint64(40)).astype(np.float32) * np.float32(8 / 2**24)
+        if self._eos is not None and self._eos_every and mix_one(int(history)) % self._eos_every == 0:
+            logits[self._eos] = 12.0
+        return logits
+
+    def draw(self, draws: Draws, histories: Sequence[np.uint64], last_tokens: Sequence[int]) -> StepResult:
+        """Draw from rows with these histories and last tokens."""
+        num_draws = len(draws.row)
+        width, num_top = int(draws.width.max(initial=1)), int(draws.num_top.max(initial=0))
+        tokens, logprobs = _blank(num_draws, width)
+        top_tokens, top_logprobs = _blank(num_draws, num_top)
+        distinct = (draws.width > 1) & (draws.temperature > 0)
+        _, perturbed = _blank(num_draws, width if distinct.any() else 0)
+        raw_logprobs = perturbed.copy()
+        faults: list[tuple[int, str]] = []
+        edits = {edit.draw: edit for edit in draws.edits}
+        masks = {mask.draw: mask for mask in draws.masks}
+        for draw, row in enumerate(draws.row.tolist()):
+            if last_tokens[row] == self._faulty_token:
+                faults.append((draw, "the logits are not finite"))
+                continue
+            raw = self.logits(histories[row])
+            logits = allowed_logits(raw, edits.get(draw), masks.get(draw))
+            if logits.max() == -np.inf:
+                faults.append((draw, "no token is allowed"))
+            elif distinct[draw]:
+                ids, values, noisy = draw_without_replacement(logits, draws, draw, int(draws.width[draw]))
+                tokens[draw, : len(ids)], logprobs[draw, : len(ids)], perturbed[draw, : len(ids)] = ids, values, noisy
+                raw_logprobs[draw, : len(ids)] = log_softmax(raw)[ids]
+            elif draws.width[draw] > 1:
+                every = log_softmax(allowed_logits(raw, edits.get(draw), None))  # a mask does not renormalise
+                ids, values = top_candidates(np.where(logits > -np.inf, every, -np.inf), int(draws.width[draw]))
+                count = int((values > -np.inf).sum())
+                tokens[draw, :count], logprobs[draw, :count] = ids[:count], values[:count]
+            else:
+                tokens[draw, 0] = draw_greedily_or_not(logits, draws, draw)
+                logprobs[draw, 0] = log_softmax(raw)[tokens[draw, 0]]
+            if draws.num_top[draw]:
+                ids, values = top_candidates(log_softmax(raw), int(draws.num_top[draw]))
+                top_tokens[draw, : len(ids)], top_logprobs[draw, : len(ids)] = ids, values
+        return StepResult(tokens, logprobs, top_tokens, top_logprobs, tuple(faults), perturbed, raw_logprobs)
+
+    def _score(self, scores: Scores, histories: Sequence[U64]) -> tuple[F32, I32, F32]:
+        """Say how likely each token's successor was, and the top alternatives: the result's fields about scores."""
+        every = [(history, int(num_top)) for row, num_top in zip(scores.row, scores.num_top, strict=True)
+                 for history in histories[row]]  # fmt: skip
+        values = np.full(len(every), np.nan, np.float32)
+        top_tokens, top_logprobs = _blank(len(every), int(scores.num_top.max(initial=0)))
+        for i, ((history, num_top), target) in enumerate(zip(every, scores.targets.tolist(), strict=True)):
+            if target < 0:
+                continue
+            logprobs = log_softmax(self.logits(history))
+            values[i] = logprobs[target]
+            if num_top:
+                ids, tops = top_candidates(logprobs, num_top)
+                top_tokens[i, : len(ids)], top_logprobs[i, : len(ids)] = ids, tops
+        return values, top_tokens, top_logprobs
+
+
+def history_of(tokens: Sequence[int]) -> np.uint64:
+    """Hash a whole history without any pages: what a row of these tokens must amount to."""
+    history: np.uint64 = _digests(_cells(np.array(tokens, np.uint64), 0), 0).sum(dtype=np.uint64)
+    return history
+
+
+def _cells(tokens: U64, start: int) -> U64:
+    """Return the cells of tokens at positions start, start + 1, ..., short of the cell before them."""
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    return np.cumsum(mix(tokens * _TOKEN + positions * _POSITION), dtype=np.uint64)
+
+
+def _digests(cells: U64, start: int) -> U64:
+    """Hash each cell with its position: what a row reads of it."""
+    return mix(cells + np.arange(start, start + len(cells), dtype=np.uint64) * _POSITION)
+
+
+def _blank(num_draws: int, width: int) -> tuple[I32, F32]:
+    return np.full((num_draws, width), -1, np.int32), np.full((num_draws, width), -np.inf, np.float32)

@@ -1,0 +1,170 @@
+"""Tool calls and reasoning from the stream: however it is cut, what a whole-text parser finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from chatcache.tokenizer.reasoning import ReasoningParser
+from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, Syntax
+from chatcache.tokenizer.tool_parser import CallParser, Parsed
+from tests.tokenizer import text_oracles as oracle
+from tests.tokenizer.text_oracles import Call
+
+NAMES = frozenset({"f", "get_weather"})
+FORMATS: dict[str, tuple[Syntax, Callable[[str], tuple[str, list[Call]]]]] = {
+    "hermes": (HERMES, oracle.hermes),
+    "llama3": (LLAMA3, lambda text: oracle.llama3(text, NAMES)),
+    "mistral": (MISTRAL, oracle.mistral),
+}
+# What models write, and what they write wrongly, in pieces that hypothesis puts together.
+PIECES = [
+    *('{"name": "f", "arguments": {"a": [1, "}<\\""]}}', '{"name":"get_weather","parameters":{}}', '{"name": "other"}'),
+    *('{"arguments": {"x": null}, "name": "f"}', '{"name": "f"', '"arguments": {"b": "\\u00e9 ', '{"a": 1}', "{}"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_call>\n",
+        "\n</tool_call>",
+        "<tool",
+        "<|python_tag|>",
+        "<|py",
+        "[TOOL_CALLS]",
+    ),
+    *("[ARGS]", "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS][", "[TOOL", "[AR", "f", "]", ",", ";", "{", "}", '"', ":", "\\"),
+    *(" ", "\n", "  \n", "Let me see.", "é🎉", "<think>", "</think>", "1", '"name": 5', '"name": "', "<", "["),
+]
+written = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    ends = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[start:end] for start, end in pairwise(ends)]
+
+
+def joined(parts: Sequence[Parsed]) -> tuple[str, list[Call]]:
+    """Text and calls as a client adds them up; every call begins with its name, in order."""
+    calls: list[Call] = []
+    for part in (call for parsed in parts for call in parsed.calls):
+        if part.name:
+            assert part.number == len(calls)
+            calls.append(Call(part.name, ""))
+        assert part.number == len(calls) - 1
+        calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.arguments)
+    return "".join(parsed.text for parsed in parts), calls
+
+
+def parse(syntax: Syntax, deltas: Sequence[str]) -> tuple[str, list[Call]]:
+    parser = CallParser(syntax, NAMES)
+    return joined([*(parser.push(delta) for delta in deltas), parser.finish()])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=400, deadline=None)
+@given(text=written, places=st.lists(st.integers(0, 500), max_size=12))
+@example(text='<tool_call>{"name":"f","arguments":{"a":1}</tool_call>', places=list(range(60)))
+@example(text='<tool_call>{"name":"f","arguments":{"a":1</tool_call> so', places=list(range(60)))
+@example(text='[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}', places=list(range(60)))
+@example(text='{"name": "f", "parameters": {}} ; {"name": "other"', places=list(range(60)))
+def test_any_cutting_gives_what_the_whole_text_holds(name: str, text: str, places: list[int]) -> None:
+    syntax, whole = FORMATS[name]
+    expected = whole(text)
+    assert parse(syntax, [text]) == expected
+    assert parse(syntax, cut(text, places)) == expected
+    assert parse(syntax, list(text)) == expected
+
+
+GOOD = {
+    "hermes": "Let me see.\n<tool_call>\n%s\n</tool_call>\n<tool_call>\n%s\n</tool_call>",
+    "llama3": "%s; %s",
+    "mistral": "Let me see. [TOOL_CALLS][%s, %s]",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_models_write_when_all_is_well(name: str) -> None:
+    one = '{"name": "get_weather", "arguments": {"in":  "Z\\u00fcrich <tool_call>"}}'
+    two = '{"arguments": {"deep": {"x": [1, 2]}}, "name": "f"}'
+    calls = [Call("get_weather", '{"in":  "Z\\u00fcrich <tool_call>"}'), Call("f", '{"deep": {"x": [1, 2]}}')]
+    text = "" if name == "llama3" else "Let me see."
+    assert parse(FORMATS[name][0], list(GOOD[name] % (one, two))) == (text, calls)
+
+
+def test_the_name_comes_as_soon_as_it_is_complete_and_arguments_as_they_come() -> None:
+    parser = CallParser(HERMES)
+    seen = [parser.push(piece) for piece in ('Hm <tool_call>{"name": "f', '", "argu', 'ments": {"a"', ": 1", "2}", "}")]
+    assert [parsed.text for parsed in seen] == ["Hm", "", "", "", "", ""]
+    assert [[(call.name, call.arguments) for call in parsed.calls] for parsed in seen] == [
+        *([], [("f", "")], [("", '{"a"')], [("", ": 1")], [("", "2}")], []),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", "Wait <tool_c", ("Wait <tool_c", [])),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a', ("", [Call("f", '{"a')])),
+        ("hermes", '<tool_call>{"name": "', ('<tool_call>{"name": "', [])),
+        ("hermes", "<tool_call>no</tool_call>", ("<tool_call>no</tool_call>", [])),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [Call("f", "{}")])),
+        ("llama3", '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', [])),
+        ("llama3", '<|python_tag|>{"name": "Bob", "parameters": 3}', ("", [Call("Bob", "3")])),
+        ("llama3", 'So {"name": "f"}', ('So {"name": "f"}', [])),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1', ("", [Call("f", '{"a": 1')])),
+        ("mistral", "[TOOL_CALLS] f[AR", ("[TOOL_CALLS] f[AR", [])),
+        ("hermes", '<tool_call>{"name": "\\ud800"}', ('<tool_call>{"name": "\\ud800"}', [])),
+    ],
+)
+def test_what_is_cut_off_or_no_call(name: str, text: str, expected: tuple[str, list[Call]]) -> None:
+    assert parse(FORMATS[name][0], [text]) == expected
+
+
+def test_plain_text_is_held_back_no_longer_than_it_must() -> None:
+    parser = CallParser(HERMES)
+    assert [parser.push(piece).text for piece in ("a", " ", "b <", "i> c", "\n", "<tool_", "bar")] == [
+        *("a", "", " b", " <i> c", "", "", "\n<tool_bar"),
+    ]
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=written, places=st.lists(st.integers(0, 500), max_size=12), inside=st.booleans())
+def test_reasoning_is_what_the_whole_text_holds(text: str, places: list[int], inside: bool) -> None:
+    for deltas in ([text], cut(text, places), list(text)):
+        parser = ReasoningParser(begins_inside=inside)
+        parts = [*(parser.push(delta) for delta in deltas), parser.finish()]
+        assert (
+            "".join(part.reasoning for part in parts),
+            "".join(part.text for part in parts),
+        ) == oracle.reasoning(text, inside)
+
+
+def test_what_is_thought_comes_as_it_is_thought() -> None:
+    parser = ReasoningParser()
+    parts = [
+        parser.push(piece) for piece in ("<th", "ink>\n", "so", " it", " is\n</th", "ink>\n\n", "Yes", " </think>")
+    ]
+    assert [part.reasoning for part in parts] == ["", "", "so", " it", " is", "", "", ""]
+    assert [part.text for part in parts] == ["", "", "", "", "", "", "Yes", " </think>"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_long_reply_costs_no_more_than_its_length(name: str) -> None:
+    """Beginnings of calls one in another are read once: counted in states, not in seconds."""
+    syntax = FORMATS[name][0]
+    text = (syntax.marker + '{"a": "') * 2_000
+    parser, num_states = CallParser(syntax, NAMES), 0
+    inner = CallParser._in_call
+
+    def counted(self: CallParser, text: str, last: bool) -> str:
+        nonlocal num_states
+        num_states += 1
+        return inner(self, text, last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallParser, "_in_call", counted)
+        found = joined([parser.push(text), parser.finish()])
+    assert found == (text, []) and num_states <= 4_000

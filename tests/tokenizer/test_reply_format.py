@@ -1,0 +1,107 @@
+"""Which format a model writes, told by its template; special tokens that the parsers must see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from chatcache.tokenizer.detokenizer import TextStream
+from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, format_of, prompt_end
+from chatcache.tokenizer.tokenizer import Tokenizer, read_tokenizer
+from tests.gateway.serving import tiny_tokenizer
+from tests.tokenizer.text_families import FAMILIES, TOKENS, backend_with, tokenizer_of
+from tests.tokenizer.text_tokenizers import write_folder
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "é <b>", "parameters": {"type": "object"}}}]
+CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "look it up",
+        "tool_calls": [
+            {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": {"in": "Zürich"}}}
+        ],
+    },
+    {"role": "tool", "content": "sunny", "tool_call_id": "abcdefgh1", "name": "f"},
+]
+EXPECTED = {
+    "hermes": ReplyFormat("hermes", "qwen3", shows_tools=True),
+    "qwen3": ReplyFormat("hermes", "qwen3", shows_tools=True),
+    "opened": ReplyFormat("hermes", "qwen3", shows_tools=True),
+    "llama3": ReplyFormat("llama3_json", shows_tools=True),
+    "mistral": ReplyFormat("mistral", shows_tools=True),
+    "mistral named": ReplyFormat("mistral", shows_tools=True, named_calls=True),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_template_tells_the_format(name: str) -> None:
+    assert format_of(tokenizer_of(name)) == EXPECTED[name]
+
+
+def test_plain_templates_have_none_and_flags_overrule() -> None:
+    assert format_of(tiny_tokenizer()) == ReplyFormat()
+    assert format_of(tokenizer_of("hermes"), "none", "none") == ReplyFormat(shows_tools=True)
+    assert format_of(tokenizer_of("hermes"), "mistral", "deepseek_r1").tool_calls == "mistral"
+    xml = tokenizer_of("hermes").template_source.replace('{"name": "', "<function=")
+    assert format_of(_with(xml)).tool_calls == "none"
+
+
+def _with(template: str) -> Tokenizer:
+    from chatcache.tokenizer.chat_template import ChatTemplate
+
+    return Tokenizer(backend_with(FAMILIES["hermes"]), template=ChatTemplate(template, origin="x", variables=TOKENS))
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_render_as_with_transformers(tmp_path: Path, name: str, tools: Any) -> None:
+    folder = write_folder(tmp_path / "model", template=FAMILIES[name].template, **TOKENS)
+    backend_with(FAMILIES[name]).save(str(folder / "tokenizer.json"))
+    theirs, ours = AutoTokenizer.from_pretrained(str(folder)), read_tokenizer(folder)
+    for length in (1, 2, 3):
+        want = theirs.apply_chat_template(CHAT[:length], tokenize=False, add_generation_prompt=True, tools=tools)
+        assert ours.render(CHAT[:length], tools=tools) == want
+        ids = theirs.apply_chat_template(CHAT[:length], add_generation_prompt=True, tools=tools, return_dict=False)
+        assert ours.render_ids(CHAT[:length], tools=tools) == ids
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "end", "inside"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", False),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("deepseek_r1", "<|im_start|>assistant\n", True),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", False),
+        ("none", "<think>\n", False),
+    ],
+)
+def test_where_a_reply_begins(reasoning: str, end: str, inside: bool) -> None:
+    form = ReplyFormat(reasoning=reasoning)
+    assert form.begins_inside(end) is inside
+    assert ReplyParser(form, end, None).is_thinking is inside
+
+
+def test_special_tokens_reach_the_parser_though_people_do_not_see_them() -> None:
+    tokenizer = tokenizer_of("mistral")
+    form = format_of(tokenizer)
+    marks = tokenizer.special_of(form.marks(tools=True))
+    assert set(marks) == {"[TOOL_CALLS]"}
+    ids = [marks["[TOOL_CALLS]"], *tokenizer.encode('[{"name": "f", "arguments": {}}]')]
+    assert TextStream(tokenizer).push(ids) == '[{"name": "f", "arguments": {}}]'
+    seen = TextStream(tokenizer, visible_ids=marks.values()).push(ids)
+    parser = ReplyParser(form, prompt_end(tokenizer, ids), {"f"})
+    said, rest = parser.push(seen), parser.finish()
+    assert (said.text + rest.text, [call.name for call in said.calls if call.name]) == ("", ["f"])
+    assert form.marks(tools=False) == ()
+
+
+def test_calls_are_text_where_no_function_may_be_called() -> None:
+    parser = ReplyParser(ReplyFormat("hermes", "qwen3"), "", None)
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert parser.push(f"<think>hm</think>\n{call}").text == call
