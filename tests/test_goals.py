@@ -53,7 +53,7 @@ def test_every_goal_has_a_test_and_a_planted_bug_that_exist() -> None:
         (
             "long tests/conversations/test_power.py",
             "long tests/conversations/test_disk.py",
-            "test_chat_disk.py is long",
+            "test_disk.py is long",
         ),
     ],
     ids=["a goal left out", "a test that is not there", "no planted bug", "a full size that is none"],
