@@ -157,8 +157,7 @@ def _versions() -> Iterator[str]:
 
 
 def _processor() -> Finding:
-    from chatcache_kernels.cpu.amx import has_amx
-    from chatcache_kernels.cpu.pairs import has_pair_products
+    from chatcache_kernels.cpu.bf16 import has_amx, has_pair_products
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = f"{threads} CPU{'s' if threads > 1 else ''}"

@@ -157,7 +157,7 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
         raise ModelFolderError(f"attention backend {name!r} {problem}; choose auto")
     if deterministic and name != "cpu":
         raise ModelFolderError(f"deterministic needs the attention backend 'cpu', and on {device} that is {name!r}")
-    module = "cpu.invariant" if deterministic else name
+    module = "cpu.batch_invariant" if deterministic else name
     return name, cast(AttentionBackend, importlib.import_module(f"chatcache_kernels.{module}"))
 
 

@@ -11,8 +11,9 @@ What a row's bits are is laid down by tiles of `REFERENCE_ROWS` rows on one thre
 Determinism, level 2: logits that do not depend, to the bit, on batch, order, chunks, cache or preemption.
 
 Chosen when a model is loaded, nowhere else: the native decoder gets `invariant.InvariantLinears` and the kernels of
-`chatcache_kernels.cpu.invariant`, a transformers model is run by `TokenByToken`. Then `check_determinism` computes the
-same tokens in several arrangements, and a model whose bits differ is refused: the promise is never silently false.
+`chatcache_kernels.cpu.batch_invariant`, a transformers model is run by `TokenByToken`. Then `check_determinism`
+computes the same tokens in several arrangements, and a model whose bits differ is refused: the promise is never
+silently false.
 
 Bits may still differ between machines, releases of torch, numba or transformers, and dtypes.
 """

@@ -99,7 +99,7 @@ class Int8Linear:
     __slots__ = ("bias", "codes", "scales", "whole")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, arena: Arena) -> None:
-        from chatcache_kernels.cpu.codes import pack_numbers, quantise
+        from chatcache_kernels.cpu.int8 import pack_numbers, quantise
 
         numbers, self.scales = quantise(weight)
         self.codes = arena.keep(pack_numbers(numbers))

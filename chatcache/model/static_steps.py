@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages, WorkList
-from chatcache_kernels.work import LARGE_QUERIES, SMALL_QUERIES, SPLIT
+from chatcache_kernels.work_list import LARGE_QUERIES, SMALL_QUERIES, SPLIT
 from numpy.typing import NDArray
 from torch import Tensor
 

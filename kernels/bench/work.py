@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from chatcache_kernels import cpu
 from chatcache_kernels.types import I32
-from chatcache_kernels.work import Share, plan_host, plan_work
+from chatcache_kernels.work_list import Share, plan_host, plan_work
 
 PAGE_SIZE, GROUP = 16, 4
 SHARES: tuple[Share, ...] = ("never", "auto", "always")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
-from chatcache_kernels.cpu import codes, matmul
+from chatcache_kernels.cpu import int8, matmul
 from chatcache_kernels.cpu.decoder import DecoderWeights, FewTokens, LayerWeights, Panels
 from chatcache_kernels.types import AttentionBatch, HeadNorms, KVPages
 from torch import Tensor
@@ -35,11 +35,11 @@ class Plain:
         if self.numbers is None or self.scales is None:
             return Panels(matmul.pack_weight(self.weight), self.bias)
         bias = None if self.bias is None else self.bias.float()
-        return Panels(codes.pack_numbers(self.numbers), bias, self.scales)
+        return Panels(int8.pack_numbers(self.numbers), bias, self.scales)
 
     def quantised(self) -> Plain:
         """Return the layer over the nearest 8-bit weights, which are in float32 then."""
-        numbers, scales = codes.quantise(self.weight)
+        numbers, scales = int8.quantise(self.weight)
         return Plain(numbers.float() * scales[:, None], self.bias, numbers, scales)
 
 

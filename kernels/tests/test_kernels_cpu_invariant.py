@@ -1,4 +1,4 @@
-"""cpu.invariant: every token's bits are those of its row computed one token at a time, whatever the batch."""
+"""cpu.batch_invariant: every token's bits are those of its row computed one token at a time, whatever the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
-from chatcache_kernels.cpu import invariant
+from chatcache_kernels.cpu import batch_invariant
 from chatcache_kernels.types import AttentionBatch, KVPages
 from torch import Tensor
 
@@ -38,7 +38,9 @@ class Histories:
         cpu.write_pages(self.pages, 0, k, v, AttentionBatch.build(self.tables, start, ends, PAGE).slots)
         self.q = [torch.randn(length, heads, dim, generator=noise).to(dtype) for length in lengths]
 
-    def attend(self, parts: Sequence[tuple[int, int, int]], module: ModuleType = invariant, **options: Any) -> Tensor:
+    def attend(
+        self, parts: Sequence[tuple[int, int, int]], module: ModuleType = batch_invariant, **options: Any
+    ) -> Tensor:
         """Attend for parts (row, first, end), as one batch."""
         rows, first, end = torch.tensor(parts).unbind(1)
         batch = AttentionBatch.build(self.tables[rows], first, end - first, PAGE)
@@ -84,7 +86,7 @@ def test_partial_results_of_a_long_context_may_take_several_launches(monkeypatch
     histories = Histories((1500, 600), 4, 2, 32, torch.float32)
     parts = [(0, 1400, 1500), (1, 0, 600), (0, 90, 91)]
     once = histories.attend(parts)
-    monkeypatch.setattr(invariant, "MAX_PARTIAL_FLOATS", 40_000)
+    monkeypatch.setattr(batch_invariant, "MAX_PARTIAL_FLOATS", 40_000)
     assert torch.equal(histories.attend(parts), once)
 
 
@@ -117,9 +119,9 @@ def test_rows_of_norms_activation_and_rotation_are_computed_alone(dtype: torch.d
     weight = torch.randn(96).to(dtype)
     cos, sin = residual[:, :11], residual[:, 11:22]
     functions: list[Callable[[slice], Tensor]] = [
-        lambda rows: invariant.rms_norm(x[rows], weight, 1e-5),
-        lambda rows: invariant.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
-        lambda rows: invariant.silu_mul(x[rows]),
+        lambda rows: batch_invariant.rms_norm(x[rows], weight, 1e-5),
+        lambda rows: batch_invariant.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
+        lambda rows: batch_invariant.silu_mul(x[rows]),
         lambda rows: reference.rope(x[rows].view(-1, 4, 24), cos[rows], sin[rows]),
     ]
     for function in functions:
@@ -131,15 +133,15 @@ def test_rows_of_norms_activation_and_rotation_are_computed_alone(dtype: torch.d
 def test_what_would_be_left_to_torch_is_refused() -> None:
     narrow = torch.randn(3, 20)
     with pytest.raises(ValueError, match=r"rows of 20 .* numbers: 16 must divide"):
-        invariant.rms_norm(narrow, torch.ones(20), 1e-5)
+        batch_invariant.rms_norm(narrow, torch.ones(20), 1e-5)
     with pytest.raises(ValueError, match="16 must divide"):
-        invariant.add_rms_norm(narrow, narrow, torch.ones(20), 1e-5)
+        batch_invariant.add_rms_norm(narrow, narrow, torch.ones(20), 1e-5)
     with pytest.raises(ValueError, match="16 must divide"):
-        invariant.silu_mul(narrow)
+        batch_invariant.silu_mul(narrow)
     with pytest.raises(ValueError, match="of one dtype"):
-        invariant.add_rms_norm(torch.randn(3, 32), torch.randn(3, 32).bfloat16(), torch.ones(32), 1e-5)
+        batch_invariant.add_rms_norm(torch.randn(3, 32), torch.randn(3, 32).bfloat16(), torch.ones(32), 1e-5)
     histories = Histories((20,), 4, 2, 16, torch.float32)
     pages = replace(histories.pages, head_dim=12)
     batch = AttentionBatch.build(histories.tables, torch.tensor([0]), torch.tensor([20]), PAGE)
     with pytest.raises(ValueError, match="heads of 12 in pages of 16 tokens: 8 must divide both"):
-        invariant.paged_attention(torch.randn(20, 4, 12), pages, 0, batch, 1.0)
+        batch_invariant.paged_attention(torch.randn(20, 4, 12), pages, 0, batch, 1.0)

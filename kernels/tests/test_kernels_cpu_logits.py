@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from chatcache_kernels.cpu import logits
+from chatcache_kernels.cpu import sampling
 from torch import Tensor
 
 WIDTHS = [1, 5, 16, 17, 199, 4096, 50003]
@@ -37,7 +37,7 @@ def exact_gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
 @pytest.mark.parametrize("of_some", [False, True])
 def test_noise(width: int, of_some: bool) -> None:
     base, (low, high) = bases(*([7] if of_some else []), width), keys(7)
-    got, expected = logits.gumbel(base, low, high).double(), exact_gumbel(base, low, high)
+    got, expected = sampling.gumbel(base, low, high).double(), exact_gumbel(base, low, high)
     assert got.shape == (7, width)
     assert ((got - expected).abs() <= 2.5e-7 * expected.abs().clamp(min=1.0)).all()
 
@@ -45,7 +45,7 @@ def test_noise(width: int, of_some: bool) -> None:
 def test_noise_at_both_ends() -> None:
     """Uniform numbers of 2^-32 and 1 - 2^-24: the largest and the smallest noise there is."""
     base = bases(1 << 20)
-    noise = logits.gumbel(base, *keys(64))
+    noise = sampling.gumbel(base, *keys(64))
     expected = [-np.log(-np.log1p(-v)) for v in (2.0**-32, 1 - 2.0**-24)]
     assert noise.max() <= expected[0] * (1 + 1e-6)
     assert noise.max() > 15
@@ -57,15 +57,15 @@ def test_noise_at_both_ends() -> None:
 def test_the_first_of_the_largest(width: int) -> None:
     x = torch.randint(0, 3, (40, width)).float()
     x[0], x[1, width // 2] = -torch.inf, torch.nan
-    got = logits.argmax(x)
+    got = sampling.argmax(x)
     for row, place in enumerate(got.tolist()):
         if row != 1:
             assert place == int(x[row].argmax())
     assert 0 <= got[1] < width
     low, high = keys(40)
     base = bases(width)
-    best = logits.noisy_argmax(x, base, low, high)
-    sums = x + logits.gumbel(base, low, high)
+    best = sampling.noisy_argmax(x, base, low, high)
+    sums = x + sampling.gumbel(base, low, high)
     keep = torch.arange(40) != 1
     assert torch.equal(best[keep], sums.argmax(-1)[keep])
     assert ((best >= 0) & (best < width)).all()
@@ -77,7 +77,7 @@ def test_scaling_is_exact(width: int) -> None:
     x[:, ::7] = -torch.inf
     x[:, width - 1] = 3.0
     expected = (x - x.amax(-1, keepdim=True)) / temperature[:, None]
-    assert torch.equal(logits.scale(x, temperature), expected)
+    assert torch.equal(sampling.scale(x, temperature), expected)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -89,7 +89,7 @@ def test_share_ahead(width: int) -> None:
     weight = torch.where(x >= floor[:, None], x.double().exp(), 0.0)
     expected = (weight * ahead).sum(-1) / weight.sum(-1)
     torch.testing.assert_close(
-        logits.share_ahead(x, chosen, floor).double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True
+        sampling.share_ahead(x, chosen, floor).double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True
     )
 
 
@@ -100,7 +100,7 @@ def test_log_sum_exp(width: int) -> None:
     x[2] = -torch.inf
     x[3, width // 2], x[4, width - 1] = torch.nan, torch.inf
     x[5] = 0.0
-    got = logits.log_sum_exp(x)
+    got = sampling.log_sum_exp(x)
     assert not got[2:5].isfinite().any()
     keep = [row for row in range(30) if row not in (2, 3, 4)]
     torch.testing.assert_close(got[keep].double(), x[keep].double().logsumexp(-1), atol=1e-5, rtol=3e-7)
@@ -112,15 +112,15 @@ def test_rows_are_computed_alone(threads: int) -> None:
     x, base, (low, high) = torch.randn(33, 5003), bases(5003), keys(33)
     chosen, level = torch.randint(0, 5003, (33,)), torch.rand(33) + 0.5
     functions: list[Callable[[slice], Tensor]] = [
-        lambda rows: logits.gumbel(base, low[rows], high[rows]),
-        lambda rows: logits.noisy_argmax(x[rows], base, low[rows], high[rows]),
-        lambda rows: logits.scale(x[rows], level[rows]),
-        lambda rows: logits.log_sum_exp(x[rows]),
-        lambda rows: logits.share_ahead(x[rows], chosen[rows], -level[rows]),
+        lambda rows: sampling.gumbel(base, low[rows], high[rows]),
+        lambda rows: sampling.noisy_argmax(x[rows], base, low[rows], high[rows]),
+        lambda rows: sampling.scale(x[rows], level[rows]),
+        lambda rows: sampling.log_sum_exp(x[rows]),
+        lambda rows: sampling.share_ahead(x[rows], chosen[rows], -level[rows]),
     ]
     for function in functions:
         alone = torch.cat([function(slice(row, row + 1)) for row in range(33)])
         for rows in (slice(0, 33), slice(5, 7), slice(1, 32)):
             assert torch.equal(function(rows), alone[rows])
     some = torch.randperm(5003)[:100].expand(33, -1)
-    assert torch.equal(logits.gumbel(base[some], low, high), logits.gumbel(base, low, high).gather(1, some))
+    assert torch.equal(sampling.gumbel(base[some], low, high), sampling.gumbel(base, low, high).gather(1, some))

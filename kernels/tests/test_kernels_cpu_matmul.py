@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 from chatcache_kernels.cpu import matmul
-from chatcache_kernels.cpu.amx import has_amx
-from chatcache_kernels.cpu.pairs import has_pair_products
+from chatcache_kernels.cpu.bf16 import has_amx, has_pair_products
 from torch import Tensor
 
 UNITS = ["floats", *(["pairs"] if has_pair_products() else []), *(["tiles"] if has_amx() else [])]

@@ -8,20 +8,20 @@ import sys
 
 import pytest
 import torch
-from chatcache_kernels.cpu import launch, program, rows
-from chatcache_kernels.cpu.program import Jobs, Program
+from chatcache_kernels.cpu import launch, megakernel
+from chatcache_kernels.cpu.megakernel import KernelCalls, KernelQueue
 
 NUM_STEPS, NUM_ROWS, NUM_WORDS = 40, 3, 20_000  # rows long enough for a thread to run ahead of one that copies
 
 
-def chain(buffers: torch.Tensor, orders: torch.Tensor) -> tuple[Program, Jobs]:
+def chain(buffers: torch.Tensor, orders: torch.Tensor) -> tuple[KernelQueue, KernelCalls]:
     """Return a program whose step i + 1 reads, in a shuffled order, what step i wrote."""
-    copies = Jobs(
-        rows.take_kernel(), rows.JOB, NUM_STEPS, source=[each.data_ptr() for each in buffers[:-1]],
+    copies = KernelCalls(
+        megakernel.gather_kernel(), megakernel.GATHER_JOB, NUM_STEPS, source=[each.data_ptr() for each in buffers[:-1]],
         out=[each.data_ptr() for each in buffers[1:]], rows=[each.data_ptr() for each in orders],
         num_rows=NUM_ROWS, words=NUM_WORDS,
     )  # fmt: skip
-    return Program([(copies, index) for index in range(NUM_STEPS)]), copies
+    return KernelQueue([(copies, index) for index in range(NUM_STEPS)]), copies
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -44,13 +44,14 @@ def test_threads_wait_for_each_other(num_threads: int) -> None:
 def test_a_team_smaller_than_asked_for_is_enough() -> None:
     script = """
 import torch
-from chatcache_kernels.cpu import rows
-from chatcache_kernels.cpu.program import Jobs, Program
+from chatcache_kernels.cpu import megakernel
+from chatcache_kernels.cpu.megakernel import KernelCalls, KernelQueue
 a, b = torch.arange(64), torch.zeros(64, dtype=torch.int64)
 order = torch.arange(8).flip(0)
-jobs = Jobs(rows.take_kernel(), rows.JOB, 1, source=a.data_ptr(), out=b.data_ptr(), rows=order.data_ptr(), num_rows=8,
-            words=8)
-Program([(jobs, 0)]).run(4)
+jobs = KernelCalls(megakernel.gather_kernel(), megakernel.GATHER_JOB, 1, source=a.data_ptr(), out=b.data_ptr(),
+                   rows=order.data_ptr(), num_rows=8,
+                   words=8)
+KernelQueue([(jobs, 0)]).run(4)
 assert torch.equal(b.view(8, 8), a.view(8, 8).flip(0))
 """
     path = os.pathsep.join(p for p in sys.path if p)
@@ -60,10 +61,10 @@ assert torch.equal(b.view(8, 8), a.view(8, 8).flip(0))
 
 
 def test_without_an_openmp_runtime_one_thread_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (launch._parallel, launch.omp_function, program._program_kernel, rows.take_kernel):
+    for cached in (launch._parallel, launch.omp_function, megakernel._queue_kernel, megakernel.gather_kernel):
         cached.cache_clear()
     monkeypatch.setattr(launch, "omp_function", lambda name: 0)
-    monkeypatch.setattr(program, "omp_function", lambda name: 0)
+    monkeypatch.setattr(megakernel, "omp_function", lambda name: 0)
     try:
         buffers = torch.zeros(NUM_STEPS + 1, NUM_ROWS, NUM_WORDS, dtype=torch.int64)
         buffers[0] = torch.arange(NUM_ROWS * NUM_WORDS).view(NUM_ROWS, NUM_WORDS)
@@ -72,5 +73,5 @@ def test_without_an_openmp_runtime_one_thread_does_it(monkeypatch: pytest.Monkey
         copies.run(4)
         assert torch.equal(buffers[-1], buffers[0])
     finally:
-        for again in (launch._parallel, program._program_kernel, rows.take_kernel):
+        for again in (launch._parallel, megakernel._queue_kernel, megakernel.gather_kernel):
             again.cache_clear()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
-from chatcache_kernels.cpu import invariant
+from chatcache_kernels.cpu import batch_invariant
 from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages
 from torch import Tensor
 
@@ -179,6 +179,6 @@ def test_sharing_reads_a_prompt_once() -> None:
 
 def test_the_deterministic_backend_shares_nothing() -> None:
     tree = plant(forked(1024, 8, 5))
-    batch = tree.prepared(invariant)
+    batch = tree.prepared(batch_invariant)
     assert batch.work is None
-    assert invariant.paged_attention(tree.q, tree.paged, 1, batch, 0.2).isfinite().all()
+    assert batch_invariant.paged_attention(tree.q, tree.paged, 1, batch, 0.2).isfinite().all()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from chatcache_kernels import reference, triton
 from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages, WorkList
-from chatcache_kernels.work import plan_work
+from chatcache_kernels.work_list import plan_work
 from torch import Tensor
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])

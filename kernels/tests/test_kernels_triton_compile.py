@@ -125,6 +125,6 @@ def test_tools_that_do_not_run_are_named(tmp_path: Path) -> None:
     broken = tmp_path / "cuobjdump"
     broken.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo release 12.8, V12.8; else exit 3; fi\n')
     broken.chmod(0o755)
-    only = ("--module", "chatcache_kernels.triton.activation", "--match", "*fp32")
+    only = ("--module", "chatcache_kernels.triton.fused", "--match", "silu_rows *fp32")
     (line,) = compile_all(90, tmp_path, *only, env={"TRITON_CUOBJDUMP_PATH": str(broken)})
     assert line["error"].startswith("RuntimeError") and "cuobjdump does not run here" in line["error"]

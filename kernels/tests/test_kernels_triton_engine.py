@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chatcache_kernels import work
+from chatcache_kernels import work_list
 
 from chatcache.model.runner import Ahead
 from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
@@ -27,7 +27,7 @@ def test_the_engine_says_the_same_on_triton_kernels(case: str, tmp_path: Path) -
 @pytest.mark.long
 def test_keys_cut_into_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome("n_best", tmp_path, "reference")
-    monkeypatch.setattr(work, "SPLIT", 32)
+    monkeypatch.setattr(work_list, "SPLIT", 32)
     assert_same(outcome("n_best", tmp_path, "triton", share="never"), expected)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chatcache_kernels import reference, triton
-from chatcache_kernels.triton import swap
+from chatcache_kernels.triton import pages as triton_pages
 from chatcache_kernels.types import HostPages, KVPages
 from torch import Tensor
 
@@ -89,7 +89,7 @@ def test_swaps(
 ) -> None:
     """Pages leave and return elsewhere, some to two places, through buffers of one page, of three, and of all."""
     pages = store(shape, 12, random.choice((torch.float32, torch.bfloat16, torch.float16)), triton_device)
-    monkeypatch.setattr(swap, "STAGE_BYTES", staged * pages.page_bytes)
+    monkeypatch.setattr(triton_pages, "STAGE_BYTES", staged * pages.page_bytes)
     before = saved(pages)
     host = HostPages.allocate(pages, 9)
     for memory in (host.k, host.v):
@@ -138,8 +138,8 @@ def test_swaps_that_follow_each_other_see_each_other(triton_device: str) -> None
 
 
 def test_consecutive_host_pages_are_one_transfer() -> None:
-    assert list(swap._runs(np.array([2, 3, 4, 8, 10, 11]))) == [(0, 3), (3, 4), (4, 6)]
-    assert list(swap._runs(np.array([5]))) == [(0, 1)]
+    assert list(triton_pages._runs(np.array([2, 3, 4, 8, 10, 11]))) == [(0, 3), (3, 4), (4, 6)]
+    assert list(triton_pages._runs(np.array([5]))) == [(0, 1)]
 
 
 def test_swap_plans_may_lie_on_the_device(triton_device: str) -> None:

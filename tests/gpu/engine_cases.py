@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from bench.check.in_order import OneByOne
-from chatcache_kernels import triton, work
+from chatcache_kernels import triton, work_list
 
 from chatcache.bench.shapes import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
@@ -57,7 +57,7 @@ def build(
     attention: str,
     device: str = "cpu",
     *,
-    share: work.Share = "auto",
+    share: work_list.Share = "auto",
     graphs: Ahead | None = None,
     in_order: bool = False,
     **settings: Any,
@@ -74,7 +74,7 @@ def build(
         model=str(folder), device=device, dtype="float32", attention=attention, strict=True, **{**common, **settings}
     )
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(triton, "prepare", partial(work.plan_work, share=share)))
+        patches.enter_context(mock.patch.object(triton, "prepare", partial(work_list.plan_work, share=share)))
         if is_interpreted:  # nothing compiles; tests/model/test_triton_warm.py warms up in full
             patches.enter_context(mock.patch.multiple("chatcache.model.runner", WARM_PROMPTS=(1, 2), WARM_TOKENS=PAGE))
         runner = load_model(config, weights=RandomWeights(TINY, device, seed=SEED, std=0.2), ahead=graphs)

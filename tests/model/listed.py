@@ -19,7 +19,7 @@ from chatcache_kernels.reference import (
     write_pages,
 )
 from chatcache_kernels.types import I32, AttentionBatch, AttentionWork, KVPages
-from chatcache_kernels.work import plan_work
+from chatcache_kernels.work_list import plan_work
 from torch import Tensor
 
 __all__ = [

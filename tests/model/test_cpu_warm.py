@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from chatcache_kernels import cpu
-from chatcache_kernels.cpu import attention, flash
-from chatcache_kernels.cpu.decode import FEW_QUERIES
-from chatcache_kernels.cpu.prefill import attend_row
+from chatcache_kernels.cpu import attention, attention_prefill
+from chatcache_kernels.cpu.attention_decode import FEW_QUERIES
+from chatcache_kernels.cpu.attention_prefill import attend_row
 
 from chatcache.model import runner as runners
 from tests.model.lives import make_runner
@@ -23,7 +23,7 @@ def test_warm_up_has_a_row_too_long_to_be_decoded_in_place(monkeypatch: pytest.M
         lengths.add(len(q))
         return attend_row(q, *args)
 
-    monkeypatch.setattr(flash, "fits", lambda q, pages: False)
+    monkeypatch.setattr(attention_prefill, "fits", lambda q, pages: False)
     monkeypatch.setattr(attention, "attend_row", note)
     monkeypatch.setattr(runners, "WARM_LONG", 24)  # the contexts of these runners are short
     monkeypatch.setattr(attention, "FEW_QUERIES", 8)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from chatcache_kernels.triton.sampling import Launches
-from chatcache_kernels.triton.sampling_noise import bits_of, gumbel
+from chatcache_kernels.triton.sampling_ops import bits_of, gumbel
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from chatcache_kernels.cpu.codes import quantise
+from chatcache_kernels.cpu.int8 import quantise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -49,7 +49,7 @@ ALLOWED = {
         "chatcache/kv_cache/page_table.py",
         "hash",
     ): "a mark of a page within one process, for the page map; nothing is found by it",
-    ("kernels/chatcache_kernels/cpu/pairs.py", "hash"): "__hash__ of a numba type",
+    ("kernels/chatcache_kernels/cpu/bf16.py", "hash"): "__hash__ of a numba type",
 }
 
 

@@ -48,13 +48,13 @@ def has_gpu() -> bool:
 
 
 def _has_amx() -> bool:
-    from chatcache_kernels.cpu.amx import has_amx
+    from chatcache_kernels.cpu.bf16 import has_amx
 
     return has_amx()
 
 
 def _has_byte_tables() -> bool:
-    from chatcache_kernels.cpu.widen import has_byte_tables
+    from chatcache_kernels.cpu.int8 import has_byte_tables
 
     return has_byte_tables()
 

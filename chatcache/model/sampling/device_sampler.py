@@ -3,7 +3,7 @@
 The contract, the order of things and the noise are those of `sampler`; the kernels are in
 `chatcache_kernels.triton.sampling`. Log-probabilities may differ from the CPU's by ulps.
 
-What draws want, as the table of numbers that sampling kernels read (`chatcache_kernels.triton.sampling_rows`).
+What draws want, as the table of numbers that sampling kernels read (`chatcache_kernels.triton.sampling_ops`).
 
 A step's draws, sorted into what one launch of a sampling kernel does alike.
 
@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from chatcache_kernels.triton import sampling
-from chatcache_kernels.triton import sampling_rows as fields
+from chatcache_kernels.triton import sampling_ops as fields
 from chatcache_kernels.triton.launch import dense_last
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor

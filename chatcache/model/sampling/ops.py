@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chatcache_kernels.cpu import logits
+from chatcache_kernels.cpu import sampling as cpu_sampling
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -75,7 +75,7 @@ def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     Shapes: base [V], or [D, K] where only some tokens matter; low, high [D] int32 from `draw_keys`.
     """
     if base.device.type == "cpu":
-        return logits.gumbel(base, low, high)
+        return cpu_sampling.gumbel(base, low, high)
     bits = torch.bitwise_xor(base, low[:, None]).mul_(high[:, None])
     uniform = _mix32_(bits).bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -154,25 +154,25 @@ def row_sum(x: Tensor) -> Tensor:
 
 def log_sum_exp(x: Tensor) -> Tensor:
     """Return the logarithm of each row's summed exponentials."""
-    return logits.log_sum_exp(x) if x.device.type == "cpu" else _in_company(x).logsumexp(-1)[: len(x)]
+    return cpu_sampling.log_sum_exp(x) if x.device.type == "cpu" else _in_company(x).logsumexp(-1)[: len(x)]
 
 
 def first_largest(x: Tensor) -> Tensor:
     """Return where each row is largest, int64, the first of equals."""
-    return logits.argmax(x) if x.device.type == "cpu" else x.argmax(-1)
+    return cpu_sampling.argmax(x) if x.device.type == "cpu" else x.argmax(-1)
 
 
 def noisy_largest(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return where x + `noise.gumbel` is largest, int64. Shapes: base [K]; low, high [N] int32."""
     if x.device.type == "cpu":
-        return logits.noisy_argmax(x, base, low, high)
+        return cpu_sampling.noisy_argmax(x, base, low, high)
     return (x + gumbel(base, low, high)).argmax(-1)
 
 
 def scale(x: Tensor, temperature: Tensor) -> Tensor:
     """Return (x - its row's largest) / temperature. Shapes: temperature [N] float32."""
     if x.device.type == "cpu":
-        return logits.scale(x, temperature)
+        return cpu_sampling.scale(x, temperature)
     return (x - x.amax(-1, keepdim=True)) / temperature[:, None]
 
 
@@ -180,7 +180,7 @@ def share_ahead(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
     """Return which share of each row's exponentials comes before that of `chosen`, the largest first, equals by place;
     those of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32."""
     if x.device.type == "cpu":
-        return logits.share_ahead(x, chosen, floor)
+        return cpu_sampling.share_ahead(x, chosen, floor)
     value, places = x.gather(-1, chosen[:, None]), torch.arange(x.shape[1], device=x.device)
     ahead = (x > value) | ((x == value) & (places < chosen[:, None]))
     weight = x.exp().masked_fill_(x < floor[:, None], 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from chatcache_kernels.work import Share
+from chatcache_kernels.work_list import Share
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

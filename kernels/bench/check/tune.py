@@ -142,7 +142,7 @@ def _report(context: Context, kind: Kind, today: Config, times: dict[Config, lis
 
 def _tune_merge(context: Context) -> None:
     """The merge alone cannot be timed through the engine's call, so the whole is; everything else stays the same."""
-    merge = importlib.import_module("chatcache_kernels.triton.merge")
+    merge = importlib.import_module("chatcache_kernels.triton.attention")
     loads = kinds(context.size)[0]
     few = replace(loads, loads=[loads.loads[min(1, len(loads.loads) - 1)]])
     (work,), times = _works(context, few), {}

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import torch
 from chatcache_kernels.types import AttentionBatch, KVPages
-from chatcache_kernels.work import Share, plan_work
+from chatcache_kernels.work_list import Share, plan_work
 from numpy.typing import NDArray
 from torch import Tensor
 

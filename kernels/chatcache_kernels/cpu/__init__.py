@@ -23,10 +23,10 @@ later processes load them in tens of milliseconds.
 """
 
 from .attention import paged_attention
+from .attention_shared import prepare
 from .fused import add_rms_norm, rms_norm, silu_mul
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
 from .rope import rope_write, write_pages
-from .shared import prepare
 
 __all__ = [
     "add_rms_norm",

@@ -6,12 +6,20 @@ import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
-from . import flash
-from .decode import FEW_QUERIES, PACK, SPLIT, decode_kernel, max_queries, register_lanes
-from .piece import partial_floats, scratch_floats
-from .prefill import attend_row
-from .shared import attend_shared
-from .vectors import KINDS
+from . import attention_prefill
+from .attention_decode import (
+    FEW_QUERIES,
+    PACK,
+    SPLIT,
+    decode_kernel,
+    max_queries,
+    partial_floats,
+    register_lanes,
+    scratch_floats,
+)
+from .attention_prefill import attend_row
+from .attention_shared import attend_shared
+from .simd import KINDS
 
 
 def paged_attention(
@@ -37,8 +45,8 @@ def paged_attention(
     most_few = batch.max_new_tokens
     if most_few > few:
         counts, offsets = batch.num_tokens.tolist(), batch.offsets.tolist()
-        if flash.fits(q, pages):
-            flash.attend_chunks(q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks)
+        if attention_prefill.fits(q, pages):
+            attention_prefill.attend_chunks(q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks)
         else:
             for row in (r for r, count in enumerate(counts) if count > few):
                 part = slice(offsets[row], offsets[row + 1])

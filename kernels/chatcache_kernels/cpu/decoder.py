@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, HeadNorms, KVPages
-from . import decode, fused, int8, matmul, rope, rows, shared
-from .amx import has_amx
-from .decode import FEW_QUERIES, register_lanes
+from . import attention_decode, attention_shared, fused, int8, matmul, megakernel, rope
+from .attention_decode import FEW_QUERIES, decode_fields, register_lanes
+from .attention_shared import shared_fields
+from .bf16 import has_amx
 from .launch import Launch
-from .listed import list_rows, list_shared
-from .program import Jobs, Program
-from .vectors import BFLOAT16
+from .megakernel import KernelCalls, KernelQueue
+from .simd import BFLOAT16
 
 MAX_TOKENS = 64  # of a step; more are better off with oneDNN (measured), and the buffers are this long
 MAX_TOKENS_NO_TILES = 8  # the same on a CPU without AMX
@@ -128,10 +128,10 @@ class FewTokens:
         threads = min(self._num_threads, torch.get_num_threads())
         if batch.work is None:
             attend, program = self._attend_rows, self._by_rows
-            listed = list_rows(batch, self._pages, self._weights.num_heads, threads)
+            listed = decode_fields(batch, self._pages, self._weights.num_heads, threads)
         else:
             attend, program = self._attend_shared, self._by_shared
-            listed = list_shared(batch, batch.work, self._pages, self._weights.num_heads, threads)
+            listed = shared_fields(batch, batch.work, self._pages, self._weights.num_heads, threads)
         attend.set(**listed.fields)
         self._rope.set(slots=batch.slots.data_ptr(), num_tokens=len(tokens))
         self._embed.set(rows=tokens.data_ptr(), num_rows=len(tokens))
@@ -159,12 +159,14 @@ class FewTokens:
         self._pick = self._rows(b.mixed, b.mixed_drawn, b.x, b.x_drawn)
         self._rope = self._rope_jobs()
         lanes = register_lanes(self._pages.page_size, self._pages.head_dim)
-        self._attend_rows = self._attention_jobs(decode.decode_kernel(BFLOAT16, lanes), decode.JOB)
-        self._attend_shared = self._attention_jobs(shared.shared_kernel(BFLOAT16, lanes), shared.JOB)
+        self._attend_rows = self._attention_jobs(attention_decode.decode_kernel(BFLOAT16, lanes), attention_decode.JOB)
+        self._attend_shared = self._attention_jobs(
+            attention_shared.shared_kernel(BFLOAT16, lanes), attention_shared.JOB
+        )
         norms = [layers[0].attention_norm]
         for index, layer in enumerate(layers):
             norms += [layer.mlp_norm, layers[index + 1].attention_norm if index + 1 < count else w.norm]
-        norm = Jobs(
+        norm = KernelCalls(
             fused.norm_kernel(BFLOAT16), fused.NORM_JOB, len(norms), x=b.y.data_ptr(), out=b.h.data_ptr(),
             residual=b.x.data_ptr(), total=b.x.data_ptr(), weight=[each.data_ptr() for each in norms], width=hidden,
             rows_each=1, eps=w.eps,
@@ -172,7 +174,7 @@ class FewTokens:
         norm.records[0]["x"], norm.records[0]["residual"], norm.records[0]["total"] = b.x.data_ptr(), 0, 0
         for name in ("residual", "total"):
             norm.records[name][-2:] = b.x_drawn.data_ptr()
-        silu = Jobs(
+        silu = KernelCalls(
             fused.silu_kernel(BFLOAT16), fused.SILU_JOB, count, gate_up=b.gates.data_ptr(), out=b.gated.data_ptr(),
             width=b.gated.shape[1], rows_each=1,
         )  # fmt: skip
@@ -183,14 +185,14 @@ class FewTokens:
         down = self._linear([layer.down for layer in layers], b.gated, b.y)
         self._head = self._linear([w.head], b.h, b.h)
 
-        def order(attend: Jobs) -> Program:
+        def order(attend: KernelCalls) -> KernelQueue:
             steps = [(self._embed, 0), (self._turn, 0), (self._turn, 1), (norm, 0)]
             for index in range(count):
                 steps += [(qkv, index), (self._rope, index), (attend, index)]
                 steps += [(self._pick, 0), (self._pick, 1)] if index == count - 1 else []
                 steps += [(out, index), (norm, 2 * index + 1), (gate_up, index), (silu, index)]
                 steps += [(down, index), (norm, 2 * index + 2)]
-            return Program([*steps, (self._head, 0)])
+            return KernelQueue([*steps, (self._head, 0)])
 
         self._by_rows, self._by_shared = order(self._attend_rows), order(self._attend_shared)
         # jobs, the field that counts tokens, and how many of the last records count drawn ones
@@ -199,16 +201,17 @@ class FewTokens:
             (self._head, "num_tokens", 1), (norm, "num_rows", 2), (silu, "num_rows", 1),
         ]  # fmt: skip
 
-    def _rows(self, *pairs: Tensor) -> Jobs:
+    def _rows(self, *pairs: Tensor) -> KernelCalls:
         """Return jobs that copy rows of a table to a buffer, for each (table, buffer)."""
         sources, targets = pairs[::2], pairs[1::2]
-        return Jobs(
-            rows.take_kernel(), rows.JOB, len(sources), source=[each.data_ptr() for each in sources],
+        return KernelCalls(
+            megakernel.gather_kernel(), megakernel.GATHER_JOB, len(sources),
+            source=[each.data_ptr() for each in sources],
             out=[each.data_ptr() for each in targets],
             words=[each[0].numel() * each.element_size() // 8 for each in sources],
         )  # fmt: skip
 
-    def _linear(self, panels: Sequence[Panels], x: Tensor, out: Tensor) -> Jobs:
+    def _linear(self, panels: Sequence[Panels], x: Tensor, out: Tensor) -> KernelCalls:
         layers: dict[str, Any] = {
             "weight": [each.weight.data_ptr() for each in panels],
             "bias": [each.bias.data_ptr() if each.bias is not None else 0 for each in panels],
@@ -222,14 +225,14 @@ class FewTokens:
             layers |= {"groups_each": -(-self.max_tokens // matmul.GROUP), "panels_each": 1}
             layers["scratch_each"] = self._weights.scratch_bytes
         scratch = self._buffers.scratch.data_ptr()
-        return Jobs(launch, layout, len(panels), x=x.data_ptr(), out=out.data_ptr(), scratch=scratch, **layers)
+        return KernelCalls(launch, layout, len(panels), x=x.data_ptr(), out=out.data_ptr(), scratch=scratch, **layers)
 
-    def _rope_jobs(self) -> Jobs:
+    def _rope_jobs(self) -> KernelCalls:
         w, b, pages = self._weights, self._buffers, self._pages
         dim, half, stride = pages.head_dim, w.cos.shape[1], b.qkv.shape[1]
         norms = [layer.head_norms for layer in w.layers]
         first = b.qkv.data_ptr()
-        return Jobs(
+        return KernelCalls(
             rope.rope_kernel(BFLOAT16, rope.register_lanes(dim, half)), rope.JOB, len(w.layers), q=first,
             k=first + 2 * w.num_heads * dim, v=first + 2 * (w.num_heads + pages.num_kv_heads) * dim,
             out=b.q.data_ptr(), cos=b.cos.data_ptr(), sin=b.sin.data_ptr(), **_store(pages, "k_pages", "v_pages"),
@@ -239,9 +242,9 @@ class FewTokens:
             page_size=pages.page_size, tokens_each=1, eps=norms[0].eps if norms[0] else 0.0,
         )  # fmt: skip
 
-    def _attention_jobs(self, kernel: Launch, layout: np.dtype[np.void]) -> Jobs:
+    def _attention_jobs(self, kernel: Launch, layout: np.dtype[np.void]) -> KernelCalls:
         w, b, pages = self._weights, self._buffers, self._pages
-        return Jobs(
+        return KernelCalls(
             kernel, layout, len(w.layers), q=b.q.data_ptr(), out=b.mixed.data_ptr(), kind=BFLOAT16,
             **_store(pages, "k", "v"), num_heads=w.num_heads, num_kv_heads=pages.num_kv_heads, head_dim=pages.head_dim,
             page_size=pages.page_size, window=[layer.window or 0 for layer in w.layers], scale=w.scale,

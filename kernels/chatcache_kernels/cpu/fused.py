@@ -15,12 +15,12 @@ from numba import carray
 from torch import Tensor
 
 from .. import reference
+from .bf16 import exp2_coarse, has_pair_products, reciprocal_coarse
 from .launch import Launch, compile_kernel, record, threads_for
-from .pairs import exp2_coarse, has_pair_products, reciprocal_coarse
-from .tile import LOG2E
-from .vectors import (
+from .simd import (
     BFLOAT16,
     KINDS,
+    LOG2E,
     add,
     div,
     exp2,

@@ -1,4 +1,13 @@
-"""Linear layers whose weights are whole numbers of 8 bits and a scale for each output; activations stay as they are.
+"""Weights as whole numbers of 8 bits and a scale for each output, and the codes that `int8` reads of them.
+
+A code is a sign bit and 7 bits of magnitude; two rows of a tile interleave, eight codes each, as widening takes them.
+
+8-bit codes (a sign bit and 7 bits of magnitude) widened to bf16, and pairs of bf16 split into float32.
+
+Every magnitude up to 127 is a bf16 number. Where the CPU looks bytes up in a table of 128 (AVX512-VBMI), the two bytes
+of the result are two look-ups by the magnitude, and the sign is the sign; else numbers are converted.
+
+Linear layers whose weights are whole numbers of 8 bits and a scale for each output; activations stay as they are.
 
 A layer reads half of what it reads in bf16. Weights are packed in the panels of `matmul`. A thread widens a panel to
 bf16, which is exact, in a buffer that its core's cache holds, and multiplies it with its tokens from there, a few or
@@ -20,27 +29,158 @@ from functools import cache
 from typing import Any
 
 import torch
-from numba import carray
+from llvmlite import binding, ir
+from numba import carray, types
 from torch import Tensor
 from torch.nn import functional
 
-from .amx import (
+from .bf16 import (
     CONFIG_BYTES,
     TILE_BYTES,
     TILE_ROWS,
-    configure,
+    dot_pairs,
     has_amx,
-    release,
+    has_pair_products,
+    store_rounded,
     tile_clear,
+    tile_configure,
     tile_dot,
     tile_load,
+    tile_release,
     tile_store,
 )
 from .launch import Launch, compile_kernel, helper, record
 from .matmul import GROUP, PANEL, tile_configs
-from .pairs import dot_pairs, has_pair_products, store_rounded
-from .vectors import BFLOAT16, FLOAT32, KINDS, fetch_add, fma, load, mul, pointer, prefetch, splat, store, zeros
-from .widen import has_byte_tables, high_half, low_half, widen_codes
+from .simd import (
+    BFLOAT16,
+    F32,
+    FLOAT32,
+    I8,
+    I16,
+    I32,
+    KINDS,
+    emit_call,
+    fetch_add,
+    fma,
+    instruction,
+    load,
+    mul,
+    pointer,
+    prefetch,
+    splat,
+    store,
+    zeros,
+)
+
+LARGEST = 127  # magnitude of a code
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (numbers [out, in] int8, scales [out] float32): the nearest multiples of a 127th of a row's largest.
+
+    A row that holds what is not finite gets a scale that is not a number.
+    """
+    numbers, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+    rows = max(1, (1 << 20) // max(1, weight.shape[1]))
+    for start in range(0, len(weight), rows):
+        part = weight[start : start + rows].float()
+        largest = part.abs().amax(1) if part.numel() else part.new_zeros(len(part))
+        scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scale = torch.where(largest.isfinite(), scale, torch.nan)
+        numbers[start : start + rows] = (part / scale[:, None]).round_().nan_to_num_(0.0).to(torch.int8)
+        scales[start : start + rows] = scale
+    return numbers, scales
+
+
+def pack_numbers(numbers: Tensor) -> Tensor:
+    """Return the codes in the order in which the kernel reads them, with zeros up to whole panels: [out, in] int8."""
+    rows, columns = (-(-size // PANEL) * PANEL for size in numbers.shape)
+    if (rows, columns) != tuple(numbers.shape):
+        numbers = functional.pad(numbers, (0, columns - numbers.shape[1], 0, rows - numbers.shape[0]))
+    codes = torch.where(numbers < 0, numbers.neg() | -128, numbers).view(torch.uint8)
+    # out = (panel, tile, 4 runs of 4), in = (step, 8 row pairs, 2 rows, 2): a row is 16 outputs of 2 inputs
+    parts = codes.view(rows // PANEL, 2, 4, 4, columns // PANEL, 8, 2, 2)
+    return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(rows // PANEL, columns // PANEL, 2, 512)
+
+
+_CODES, _WORDS = ir.VectorType(I8, 64), ir.VectorType(I16, 64)
+_RUNS = [[16 * run + 8 * row + i for run in range(4) for i in range(8)] for row in range(2)]  # where a row's codes lie
+
+
+@cache
+def has_byte_tables() -> bool:
+    """Tell whether the CPU looks up 64 bytes at once in a table of 128."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx512vbmi") and features.get("avx512bw"))
+
+
+@instruction
+def widen_codes(typing: Any, tables: Any, source: Any, target: Any) -> Any:
+    """widen_codes(tables, source, target): widen the 64 codes of two rows of a tile to bf16, at addresses.
+
+    In 16 codes the first eight are of the first row. `tables` (a literal) uses byte tables.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        codes = builder.load(builder.inttoptr(args[1], _CODES.as_pointer()), align=1, typ=_CODES)
+        widened = _look_up(builder, codes) if tables.literal_value else _convert(builder, codes)
+        for number, row in enumerate(widened):
+            at = builder.add(args[2], ir.Constant(args[2].type, 64 * number))
+            builder.store(row, builder.inttoptr(at, row.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(tables, types.int64, types.int64), generate
+
+
+def _look_up(builder: Any, codes: Any) -> list[Any]:
+    values = torch.arange(128).bfloat16().view(torch.int16)
+    sign = builder.and_(codes, ir.Constant(_CODES, [0x80] * 64))
+    low, high = (_table(builder, codes, ((values >> shift) & 0xFF).tolist()) for shift in (0, 8))
+    high = builder.or_(high, sign)
+    order = [[i for place in row for i in (place, 64 + place)] for row in _RUNS]
+    return [
+        builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 64), each)) for each in order
+    ]  # interleaved within 16 bytes: one instruction each
+
+
+def _table(builder: Any, codes: Any, values: list[int]) -> Any:
+    first, second = ir.Constant(_CODES, values[:64]), ir.Constant(_CODES, values[64:])
+    return emit_call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _CODES, first, codes, second)
+
+
+def _convert(builder: Any, codes: Any) -> list[Any]:
+    wide = builder.zext(codes, ir.VectorType(I32, 64))
+    magnitude = builder.and_(wide, ir.Constant(wide.type, [0x7F] * 64))
+    bits = builder.bitcast(builder.sitofp(magnitude, ir.VectorType(F32, 64)), wide.type)
+    sign = builder.shl(builder.and_(wide, ir.Constant(wide.type, [0x80] * 64)), ir.Constant(wide.type, [8] * 64))
+    words = builder.trunc(builder.or_(builder.lshr(bits, ir.Constant(wide.type, [16] * 64)), sign), _WORDS)
+    none = ir.Constant(_WORDS, ir.Undefined)
+    return [builder.shuffle_vector(words, none, ir.Constant(ir.VectorType(I32, 32), row)) for row in _RUNS]
+
+
+@instruction
+def low_half(typing: Any, a: Any) -> Any:
+    """low_half(x): the bf16 number in the lower half of each lane's bits, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = ir.VectorType(I32, a.lanes)
+        moved = builder.shl(builder.bitcast(args[0], bits), ir.Constant(bits, [16] * a.lanes))
+        return builder.bitcast(moved, args[0].type)
+
+    return a(a), generate
+
+
+@instruction
+def high_half(typing: Any, a: Any) -> Any:
+    """high_half(x): the bf16 number in the upper half of each lane's bits, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = ir.VectorType(I32, a.lanes)
+        kept = builder.and_(builder.bitcast(args[0], bits), ir.Constant(bits, [0xFFFF0000] * a.lanes))
+        return builder.bitcast(kept, args[0].type)
+
+    return a(a), generate
+
 
 SUMS_BYTES = 4 * TILE_BYTES
 AHEAD_BYTES = 2048  # how far before a code is widened its cache line is asked for
@@ -136,7 +276,7 @@ def _tile_kernel(tables: bool, native: bool) -> Launch:
             for group in range(first, end):
                 last = 1 if group == num_groups - 1 else 0
                 if last != configured:
-                    configure(job.configs + last * CONFIG_BYTES)
+                    tile_configure(job.configs + last * CONFIG_BYTES)
                     configured = last
                 weight = sums + SUMS_BYTES
                 for panel in range(strip * job.panels_each, min(num_panels, (strip + 1) * job.panels_each)):
@@ -148,7 +288,7 @@ def _tile_kernel(tables: bool, native: bool) -> Launch:
                     weight += panel_bytes
             piece = fetch_add(address, 0, 1)
         if configured >= 0:
-            release()
+            tile_release()
 
     return compile_kernel(kernel)
 

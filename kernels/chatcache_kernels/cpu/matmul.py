@@ -19,22 +19,24 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from .amx import (
+from .bf16 import (
     CONFIG_BYTES,
     TILE_BYTES,
     TILE_ROWS,
-    configure,
+    dot_pairs,
     has_amx,
-    release,
+    has_pair_products,
+    store_rounded,
     tile_clear,
     tile_config,
+    tile_configure,
     tile_dot,
     tile_load,
+    tile_release,
     tile_store,
 )
 from .launch import Launch, compile_kernel, helper, record
-from .pairs import dot_pairs, has_pair_products, store_rounded
-from .vectors import BFLOAT16, FLOAT32, add, fetch_add, load, pointer, prefetch, splat, zeros
+from .simd import BFLOAT16, FLOAT32, add, fetch_add, load, pointer, prefetch, splat, zeros
 
 PANEL = 32  # outputs of a piece, and inputs of a step
 GROUP = 2 * TILE_ROWS  # tokens of a piece
@@ -102,12 +104,12 @@ def _tile_kernel(native: bool) -> Launch:
             panel, group = divmod(piece, num_groups)
             last = 1 if group == num_groups - 1 else 0
             if last != configured:
-                configure(job.configs + last * CONFIG_BYTES)
+                tile_configure(job.configs + last * CONFIG_BYTES)
                 configured = last
             _tiles(native, job, group * GROUP, panel, scratch)
             piece = fetch_add(address, 0, 1)
         if configured >= 0:
-            release()
+            tile_release()
 
     return compile_kernel(kernel)
 

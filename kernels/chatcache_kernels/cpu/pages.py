@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..types import HostPages, KVPages
 from .launch import Launch, compile_kernel, record, threads_for
-from .vectors import FLOAT32, INT64, fetch_add, load, pointer, store, zeros
+from .simd import FLOAT32, INT64, fetch_add, load, pointer, store, zeros
 
 _LANES = 16
 

@@ -19,7 +19,7 @@ from ..types import HeadNorms, KVPages
 from .fused import rms_norm
 from .launch import Launch, compile_kernel, helper, record, threads_for
 from .pages import write_slots
-from .vectors import (
+from .simd import (
     FLOAT32,
     INT64,
     KINDS,

@@ -19,13 +19,11 @@ the number of tokens, compiles anew. With `TRITON_INTERPRET=1` in the environmen
 CPU tensors instead, slowly, which is how they are tested where there is no GPU.
 """
 
-from ..work import plan_work as prepare
-from .activation import silu_mul
+from ..work_list import plan_work as prepare
 from .attention import paged_attention
-from .norm import add_rms_norm, rms_norm
-from .pages import allocate_pages, copy_pages, read_pages, write_pages
+from .fused import add_rms_norm, rms_norm, silu_mul
+from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out, write_pages
 from .rope import rope_write
-from .swap import swap_in, swap_out
 
 __all__ = [
     "add_rms_norm",

@@ -1,4 +1,8 @@
-"""Paged attention: one kernel that carries out the pieces of a work list, then one that merges their states.
+"""The inner loop of paged attention: one tile of queries over the keys of a piece, BLOCK_N at a time.
+
+Merge the partial states of tokens whose keys were cut into several pieces.
+
+Paged attention: one kernel that carries out the pieces of a work list, then one that merges their states.
 
 Decode, split keys, prompt chunks and shared prefixes are the same kernel over different lists (`work.py` cuts them).
 
@@ -28,12 +32,181 @@ import triton.language as tl
 from torch import Tensor
 
 from ..types import AttentionBatch, AttentionWork, KVPages, WorkList
-from .configs import Chip, chip_of, choose, configs_of
-from .launch import next_power_of_2
-from .merge import merge_states
-from .rounding import rounded
-from .tiles import attend_tiles
+from .configs import MERGE, Chip, chip_of, choose, configs_of
+from .launch import INTERPRETED, next_power_of_2, rounded
 from .variants import Variant, traced
+
+
+@triton.jit
+def _dot(a, b, total):  # type: ignore[no-untyped-def]
+    """Return a @ b + total, in float32. The interpreter would multiply the bits of bfloat16 as integers."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """Return tanh(x), which is 1 to the last bit from 10 on."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(x, 20.0) * 2.8853900817779268))
+
+
+@triton.jit
+def attend_tiles(  # type: ignore[no-untyped-def]
+    weighted,
+    total,
+    peak,
+    query,
+    position,
+    k_head,
+    v_head,
+    table,
+    low,
+    high,
+    scale,
+    cap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Attend to keys low .. high - 1 of one key head; return (weighted, total, peak), the running state of a softmax.
+
+    Shapes: query [M, W], weighted [M, W] float32, total, peak, position [M], W = HEAD_DIM rounded up to a power of two.
+    `scale` turns products into exponents of 2 or, if CAPPED, into arguments of tanh, and `cap` those into exponents of
+    2; `peak` is the largest score before that last factor. Unless MASKED, every query must see every key and BLOCK_N
+    must divide their number.
+
+    Keys past the end are read as the last one again, so nothing that no token wrote is ever multiplied. The page
+    numbers of a tile are loaded while the tile before it is computed and carried over: the pipeliner then sees no loads
+    that wait for loads, and keeps num_stages - 1 whole tiles of keys and values in flight, not half as many.
+    """
+    factor = cap if CAPPED else scale
+    column = tl.arange(0, query.shape[1])
+    inside = (column < HEAD_DIM)[None, :]
+    last = tl.maximum(high - 1, 0)
+    reach = tl.minimum(position, last)
+    key = low + tl.arange(0, BLOCK_N)
+    near = tl.minimum(key, last).to(tl.uint32)
+    page = tl.load(table + near // PAGE_SIZE)
+    for _ in tl.range(low, high, BLOCK_N):
+        at = page.to(tl.int64) * PAGE_STRIDE + (near % PAGE_SIZE * HEAD_DIM).to(tl.int32)
+        at = at[:, None] + column[None, :]
+        if query.shape[1] == HEAD_DIM:
+            keys = tl.load(k_head + at)
+            values = tl.load(v_head + at)
+        else:
+            keys = tl.load(k_head + at, mask=inside, other=0.0)
+            values = tl.load(v_head + at, mask=inside, other=0.0)
+        score = _dot(query, keys.T, tl.zeros([query.shape[0], BLOCK_N], tl.float32))
+        if CAPPED:
+            score = _tanh(score * scale)
+        if MASKED:
+            seen = key[None, :] <= reach[:, None]
+            if WINDOWED:
+                seen &= key[None, :] > position[:, None] - window
+            score = tl.where(seen, score, -float("inf"))
+        key += BLOCK_N
+        near = tl.minimum(key, last).to(tl.uint32)
+        page = tl.load(table + near // PAGE_SIZE)
+        higher = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score * factor - (higher * factor)[:, None])
+        decay = tl.exp2((peak - higher) * factor)
+        if len(total.shape) == 2:
+            total = total * decay[:, None] + weight
+        else:
+            total = total * decay + tl.sum(weight, 1)
+        weighted = _dot(rounded(weight, values.dtype), values, weighted * decay[:, None])
+        peak = higher
+    return weighted, total, peak
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens", "offsets", "pieces", "num_merges"])  # pieces of one transfer
+def merge_tokens(  # type: ignore[no-untyped-def]
+    out,
+    states,
+    sums,
+    tokens,
+    offsets,
+    pieces,
+    num_merges,
+    sinks,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Weigh each state of a token and head by the exponential of its log-sum-exp; a sink adds weight but no value.
+
+    Shapes: out [T, H, D]; states [S, H, D] float32; sums [S, H] float32, logarithms to base 2, -inf where a state saw
+    no key; tokens, offsets, pieces, num_merges: `merge_tokens`, `merge_offsets`, `merge_states`, `num_merges` of
+    `AttentionWork`; sinks [H].
+    Grid: programs that take (token, head) pairs in turn, as many as `num_merges` says; BLOCK_S states at a time, in the
+    order listed, so that no bit depends on the rest of the step.
+    Source: the associative merge of softmax states (Flash-Decoding, 2023).
+    """
+    column = tl.arange(0, WIDTH)
+    inside = column < HEAD_DIM
+    for pair in tl.range(tl.program_id(0), tl.load(num_merges) * HEADS, tl.num_programs(0)):
+        head = pair % HEADS
+        first = tl.load(offsets + pair // HEADS)
+        end = tl.load(offsets + pair // HEADS + 1)
+        peak = -1e30
+        total = 0.0
+        weighted = tl.zeros([WIDTH], tl.float32)
+        if SINKS:
+            peak = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            total = 1.0
+        for start in range(first, end, BLOCK_S):
+            number = start + tl.arange(0, BLOCK_S)
+            listed = number < end
+            state = tl.load(pieces + number, mask=listed, other=0).to(tl.int64) * HEADS + head
+            log_sum = tl.load(sums + state, mask=listed, other=-float("inf"))
+            value = tl.load(
+                states + state[:, None] * HEAD_DIM + column[None, :], mask=listed[:, None] & inside[None, :], other=0.0
+            )
+            higher = tl.maximum(peak, tl.max(log_sum, 0))
+            weight = tl.exp2(log_sum - higher)
+            decay = tl.exp2(peak - higher)
+            total = total * decay + tl.sum(weight, 0)
+            weighted = weighted * decay + tl.sum(weight[:, None] * value, 0)
+            peak = higher
+        token = tl.load(tokens + pair // HEADS).to(tl.int64)
+        at = (token * HEADS + head) * HEAD_DIM + column
+        tl.store(out + at, rounded(weighted / total, out.dtype.element_ty), mask=inside)
+
+
+def merge_states(
+    out: Tensor, states: Tensor, sums: Tensor, work: AttentionWork, sinks: Tensor | None, chip: Chip
+) -> None:
+    """Write the outputs of tokens with several states. Shapes: out [T, H, D], states [S, H, D], sums [S, H]."""
+    num_heads, head_dim = out.shape[1:]
+    num_pairs = work.merge_tokens.shape[0] * num_heads
+    merge_tokens[(min(num_pairs, MERGE.programs * chip.multiprocessors),)](
+        out, states, sums, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges, sinks,
+        HEADS=num_heads, HEAD_DIM=head_dim, WIDTH=max(16, next_power_of_2(head_dim)), BLOCK_S=MERGE.block_s,
+        SINKS=sinks is not None, num_warps=MERGE.num_warps,
+    )  # fmt: skip
+
+
+def _merge_variants(arch: int) -> Iterator[Variant]:
+    """Yield the merges of models with heads of 64 to 256 dimensions."""
+    meta = partial(torch.empty, device="meta")
+    ints = partial(meta, dtype=torch.int32)
+    work = AttentionWork((), ints(5), ints(5), ints(6), ints(7), ints(1), 7)
+    for heads, head_dim, dtype in (
+        (9, 64, torch.bfloat16), (30, 80, torch.float16), (32, 128, torch.bfloat16), (16, 128, torch.float32),
+        (8, 256, torch.bfloat16),
+    ):  # fmt: skip
+        out, states, sums = meta(5, heads, head_dim, dtype=dtype), meta(7, heads, head_dim), meta(7, heads)
+        for sinks in (None, meta(heads, dtype=dtype)):
+            yield from traced(partial(merge_states, out, states, sums, work, sinks, Chip(arch // 10, 1)))
+
 
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 
@@ -265,6 +438,7 @@ def _exponents(scale: float, softcap: float | None) -> tuple[float, float]:
 
 def variants(arch: int) -> Iterator[Variant]:
     """Yield every configuration of a chip, then other heads, groups and page sizes, and what a layer may ask for."""
+    yield from _merge_variants(arch)
     chip = Chip(arch // 10, 1)
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim, config in configs_of(chip, dtype.itemsize):

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ..reference import rms_norm
 from ..types import HeadNorms, KVPages
-from .launch import EXACT, dense_last, next_power_of_2, tile_heads
+from .launch import EXACT, dense_last, next_power_of_2, rounded, tile_heads
 from .pages import allocate_pages
-from .rounding import rounded
 from .variants import Variant, traced
 
 EACH = 16

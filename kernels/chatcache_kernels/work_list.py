@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .prefixes import CostRule, SharedRanges, SharingCost, choose_ranges, prefix_forest
+from .prefix_sharing import CostRule, SharedRanges, SharingCost, choose_ranges, prefix_forest
 from .types import I32, AttentionWork, HostList, HostWork
 
 Share = Literal["auto", "always", "never"]

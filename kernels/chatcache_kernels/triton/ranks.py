@@ -12,9 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .sampling_draws import is_finite, log_total, survives
-from .sampling_noise import gumbel, pack_key, unpack_key
-from .sampling_rows import (
+from .sampling_ops import (
     KEY_HIGH,
     KEY_LOW,
     MASK,
@@ -23,14 +21,20 @@ from .sampling_rows import (
     ROW,
     TEMPERATURE,
     draws_of,
+    gumbel,
     is_any,
+    is_finite,
     keep,
     largest,
+    log_total,
     no_higher,
     number,
+    pack_key,
     real,
     scale,
+    survives,
     total,
+    unpack_key,
     visible,
 )
 

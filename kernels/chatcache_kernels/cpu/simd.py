@@ -1,4 +1,8 @@
-"""Vectors of floats for numba: loops that say what each CPU register holds.
+"""LLVM's instructions in kernels: what the intrinsics of `vectors` and its neighbours are written with.
+
+An intrinsic is a typing function, which returns a signature and a generator of code; these make the code.
+
+Vectors of floats for numba: loops that say what each CPU register holds.
 
 numba leaves vectorising to LLVM, which gives up on loops with bf16, exp or several accumulators. These intrinsics emit
 LLVM vector instructions directly: a value of type `Vector(lanes)` is a register of float32 (on a CPU with narrower
@@ -16,12 +20,44 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import models, register_model
+from numba.extending import intrinsic, models, register_model
 
-from . import llvm
 from .launch import helper
-from .llvm import F32, I32, I64, instruction
 
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def instruction(function: Callable[..., Any]) -> Any:
+    """Register a typing function that returns (signature, code generator) as callable from kernels."""
+    return intrinsic(prefer_literal=True)(function)
+
+
+def vector_type(lanes: int, element: ir.Type = F32) -> ir.VectorType:
+    return ir.VectorType(element, lanes)
+
+
+def emit_constant(lanes: int, value: float, element: ir.Type = F32) -> ir.Constant:
+    return ir.Constant(vector_type(lanes, element), [value] * lanes)
+
+
+def emit_call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
+    """Call an LLVM intrinsic by its full name."""
+    function_type = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, function_type, name), args)
+
+
+def emit_splat(builder: Any, value: Any, lanes: int) -> Any:
+    none = ir.Constant(vector_type(lanes, value.type), ir.Undefined)
+    one = builder.insert_element(none, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, none, emit_constant(lanes, 0, I32))
+
+
+def emit_pointer(builder: Any, pointer: Any, index: Any, element: ir.Type) -> Any:
+    base = builder.bitcast(pointer, element.as_pointer())
+    return builder.gep(base, [index], source_etype=element)
+
+
+LOG2E = 1.4426950408889634
 FLOAT32, BFLOAT16, FLOAT16, INT32, INT64 = range(5)  # element kinds in memory
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -57,7 +93,7 @@ def zeros(typing: Any, lanes: Any) -> Any:
     """zeros(lanes): a register of zeros; `lanes` is a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm.constant(lanes.literal_value, 0.0)
+        return emit_constant(lanes.literal_value, 0.0)
 
     return Vector(lanes.literal_value)(lanes), generate
 
@@ -77,7 +113,7 @@ def splat(typing: Any, like: Any, value: Any) -> Any:
     """splat(like, x): every lane x, as many lanes as `like`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm.splat(builder, args[1], like.lanes)
+        return emit_splat(builder, args[1], like.lanes)
 
     return like(like, types.float32), generate
 
@@ -89,17 +125,17 @@ def load(typing: Any, like: Any, source: Any, index: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if element == types.float32:
-            at = llvm.element_pointer(builder, args[1], args[2], F32)
-            return builder.load(builder.bitcast(at, llvm.wide(lanes).as_pointer()), align=4, typ=llvm.wide(lanes))
-        at = llvm.element_pointer(builder, args[1], args[2], ir.IntType(16))
+            at = emit_pointer(builder, args[1], args[2], F32)
+            return builder.load(builder.bitcast(at, vector_type(lanes).as_pointer()), align=4, typ=vector_type(lanes))
+        at = emit_pointer(builder, args[1], args[2], ir.IntType(16))
         if element == types.uint16:  # bfloat16 is the upper half of a float32
-            narrow = llvm.wide(lanes, ir.IntType(16))
+            narrow = vector_type(lanes, ir.IntType(16))
             bits = builder.load(builder.bitcast(at, narrow.as_pointer()), align=2, typ=narrow)
-            shifted = builder.shl(builder.zext(bits, llvm.wide(lanes, I32)), llvm.constant(lanes, 16, I32))
-            return builder.bitcast(shifted, llvm.wide(lanes))
-        halves = llvm.wide(lanes, ir.HalfType())
+            shifted = builder.shl(builder.zext(bits, vector_type(lanes, I32)), emit_constant(lanes, 16, I32))
+            return builder.bitcast(shifted, vector_type(lanes))
+        halves = vector_type(lanes, ir.HalfType())
         return builder.fpext(
-            builder.load(builder.bitcast(at, halves.as_pointer()), align=2, typ=halves), llvm.wide(lanes)
+            builder.load(builder.bitcast(at, halves.as_pointer()), align=2, typ=halves), vector_type(lanes)
         )
 
     return like(like, source, types.int64), generate
@@ -111,7 +147,7 @@ def store(typing: Any, target: Any, index: Any, value: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         narrow = _narrow(builder, args[2], value.lanes, target.dtype)
-        at = llvm.element_pointer(builder, args[0], args[1], narrow.type.element)
+        at = emit_pointer(builder, args[0], args[1], narrow.type.element)
         builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=target.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
@@ -127,7 +163,7 @@ def scatter(typing: Any, target: Any, index: Any, stride: Any, value: Any) -> An
         at = args[1]
         for lane in range(value.lanes):
             element = builder.extract_element(narrow, ir.Constant(I32, lane))
-            builder.store(element, llvm.element_pointer(builder, args[0], at, element.type))
+            builder.store(element, emit_pointer(builder, args[0], at, element.type))
             at = builder.add(at, args[2])
         return context.get_dummy_value()
 
@@ -141,18 +177,18 @@ def _narrow(builder: Any, x: Any, lanes: int, element: Any) -> Any:
     return (
         round_bfloat16(builder, x, lanes)
         if element == types.uint16
-        else builder.fptrunc(x, llvm.wide(lanes, ir.HalfType()))
+        else builder.fptrunc(x, vector_type(lanes, ir.HalfType()))
     )
 
 
 def round_bfloat16(builder: Any, x: Any, lanes: int) -> Any:
     """Round float32 lanes to the bits of bfloat16; NaN stays NaN."""
-    bits = builder.bitcast(x, llvm.wide(lanes, I32))
-    sixteen, one = llvm.constant(lanes, 16, I32), llvm.constant(lanes, 1, I32)
+    bits = builder.bitcast(x, vector_type(lanes, I32))
+    sixteen, one = emit_constant(lanes, 16, I32), emit_constant(lanes, 1, I32)
     odd = builder.and_(builder.lshr(bits, sixteen), one)
-    rounded = builder.add(bits, builder.add(odd, llvm.constant(lanes, 0x7FFF, I32)))
-    rounded = builder.select(builder.fcmp_unordered("uno", x, x), llvm.constant(lanes, 0x7FC00000, I32), rounded)
-    return builder.trunc(builder.lshr(rounded, sixteen), llvm.wide(lanes, ir.IntType(16)))
+    rounded = builder.add(bits, builder.add(odd, emit_constant(lanes, 0x7FFF, I32)))
+    rounded = builder.select(builder.fcmp_unordered("uno", x, x), emit_constant(lanes, 0x7FC00000, I32), rounded)
+    return builder.trunc(builder.lshr(rounded, sixteen), vector_type(lanes, ir.IntType(16)))
 
 
 def _halve(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any]) -> Any:
@@ -160,7 +196,7 @@ def _halve(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any])
     while width > 1:
         width //= 2
         none = ir.Constant(x.type, ir.Undefined)
-        low, high = (ir.Constant(llvm.wide(width, I32), list(range(i, i + width))) for i in (0, width))
+        low, high = (ir.Constant(vector_type(width, I32), list(range(i, i + width))) for i in (0, width))
         x = combine(builder.shuffle_vector(x, none, low), builder.shuffle_vector(x, none, high))
     return builder.extract_element(x, ir.Constant(I32, 0))
 
@@ -170,7 +206,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """fma(a, b, c): a * b + c, fused where the CPU can."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm.call(builder, f"llvm.fmuladd.v{a.lanes}f32", llvm.wide(a.lanes), *args)
+        return emit_call(builder, f"llvm.fmuladd.v{a.lanes}f32", vector_type(a.lanes), *args)
 
     return a(a, a, a), generate
 
@@ -227,10 +263,10 @@ def keep(typing: Any, a: Any, first: Any, end: Any, other: Any) -> Any:
     """keep(x, first, end, other): lanes first .. end - 1 of x, and `other` in the rest (whatever x holds there)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lane = ir.Constant(llvm.wide(a.lanes, I32), list(range(a.lanes)))
-        low, high = (llvm.splat(builder, builder.trunc(x, I32), a.lanes) for x in args[1:3])
+        lane = ir.Constant(vector_type(a.lanes, I32), list(range(a.lanes)))
+        low, high = (emit_splat(builder, builder.trunc(x, I32), a.lanes) for x in args[1:3])
         inside = builder.and_(builder.icmp_signed(">=", lane, low), builder.icmp_signed("<", lane, high))
-        return builder.select(inside, args[0], llvm.splat(builder, args[3], a.lanes))
+        return builder.select(inside, args[0], emit_splat(builder, args[3], a.lanes))
 
     return a(a, types.int64, types.int64, types.float32), generate
 
@@ -241,18 +277,20 @@ def exp2(typing: Any, a: Any) -> Any:
     lanes = a.lanes
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        in_range = builder.fcmp_unordered(">=", args[0], llvm.constant(lanes, -126.0))
-        x = builder.select(in_range, args[0], llvm.constant(lanes, 0.0))
-        magic = llvm.constant(lanes, 1.5 * 2.0**23)  # adding it rounds x to a whole number, kept in the lowest bits
+        in_range = builder.fcmp_unordered(">=", args[0], emit_constant(lanes, -126.0))
+        x = builder.select(in_range, args[0], emit_constant(lanes, 0.0))
+        magic = emit_constant(lanes, 1.5 * 2.0**23)  # adding it rounds x to a whole number, kept in the lowest bits
         shifted = builder.fadd(x, magic)
         part = builder.fsub(x, builder.fsub(shifted, magic))
-        power = llvm.constant(lanes, math.log(2) ** 7 / math.factorial(7))
+        power = emit_constant(lanes, math.log(2) ** 7 / math.factorial(7))
         for degree in range(6, -1, -1):
-            coefficient = llvm.constant(lanes, math.log(2) ** degree / math.factorial(degree))
-            power = llvm.call(builder, f"llvm.fmuladd.v{lanes}f32", llvm.wide(lanes), power, part, coefficient)
-        exponent = builder.shl(builder.bitcast(shifted, llvm.wide(lanes, I32)), llvm.constant(lanes, 23, I32))
-        scaled = builder.bitcast(builder.add(builder.bitcast(power, llvm.wide(lanes, I32)), exponent), llvm.wide(lanes))
-        return builder.select(in_range, scaled, llvm.constant(lanes, 0.0))
+            coefficient = emit_constant(lanes, math.log(2) ** degree / math.factorial(degree))
+            power = emit_call(builder, f"llvm.fmuladd.v{lanes}f32", vector_type(lanes), power, part, coefficient)
+        exponent = builder.shl(builder.bitcast(shifted, vector_type(lanes, I32)), emit_constant(lanes, 23, I32))
+        scaled = builder.bitcast(
+            builder.add(builder.bitcast(power, vector_type(lanes, I32)), exponent), vector_type(lanes)
+        )
+        return builder.select(in_range, scaled, emit_constant(lanes, 0.0))
 
     return a(a), generate
 
@@ -263,9 +301,9 @@ def prefetch(typing: Any, source: Any, index: Any) -> Any:
     width = 32 if source.dtype == types.float32 else 16
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = llvm.element_pointer(builder, args[0], args[1], ir.IntType(width))
+        at = emit_pointer(builder, args[0], args[1], ir.IntType(width))
         flags = [ir.Constant(I32, n) for n in (0, 3, 1)]  # read, keep in all caches, data
-        llvm.call(builder, "llvm.prefetch.p0", ir.VoidType(), builder.bitcast(at, ir.IntType(8).as_pointer()), *flags)
+        emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), builder.bitcast(at, ir.IntType(8).as_pointer()), *flags)
         return context.get_dummy_value()
 
     return types.void(source, types.int64), generate
@@ -276,7 +314,7 @@ def fetch_add(typing: Any, source: Any, index: Any, amount: Any) -> Any:
     """fetch_add(pointer, i, n): add n to 64-bit element i of any pointer atomically; return what it held."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", llvm.element_pointer(builder, args[0], args[1], I64), args[2], "seq_cst")
+        return builder.atomic_rmw("add", emit_pointer(builder, args[0], args[1], I64), args[2], "seq_cst")
 
     return types.int64(source, types.int64, types.int64), generate
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .sampling_rows import (
+from .sampling_ops import (
     CUT,
     FLOOR,
     MASK,

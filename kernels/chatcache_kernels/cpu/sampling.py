@@ -1,4 +1,6 @@
-"""Passes over a vocabulary, a row at a time: the noise of draws, the best token, temperature, the mass before a token.
+"""What kernels over a vocabulary add to `vectors`: keyed uniform numbers, logarithms, lanes chosen by comparison.
+
+Passes over a vocabulary, a row at a time: the noise of draws, the best token, temperature, the mass before a token.
 
 Sampling in torch calls takes a dozen passes over [draws, vocabulary], each through memory; at 32 draws that costs as
 much as a small model's whole step. No bit of a row depends on the other rows, on their number, or on the threads.
@@ -11,21 +13,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
+from llvmlite import ir
+from numba import carray, types
 from torch import Tensor
 from torch.nn import functional
 
 from .launch import Launch, compile_kernel, helper, record, threads_for
-from .noise import count_up, gumbel_lanes, pick, smallest
-from .tile import LOG2E
-from .vectors import (
+from .simd import (
+    F32,
     FLOAT32,
+    I32,
     INT32,
     INT64,
+    LOG2E,
     add,
     div,
+    emit_call,
+    emit_constant,
+    emit_pointer,
+    emit_splat,
     exp2,
     fetch_add,
+    fma,
+    instruction,
     keep,
     largest,
     load,
@@ -35,8 +45,120 @@ from .vectors import (
     splat,
     store,
     total,
+    vector_type,
     zeros,
 )
+
+
+@instruction
+def uniform(typing: Any, like: Any, base: Any, index: Any, low: Any, high: Any) -> Any:
+    """uniform(like, base, i, low, high): the numbers in (0, 1) that int32 elements i, i + 1, ... of `base` and the key
+    (low, high) give. Source: the two-round multiply-xorshift hash of least measured bias (Wellons)."""
+    lanes = like.lanes
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = vector_type(lanes, I32)
+        at = emit_pointer(builder, args[1], args[2], I32)
+        bits = builder.load(builder.bitcast(at, wide.as_pointer()), align=4, typ=wide)
+        key = [emit_splat(builder, builder.trunc(word, I32), lanes) for word in args[3:5]]
+        bits = builder.mul(builder.xor(bits, key[0]), key[1])
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
+            bits = builder.xor(bits, builder.lshr(bits, emit_constant(lanes, shift, I32)))
+            bits = builder.mul(bits, emit_constant(lanes, factor, I32))
+        bits = builder.and_(bits, emit_constant(lanes, 0x7FFFFFFF, I32))
+        x = builder.fadd(builder.sitofp(bits, vector_type(lanes)), emit_constant(lanes, 0.5))
+        x = builder.fmul(x, emit_constant(lanes, 2.0**-31))
+        most = emit_constant(lanes, 1.0 - 2.0**-24)
+        return builder.select(builder.fcmp_ordered("<", x, most), x, most)
+
+    return like(like, types.CPointer(types.int32), types.int64, types.int64, types.int64), generate
+
+
+@instruction
+def exponent(typing: Any, a: Any) -> Any:
+    """exponent(x): e of x = m * 2 ** e with m in [sqrt(1/2), sqrt(2)), for positive normal x."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sitofp(_exponent(builder, args[0], a.lanes), vector_type(a.lanes))
+
+    return a(a), generate
+
+
+@instruction
+def mantissa(typing: Any, a: Any) -> Any:
+    """mantissa(x): the m that belongs to `exponent`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], vector_type(a.lanes, I32))
+        power = builder.shl(_exponent(builder, args[0], a.lanes), emit_constant(a.lanes, 23, I32))
+        return builder.bitcast(builder.sub(bits, power), vector_type(a.lanes))
+
+    return a(a), generate
+
+
+def _exponent(builder: Any, x: Any, lanes: int) -> Any:
+    bits = builder.bitcast(x, vector_type(lanes, I32))
+    above = builder.sub(bits, emit_constant(lanes, 0x3F3504F3, I32))  # the bits of sqrt(1/2)
+    return builder.ashr(above, emit_constant(lanes, 23, I32))
+
+
+@instruction
+def pick(typing: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
+    """pick(a, b, x, y): x in the lanes where a > b, else y; y where either is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[2], args[3])
+
+    return a(a, a, a, a), generate
+
+
+@instruction
+def count_up(typing: Any, like: Any) -> Any:
+    """count_up(like): 0, 1, 2, ..."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(vector_type(like.lanes, F32), [float(i) for i in range(like.lanes)])
+
+    return like(like), generate
+
+
+@instruction
+def smallest(typing: Any, a: Any) -> Any:
+    """smallest(x): the smallest lane. No lane may be NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit_call(builder, f"llvm.vector.reduce.fmin.v{a.lanes}f32", F32, args[0])
+
+    return types.float32(a), generate
+
+
+@helper
+def log(zero: Any, x: Any) -> Any:
+    """Return the natural logarithm of positive normal numbers, within 1.5 ulp.
+
+    log m = 2 atanh(s) = f - s (f - 2 s^2 (1/3 + s^2/5 + ...)) with f = m - 1 and s = f / (2 + f), at most 0.172.
+    """
+    f = add(mantissa(x), splat(zero, -1.0))
+    s = div(f, add(f, splat(zero, 2.0)))
+    t = mul(s, s)
+    series = splat(zero, 2.0 / 11.0)
+    series = fma(series, t, splat(zero, 2.0 / 9.0))
+    series = fma(series, t, splat(zero, 2.0 / 7.0))
+    series = fma(series, t, splat(zero, 2.0 / 5.0))
+    series = fma(series, t, splat(zero, 2.0 / 3.0))
+    inner = fma(series, t, mul(f, splat(zero, -1.0)))
+    return fma(exponent(x), splat(zero, 0.6931471805599453), fma(s, inner, f))
+
+
+@helper
+def gumbel_lanes(zero: Any, base: Any, index: int, low: int, high: int) -> Any:
+    """Return standard Gumbel noise, -log(-log(1 - v)) of uniform v. Exact for tiny v, where 1 - v rounds."""
+    v = uniform(zero, base, index, low, high)
+    minus = splat(zero, -1.0)
+    rest = fma(v, minus, splat(zero, 1.0))
+    lost = add(v, add(rest, minus))  # v - (1 - rest): what rounding took
+    return mul(log(zero, fma(log(zero, rest), minus, lost)), minus)
+
 
 _LANES = 16
 _BLOCK = 64  # registers summed before they join the rest

@@ -21,9 +21,8 @@ from ..reference import prepare
 from ..types import AttentionBatch, HeadNorms, KVPages
 from . import fused, rope
 from .attention import attend_pages
-from .decode import FEW_QUERIES, SPLIT, max_queries, register_lanes
+from .attention_decode import FEW_QUERIES, SPLIT, max_queries, partial_floats, register_lanes
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
-from .piece import partial_floats
 from .rope import write_pages
 
 __all__ = [

@@ -19,13 +19,26 @@ from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..prefixes import CostRule, SharingCost
+from ..prefix_sharing import CostRule, SharingCost
 from ..types import AttentionBatch, AttentionWork, KVPages
-from ..work import SPLIT, cut_step, find_shared
-from .decode import FEW_QUERIES, register_lanes
+from ..work_list import SPLIT, cut_step, find_shared
+from .attention_decode import (
+    FEW_QUERIES,
+    FIELDS,
+    OPTIONS,
+    StepFields,
+    Workspace,
+    attend,
+    finish,
+    pack,
+    padded,
+    partial_floats,
+    register_lanes,
+    scratch,
+    scratch_floats,
+)
 from .launch import Launch, compile_kernel, helper, record
-from .piece import FIELDS, OPTIONS, attend, finish, pack, padded, partial_floats, scratch, scratch_floats
-from .vectors import (
+from .simd import (
     FLOAT32,
     INT32,
     INT64,
@@ -110,6 +123,32 @@ def attend_shared(
         softcap or 0.0,
     )  # fmt: skip
     shared_kernel(KINDS[k.dtype], register_lanes(pages.page_size, head_dim))(job, num_threads)
+
+
+def shared_fields(
+    batch: AttentionBatch, work: AttentionWork, pages: KVPages, num_heads: int, num_threads: int
+) -> StepFields:
+    """Return the fields of `shared.JOB` that a step decides."""
+    (one,) = work.lists
+    group = num_heads // pages.num_kv_heads
+    queries, num_states = padded(one.max_members * group), work.num_states * pages.num_kv_heads
+    done = len(work.positions) * pages.num_kv_heads
+    room = Workspace.of(pages, num_threads * scratch_floats(queries, pages.head_dim), num_states, group, done)
+    fields = {
+        "tables": batch.tables.data_ptr(),
+        "table_stride": batch.tables.stride(0),
+        "positions": work.positions.data_ptr(),
+        "items": one.items.data_ptr(),
+        "members": one.members.data_ptr(),
+        "merge_offsets": work.merge_offsets.data_ptr(),
+        "merge_states": work.merge_states.data_ptr(),
+        "num_items": len(one.items),
+        "max_queries": queries,
+        "scratch": room.scratch,
+        "states": room.states,
+        "states_done": room.done,
+    }
+    return StepFields(fields, room.held)
 
 
 @cache

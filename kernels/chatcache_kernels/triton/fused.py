@@ -1,4 +1,7 @@
-"""RMSNorm, alone or after an addition, in one pass: each row is read once and stays in registers."""
+"""The gated activation of the feed-forward layers.
+
+RMSNorm, alone or after an addition, in one pass: each row is read once and stays in registers.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,46 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .launch import EXACT, next_power_of_2, tile_warps
-from .rounding import rounded
+from .launch import EXACT, next_power_of_2, rounded, tile_warps
 from .variants import Variant, traced
 
-TILE = 1024
+SILU_BLOCK = 1024
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], gate first -> [T, I]."""
+    gate_up = gate_up.contiguous()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows and width:
+        grid = (num_rows, triton.cdiv(width, SILU_BLOCK))
+        silu_rows[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, **EXACT)
+    return out
+
+
+def _silu_variants(arch: int) -> Iterator[Variant]:
+    """Yield the activations of models with 1536 to 14336 inner dimensions."""
+    for width, dtype in ((1536, torch.bfloat16), (3072, torch.float16), (14336, torch.bfloat16), (1536, torch.float32)):
+        gate_up = torch.empty(7, 2 * width, dtype=dtype, device="meta")
+        yield from traced(partial(silu_mul, gate_up), wide=True)
+
+
+@triton.jit
+def silu_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute one block of one row.
+
+    Shapes: gate_up [T, 2 * WIDTH], out [T, WIDTH], dense. Grid: (T, WIDTH / BLOCK). Eight elements a thread.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    value = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+    tl.store(out + row * WIDTH + column, rounded(value, out.dtype.element_ty), mask=inside)
+
+
+NORM_TILE = 1024
 """Elements of a program that norms several short rows."""
 
 
@@ -45,7 +83,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
     if not num_rows:
         return
     block = next_power_of_2(width)
-    rows = max(1, TILE // block)
+    rows = max(1, NORM_TILE // block)
     norm_rows[(triton.cdiv(num_rows, rows),)](
         x, residual, weight.contiguous(), out, total, num_rows, eps,
         ADD=add, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=tile_warps(rows * block, 8, most=16), **EXACT,
@@ -54,6 +92,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
 
 def variants(arch: int) -> Iterator[Variant]:
     """Yield the norms of models 576 to 5120 wide, and of heads."""
+    yield from _silu_variants(arch)
     for width, dtype in (
         (64, torch.float16), (128, torch.bfloat16), (576, torch.bfloat16), (576, torch.float32), (1024, torch.bfloat16),
         (4096, torch.bfloat16), (4096, torch.float16), (5120, torch.bfloat16), (16384, torch.bfloat16),

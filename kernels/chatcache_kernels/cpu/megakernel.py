@@ -3,6 +3,8 @@
 In a decode step a kernel runs for microseconds; starting each from Python, and waking threads for it, costs as much
 again. Here that is paid once a step. Threads that wait spin for a while, then give the CPU away: when other programs
 want the cores, the thread that is waited for may be one that does not run.
+
+Rows of a table by their numbers: embeddings, rotations, the tokens that are drawn from.
 """
 
 from __future__ import annotations
@@ -17,20 +19,18 @@ from llvmlite import ir
 from numba import carray, types
 from numpy.typing import NDArray
 
-from . import llvm
 from .launch import Launch, compile_kernel, omp_function, record
-from .llvm import I64, instruction
-from .vectors import INT64, fetch_add, pointer
+from .simd import I64, INT64, emit_call, fetch_add, instruction, pointer
 
-SPINS = 2000  # looks at the counter (tens of microseconds) before a waiting thread first gives way
+MAX_SPINS = 2000  # looks at the counter (tens of microseconds) before a waiting thread first gives way
 
-JOB, _PACK = record("steps num_steps sched_yield team_size")
+QUEUE_JOB, _PACK_QUEUE = record("steps num_steps sched_yield team_size")
 """`steps` [num_steps, 2] int64: address of a kernel, address of its job. `sched_yield`, `team_size`: addresses of
 functions of no arguments; `team_size` tells how many threads came, 0 = one. The counters are threads that arrived, and
 that started."""
 
 
-class Jobs:
+class KernelCalls:
     """The jobs of one kernel in a program: `records`, one for each call, are filled and changed by their owner."""
 
     def __init__(self, launch: Launch, layout: np.dtype[np.void], count: int, **fields: Any) -> None:
@@ -49,10 +49,10 @@ class Jobs:
         return int(self.records.ctypes.data) + index * self.records.itemsize
 
 
-class Program:
+class KernelQueue:
     """Runs (jobs, index) in order; a job may occur once."""
 
-    def __init__(self, steps: Sequence[tuple[Jobs, int]]) -> None:
+    def __init__(self, steps: Sequence[tuple[KernelCalls, int]]) -> None:
         self._jobs = list({id(jobs): jobs for jobs, _ in steps}.values())
         self._steps = np.array([(jobs.entry, jobs.address(index)) for jobs, index in steps], np.int64)
 
@@ -60,10 +60,10 @@ class Program:
         """Carry out every job; when it returns, all are done."""
         for jobs in self._jobs:
             jobs.set(next_piece=0, next_thread=0)
-        job = _PACK.pack(
+        job = _PACK_QUEUE.pack(
             0, 0, self._steps.ctypes.data, len(self._steps), _sched_yield(), omp_function("omp_get_num_threads")
         )
-        _program_kernel()(job, num_threads)
+        _queue_kernel()(job, num_threads)
 
 
 @cache
@@ -77,29 +77,29 @@ def _sched_yield() -> int:
 
 
 @cache
-def _program_kernel() -> Launch:
+def _queue_kernel() -> Launch:
     """Return the launcher. Takes a JOB."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
+        job = carray(address, 1, QUEUE_JOB)[0]
         steps = pointer(INT64, job.steps)
-        size = ask(job.team_size) if job.team_size != 0 else 1
+        size = call_function(job.team_size) if job.team_size != 0 else 1
         for step in range(job.num_steps):
-            call(steps[2 * step], steps[2 * step + 1])
+            call_kernel(steps[2 * step], steps[2 * step + 1])
             goal, spins = (step + 1) * size, 0
             arrived = fetch_add(address, 0, 1) + 1
             while arrived < goal:
                 spins += 1
-                if spins > SPINS and job.sched_yield != 0:
-                    ask(job.sched_yield)
-                pause()
-                arrived = look(address, 0)
+                if spins > MAX_SPINS and job.sched_yield != 0:
+                    call_function(job.sched_yield)
+                spin_hint()
+                arrived = load_acquire(address, 0)
 
     return compile_kernel(kernel)
 
 
 @instruction
-def call(typing: Any, entry: Any, argument: Any) -> Any:
+def call_kernel(typing: Any, entry: Any, argument: Any) -> Any:
     """call(entry, argument): call the compiled function at an address with one address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -113,7 +113,7 @@ def call(typing: Any, entry: Any, argument: Any) -> Any:
 
 
 @instruction
-def ask(typing: Any, entry: Any) -> Any:
+def call_function(typing: Any, entry: Any) -> Any:
     """ask(entry): call the C function `int f(void)` at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -124,7 +124,7 @@ def ask(typing: Any, entry: Any) -> Any:
 
 
 @instruction
-def look(typing: Any, source: Any, index: Any) -> Any:
+def load_acquire(typing: Any, source: Any, index: Any) -> Any:
     """look(pointer, i): read 64-bit element i that other threads change."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -136,12 +136,32 @@ def look(typing: Any, source: Any, index: Any) -> Any:
 
 
 @instruction
-def pause(typing: Any) -> Any:
+def spin_hint(typing: Any) -> Any:
     """pause(): tell an x86 CPU that this is a waiting loop."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if "x86_64" in builder.module.triple:
-            llvm.call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+            emit_call(builder, "llvm.x86.sse2.pause", ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+GATHER_JOB, PACK_GATHER = record("source rows out num_rows words")
+"""Addresses: a table, row numbers [num_rows] int64, and the result. `words`: 64-bit words of a row."""
+
+
+@cache
+def gather_kernel() -> Launch:
+    """Return the launcher. Takes a JOB."""
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, GATHER_JOB)[0]
+        source, out, rows = pointer(INT64, job.source), pointer(INT64, job.out), pointer(INT64, job.rows)
+        row = fetch_add(address, 0, 1)
+        while row < job.num_rows:
+            for word in range(job.words):
+                out[row * job.words + word] = source[rows[row] * job.words + word]
+            row = fetch_add(address, 0, 1)
+
+    return compile_kernel(kernel)
