@@ -1,10 +1,7 @@
-"""Drive many multi-turn chats that share a system prompt, and report what their users would have felt.
+"""Load tests. `python -m loadtest --url http://127.0.0.1:8000` runs multi-turn chats.
 
-`python -m loadtest --url http://127.0.0.1:8000 --users 16 --turns 5`. Speaks HTTP and SSE only and imports nothing of
-the server, so the same script measures any OpenAI-compatible backend.
-
-    scenario.py   what the users say            client.py   one streamed turn, timed
-    runner.py     users x turns, with progress  report.py   figures, JSON, plot
-    gateway/      what the gateway itself costs per token, without a model: `python -m loadtest.gateway`
-    peers/        the same offline work through other engines
+They measure any OpenAI-compatible server: they use HTTP and SSE, and import only the report module of
+`chatcache.bench`. Read `chats` (texts and requests), `client` (one streamed turn, timed), and `report` (summary, JSON,
+plot). `loadtest.gateway` measures the cost of the gateway per token without a model; `loadtest.peers` runs the same
+offline work in other engines.
 """

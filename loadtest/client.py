@@ -1,4 +1,4 @@
-"""One streamed chat turn, timed where the user feels it."""
+"""Send one streamed chat turn and time it as the client sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import httpx
 
 @dataclass(slots=True)
 class Turn:
-    """What one turn cost. Times in seconds; `gaps_s` are those between consecutive streamed texts (ITL)."""
+    """Times and token counts of one turn.
+
+    `gaps_s`: seconds between consecutive streamed texts (ITL).
+    """
 
     user: int
     turn: int
@@ -35,28 +38,28 @@ class Turn:
 
 
 async def stream_turn(http: httpx.AsyncClient, body: dict[str, Any], turn: Turn) -> Turn:
-    """Send one request and fill `turn`; a failure is recorded in it, never raised."""
-    begun = last = time.perf_counter()
+    """Send one request and fill `turn`, which also records a failure; nothing is raised."""
+    start = last = time.perf_counter()
     pieces: list[str] = []
     try:
-        async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-            if answer.status_code != 200:
-                await answer.aread()
-                turn.error = f"HTTP {answer.status_code}: {answer.text[:200]}"
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                turn.error = f"HTTP {response.status_code}: {response.text[:200]}"
                 return turn
-            async for line in answer.aiter_lines():
+            async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
                     turn.error = str(chunk["error"].get("message"))
                     return turn
-                _take_usage(turn, chunk.get("usage"))
+                _record_usage(turn, chunk.get("usage"))
                 text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
                 if text:
                     now = time.perf_counter()
                     if turn.ttft_s is None:
-                        turn.ttft_s = now - begun
+                        turn.ttft_s = now - start
                     else:
                         turn.gaps_s.append(now - last)
                     last = now
@@ -64,12 +67,12 @@ async def stream_turn(http: httpx.AsyncClient, body: dict[str, Any], turn: Turn)
     except (httpx.HTTPError, ValueError, KeyError) as error:
         turn.error = f"{type(error).__name__}: {error}"
     finally:
-        turn.total_s = time.perf_counter() - begun
+        turn.total_s = time.perf_counter() - start
         turn.text = "".join(pieces)
     return turn
 
 
-def _take_usage(turn: Turn, usage: dict[str, Any] | None) -> None:
+def _record_usage(turn: Turn, usage: dict[str, Any] | None) -> None:
     if not usage:
         return
     turn.prompt_tokens = usage["prompt_tokens"]

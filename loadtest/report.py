@@ -1,70 +1,88 @@
-"""Figures, JSON and plot of a run. Percentiles are over all turns (TTFT, TPOT) or all gaps (ITL)."""
+"""Summary, JSON and plot of a run of chats.
+
+Percentiles are over turns (TTFT, TPOT) or over gaps (ITL).
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from chatcache.bench.report import PERCENTILES, format_table, percentiles, write_json
+from loadtest.chats import Scenario
 from loadtest.client import Turn
-from loadtest.scenario import Scenario
 
-PERCENTILES = (50, 90, 99)
-
-
-def _spread_ms(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    points = np.percentile(np.asarray(values) * 1e3, PERCENTILES)
-    return {f"p{p}": round(float(v), 2) for p, v in zip(PERCENTILES, points, strict=True)}
+LATENCIES = {
+    "TTFT ms": "ttft_ms",
+    "  first turn": "ttft_first_turn_ms",
+    "  later turns": "ttft_later_turns_ms",
+    "ITL ms": "itl_ms",
+    "TPOT ms": "tpot_ms",
+}
 
 
-def summarise(turns: list[Turn], wall_s: float) -> dict[str, Any]:
-    """What the run showed; times in milliseconds, shares as fractions of prompt tokens."""
+def summarise(turns: Sequence[Turn], wall_s: float) -> dict[str, Any]:
+    """Return a summary: latencies in milliseconds, shares as fractions of prompt tokens."""
     good = [turn for turn in turns if turn.error is None]
-    prompt = sum(turn.prompt_tokens for turn in good)
-    output = sum(turn.completion_tokens for turn in good)
-    later = [turn for turn in good if turn.turn > 0]
+    first, later = [turn for turn in good if turn.turn == 0], [turn for turn in good if turn.turn > 0]
+    num_prompt_tokens = sum(turn.prompt_tokens for turn in good)
+    num_output_tokens = sum(turn.completion_tokens for turn in good)
     return {
         "turns": len(turns),
         "failed": len(turns) - len(good),
         "errors": sorted({turn.error for turn in turns if turn.error is not None})[:5],
         "wall_s": round(wall_s, 3),
         "requests_per_s": round(len(good) / wall_s, 2) if wall_s else 0.0,
-        "output_tokens_per_s": round(output / wall_s, 1) if wall_s else 0.0,
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "cached_share": _share(good),
-        "cached_share_after_first_turn": _share(later),
-        "ttft_ms": _spread_ms([turn.ttft_s for turn in good if turn.ttft_s is not None]),
-        "ttft_first_turn_ms": _spread_ms([t.ttft_s for t in good if t.turn == 0 and t.ttft_s is not None]),
-        "ttft_later_turns_ms": _spread_ms([t.ttft_s for t in later if t.ttft_s is not None]),
-        "itl_ms": _spread_ms([gap for turn in good for gap in turn.gaps_s]),
-        "tpot_ms": _spread_ms([turn.tpot_s for turn in good if turn.tpot_s is not None]),
+        "output_tokens_per_s": round(num_output_tokens / wall_s, 1) if wall_s else 0.0,
+        "prompt_tokens": num_prompt_tokens,
+        "output_tokens": num_output_tokens,
+        "cached_share": _cached_share(good),
+        "cached_share_after_first_turn": _cached_share(later),
+        "ttft_ms": _ttft_ms(good),
+        "ttft_first_turn_ms": _ttft_ms(first),
+        "ttft_later_turns_ms": _ttft_ms(later),
+        "itl_ms": percentiles([gap for turn in good for gap in turn.gaps_s], scale=1e3),
+        "tpot_ms": percentiles([turn.tpot_s for turn in good if turn.tpot_s is not None], scale=1e3),
     }
 
 
-def _share(turns: list[Turn]) -> float:
-    prompt = sum(turn.prompt_tokens for turn in turns)
-    return round(sum(turn.cached_tokens for turn in turns) / prompt, 4) if prompt else 0.0
+def _ttft_ms(turns: Sequence[Turn]) -> dict[str, float]:
+    return percentiles([turn.ttft_s for turn in turns if turn.ttft_s is not None], scale=1e3)
 
 
-def write_json(path: Path, scenario: Scenario, url: str, summary: dict[str, Any], turns: list[Turn]) -> None:
-    """Everything a later comparison needs: what was asked, the summary and each turn (without its text)."""
-    rows = []
-    for turn in turns:
-        row = asdict(turn)
-        del row["text"]
-        rows.append(row)
-    document = {"scenario": asdict(scenario), "url": url, "summary": summary, "turns": rows}
-    path.write_text(json.dumps(document, indent=1))
+def _cached_share(turns: Sequence[Turn]) -> float:
+    num_prompt_tokens = sum(turn.prompt_tokens for turn in turns)
+    return round(sum(turn.cached_tokens for turn in turns) / num_prompt_tokens, 4) if num_prompt_tokens else 0.0
 
 
-def plot(path: Path, turns: list[Turn], summary: dict[str, Any]) -> None:
-    """Four panels: TTFT over time, TTFT by turn, inter-token latency, share of the prompt served from cache."""
+def summary_text(summary: dict[str, Any]) -> str:
+    """Return the latencies as a table, then throughput, cache hits and errors."""
+    points = [f"p{point}" for point in PERCENTILES]
+    rows = [
+        (name, *(f"{summary[key].get(point, float('nan')):.1f}" for point in points)) for name, key in LATENCIES.items()
+    ]
+    return "\n".join(
+        (
+            format_table(("", *points), rows),
+            f"{summary['turns']} turns ({summary['failed']} failed) in {summary['wall_s']:.1f} s: "
+            f"{summary['requests_per_s']} requests/s, {summary['output_tokens_per_s']} output tokens/s, "
+            f"{summary['cached_share']:.1%} of {summary['prompt_tokens']} prompt tokens from cache "
+            f"({summary['cached_share_after_first_turn']:.1%} after the first turn)",
+            *summary["errors"],
+        )
+    )
+
+
+def write_report(path: Path, scenario: Scenario, url: str, summary: dict[str, Any], turns: Sequence[Turn]) -> None:
+    """Write the scenario, the summary and each turn without its text as JSON."""
+    rows = [{name: value for name, value in asdict(turn).items() if name != "text"} for turn in turns]
+    write_json(path, {"scenario": asdict(scenario), "url": url, "summary": summary, "turns": rows})
+
+
+def plot(path: Path, turns: Sequence[Turn], summary: dict[str, Any]) -> None:
+    """Draw TTFT over time and by turn, inter-token latency, and the cached share of prompts."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -88,7 +106,7 @@ def plot(path: Path, turns: list[Turn], summary: dict[str, Any]) -> None:
     if gaps_ms:
         axes[1, 0].hist(gaps_ms, bins=60)
     axes[1, 0].set(xlabel="gap (ms)", ylabel="count", title="Inter-token latency")
-    axes[1, 1].bar(numbers, [_share(group) for group in by_turn])
+    axes[1, 1].bar(numbers, [_cached_share(group) for group in by_turn])
     axes[1, 1].set(xlabel="turn", ylabel="share", ylim=(0, 1), title="Prompt tokens from cache")
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""Measure and report speed: the `chatcache bench` command, and the library that `kernels/bench` and `loadtest` use too.
+"""Measure and report speed, for `chatcache bench`, `kernels/bench` and `loadtest`.
 
 A speed is reported next to a limit that was measured in the same run (read bandwidth over a buffer as large as the
 weights, matrix multiplication rate in their dtype), so that the ratio says how much is left. Read `report` first (a

@@ -24,7 +24,10 @@ BUDGET_S = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call: median, lowest and highest of the repetitions. `graphed`: timed by CUDA graph replay."""
+    """Seconds of one call: median, lowest and highest of the repetitions.
+
+    `graphed`: timed by CUDA graph replay.
+    """
 
     median_s: float
     low_s: float
@@ -92,7 +95,7 @@ def _time_on_gpu(work: Work, num_inputs: int, repeats: int, budget_s: float) -> 
 
 
 def _capture(work: Work, num_inputs: int) -> tuple[Callable[[], None], bool]:
-    """Return a function that does all the work, and whether it replays a CUDA graph (if the work can be captured)."""
+    """Return a function that does all the work, and whether it replays a CUDA graph."""
 
     def loop() -> None:
         for number in range(num_inputs):
@@ -120,7 +123,10 @@ def _capture(work: Work, num_inputs: int) -> tuple[Callable[[], None], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Measured limits of a device. `buffer_bytes`: size of the buffer that was read; a small one fits a cache."""
+    """Measured limits of a device.
+
+    `buffer_bytes`: size of the buffer that was read; a small one fits a cache.
+    """
 
     read_bytes_per_s: float
     matmul_flops_per_s: float
@@ -166,5 +172,5 @@ def time_matmul(size: int, dtype: torch.dtype, device: str) -> Timing:
 
 
 def _time_often(work: Work, device: str) -> Timing:
-    """Time single calls on a host, where the lowest of many is the least disturbed, and graphs of four on a GPU."""
+    """Time single calls many times; on a GPU, graphs of four calls."""
     return time_work(work, 4 if device.startswith("cuda") else 1, device, repeats=1000)

@@ -28,7 +28,9 @@ Prompt = tuple[int, ...]
 
 @dataclass(slots=True)
 class RunTimes:
-    """Times of one batch from submission to end. `decode_s` are the steps after all prompts were computed.
+    """Times of one batch from submission to end.
+
+    `decode_s` are the steps after all prompts were computed.
 
     `first_token_s` has one time per request, from submission; `num_decoded` counts the tokens of `decode_s`.
     """
@@ -148,7 +150,7 @@ class EngineDriver:
             self.step()
 
     def step_times_s(self, prompts: Sequence[Prompt], params: Params) -> list[float]:
-        """Return the seconds from one step's end to the next while all branches decode; cancel the requests then."""
+        """Return the seconds of steps in which all branches decode, then cancel the requests."""
         request_ids = self.start_decoding(prompts, params)
         times, before = [], time.perf_counter()
         for _ in range(max((params.max_tokens or 1) - 4, 1)):

@@ -1,4 +1,4 @@
-"""`chatcache bench latency | throughput | beam | prefix`: the speed of an engine next to the limits of the machine.
+"""`chatcache bench latency | throughput | beam | prefix`: speed next to measured limits.
 
 Everything that a figure is compared with is measured in the same run.
 """
@@ -47,7 +47,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """One run of one benchmark. Units: bandwidth in bytes/s, matrix multiplication rate in FLOP/s."""
+    """One run of one benchmark.
+
+    Units: bandwidth in bytes/s, matrix multiplication rate in FLOP/s.
+    """
 
     bench: str
     model: str
@@ -81,7 +84,7 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
-    """An engine to measure, a factory for the same engine without prefix caching, and the limits of the machine."""
+    """An engine, a factory for one without prefix caching, and the limits of the machine."""
 
     driver: Driver
     build_uncached: Callable[[], Driver]
@@ -101,7 +104,10 @@ class EngineBench:
         ]
 
     def decode_limit(self, num_branches: int, num_shared: int, num_own: float) -> float:
-        """Return the highest tokens/s. A step reads the weights, shared tokens once, and each branch's own tokens."""
+        """Return the highest tokens/s.
+
+        A step reads the weights, shared tokens once, and each branch's own tokens.
+        """
         kv_bytes = (num_shared + num_branches * num_own) * self.load.kv_token_bytes
         flops = 2.0 * num_branches * self.load.matmul_params
         return num_branches / self.limits.floor_s(self.driver.facts.step_bytes + kv_bytes, flops)
@@ -176,7 +182,7 @@ def beam(bench: EngineBench) -> list[Figure]:
 
 
 def prefix(bench: EngineBench) -> list[Figure]:
-    """Measure a long history repeated with a short new turn, and the cost of the cache where nothing hits."""
+    """Measure a long history repeated with a short new turn, and the cost of cache misses."""
     load, driver = bench.load, bench.driver
     cold, warm, cached = [], [], 0
     for _ in range(load.repeats):
@@ -196,7 +202,7 @@ def prefix(bench: EngineBench) -> list[Figure]:
 
 
 def _total_times(driver: Driver, uncached: Driver, load: Load) -> tuple[list[float], list[float]]:
-    """Return the seconds of batches in both engines; they take turns, so that a disturbance hits both."""
+    """Return the seconds of batches in both engines, interleaved against disturbances."""
     on: list[float] = []
     off: list[float] = []
     uncached.run([uncached.prompt(load.prompt_tokens)], _greedy(2))
@@ -291,7 +297,10 @@ def _run(name: str, bench: EngineBench, on_progress: Callable[[str], None]) -> l
 
 
 def compare_with_peer(ours: Sequence[Figure], theirs: Sequence[Figure], peer_name: str) -> list[Figure]:
-    """Return our figures over the peer's of the same name; a ratio above 1 is faster for speeds, slower for times."""
+    """Return our figures over the peer's of the same name.
+
+    A ratio above 1 is faster for speeds and slower for times.
+    """
     peer_values = {figure.name: figure.value for figure in theirs if figure.unit != "pages"}
     found = []
     for figure in ours:
@@ -302,7 +311,7 @@ def compare_with_peer(ours: Sequence[Figure], theirs: Sequence[Figure], peer_nam
 
 
 def count_matmul_params(folder: Path, facts: ModelFacts) -> int:
-    """Return how many parameters a prompt token is multiplied with: all but the embedding tables.
+    """Return the parameters a prompt token is multiplied with: all but the embedding tables.
 
     Only a prompt's last token reaches the output head, and input embeddings are looked up.
     """

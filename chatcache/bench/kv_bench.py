@@ -1,4 +1,4 @@
-"""`chatcache bench kv`: the cost of pages and scheduling without a model, each figure next to its goal.
+"""`chatcache bench kv`: the cost of pages and scheduling, without a model, next to goals.
 
 All figures are CPU time of one thread, so the time of other programs is not counted, although they use the same caches.
 A scheduler step is plan() + commit() over branches that each decode one token. First every branch is at a different
@@ -37,7 +37,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """Sizes of the benchmark. A step's figures are means over `num_rounds` times `page_size` steps."""
+    """Sizes of the benchmark.
+
+    A step's figures are means over `num_rounds` times `page_size` steps.
+    """
 
     page_size: int = 16
     num_pages: int = 4096
@@ -101,7 +104,7 @@ def _measure_allocation(load: KVLoad) -> Figure:
 
 
 def _measure_fork(load: KVLoad, num_tokens: int) -> Figure:
-    """Time 8 forks of a branch that ends in the middle of a page; closing the children is not timed."""
+    """Time 8 forks of a branch that ends inside a page; closing the children is not timed."""
     num_tokens += load.page_size // 2
     kv = KVCache(num_tokens // load.page_size + 2, load.page_size)
     table = _filled_table(kv, num_tokens)

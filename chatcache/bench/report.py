@@ -72,7 +72,7 @@ def compare(name: str, value: float, unit: str, limit: float, limit_name: str = 
 
 
 def compare_to_floor(name: str, seconds: float, floor_s: float, goal: str = "", unit: str = "ms") -> Figure:
-    """Return a time next to the shortest possible time; ratio = floor / time, so that 1 is the best."""
+    """Return a time next to the shortest possible time; ratio = floor / time, 1 at best."""
     scale = UNITS_OF_TIME[unit]
     return Figure(name, seconds * scale, unit, floor_s * scale, "", floor_s / seconds, goal)
 
@@ -81,12 +81,12 @@ def compare_to_floor(name: str, seconds: float, floor_s: float, goal: str = "", 
 
 
 def format_number(value: float) -> str:
-    """Return "12,345", "12.35" or "0.001235": four significant digits, or all digits before the point."""
+    """Return "12,345", "12.35" or "0.001235": four significant digits or all integer digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], alignment: str = "") -> str:
-    """Return text columns. `alignment` has "<" or ">" for each column; by default only the first is aligned left."""
+    """Return text columns. `alignment` has "<" or ">" per column; default: only the first left."""
     cells = [headers, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     sides = alignment or "<" + ">" * (len(headers) - 1)
@@ -116,7 +116,7 @@ def _cells(figure: Figure) -> tuple[str, ...]:
 def percentiles(
     values: Sequence[float], points: Sequence[float] = PERCENTILES, *, scale: float = 1.0, digits: int = 2
 ) -> dict[str, float]:
-    """Return {"p50": ..., "p90": ..., "p99": ...} of the values times `scale`; {} without values."""
+    """Return {"p50": ..., "p90": ...} of the values times `scale`; {} without values."""
     if not len(values):
         return {}
     found = np.percentile(np.asarray(values, np.float64) * scale, points)

@@ -1,4 +1,4 @@
-"""Models with random weights in the shapes of known models, to measure speed without a download."""
+"""Models with random weights in the shapes of known models, for use without a download."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 def write_model(shape: Shape, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
-    """Write `config.json` and `model.safetensors`: N(0, 0.02) weights, norms of one, no tokenizer."""
+    """Write `config.json` and `model.safetensors` with N(0, 0.02) weights; no tokenizer."""
     write_config(shape, folder, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -86,7 +86,10 @@ class RandomWeights:
         return sum(math.prod(size) for size in self._sizes.values())
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Draw one tensor. Raises: ModelFolderError for a tensor that is not part of this shape of model."""
+        """Draw one tensor.
+
+        Raises: ModelFolderError for a tensor that is not part of this shape of model.
+        """
         if self._sizes.get(name) != shape:
             raise ModelFolderError(f"tensor {name}: random weights have shape {self._sizes.get(name)}, not {shape}")
         if len(shape) == 1:

@@ -62,7 +62,7 @@ def bench(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     deterministic: options.Deterministic = False,
 ) -> None:
-    """Measure the engine next to the limits of this machine (kv: next to goals, without a model)."""
+    """Measure the engine next to the limits of the machine (kv: next to goals, no model)."""
     if model and named_model and model != named_model:
         raise typer.BadParameter(f"{named_model!r} is not MODEL, {model!r}; give one of them.", param_hint="--model")
     if which == "kv":

@@ -1,1 +1,1 @@
-"""The same offline work through chatcache and its peers on CPUs, side by side. `README.md` says how to run it."""
+"""Run the same offline work in chatcache and other engines; see `README.md`."""

@@ -1,4 +1,4 @@
-"""Peers as processes of their own Pythons, driven line by line."""
+"""The compared engines, each in a process of its own Python, driven by JSON commands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DRIVERS = Path(__file__).parent / "drivers"
 CONVERT_TIMEOUT_S = 600
 
 
-class PeerFault(Exception):
-    """A peer cannot be started, or died; the text says which and why."""
+class PeerError(Exception):
+    """An engine cannot be started, or ended early; the text names the engine and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine: the Python that has it, its driver, and the model as it wants it."""
+    """An engine: the Python it is installed in, its driver script, and the model in its format."""
 
     name: str
     python: Path
@@ -30,18 +30,21 @@ class Peer:
     model: Path
 
 
-class Process:
-    """A running peer. `start_s`: from its start until it could answer."""
+class EngineProcess:
+    """A running engine.
+
+    `start_s`: seconds from the start of the process until it accepts commands.
+    """
 
     def __init__(self, peer: Peer, num_threads: int, log: Path) -> None:
-        """Raises: PeerFault."""
+        """Raises: PeerError."""
         self.peer, self._log = peer, log
-        answers, theirs = os.pipe()
+        results, child_end = os.pipe()
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(num_threads),
             "MKL_NUM_THREADS": str(num_threads),
-            "PEER_ANSWERS": str(theirs),
+            "PEER_RESULTS": str(child_end),
             "HF_HUB_OFFLINE": "1",
         }
         if peer.name == "chatcache":
@@ -50,28 +53,28 @@ class Process:
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 [str(peer.python), str(DRIVERS / peer.driver), str(peer.model)],
-                stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[theirs], env=environment,
+                stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[child_end], env=environment,
             )  # fmt: skip
-        os.close(theirs)
+        os.close(child_end)
         if hasattr(os, "sched_setaffinity"):
             allowed = sorted(os.sched_getaffinity(0))
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(self._process.pid, allowed[:num_threads])
-        self._answers = os.fdopen(answers)
+        self._results = os.fdopen(results)
         self._read()
         self.start_s = time.perf_counter() - start
 
-    def ask(self, **command: Any) -> dict[str, Any]:
-        """Return the answer to a command. Raises: PeerFault."""
+    def execute(self, **command: Any) -> dict[str, Any]:
+        """Send a command and return its result. Raises: PeerError."""
         try:
             self._stdin.write(json.dumps(command).encode() + b"\n")
             self._stdin.flush()
         except BrokenPipeError as error:
-            raise self._fault() from error
+            raise self._error() from error
         return self._read()
 
     def stop(self) -> None:
-        """Let it end by itself, else end it."""
+        """Request the process to end, and kill it if it does not."""
         if self._stdin.closed:  # it has ended already
             return
         with contextlib.suppress(BrokenPipeError):
@@ -82,36 +85,37 @@ class Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._answers.close()
+        self._results.close()
 
     @property
     def _stdin(self) -> Any:
         return self._process.stdin
 
     def _read(self) -> dict[str, Any]:
-        line = self._answers.readline()
+        line = self._results.readline()
         if not line:
-            raise self._fault()
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            raise self._error()
+        result: dict[str, Any] = json.loads(line)
+        return result
 
-    def _fault(self) -> PeerFault:
+    def _error(self) -> PeerError:
         code = self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
-        self._answers.close()
-        tail = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        return PeerFault(f"{self.peer.name} ended with status {code}: {tail[0][:300]} (all of it: {self._log})")
+        self._results.close()
+        tail = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+        return PeerError(f"{self.peer.name} ended with status {code}: {tail[0][:300]} (all of it: {self._log})")
 
 
 def write_random(folder: Path) -> None:
     """Write random weights of the SmolLM2-135M shape. Raises: CalledProcessError."""
-    script = str(DRIVERS / "chatcache_model.py")
-    subprocess.run([sys.executable, script, str(folder)], check=True, env={**os.environ, "PYTHONPATH": _own_path()})
+    code = "import sys; from pathlib import Path; from chatcache.bench.shapes import SHAPES, write_model\n"
+    code += "write_model(SHAPES['smollm2-135m'], Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env={**os.environ, "PYTHONPATH": _own_path()})
 
 
 def _own_path() -> str:
-    """Return where chatcache and its kernels lie, as Python's search path."""
+    """Return the PYTHONPATH of chatcache and its kernels."""
     root = Path(__file__).parents[2]
     return os.pathsep.join((str(root), str(root / "kernels")))
 
@@ -119,7 +123,7 @@ def _own_path() -> str:
 def find_peers(
     model: Path, scratch: Path, vllm_python: Path | None, llama_python: Path | None
 ) -> tuple[list[Peer], list[str]]:
-    """Return the engines that can be compared, chatcache first, and a line for each that cannot."""
+    """Return the engines that can be compared, chatcache first, and why others cannot."""
     here = Path(sys.executable)
     peers = [Peer("chatcache", here, "chatcache_driver.py", model)]
     missing = []
@@ -127,7 +131,7 @@ def find_peers(
         if python is None:
             missing.append(f"{name}: left out, no --{name.split('.')[0]}-python given")
         elif not _has(python, module):
-            missing.append(f"{name}: left out, {python} has no module {module} (README.md beside this script)")
+            missing.append(f"{name}: left out, {python} has no module {module} (see loadtest/peers/README.md)")
         elif name == "vllm":
             peers.append(Peer(name, python, "vllm_driver.py", model))
         else:

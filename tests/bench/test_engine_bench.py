@@ -1,4 +1,4 @@
-"""`chatcache bench`: counts against an exact runner, limits computed manually, models against transformers."""
+"""`chatcache bench`: counts against an exact runner, models against transformers."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_bench_command_passes_deterministic_to_the_loader() -> None:
 
 
 def test_random_weights_depend_on_seed_only(tmp_path: Path) -> None:
-    """The same seed generates the same text, another seed another text; tensors are those of transformers' model."""
+    """The text depends on the seed; the tensors are those of transformers' model."""
     shape, texts = dataclasses.replace(SHAPES["tiny"], tied=False, qk_norm=True), []
     write_config(shape, tmp_path, dtype=torch.float32)
     for seed in (0, 0, 1):

@@ -1,4 +1,4 @@
-"""Figures, their tables and their JSON; the module is importable without the packages of the server."""
+"""Figures, their tables and JSON; the module imports no package of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's benchmark: what it reads out of bytes, and a small run of the whole."""
+"""`python -m loadtest.gateway`: the evaluation of received bytes, and a small complete run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from loadtest.gateway import __main__ as benchmark
-from loadtest.gateway.figures import Arrivals, latencies_ms, volume
+from loadtest.gateway.clients import TRANSPORTS, Arrivals, count_reads, latencies_ms
 from loadtest.gateway.ticks import NUM_TICKS, tick_text
-from loadtest.gateway.wires import WIRES
 
 pytestmark = pytest.mark.linux  # reads /proc and pins processes to cores
 
 
 def arrivals(ticks: list[int], seed: int) -> tuple[Arrivals, list[int]]:
-    """A stream cut into pieces anywhere; piece k is read at k milliseconds. Also: when each token was whole."""
+    """Return a stream cut at random, read one piece per ms, and each token's last piece."""
     rng = random.Random(seed)
     data, ends = b"", []
     for tick in ticks:
@@ -31,7 +30,7 @@ def arrivals(ticks: list[int], seed: int) -> tuple[Arrivals, list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_token_has_arrived_when_its_last_byte_has(seed: int) -> None:
+def test_arrivals_tokens_arrive_with_their_last_byte(seed: int) -> None:
     ticks = sorted(random.Random(seed).sample(range(NUM_TICKS), 12))
     stream, whole = arrivals(ticks, seed)
     found, at_ns = stream.tokens()
@@ -41,22 +40,31 @@ def test_a_token_has_arrived_when_its_last_byte_has(seed: int) -> None:
     emitted[ticks] = 250_000
     end_ns = len(stream.pieces) * 1_000_000
     assert latencies_ms([stream], emitted, 0, end_ns).tolist() == [k - 0.25 for k in whole]
-    assert volume([stream], 0, end_ns) == (len(stream.pieces), sum(map(len, stream.pieces)))
+    assert count_reads([stream], 0, end_ns) == (len(stream.pieces), sum(map(len, stream.pieces)))
 
 
-def test_a_repeated_token_is_noticed() -> None:
+def test_latencies_with_repeated_token_raise() -> None:
     stream, _ = arrivals([1, 2, 2, 3], 0)
     with pytest.raises(ValueError, match="repeated"):
         latencies_ms([stream], np.zeros(NUM_TICKS, np.int64), 0, 1 << 60)
 
 
-def test_a_small_run_of_every_wire(tmp_path: Path) -> None:
+def test_main_measures_every_transport(tmp_path: Path) -> None:
     arguments = ["--streams", "80", "--window", "0.5", "--settle", "0.1", "--rate", "20", "--out", str(tmp_path)]
     assert benchmark.main(arguments) == 0
     (path,) = tmp_path.glob("gateway-*.json")
     document = json.loads(path.read_text())
-    runs = {(run["what"], run["wire"]): run for run in document["runs"]}
-    assert set(runs) == {(what, wire) for what in ("bare", "gateway") for wire in WIRES}
+    runs = {(run["server"], run["transport"]): run for run in document["runs"]}
+    assert set(runs) == {(server, transport) for server in ("bare", "gateway") for transport in TRANSPORTS}
     for run in runs.values():
         assert run["streams"] == 80 and run["tokens"] > 80
         assert run["cpu_us_per_token"] > 0 and run["latency_ms"]["p50"] > 0
+
+
+def test_runs_table_shows_median_runs_and_the_ratio_to_bare() -> None:
+    committed = Path(benchmark.RESULTS / "gateway-20261121-041558.json")
+    rows = benchmark.runs_table(json.loads(committed.read_text())["runs"]).splitlines()
+    assert [row.split()[:2] for row in rows[1:]] == [
+        [name, server] for name in TRANSPORTS for server in ("bare", "gateway")
+    ]
+    assert [row.split()[4] == "1.00" for row in rows[1:]] == [True, False] * len(TRANSPORTS)

@@ -1,4 +1,4 @@
-"""The peer script: engines as processes, what each figure asks for, and the table; with an engine made for the test."""
+"""`python -m loadtest.peers`: engine processes, commands and the table, with a test engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from loadtest.peers import engines
-from loadtest.peers.__main__ import cells, main, prepare_model, vocab_size
-from loadtest.peers.engines import Peer, PeerFault, Process, find_peers
-from loadtest.peers.work import FIGURES, NotDone, Prompts
+from loadtest.peers.__main__ import compare_medians, main, prepare_model, vocab_size
+from loadtest.peers.cases import CASES, Prompts, UnsupportedError
+from loadtest.peers.engines import EngineProcess, Peer, PeerError, find_peers
 
 DRIVER = """
 import sys
 sys.path.insert(0, {drivers!r})
-from serve import NotDone, serve
+from serve import UnsupportedError, serve
 
 class Engine:
     def generate(self, prompts, max_tokens, n):
@@ -26,20 +26,20 @@ class Engine:
         return len(prompts) * n * max_tokens
 
     def beam(self, prompt, width, max_tokens):
-        raise NotDone("no beams here")
+        raise UnsupportedError("no beams here")
 
-print("engines print what they like")
+print("engines print to stdout")
 serve(Engine())
 """
 
 
 class Recorder:
-    """Answers every command and keeps it."""
+    """An engine that records every command."""
 
     def __init__(self) -> None:
         self.commands: list[dict[str, Any]] = []
 
-    def ask(self, **command: Any) -> dict[str, Any]:
+    def execute(self, **command: Any) -> dict[str, Any]:
         self.commands.append(command)
         return {"s": 0.5 * command["max_tokens"]}
 
@@ -51,35 +51,35 @@ def peer(tmp_path: Path) -> Peer:
     return Peer("made", Path(sys.executable), str(driver), tmp_path)
 
 
-def test_a_process_answers_until_it_is_stopped(peer: Peer, tmp_path: Path) -> None:
-    process = Process(peer, 1, tmp_path / "log")
+def test_engine_process_executes_commands_until_stopped(peer: Peer, tmp_path: Path) -> None:
+    process = EngineProcess(peer, 1, tmp_path / "log")
     assert process.start_s > 0
-    answer = process.ask(do="generate", prompts=[[1], [2]], max_tokens=3, n=2)
+    answer = process.execute(do="generate", prompts=[[1], [2]], max_tokens=3, n=2)
     assert answer["tokens"] == 12 and answer["s"] >= 0
-    assert process.ask(do="beam", prompts=[[1]], max_tokens=3, n=2) == {"not": "no beams here"}
-    with pytest.raises(PeerFault, match="made ended with status 1: RuntimeError: thirteen"):
-        process.ask(do="generate", prompts=[[1]], max_tokens=13, n=1)
+    assert process.execute(do="beam", prompts=[[1]], max_tokens=3, n=2) == {"unsupported": "no beams here"}
+    with pytest.raises(PeerError, match="made ended with status 1: RuntimeError: thirteen"):
+        process.execute(do="generate", prompts=[[1]], max_tokens=13, n=1)
     process.stop()
 
 
-def test_every_figure_asks_for_what_it_says() -> None:
-    asked = {}
-    for figure in FIGURES:
-        engine = Recorder()
-        value = figure.measure(engine, Prompts("1", 100))
-        asked[figure.name] = [
-            (len(c["prompts"]), len(c["prompts"][0]), c["max_tokens"], c["n"]) for c in engine.commands
+def test_cases_send_the_commands_of_their_names() -> None:
+    commands = {}
+    for case in CASES:
+        recorder = Recorder()
+        value = case.measure(recorder, Prompts("1", 100))
+        commands[case.name] = [
+            (len(c["prompts"]), len(c["prompts"][0]), c["max_tokens"], c["n"]) for c in recorder.commands
         ]
         assert value > 0
-    assert asked["decode, batch 32"] == [(32, 64, 1, 1), (32, 64, 65, 1)]
-    assert asked["n = 8 after 1k"] == [(1, 1024, 1, 8), (1, 1024, 65, 8)]
-    assert asked["beam 8, 512 + 64"] == [(1, 512, 64, 8)]
-    assert asked["first token, 2k cached + 16"] == [(1, 2048, 1, 1), (1, 2064, 1, 1)]
-    decode = next(figure for figure in FIGURES if figure.name == "decode, batch 8")
+    assert commands["decode, batch 32"] == [(32, 64, 1, 1), (32, 64, 65, 1)]
+    assert commands["n = 8 after 1k"] == [(1, 1024, 1, 8), (1, 1024, 65, 8)]
+    assert commands["beam 8, 512 + 64"] == [(1, 512, 64, 8)]
+    assert commands["first token, 2k cached + 16"] == [(1, 2048, 1, 1), (1, 2064, 1, 1)]
+    decode = next(case for case in CASES if case.name == "decode, batch 8")
     assert decode.measure(Recorder(), Prompts("1", 100)) == 8 * 64 / 32  # 64 of 65 tokens at half a second
 
 
-def test_engines_get_the_same_tokens_once_restored() -> None:
+def test_prompts_repeat_after_restore() -> None:
     prompts = Prompts("seed", 1000)
     state = prompts.state()
     first = prompts(2, 5)
@@ -88,20 +88,20 @@ def test_engines_get_the_same_tokens_once_restored() -> None:
     assert prompts(2, 5) == first
 
 
-def test_missing_peers_are_told(tmp_path: Path) -> None:
+def test_find_peers_reports_missing_engines(tmp_path: Path) -> None:
     peers, missing = find_peers(tmp_path, tmp_path, None, Path(sys.executable))
     assert [peer.name for peer in peers] == ["chatcache", "transformers"]
     assert missing[0] == "vllm: left out, no --vllm-python given"
     assert "has no module llama_cpp" in missing[1]
 
 
-def test_ratios_say_by_how_much_chatcache_is_ahead() -> None:
+def test_compare_medians_reports_ratios_to_the_first_engine() -> None:
     values = {"chatcache": [10.0, 30.0, 20.0], "vllm": [5.0], "llama.cpp": []}
-    assert cells(values, list(values), more_is_better=True) == ["20", "5 (4.00x)", "-"]
-    assert cells(values, list(values), more_is_better=False) == ["20", "5 (0.25x)", "-"]
+    assert compare_medians(values, list(values), more_is_better=True) == ["20", "5 (4.00x)", "-"]
+    assert compare_medians(values, list(values), more_is_better=False) == ["20", "5 (0.25x)", "-"]
 
 
-def test_a_folder_without_words_gets_some(tmp_path: Path) -> None:
+def test_prepare_model_adds_a_tokenizer(tmp_path: Path) -> None:
     model, scratch = tmp_path / "model", tmp_path / "scratch"
     model.mkdir()
     scratch.mkdir()
@@ -112,7 +112,7 @@ def test_a_folder_without_words_gets_some(tmp_path: Path) -> None:
     assert not (model / "tokenizer.json").exists()
 
 
-def test_a_fault_drops_one_engine_and_the_rest_goes_on(
+def test_main_drops_a_failed_engine_and_continues(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = Peer("broken", Path(sys.executable), str(tmp_path / "none.py"), tmp_path)
@@ -124,16 +124,16 @@ def test_a_fault_drops_one_engine_and_the_rest_goes_on(
     )
     report = json.loads(out.read_text())
     assert code == 1
-    assert "broken ended with status" in report["faults"][0]
+    assert "broken ended with status" in report["errors"][0]
     assert report["figures"]["beam 4, 512 + 64"]["made"] == []
     assert len(report["figures"]["first token, 2k anew"]["made"]) == 2
     assert "other: left out" in capsys.readouterr().out
 
 
-def test_not_done_is_an_answer() -> None:
+def test_unsupported_command_raises() -> None:
     class Refuses:
-        def ask(self, **command: Any) -> dict[str, Any]:
-            return {"not": "no"}
+        def execute(self, **command: Any) -> dict[str, Any]:
+            return {"unsupported": "no"}
 
-    with pytest.raises(NotDone, match="no"):
-        FIGURES[0].measure(Refuses(), Prompts("1", 10))
+    with pytest.raises(UnsupportedError, match="no"):
+        CASES[0].measure(Refuses(), Prompts("1", 10))

@@ -1,1 +1,1 @@
-"""One file per engine, run by that engine's own Python; nothing here imports chatcache (save its own driver)."""
+"""One script per engine, run by that engine's Python; only chatcache's imports chatcache."""

@@ -1,10 +1,10 @@
-"""chatcache through `LLM`, in a process of its own like everybody else."""
+"""Driver of chatcache, through `LLM`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from serve import folder, num_threads, serve  # type: ignore[import-not-found]  # run as a file, beside it
+from serve import folder, num_threads, serve  # type: ignore[import-not-found]  # in the same folder
 
 
 class Engine:

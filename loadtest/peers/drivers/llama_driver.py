@@ -1,11 +1,14 @@
-"""llama.cpp through llama-cpp-python's C functions: batches, shared prompts and kept prompts, as its server does it."""
+"""Driver of llama.cpp, through the C functions of llama-cpp-python.
+
+Batches, shared prompts and kept prompts work as in llama.cpp's server.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import llama_cpp as ll  # type: ignore[import-not-found,unused-ignore]
-from serve import NotDone, folder, num_threads, serve  # type: ignore[import-not-found]  # run as a file, beside it
+from serve import UnsupportedError, folder, num_threads, serve  # type: ignore[import-not-found]  # in the same folder
 
 MAX_BRANCHES, MAX_BATCH = 32, 2048
 
@@ -25,45 +28,45 @@ class Engine:
         self.context: Any = ll.llama_init_from_model(self.model, params)
         self.memory = ll.llama_get_memory(self.context)
         self.batch = ll.llama_batch_init(MAX_BATCH, 0, 1)
-        self.kept: list[int] = []  # the prompt whose keys and values lie in sequence 0
+        self.kept: list[int] = []  # the prompt whose keys and values sequence 0 holds
 
     def generate(self, prompts: list[list[int]], max_tokens: int, n: int) -> int:
         if n > 1 and len(prompts) > 1:
-            raise NotDone("n candidates of several prompts")
+            raise UnsupportedError("n candidates of several prompts")
         lengths, last = [], []
         for number, prompt in enumerate(prompts):
-            done = self._keep(prompt) if len(prompts) == 1 else self._forget(number)
+            done = self._reuse(prompt) if len(prompts) == 1 else self._clear(number)
             last.append(self._prompt(prompt, done, number, n))
             lengths.append(len(prompt))
         if n > 1:
             for branch in range(1, n):
                 ll.llama_memory_seq_cp(self.memory, 0, branch, -1, -1)
-            lengths, last = lengths * n, [self._draw(self.samplers(n)[0], self.at) for _ in range(n)]
+            lengths, last = lengths * n, [self._sample(self.samplers(n)[0], self.at) for _ in range(n)]
         samplers, count = self.samplers(n), len(last)
         for step in range(max_tokens - 1):
             for branch in range(count):
                 self._put(branch, last[branch], lengths[branch] + step, branch, True)
             self._decode(count)
-            last = [self._draw(samplers[0], branch) for branch in range(count)]
+            last = [self._sample(samplers[0], branch) for branch in range(count)]
         self.kept = prompts[0] if max_tokens == 1 and count == 1 else []
         return count * max_tokens
 
     def beam(self, prompt: list[int], width: int, max_tokens: int) -> int:
-        raise NotDone("llama.cpp has no beam search")
+        raise UnsupportedError("llama.cpp has no beam search")
 
     def samplers(self, n: int) -> list[Any]:
-        """Return greedy drawing, or at temperature 1."""
+        """Return a greedy sampler, or one at temperature 1."""
         if not hasattr(self, "_samplers"):
             self._samplers = {False: ll.llama_sampler_init_greedy(), True: ll.llama_sampler_init_dist(0)}
         return [self._samplers[n > 1]]
 
-    def _keep(self, prompt: list[int]) -> int:
-        """Return how many tokens of the prompt sequence 0 holds already; everything else is forgotten."""
+    def _reuse(self, prompt: list[int]) -> int:
+        """Return how many tokens of the prompt sequence 0 holds; clear all if it holds none."""
         if not self.kept or prompt[: len(self.kept)] != self.kept or len(prompt) == len(self.kept):
-            return self._forget(0)
+            return self._clear(0)
         return len(self.kept)
 
-    def _forget(self, number: int) -> int:
+    def _clear(self, number: int) -> int:
         if number == 0:
             for branch in range(MAX_BRANCHES):
                 ll.llama_memory_seq_rm(self.memory, branch, -1, -1)
@@ -71,7 +74,7 @@ class Engine:
         return 0
 
     def _prompt(self, prompt: list[int], done: int, branch: int, n: int) -> int:
-        """Compute a prompt from token `done` on, and draw the token after it."""
+        """Compute a prompt from token `done` on, and sample the token after it."""
         for first in range(done, len(prompt), MAX_BATCH):
             part = prompt[first : first + MAX_BATCH]
             for index, token in enumerate(part):
@@ -79,11 +82,11 @@ class Engine:
                 self._put(index, token, position, branch, position == len(prompt) - 1)
             self._decode(len(part))
             self.at = len(part) - 1
-        return self._draw(self.samplers(n)[0], self.at)
+        return self._sample(self.samplers(n)[0], self.at)
 
-    def _put(self, index: int, token: int, position: int, branch: int, drawn: bool) -> None:
+    def _put(self, index: int, token: int, position: int, branch: int, has_logits: bool) -> None:
         batch = self.batch
-        batch.token[index], batch.pos[index], batch.logits[index] = token, position, drawn
+        batch.token[index], batch.pos[index], batch.logits[index] = token, position, has_logits
         batch.n_seq_id[index], batch.seq_id[index][0] = 1, branch
 
     def _decode(self, count: int) -> None:
@@ -91,7 +94,7 @@ class Engine:
         if ll.llama_decode(self.context, self.batch) != 0:
             raise RuntimeError("llama_decode failed")
 
-    def _draw(self, sampler: Any, index: int) -> int:
+    def _sample(self, sampler: Any, index: int) -> int:
         return int(ll.llama_sampler_sample(sampler, self.context, index))
 
 

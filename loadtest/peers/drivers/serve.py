@@ -1,8 +1,8 @@
-"""What every driver does: say when it is ready, then carry out one command per line and say how long it took.
+"""The command loop of all drivers: one JSON command per line, one JSON result per line.
 
-Runs under several Pythons, so it uses nothing but the standard library. A command is a JSON object:
+It runs in several Pythons, so it uses only the standard library. A command is a JSON object:
 `{"do": "generate", "prompts": [[token, ...], ...], "max_tokens": 64, "n": 1}`, or `"do": "beam"` with `"n"` as the
-width, or `"do": "quit"`. The answer is `{"s": seconds, "tokens": generated}`, or `{"not": reason}`.
+width, or `"do": "quit"`. The result is `{"s": seconds, "tokens": generated}`, or `{"unsupported": reason}`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import time
 from typing import Any
 
 
-class NotDone(Exception):
-    """This engine does not do what was asked."""
+class UnsupportedError(Exception):
+    """The engine does not support the command."""
 
 
 def serve(engine: Any) -> None:
-    """Answer commands until told to stop.
+    """Execute commands until the quit command or the end of the input.
 
-    `engine` has generate(prompts, max_tokens, n) and beam(prompt, width, max_tokens); both return how many tokens.
+    `engine` has generate(prompts, max_tokens, n) and beam(prompt, width, max_tokens); both return the number of tokens.
     """
-    answers = os.fdopen(int(os.environ["PEER_ANSWERS"]), "w", buffering=1)  # engines print what they like to stdout
-    answers.write(json.dumps({"ready": True}) + "\n")
+    results = os.fdopen(int(os.environ["PEER_RESULTS"]), "w", buffering=1)  # because engines print to stdout
+    results.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "quit":
@@ -35,17 +35,17 @@ def serve(engine: Any) -> None:
                 tokens = engine.beam(command["prompts"][0], command["n"], command["max_tokens"])
             else:
                 tokens = engine.generate(command["prompts"], command["max_tokens"], command["n"])
-            answer = {"s": time.perf_counter() - start, "tokens": tokens}
-        except NotDone as error:
-            answer = {"not": str(error)}
-        answers.write(json.dumps(answer) + "\n")
+            result = {"s": time.perf_counter() - start, "tokens": tokens}
+        except UnsupportedError as error:
+            result = {"unsupported": str(error)}
+        results.write(json.dumps(result) + "\n")
 
 
 def folder() -> str:
-    """Return the model folder (of llama.cpp, the file)."""
+    """Return the model folder, or for llama.cpp the model file."""
     return sys.argv[1]
 
 
 def num_threads() -> int:
-    """Return how many threads to compute with."""
+    """Return the number of threads to compute with."""
     return int(os.environ["OMP_NUM_THREADS"])

@@ -1,4 +1,4 @@
-"""Write a bf16 Llama folder as GGUF, weight for weight and without a vocabulary: `to_gguf.py FOLDER FILE`."""
+"""Convert a bf16 Llama folder to GGUF, without a vocabulary: `to_gguf.py FOLDER FILE`."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def convert(folder: pathlib.Path, target: pathlib.Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     for name, bits in read_bf16(folder / "model.safetensors"):
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF turns neighbours, safetensors halves
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF rotates neighbours, safetensors halves
             count = heads if "q_proj" in name else kv_heads
             bits = bits.reshape(count, 2, dim // 2, -1).swapaxes(1, 2).reshape(bits.shape)
         if bits.ndim == 1:
-            writer.add_tensor(named(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(bits).view(np.uint8)
-            writer.add_tensor(named(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def named(name: str) -> str:
+def gguf_name(name: str) -> str:
     """Return a tensor's GGUF name."""
     if not name.startswith("model.layers."):
         return NAMES[name]

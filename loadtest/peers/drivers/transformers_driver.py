@@ -1,11 +1,11 @@
-"""transformers: `generate`, and for a prompt that goes on where the last one ended, the keys and values it left."""
+"""Driver of transformers: `generate`, and kept keys and values for extended prompts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from serve import folder, num_threads, serve  # type: ignore[import-not-found]  # run as a file, beside it
+from serve import folder, num_threads, serve  # type: ignore[import-not-found]  # in the same folder
 
 
 class Engine:
@@ -21,24 +21,24 @@ class Engine:
         if max_tokens == 1 and n == 1 and len(prompts) == 1:
             return self._first(prompts[0])
         self.last = None
-        chosen = {"do_sample": True, "num_return_sequences": n} if n > 1 else {"do_sample": False}
-        return self._run(prompts, max_tokens, chosen)
+        options = {"do_sample": True, "num_return_sequences": n} if n > 1 else {"do_sample": False}
+        return self._run(prompts, max_tokens, options)
 
     def beam(self, prompt: list[int], width: int, max_tokens: int) -> int:
         self.last = None
         return self._run([prompt], max_tokens, {"num_beams": width, "num_return_sequences": width, "do_sample": False})
 
-    def _run(self, prompts: list[list[int]], max_tokens: int, chosen: dict[str, Any]) -> int:
+    def _run(self, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]) -> int:
         ids = torch.tensor(prompts)  # all of one length
         mask = torch.ones_like(ids)
         lengths = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "pad_token_id": 0}
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=mask, **lengths, **chosen)
+            out = self.model.generate(ids, attention_mask=mask, **lengths, **options)
         return int(out[:, ids.shape[1] :].numel())
 
     @torch.inference_mode()
     def _first(self, prompt: list[int]) -> int:
-        """Compute one token, from the last prompt's keys and values if this one begins with it."""
+        """Compute one token, with the last prompt's keys and values if this prompt starts with it."""
         past, new = None, prompt
         if self.last is not None and prompt[: len(self.last[0])] == self.last[0]:
             past, new = self.last[1], prompt[len(self.last[0]) :]

@@ -1,11 +1,11 @@
-"""vLLM's CPU build through `LLM`, its engine in this process, prefix caching on."""
+"""Driver of vLLM's CPU build: `LLM` with the engine in this process and prefix caching."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from serve import folder, num_threads, serve  # type: ignore[import-not-found]  # run as a file, beside it
+from serve import folder, num_threads, serve  # type: ignore[import-not-found]  # in the same folder
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -1,4 +1,4 @@
-"""The processes that are measured: `python -m loadtest.gateway.served gateway|bare --port N --core N --db PATH`."""
+"""The measured servers: the gateway over the clock engine, and a bare uvicorn write loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import uvicorn
 
 from chatcache.cli.server import listen, loop_factory, run_server, uvicorn_config
 from chatcache.config import EngineConfig, ServerConfig
-from loadtest.gateway.clock import clock_tokenizer
-from loadtest.gateway.ticks import Beat, Ticks, from_environment, tick_text
+from loadtest.gateway.clock_engine import clock_tokenizer
+from loadtest.gateway.ticks import TickClock, TickTimes, clock_from_environment, tick_text
 
 _HEAD = (
     'data: {"id":"chatcmpl-06a1f2b3c4d5e6f708192a3b4c","object":"chat.completion.chunk","created":1790000000,'
@@ -29,15 +29,15 @@ _HEADERS = [
 
 
 class BareLoop:
-    """An ASGI application that writes frames made beforehand, at the clock's rate: what no gateway can go below."""
+    """An ASGI application that writes prepared frames by the clock: a lower bound for a gateway."""
 
-    def __init__(self, beat: Beat, ticks: Ticks) -> None:
-        self._beat, self._ticks = beat, ticks
-        self._phases: list[set[asyncio.Queue[str]]] = [set() for _ in range(beat.num_phases)]
+    def __init__(self, clock: TickClock, times: TickTimes) -> None:
+        self._clock, self._times = clock, times
+        self._phases: list[set[asyncio.Queue[str]]] = [set() for _ in range(clock.num_phases)]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._lifespan(receive, send)
             return
         await receive()
         is_socket = scope["type"] == "websocket"
@@ -56,11 +56,11 @@ class BareLoop:
                 else:
                     await send({"type": "http.response.body", "body": frame.encode(), "more_body": True})
         except (OSError, RuntimeError):
-            pass  # the client left
+            pass  # the client closed the connection
         finally:
             phase.remove(frames)
 
-    async def _live(self, receive: Any, send: Any) -> None:
+    async def _lifespan(self, receive: Any, send: Any) -> None:
         await receive()
         task = asyncio.create_task(self._run())
         await send({"type": "lifespan.startup.complete"})
@@ -70,28 +70,31 @@ class BareLoop:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(max(0.0, self._beat.delay_s()))
-            tick = self._beat.advance()
+            await asyncio.sleep(max(0.0, self._clock.delay_s()))
+            tick = self._clock.advance()
             frame = _HEAD + tick_text(tick) + _TAIL
-            self._ticks.note(tick)
+            self._times.record(tick)
             for frames in self._phases[tick % len(self._phases)]:
                 frames.put_nowait(frame)
 
 
 def main() -> int:
+    """Run the server that the arguments describe."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("gateway", "bare"))
+    parser.add_argument("server", choices=("gateway", "bare"))
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--core", type=int, required=True)
     parser.add_argument("--db", required=True)
     args = parser.parse_args()
     os.sched_setaffinity(0, {args.core})
     config = ServerConfig(port=args.port, db=args.db, log_level="warning")
-    if args.what == "gateway":
+    if args.server == "gateway":
         engine = EngineConfig(model="clock", served_model_name="clock")
-        return run_server(engine, config, build_engine="loadtest.gateway.clock:build_engine", load=clock_tokenizer)
+        return run_server(
+            engine, config, build_engine="loadtest.gateway.clock_engine:build_engine", load=clock_tokenizer
+        )
     logging.basicConfig(level="WARNING")
-    app = BareLoop(*from_environment())
+    app = BareLoop(*clock_from_environment())
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(uvicorn.Server(uvicorn_config(app, config)).serve([listen(config.host, config.port)]))
     return 0

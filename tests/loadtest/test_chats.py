@@ -1,4 +1,4 @@
-"""The load test against the real gateway over the hash engine: its figures are checked against the engine's own."""
+"""`python -m loadtest` against the real gateway, checked against the engine's counters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from chatcache.config import ServerConfig
 from loadtest.__main__ import main
+from loadtest.chats import Scenario
 from loadtest.client import Turn
-from loadtest.report import summarise
-from loadtest.scenario import Scenario
+from loadtest.report import summarise, summary_text
 from tests.gateway.serving import Server
 
 
@@ -23,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running.wait_ready()
 
 
-def test_a_run_reports_what_the_engine_saw(server: Server, tmp_path: Path) -> None:
+def test_main_reports_the_counters_of_the_engine(server: Server, tmp_path: Path) -> None:
     arguments = ["--url", server.url, "--users", "3", "--turns", "3", "--max-tokens", "12", "--system-words", "40"]
     before = server.call(server.engine.health())
     assert main([*arguments, "--seed", "1", "--out", str(tmp_path)]) == 0
@@ -37,12 +37,12 @@ def test_a_run_reports_what_the_engine_saw(server: Server, tmp_path: Path) -> No
     assert summary["output_tokens"] == after.num_output_tokens - before.num_output_tokens
     cached = sum(turn["cached_tokens"] for turn in document["turns"])
     assert cached == after.num_cached_tokens - before.num_cached_tokens
-    assert summary["cached_share_after_first_turn"] > 0.5  # the system prompt and the history are found again
+    assert summary["cached_share_after_first_turn"] > 0.5  # the system prompt and the history are in the cache
     assert summary["ttft_ms"]["p50"] > 0
     assert written.with_suffix(".png").stat().st_size > 5_000
 
 
-def test_failures_are_counted_and_end_the_run_with_an_error(server: Server, tmp_path: Path) -> None:
+def test_main_counts_failed_turns_and_returns_one(server: Server, tmp_path: Path) -> None:
     arguments = ["--url", server.url, "--users", "2", "--turns", "2", "--system-words", "5000", "--out", str(tmp_path)]
     assert main(arguments) == 1
     (written,) = tmp_path.glob("*.json")
@@ -51,18 +51,18 @@ def test_failures_are_counted_and_end_the_run_with_an_error(server: Server, tmp_
     assert "400" in summary["errors"][0]
 
 
-def test_no_server_is_said_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_without_server_returns_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://127.0.0.1:9", "--out", str(tmp_path)]) == 2
     assert "does not answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["--users", "0"], ["--turns", "1001"], ["--max-tokens", "0"]])
-def test_bounds(arguments: list[str]) -> None:
+def test_arguments_out_of_bounds_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
 
 
-def test_users_share_the_system_prompt_and_nothing_else() -> None:
+def test_scenario_users_share_only_the_system_prompt() -> None:
     scenario = Scenario(users=2, turns=4, max_tokens=8, system_words=50, seed=3)
     assert scenario.system_prompt() == scenario.system_prompt()
     assert len(scenario.system_prompt().split()) == 50
@@ -70,7 +70,7 @@ def test_users_share_the_system_prompt_and_nothing_else() -> None:
     assert scenario.questions(0) != scenario.questions(1)
 
 
-def test_percentiles_and_rates() -> None:
+def test_summarise_reports_percentiles_rates_and_errors() -> None:
     turns = [
         Turn(user=0, turn=k, started_s=0.0, ttft_s=0.1 * (k + 1), total_s=1.0, prompt_tokens=100, completion_tokens=10)
         for k in range(3)
@@ -82,3 +82,6 @@ def test_percentiles_and_rates() -> None:
     assert (summary["failed"], summary["errors"]) == (1, ["gone"])
     assert summary["cached_share"] == pytest.approx(80 / 300, abs=1e-4)
     assert turns[0].tpot_s == pytest.approx(0.1)
+    rows = summary_text(summary).splitlines()
+    assert rows[1].split() == ["TTFT", "ms", "200.0", "280.0", "298.0"]
+    assert "26.7% of 300 prompt tokens from cache" in rows[-2] and rows[-1] == "gone"

@@ -1,4 +1,4 @@
-"""An engine without a model: it emits by the clock, and notes when it did."""
+"""An engine without a model: its streams emit tokens by a clock, and tick times are stored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from chatcache.config import EngineConfig
-from chatcache.tokenizer.chat_template import ChatTemplate
-from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.text.template import ChatTemplate
+from chatcache.text.tokenizer import Tokenizer
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
+from chatcache.types.health import EngineHealth
+from chatcache.types.model import ModelFacts
+from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
-from loadtest.gateway.ticks import NUM_TICKS, Beat, Ticks, from_environment, tick_text
+from loadtest.gateway.ticks import NUM_TICKS, TickClock, TickTimes, clock_from_environment, tick_text
 
 NUM_BYTE_TOKENS = 257  # 256 bytes and the end of a turn
 MAX_MODEL_LEN = 1 << 16
@@ -27,7 +29,7 @@ _CHATML = (
 
 
 def clock_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Bytes for prompts, and a token for every tick."""
+    """Return a tokenizer with bytes for prompts and one token for each tick."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, "<|im_end|>", *(tick_text(tick).replace(" ", "Ġ") for tick in range(NUM_TICKS))]
     backend = Backend(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
@@ -39,7 +41,7 @@ def clock_tokenizer(config: EngineConfig) -> Tokenizer:
 
 
 class _Stream:
-    """One request: how far it is."""
+    """Progress of one request."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.id = request.request_id
@@ -48,7 +50,7 @@ class _Stream:
         self.num_tokens = 0
         self.seq = 0
 
-    def next(self) -> int:
+    def next_number(self) -> int:
         self.seq += 1
         return self.seq
 
@@ -56,7 +58,7 @@ class _Stream:
 class ClockEngine:
     """Satisfies `bus.loop.SteppedEngine`, and is its own `pages`."""
 
-    def __init__(self, beat: Beat, ticks: Ticks) -> None:
+    def __init__(self, clock: TickClock, times: TickTimes) -> None:
         self.facts = ModelFacts(
             name="clock",
             digest="00" * 32,
@@ -64,8 +66,8 @@ class ClockEngine:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(NUM_BYTE_TOKENS - 1,),
         )
-        self._beat, self._ticks = beat, ticks
-        self._phases: list[dict[str, _Stream]] = [{} for _ in range(beat.num_phases)]
+        self._clock, self._times = clock, times
+        self._phases: list[dict[str, _Stream]] = [{} for _ in range(clock.num_phases)]
         self._phase_of: dict[str, int] = {}
         self._ended: list[EngineEvent] = []
 
@@ -90,29 +92,29 @@ class ClockEngine:
         return events
 
     def step(self) -> Sequence[EngineEvent]:
-        """Wait for the next tick, then say what is due."""
-        time.sleep(max(0.0, self._beat.delay_s()))
-        tick = self._beat.advance()
+        """Wait for the next tick, then return the events of the streams of its phase."""
+        time.sleep(max(0.0, self._clock.delay_s()))
+        tick = self._clock.advance()
         events = self.take_events()
         streams = self._phases[tick % len(self._phases)]
-        over: list[_Stream] = []
+        finished: list[_Stream] = []
         token = (NUM_BYTE_TOKENS + tick % NUM_TICKS,)
         for stream in streams.values():
             if not stream.num_tokens:
-                events.append(Started(stream.id, stream.next(), stream.num_prompt_tokens, 0))
-            events.append(Tokens(stream.id, stream.next(), 0, token))
+                events.append(Started(stream.id, stream.next_number(), stream.num_prompt_tokens, 0))
+            events.append(Tokens(stream.id, stream.next_number(), 0, token))
             stream.num_tokens += 1
             if stream.num_tokens >= stream.num_left:
-                over.append(stream)
-        for stream in over:
-            events += (CandidateDone(stream.id, stream.next(), 0, "length"), self._finished(stream))
+                finished.append(stream)
+        for stream in finished:
+            events += (CandidateDone(stream.id, stream.next_number(), 0, "length"), self._finished(stream))
             del streams[stream.id], self._phase_of[stream.id]
-        self._ticks.note(tick)
+        self._times.record(tick)
         return events
 
     def _finished(self, stream: _Stream, *, cancelled: bool = False) -> Finished:
         num_prompt, num_tokens = stream.num_prompt_tokens, stream.num_tokens
-        return Finished(stream.id, stream.next(), num_prompt, 0, num_tokens, num_tokens, cancelled)
+        return Finished(stream.id, stream.next_number(), num_prompt, 0, num_tokens, num_tokens, cancelled)
 
     def health(self) -> EngineHealth:
         return EngineHealth(
@@ -148,6 +150,6 @@ class ClockEngine:
 
 
 def build_engine(config: EngineConfig, progress: object) -> ClockEngine:
-    """What the engine process calls. The last core is its own: the first is the gateway's."""
+    """Build the engine in the engine process, and pin it to a core other than the gateway's."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(os.getppid()) ^ set(range(os.cpu_count() or 1)), default=0)})
-    return ClockEngine(*from_environment())
+    return ClockEngine(*clock_from_environment())
