@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     stem = args.out / f"chats-{time.strftime('%Y%m%d-%H%M%S')}"
     write_report(stem.with_suffix(".json"), scenario, args.url, summary, turns)
     plot(stem.with_suffix(".png"), turns, summary)
-    console.print(f"{stem}.json  {stem}.png")
+    print(f"{stem}.json\n{stem}.png")
     return 1 if summary["failed"] else 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -48,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         folder = prepare_model(args.model, Path(scratch))
         peers, missing = find_peers(folder, Path(scratch), args.vllm_python, args.llama_python)
         peers = [peer for peer in peers if peer.name not in args.without.split(",")]
-        print("\n".join(missing), flush=True)
+        for line in missing:
+            print(line, flush=True)
         comparison = Comparison(peers, args.threads, Path(scratch))
         try:
             comparison.start(NUM_STARTS if "start" in args.only else 1)
@@ -56,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
                 comparison.measure(case, args.repeat, seed, vocab_size(folder))
         finally:
             comparison.stop()
-    print("\n".join(comparison.errors))
-    print(comparison.table())
+    print("\n".join((*comparison.errors, comparison.table())))
     if args.out is not None:
         model = args.model.name if args.model else "SmolLM2-135M shape, random weights"
         parameters = {"dtype": "bfloat16", "threads": args.threads, "repeat": args.repeat, "seed": seed}
@@ -167,8 +169,9 @@ def prepare_model(model: Path | None, scratch: Path) -> Path:
         write_random(folder)
     else:
         folder.mkdir()
-        for path in model.resolve().iterdir():
-            (folder / path.name).symlink_to(path)
+        for path in model.iterdir():
+            if path.is_file():
+                _link_or_copy(path.resolve(), folder / path.name)
     if not (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -178,6 +181,14 @@ def prepare_model(model: Path | None, scratch: Path) -> Path:
         special = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict.fromkeys(("unk_token", "eos_token"), "w0")
         (folder / "tokenizer_config.json").write_text(json.dumps(special), encoding="utf-8")
     return folder
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Make a hard link or a copy; symbolic links out of a model folder are refused."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def vocab_size(folder: Path) -> int:

@@ -108,6 +108,7 @@ def test_prepare_model_adds_a_tokenizer(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({"vocab_size": 7}))
     folder = prepare_model(model, scratch)
     assert vocab_size(folder) == 7
+    assert not any(path.is_symlink() for path in folder.iterdir()), "chatcache refuses links that leave the folder"
     assert len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) == 7
     assert not (model / "tokenizer.json").exists()
 
