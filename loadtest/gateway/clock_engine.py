@@ -11,13 +11,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from chatcache.config import EngineConfig
-from chatcache.text.template import ChatTemplate
-from chatcache.text.tokenizer import Tokenizer
+from chatcache.tokenizer.chat_template import ChatTemplate
+from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
-from chatcache.types.health import EngineHealth
-from chatcache.types.model import ModelFacts
-from chatcache.types.pages import Explanation, PackedPrompt, PageAccounts, PageMap
 from chatcache.types.request import GenerateRequest
+from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
 from loadtest.gateway.ticks import NUM_TICKS, TickClock, TickTimes, clock_from_environment, tick_text
 
 NUM_BYTE_TOKENS = 257  # 256 bytes and the end of a turn
