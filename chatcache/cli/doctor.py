@@ -427,7 +427,7 @@ def _redis(config: ServerConfig) -> Iterator[Finding]:
         look_at(config.redis)
         rights = look_around(config.redis)
     except StoreUnusable as error:
-        yield bad(what, error.message, "see Stores in chatcache/gateway/README.md for the user it takes")
+        yield bad(what, error.message, "chatcache/gateway/docs/deployment.md, Storage, shows the user that it needs")
     except StoreUnavailable as error:
         yield warning(what, f"no Redis server yet: {error.message}", "chatcache serve waits for it")
     else:

@@ -12,5 +12,5 @@
     ) -> Starlette
 
 The app listens at once and answers 503 `model_loading` until the tokenizer is there and `engine.health().ready`.
-`README.md` beside this file lists every route and frame.
+`docs/` describes every route and frame.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import redis
 import uvloop
 from redis.crc import key_slot
 
-import chatcache.gateway
 from chatcache.cli.redis_acl import RIGHTS
 from chatcache.conversations.store import Claim, StoreUnavailable, StoreUnusable
 from chatcache.conversations.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, Item, Turn, without_item
@@ -22,6 +20,7 @@ from chatcache.storage.redis import RedisStore
 from tests.chaos.proxy import proxied
 from tests.chaos.rig import with_port
 from tests.conversations.redis_servers import RedisServer, answers, until
+from tests.gateway.documents import DOCS
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
 
@@ -264,7 +263,7 @@ async def test_much_at_once_leaves_the_event_loop_alone(
     await store.close()
 
 
-def test_these_tests_and_the_docs_have_the_rights_that_are_shipped(empty_redis: RedisServer) -> None:
+def test_these_tests_have_the_rights_that_are_shipped(empty_redis: RedisServer) -> None:
     admin = empty_redis.admin
     admin.execute_command("ACL", "SETUSER", "twin", "on", *RIGHTS.split())
     ours, twin = (admin.acl_getuser(name) for name in ("chatcache", "twin"))
@@ -273,5 +272,8 @@ def test_these_tests_and_the_docs_have_the_rights_that_are_shipped(empty_redis: 
         twin[what] for what in ("commands", "keys", "channels")
     ]
     assert "off" in admin.acl_getuser("default")["flags"]
-    readme = Path(chatcache.gateway.__file__).with_name("README.md").read_text(encoding="utf-8")
+
+
+def test_docs_show_the_rights_of_the_redis_user() -> None:
+    readme = (DOCS / "deployment.md").read_text(encoding="utf-8")
     assert f"`ACL SETUSER chatcache on >PASSWORD {RIGHTS}`" in readme

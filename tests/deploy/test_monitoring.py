@@ -15,6 +15,7 @@ from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.metrics import Metrics
 from chatcache.types.stats import EngineHealth
+from tests.gateway.documents import DOCS
 from tests.gateway.serving import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ def _documented(readme: str) -> dict[str, tuple[str, set[str]]]:
 
 
 def test_the_docs_name_every_metric_its_type_and_its_labels(exposition: str) -> None:
-    readme = (ROOT / "chatcache" / "gateway" / "README.md").read_text()
+    readme = (DOCS / "deployment.md").read_text()
     told = _told(exposition)
     assert _documented(readme) == told
     # Planted: a metric that nobody told of, and one of another type.

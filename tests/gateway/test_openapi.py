@@ -50,7 +50,7 @@ def test_every_route_is_described_and_every_description_served() -> None:
     assert not served - set(table), (
         f"served but not described: {sorted(served - set(table))}. Add an Operation for each to "
         "chatcache/gateway/routes.py, with a type for its answer in chatcache/gateway/answers*.py, and a curl line "
-        "to chatcache/gateway/README.md"
+        "to a page of chatcache/gateway/docs"
     )
     assert not set(table) - served, f"described in api_table.py but not served: {sorted(set(table) - served)}"
 

@@ -637,7 +637,7 @@ class InputTokens(msgspec.Struct):
 
 
 class ResponseEvent(msgspec.Struct):
-    """One of OpenAI's events, as the README lists them; the `event:` line repeats `type`."""
+    """One of OpenAI's events, as docs/responses.md lists them; the `event:` line repeats `type`."""
 
     type: str
     sequence_number: int

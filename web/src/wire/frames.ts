@@ -1,5 +1,5 @@
 // The frames of the Responses WebSocket, subprotocol `chatcache.v1`, as far as the page reads them.
-// The contract is chatcache/gateway/README.md.
+// The contract is chatcache/gateway/docs/websocket.md.
 
 export interface WireUsage {
   readonly input_tokens: number;
