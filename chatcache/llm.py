@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypedDict
 
@@ -406,10 +406,8 @@ class LLM:
 
     def _drive(self, collectors: dict[str, Collector], use_tqdm: bool) -> None:
         """Feed the engine and step it until every request has ended."""
-        from tqdm import tqdm
-
         waiting = deque(collectors.values())
-        with tqdm(total=len(collectors), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with _progress_bar(len(collectors), is_shown=use_tqdm) as advance:
             while waiting or self._engine.has_work():
                 while waiting:
                     try:
@@ -421,7 +419,7 @@ class LLM:
                     waiting.popleft()
                 for event in self._engine.step():
                     if event.request_id in collectors:
-                        bar.update(collectors[event.request_id].take(event))
+                        advance(collectors[event.request_id].take(event))
 
     def _abandon(self, collectors: dict[str, Collector]) -> None:
         """After an error or Ctrl-C: end what still runs, so that the next call finds an idle engine."""
@@ -430,3 +428,25 @@ class LLM:
         with suppress(DeviceLost):
             while self._engine.has_work():
                 self._engine.step()
+
+
+@contextmanager
+def _progress_bar(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield the function that adds finished prompts to a bar on standard error."""
+    if not is_shown:
+        yield lambda num_finished: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = TextColumn("Prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=num_prompts)
+        yield lambda num_finished: progress.advance(task, num_finished)

@@ -282,13 +282,6 @@ def test_version() -> None:
     assert (result.exit_code, result.output) == (0, f"chatcache {__version__}\n")
 
 
-def test_the_version_is_the_distributions() -> None:
-    import tomllib
-
-    root = Path(__file__).resolve().parents[2]
-    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"] == __version__
-
-
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [

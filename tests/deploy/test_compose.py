@@ -124,8 +124,10 @@ def test_the_image_is_pinned_and_its_layers_cache() -> None:
         place("COPY pyproject.toml")
         < place("pip install -r")
         < place("COPY chatcache ")
-        < place("pip install --no-deps")
+        < place(r"pip install --no-deps \.$")
     )
+    installs = [line for line in lines if "pip install" in line and not line.endswith("--no-deps .")]
+    assert all("constraints.txt" in line for line in installs) and len(installs) == 2
     copied = {word for line in image["lines"] if line.startswith("COPY ") for word in line.split()[1:-1]}
     assert not copied & {".", "./", ".env"}
     assert not re.search(r"(?i)(password|token|secret|api_key)\w*=", " ".join(line for line in lines if "ENV" in line))

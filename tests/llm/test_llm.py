@@ -178,6 +178,14 @@ def test_after_close_nothing_runs(llm: LLM) -> None:
         llm.generate([[1]], GREEDY)
 
 
+def test_generate_shows_its_progress_on_standard_error(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    llm.generate([[1], [2], [3]], GREEDY)
+    out, err = capsys.readouterr()
+    assert out == "" and "Prompts" in err and "3/3" in err
+
+
 def test_importing_the_package_is_light() -> None:
     code = (
         "import sys, chatcache; chatcache.SamplingParams, chatcache.BeamSearchParams, chatcache.__version__\n"
