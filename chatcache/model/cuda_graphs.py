@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from chatcache.model.page_tables import Changes, PageTables
-from chatcache.model.sampling.device_sampler import is_plain
+from chatcache.model.sampling.graph_sampler import is_plain
 from chatcache.model.static_steps import (
     Arrays,
     Parties,

@@ -17,7 +17,7 @@ from chatcache.model.device_errors import device_lost
 from chatcache.model.eager import EagerSteps, Finish
 from chatcache.model.host_memory import TouchAhead
 from chatcache.model.page_tables import Changes, DeviceSlots, PageTables, Placement
-from chatcache.model.sampling.device_sampler import PlainDraws, TorchDraws
+from chatcache.model.sampling.graph_sampler import PlainDraws, TorchDraws
 from chatcache.model.sampling.sampler import AnySampler, Sampler
 from chatcache.model.static_steps import Parties, WorkRoom
 from chatcache.model.streams import Mark, Streams, streams_of

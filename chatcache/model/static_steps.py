@@ -31,7 +31,7 @@ from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.page_tables import Changes, DeviceSlots
-from chatcache.model.sampling.device_sampler import Parts, PlainDraws
+from chatcache.model.sampling.graph_sampler import Parts, PlainDraws
 from chatcache.model.streams import Layout
 from chatcache.types.plan import I64, Draws, Rows
 

@@ -19,7 +19,7 @@ from chatcache.model import static_steps as static
 from chatcache.model.cuda_graphs import DecodeSteps, batch_sizes
 from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import Ahead
-from chatcache.model.sampling.device_sampler import TorchDraws, is_plain
+from chatcache.model.sampling.graph_sampler import TorchDraws, is_plain
 from chatcache.model.static_steps import Replay, WorkRoom
 from chatcache.types.plan import NOT_YET, Rows, StepPlan
 from tests.model import listed

@@ -51,7 +51,7 @@ from chatcache.model.loading.files import (
 from chatcache.model.loading.memory_budget import Budget, CudaGauge, free_host_bytes, host_kv_bytes, measure_budget
 from chatcache.model.loading.weights import Weights, WeightSource
 from chatcache.model.runner import Ahead, Runner, ahead_on
-from chatcache.model.sampling.device_sampler import PlainDraws, TorchDraws
+from chatcache.model.sampling.graph_sampler import PlainDraws, TorchDraws
 from chatcache.model.sampling.sampler import AnySampler, Sampler
 from chatcache.types.plan import KVCapacity
 from chatcache.types.stats import ModelFacts
