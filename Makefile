@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),https://downl
 .PHONY: help install serve test clients lint format bench web web-test gpu-check loadtest lock audit clean
 
 help:
-	@echo "make serve      install, then chat page + API with the built-in model on http://127.0.0.1:8000"
+	@echo "make serve      install, then chat page + API with the demo model on http://127.0.0.1:8000"
 	@echo "make test       install with test extras, then lint, types and the whole suite"
 	@echo "make bench      decode and prefill speed beside the limits of this machine"
 	@echo "make loadtest   16 users x 5 turns against a running server"

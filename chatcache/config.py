@@ -25,7 +25,7 @@ PAGE_SIZES = (8, 16, 32, 64)
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine and its model.
 
-    `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory_bytes=None` picks a share of free
+    `model`: a folder, a Hugging Face id, or "" for the demo model. `kv_memory_bytes=None` picks a share of free
     memory. `max_model_len=None` takes the model's own. `attention`: auto | reference | cpu | triton. `quantization`:
     none | int8, 8-bit weights on CPUs.
 

@@ -208,7 +208,7 @@ Message = dict[str, Any]
 class LLM:
     """A loaded model that answers batches of prompts; use it from one thread.
 
-    `model`: a folder, a Hugging Face id, or "" for the built-in model. `kv_memory` is bytes or "2GiB"; None picks a
+    `model`: a folder, a Hugging Face id, or "" for the demo model. `kv_memory` is bytes or "2GiB"; None picks a
     share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
 
     `scheduling_policy`: fair (between namespaces; here is one, so fcfs) | fcfs | priority. `preemption` when pages

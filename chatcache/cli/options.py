@@ -84,7 +84,7 @@ Model = Annotated[
         envvar=env("model"),
         show_envvar=False,
         show_default=False,
-        help="A folder, a Hugging Face id, or nothing: the built-in model.",
+        help="A folder, a Hugging Face id, or nothing: the demo model.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""The real server with the built-in model, and Debian's Chromium on its page."""
+"""The real server with the demo model, and Debian's Chromium on its page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHROMIUM_FLAGS = [
 
 @pytest.fixture(scope="session")
 def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int | None]]:
-    """A server of our own: free port, empty database, built-in model. Its address and process id.
+    """A server of our own: free port, empty database, demo model. Its address and process id.
 
     CHATCACHE_E2E_URL names a running one instead, to try the suite on a deployment.
     """

@@ -1,6 +1,6 @@
 """The server, where answers that were asked never to end take their time: `python -m tests.e2e.paced serve ...`.
 
-The built-in model fills its context in seconds; a browser on a busy machine may need as long to reload. What a test
+The demo model fills its context in seconds; a browser on a busy machine may need as long to reload. What a test
 does in the middle of an answer must find it in the middle.
 """
 

@@ -240,7 +240,7 @@ def test_the_model_names_a_new_conversation_once(chat: Watched) -> None:
 
 
 def test_a_model_that_goes_on_talking_names_nothing(chat: Watched) -> None:
-    """The built-in one answers the request for a title as it answers anything: the first line stays."""
+    """The demo model answers the request for a title as it answers anything: the first line stays."""
     _let_it_name(chat)
     question = f"My name is {secrets.token_hex(4)}."
     with chat.page.expect_response(re.compile("/title$")) as named:

@@ -1,4 +1,4 @@
-"""What is told of tokens, over the built-in model: a direct forward of the same weights is the oracle."""
+"""What is told of tokens, over the demo model: a direct forward of the same weights is the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured outputs end to end, with the built-in model."""
+"""Structured outputs end to end, with the demo model."""
 
 from __future__ import annotations
 

@@ -74,8 +74,16 @@ def about(wheel: Path) -> Message:
 
 def test_wheel_has_both_packages_with_types_page_and_demo_model(names: set[str]) -> None:
     assert {"chatcache/py.typed", "chatcache_kernels/py.typed", f"{PAGE}/index.html"} <= names
-    assert "chatcache/gateway/README.md" in names  # served at /docs
-    assert {name for name in names if name.endswith((".safetensors", "model/config.json"))}
+    model = ROOT / "chatcache" / "demo_model" / "model"
+    assert {f"chatcache/demo_model/model/{path.name}" for path in model.iterdir()} <= names
+
+
+def test_wheel_has_no_training_code_and_nothing_that_imports_it(wheel: Path, names: set[str]) -> None:
+    assert (ROOT / "chatcache" / "demo_model" / "training" / "train.py").exists()
+    assert not [name for name in names if "training" in name]
+    with zipfile.ZipFile(wheel) as archive:
+        sources = {name: archive.read(name).decode() for name in names if name.endswith(".py")}
+    assert [name for name, text in sources.items() if "demo_model.training" in text] == []
 
 
 def test_wheel_has_nothing_but_the_packages(names: set[str]) -> None:

@@ -32,13 +32,13 @@ def model_name(model: str) -> str:
 
 
 def resolve_model_path(model: str) -> Path:
-    """Return the folder of `model`: "" is the built-in model, else a folder, else a Hugging Face id.
+    """Return the folder of `model`: "" is the demo model, else a folder, else a Hugging Face id.
 
     Ids are looked up in the local Hugging Face cache first and downloaded only if `HF_HUB_OFFLINE` allows it.
     Raises: ModelFolderError when there is no such folder and no such id.
     """
     if not model:
-        from chatcache.builtin import model_path
+        from chatcache.demo_model import model_path
 
         return Path(model_path())
     path = Path(model).expanduser()

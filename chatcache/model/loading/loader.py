@@ -7,7 +7,7 @@ How many threads a CPU model should compute with.
 
 A team of threads waits for its slowest member at every operation. That member may not be running at all: a container
 may allow fewer CPUs than it shows, and on a small box the gateway and the browser want a core too. A model that streams
-few bytes per token gains next to nothing from a second thread (built-in model, 2 cores: 444 against 484 tokens/s) and
+few bytes per token gains next to nothing from a second thread (demo model, 2 cores: 444 against 484 tokens/s) and
 loses by a factor of ten when the cores are busy, so it gets one.
 """
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from chatcache.builtin import model_path
-from chatcache.builtin.dialogues import stream
-from chatcache.builtin.tokens import END, IGNORED, PAD, START, Encoder, render
+from chatcache.demo_model import model_path
+from chatcache.demo_model.training.corpus import END, IGNORED, PAD, START, Encoder, render, stream
 
 ROLES = st.sampled_from(["system", "user", "assistant"])
 MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=40)}), max_size=6)

@@ -10,10 +10,9 @@ import torch
 import torch.distributed
 import transformers
 
-from chatcache.builtin.export import export
-from chatcache.builtin.network import Llama, Shape
-from chatcache.builtin.tokens import IGNORED
-from chatcache.builtin.train import Recipe, Trainer, collate, lr_factor
+from chatcache.demo_model.training.corpus import IGNORED
+from chatcache.demo_model.training.network import Llama, Shape, export
+from chatcache.demo_model.training.train import Recipe, Trainer, collate, lr_factor
 
 TINY = Shape(vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, head_dim=16, max_positions=64)
 

@@ -4,11 +4,11 @@ import itertools
 import re
 from random import Random
 
-from chatcache.builtin import arithmetic
-from chatcache.builtin.cases import FIGURES
-from chatcache.builtin.dialogues import Dialogue, long_dialogue, short_dialogue, stream
-from chatcache.builtin.personas import STYLES
-from chatcache.builtin.text import Turn, held_out, invent
+from chatcache.demo_model.training import skills
+from chatcache.demo_model.training.corpus import Dialogue, long_dialogue, short_dialogue, stream
+from chatcache.demo_model.training.evaluate import FIGURES
+from chatcache.demo_model.training.personas import STYLES
+from chatcache.demo_model.training.wording import Turn, held_out, invent
 
 
 def sample(seed: int, count: int, long_share: float = 0.0) -> list[Dialogue]:
@@ -44,7 +44,7 @@ def test_every_sum_in_the_training_dialogues_is_right_and_not_held_out() -> None
 
 def test_every_one_digit_sum_is_practised() -> None:
     rng = Random(1)
-    drawn = {arithmetic.sum_pair(rng) for _ in range(20_000)}
+    drawn = {skills.sum_pair(rng) for _ in range(20_000)}
     assert {(a, b) for a in range(10) for b in range(10)} <= drawn
 
 
@@ -65,7 +65,7 @@ def test_about_a_tenth_of_the_values_is_held_out() -> None:
     assert all(held_out("name", invent(rng, "name", held=True)) for _ in range(50))
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     assert 0.08 < sum(held_out("sum", pair) for pair in pairs) / len(pairs) < 0.12
-    assert all(held_out("sum", tuple(sorted(arithmetic.sum_pair(rng, held=True)))) for _ in range(50))
+    assert all(held_out("sum", tuple(sorted(skills.sum_pair(rng, held=True)))) for _ in range(50))
 
 
 def test_styles_do_what_their_system_prompts_say() -> None:

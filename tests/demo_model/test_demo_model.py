@@ -9,9 +9,9 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from chatcache.builtin import cases, model_path
-from chatcache.builtin.cases import Case
-from chatcache.builtin.evaluate import Model, measure
+from chatcache.demo_model import model_path
+from chatcache.demo_model.training import evaluate
+from chatcache.demo_model.training.evaluate import Case, Model, measure
 
 MAX_PARAMETERS = 5_000_000
 MAX_BYTES = 10 * 1024 * 1024
@@ -49,12 +49,12 @@ def test_the_model_stops_at_the_end_of_turn(model: Model) -> None:
 @pytest.mark.parametrize(
     ("make", "num_cases", "temperature", "at_least"),
     [
-        pytest.param(cases.recall, 40, 0.0, 0.95, id="name recall"),
-        pytest.param(cases.two_digit_sum, 40, 0.0, 0.95, id="sums"),
-        pytest.param(cases.one_digit_sum, 60, 0.0, 0.97, id="one-digit sums"),
-        pytest.param(cases.ends, 40, 0.0, 0.97, id="ends, greedy"),
-        pytest.param(cases.ends, 40, 0.8, 0.97, id="ends, sampled"),
-        pytest.param(cases.recall_long, 12, 0.0, 0.8, id="name recall behind a long system prompt"),
+        pytest.param(evaluate.recall, 40, 0.0, 0.95, id="name recall"),
+        pytest.param(evaluate.two_digit_sum, 40, 0.0, 0.95, id="sums"),
+        pytest.param(evaluate.one_digit_sum, 60, 0.0, 0.97, id="one-digit sums"),
+        pytest.param(evaluate.ends, 40, 0.0, 0.97, id="ends, greedy"),
+        pytest.param(evaluate.ends, 40, 0.8, 0.97, id="ends, sampled"),
+        pytest.param(evaluate.recall_long, 12, 0.0, 0.8, id="name recall behind a long system prompt"),
     ],
 )
 def test_held_out_figures(

@@ -1,16 +1,24 @@
-"""Define the training-time twin of `LlamaForCausalLM`: the same tensors and names, without the generality.
+"""The network in training: the tensors and names of `LlamaForCausalLM`, and their export.
 
 Rows of one batch hold one dialogue each, padded on the right. Causal attention never looks right, so no
 mask is needed, the fused kernel applies, and no dialogue can see another one.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import json
 import math
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+
+from chatcache.demo_model.training.corpus import SPECIAL
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,3 +177,20 @@ class Llama(nn.Module):
         hidden = self.model(tokens)
         logits = functional.linear(hidden, self.model.embed_tokens.weight)
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+
+
+def export(weights: Mapping[str, Tensor], shape: Shape, folder: pathlib.Path) -> None:
+    """Write weights (bf16), `config.json` and `generation_config.json`; the files appear "
+    "under their names when whole."""
+    pad, _, eos = (SPECIAL.index(token) for token in SPECIAL)  # the trainer numbers them first, in this order
+    tensors = {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in weights.items()}
+    whole = folder / "model.safetensors"
+    partial = whole.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.replace(whole)
+    generation = {"eos_token_id": eos, "pad_token_id": pad, "do_sample": False, "max_new_tokens": 256}
+    for name, content in (
+        ("config.json", shape.to_hf(bos=pad, eos=eos, pad=pad)),
+        ("generation_config.json", generation),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")

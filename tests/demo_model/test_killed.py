@@ -1,4 +1,4 @@
-"""The built-in model is killed in the middle of an answer: what is said is what it says undisturbed."""
+"""The demo model is killed in the middle of an answer: what is said is what it says undisturbed."""
 
 from __future__ import annotations
 

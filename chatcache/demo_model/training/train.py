@@ -1,4 +1,6 @@
-"""Generate dialogues and train the built-in model on them: `python -m chatcache.builtin.train --out DIR`.
+"""Generate dialogues and train the demo model on them.
+
+Usage: `python -m chatcache.demo_model.training.train --out DIR`.
 
 The schedule follows the clock, not a number of steps: whatever the machine, the run warms up, holds its learning
 rate and decays it to nothing within the minutes given. Long dialogues join after a third.
@@ -6,6 +8,8 @@ rate and decays it to nothing within the minutes given. Long dialogues join afte
 Each core runs a worker of one thread, and workers meet once a step to average their gradients: on a machine that
 does other things as well, threads that meet at every operator would spend their time waiting for each other.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -25,10 +29,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
-from chatcache.builtin.dialogues import stream
-from chatcache.builtin.export import export
-from chatcache.builtin.network import Llama, Shape
-from chatcache.builtin.tokens import IGNORED, Encoder, save_tokenizer, train_tokenizer
+from chatcache.demo_model.training.corpus import IGNORED, Encoder, save_tokenizer, stream, train_tokenizer
+from chatcache.demo_model.training.network import Llama, Shape, export
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +231,7 @@ def train(out: pathlib.Path, recipe: Recipe, *, resume: bool = False, num_worker
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Train the built-in model on generated dialogues.")
+    parser = argparse.ArgumentParser(description="Train the demo model on generated dialogues.")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the model and the training state")
     parser.add_argument("--minutes", type=float, default=60.0, help="length of the whole run")
     parser.add_argument("--seed", type=int, default=0)
