@@ -1,4 +1,4 @@
-"""The table of `README.md` beside this: what it names exists, and every goal has a test and a planted bug."""
+"""Check the table of promises in README.md: every promise has a test and an injected bug, and both exist."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def check(text: str) -> None:
     rows = _ROW.findall(text)
     assert len(rows) == text.count("\n| **G"), "a row is not of four cells"
     missing = GOALS - {goal for goal, *_ in rows}
-    assert not missing, f"nothing is said of {missing}"
+    assert not missing, f"the table lacks {missing}"
     for goal, tests, planted, in_full in rows:
         for names in (tests, planted):
             found = _NAME.findall(names)
-            assert found, f"{goal} has no test, or no planted bug"
+            assert found, f"{goal} has no test, or no injected bug"
             for file, name in found:
                 assert (TESTS / file).is_file() and name in functions_in(file), f"there is no {file}::{name}"
         for files in _LONG.findall(in_full):
@@ -36,14 +36,14 @@ def text() -> str:
     return (TESTS / "README.md").read_text()
 
 
-def test_every_goal_has_a_test_and_a_planted_bug_that_exist() -> None:
+def test_every_promise_has_a_test_and_an_injected_bug() -> None:
     check(text())
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("**G22**", "**G23**", "nothing is said of {'G22'}"),
+        ("**G22**", "**G23**", "the table lacks {'G22'}"),
         (
             "::test_poison_ends_alone",
             "::test_poison_ends",
@@ -56,9 +56,9 @@ def test_every_goal_has_a_test_and_a_planted_bug_that_exist() -> None:
             "test_disk.py is long",
         ),
     ],
-    ids=["a goal left out", "a test that is not there", "no planted bug", "a full size that is none"],
+    ids=["missing promise", "unknown test", "no injected bug", "full size without long mark"],
 )
-def test_a_gap_is_noticed(old: str, new: str, words: str) -> None:
+def test_incomplete_table_is_rejected(old: str, new: str, words: str) -> None:
     assert old in text()
     with pytest.raises(AssertionError, match=re.escape(words)):
         check(text().replace(old, new))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from tests.cli.configuration_page import PAGE, commands, page, parameters
 from tests.gateway.documents import ALL_PAGES, ROOT, command_lines
 
-GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
+GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "kernels/README.md", "loadtest/README.md")]
 # Flags of other programs that the documents show.
 FOREIGN = {
     *(
@@ -26,7 +26,7 @@ FOREIGN = {
         "--data-binary",
     ),  # docker, redis-server, curl
     *("--users", "--turns", "--minutes", "--seed", "--out", "--repeats"),  # our load test and fault injection
-    *("--durations", "--timeout"),  # pytest
+    *("--rootdir", "--tune", "--arch"),  # pytest, the kernels' benchmarks
 }
 COMMANDS = [line for document in ALL_PAGES for line in command_lines(document, "chatcache")]
 

@@ -34,8 +34,9 @@ from tests.gateway.frames import receive
 from tests.gateway.serving import MODEL, Server
 from tests.gateway.test_rest import converse
 
-GUIDE_NAMES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "kernels/README.md", "tests/README.md")
-GUIDES = [ROOT / name for name in GUIDE_NAMES]
+FOLDERS = ("kernels", "loadtest", "loadtest/peers", "tests", "tests/chaos", "web")
+GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+GUIDES += [ROOT / folder / "README.md" for folder in FOLDERS]
 # Codes of the command line, and of a base class that is never raised itself.
 NEVER_SENT = {"forbidden", "damaged_archive", "store_unusable", "model_folder_error"}
 COMMANDS = [(page, line) for page in ALL_PAGES for line in command_lines(page, "curl")]
@@ -208,7 +209,7 @@ def _links(page: Path) -> Iterator[tuple[Path, str]]:
             yield (page.parent / path if path else page), anchor
 
 
-@pytest.mark.parametrize("page", [*ALL_PAGES, *GUIDES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*ALL_PAGES, *GUIDES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target, anchor in _links(page):
         assert target.exists(), f"{page.name} links to {target}, which does not exist"
