@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from chatcache.engine.invariants import SelfCheck
+from chatcache.engine.invariants import InvariantChecker
 from chatcache.kv_cache.manager import KVCache
 from chatcache.scheduler.scheduler import Scheduler
 from tests.strictness import MAX_STRICT_PAGES
@@ -86,13 +86,13 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def strict_engines() -> Iterator[None]:
     """Let every engine in this process raise when its books do not add up; those of huge pools look at a part only."""
-    original = SelfCheck.__init__
+    original = InvariantChecker.__init__
 
-    def init(self: SelfCheck, kv: KVCache, scheduler: Scheduler, *, strict: bool = False) -> None:
+    def init(self: InvariantChecker, kv: KVCache, scheduler: Scheduler, *, strict: bool = False) -> None:
         original(self, kv, scheduler, strict=strict or kv.pool.num_pages <= MAX_STRICT_PAGES)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SelfCheck, "__init__", init)
+        patch.setattr(InvariantChecker, "__init__", init)
         yield
 
 

@@ -15,14 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 
 MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def owner_name(tenant: str, user: str = "") -> str:
-    """The owner of a user's conversations; of the tenant's own without a user. Raises: InvalidRequest for a name."""
+    """The owner of a user's conversations; of the tenant's own without a user.
+
+    Raises: InvalidRequestError for a name.
+    """
     check_name(tenant, "tenant")
     if not user:
         return tenant
@@ -35,10 +38,10 @@ def namespace_of(owner: str) -> str:
 
 
 def check_name(name: str, param: str) -> str:
-    """Raises: InvalidRequest unless it is 1 to 64 letters, digits, `_`, `.` or `-`."""
+    """Raises: InvalidRequestError unless it is 1 to 64 letters, digits, `_`, `.` or `-`."""
     if not _NAME.fullmatch(name):
         message = f"{param} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', got {name!r}"
-        raise InvalidRequest(message, param=param)
+        raise InvalidRequestError(message, param=param)
     return name
 
 
@@ -75,7 +78,7 @@ class KeyRecord:
 
 
 class KeyStore(Protocol):
-    """Keys, which are never deleted, and the tokens of each day. Raises: StoreUnavailable.
+    """Keys, which are never deleted, and the tokens of each day. Raises: StoreUnavailableError.
 
     A call that returns has stored what it says, durably.
     """
@@ -87,7 +90,7 @@ class KeyStore(Protocol):
         ...
 
     async def revoke(self, key_id: str, at: float) -> KeyRecord:
-        """Let nobody in with it any more; again changes nothing. Raises: NotFound."""
+        """Let nobody in with it any more; again changes nothing. Raises: NotFoundError."""
         ...
 
     async def version(self) -> int:
@@ -117,7 +120,10 @@ def new_key(
     max_concurrent: int | None = None,
     tokens_per_day: int | None = None,
 ) -> tuple[str, KeyRecord]:
-    """Make a key: itself, to be shown once, and what is stored of it. Raises: InvalidRequest naming what cannot be."""
+    """Make a key: itself, to be shown once, and what is stored of it.
+
+    Raises: InvalidRequestError naming what cannot be.
+    """
     owner_name(tenant, user)
     if name:
         check_name(name, "name")
@@ -129,7 +135,7 @@ def new_key(
     }
     for field, limit in limits.items():
         if limit is not None and not 1 <= limit <= MAX_LIMIT:
-            raise InvalidRequest(f"{field} must be 1 to {MAX_LIMIT}, got {limit}", param=field)
+            raise InvalidRequestError(f"{field} must be 1 to {MAX_LIMIT}, got {limit}", param=field)
     key_id = secrets.token_hex(_NUM_ID_BYTES)
     key = f"{_PREFIX}{key_id}_{secrets.token_urlsafe(_NUM_SECRET_BYTES)}"
     record = KeyRecord(

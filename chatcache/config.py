@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 
 PAGE_SIZES = (8, 16, 32, 64)
 
@@ -102,14 +102,14 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 def parse_size(text: str | int, *, low: int = 0, high: int = 2**50) -> int:
     """Bytes of "2GiB", "512 MB", "1.5g" or "1048576", between `low` and `high`.
 
-    Raises: InvalidRequest saying what was wrong and what is allowed.
+    Raises: InvalidRequestError saying what was wrong and what is allowed.
     """
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
-        raise InvalidRequest(f"{text!r} is not a size; write bytes, or a number with kB, MB, GB, KiB, MiB, GiB")
+        raise InvalidRequestError(f"{text!r} is not a size; write bytes, or a number with kB, MB, GB, KiB, MiB, GiB")
     num_bytes = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
     if not low <= num_bytes <= high:
-        raise InvalidRequest(f"{text} is not between {format_size(low)} and {format_size(high)}")
+        raise InvalidRequestError(f"{text} is not between {format_size(low)} and {format_size(high)}")
     return num_bytes
 
 
@@ -125,31 +125,33 @@ def format_size(num_bytes: float) -> str:
 def read_file(path: Path) -> dict[str, Any]:
     """Read settings named like the flags ("kv-memory" or "kv_memory"); a missing file is an empty one.
 
-    Raises: InvalidRequest naming the file, for what is not flat TOML.
+    Raises: InvalidRequestError naming the file, for what is not flat TOML.
     """
     if not path.exists():
         return {}
     if path.stat().st_size > MAX_FILE_BYTES:
-        raise InvalidRequest(f"{path}: larger than {format_size(MAX_FILE_BYTES)}")
+        raise InvalidRequestError(f"{path}: larger than {format_size(MAX_FILE_BYTES)}")
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path}: {error}") from None
+        raise InvalidRequestError(f"{path}: {error}") from None
     for name, value in settings.items():
         if isinstance(value, dict):
-            raise InvalidRequest(f"{path}: [{name}] is a table; settings stand at the top level, named like the flags")
+            raise InvalidRequestError(
+                f"{path}: [{name}] is a table; settings stand at the top level, named like the flags"
+            )
     return {name.replace("-", "_"): value for name, value in settings.items()}
 
 
 def per_command(settings: Mapping[str, Any], commands: Mapping[str, Iterable[str]], path: Path) -> dict[str, Any]:
     """Give each command the settings it has a flag for.
 
-    Raises: InvalidRequest for a name that no command knows.
+    Raises: InvalidRequestError for a name that no command knows.
     """
     known = {name for flags in commands.values() for name in flags}
     for name in settings:
         if name not in known:
-            raise InvalidRequest(f"{path}: unknown setting {name!r}")
+            raise InvalidRequestError(f"{path}: unknown setting {name!r}")
     return {
         command: {name: settings[name] for name in flags if name in settings} for command, flags in commands.items()
     }

@@ -25,7 +25,7 @@ class ChatcacheError(Exception):
             self.code = code
 
 
-class InvalidRequest(ChatcacheError):
+class InvalidRequestError(ChatcacheError):
     """A field is missing, of the wrong type or out of its bounds. The message names the field and the limit."""
 
     status = 400
@@ -33,25 +33,25 @@ class InvalidRequest(ChatcacheError):
     code = "invalid_value"
 
 
-class UnsupportedParameter(InvalidRequest):
+class UnsupportedParameterError(InvalidRequestError):
     """A known field whose honouring would change the result, which chatcache does not do."""
 
     code = "unsupported_parameter"
 
 
-class ContextTooLong(InvalidRequest):
+class ContextLengthError(InvalidRequestError):
     """Prompt plus requested output can never fit the model's context or the KV pool; the numbers are in the message."""
 
     code = "context_length_exceeded"
 
 
-class NotFound(ChatcacheError):
+class NotFoundError(ChatcacheError):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
 
 
-class Overloaded(ChatcacheError):
+class OverloadedError(ChatcacheError):
     """The engine refuses new work for now (queue full, model loading, draining). Clients should retry."""
 
     status = 503
@@ -59,7 +59,7 @@ class Overloaded(ChatcacheError):
     code = "overloaded"
 
 
-class RateLimited(ChatcacheError):
+class RateLimitError(ChatcacheError):
     """More than a key or a tenant may take for now; the server itself has room. Waiting `retry_after_s` helps."""
 
     status = 429
@@ -73,25 +73,25 @@ class RateLimited(ChatcacheError):
         self.retry_after_s = retry_after_s
 
 
-class QuotaExhausted(RateLimited):
+class QuotaExceededError(RateLimitError):
     """A key's tokens of the day are used up. Trying again before the day is over is no use."""
 
     code = "insufficient_quota"
 
 
-class EngineFault(ChatcacheError):
+class EngineError(ChatcacheError):
     """Something failed while this request was executing; only this request ends."""
 
     code = "engine_error"
 
 
-class DeviceLost(EngineFault):
+class DeviceLostError(EngineError):
     """The device answers no more (a sticky CUDA error): this process must end, and say why."""
 
     code = "device_lost"
 
 
-class RequestPoisoned(EngineFault):
+class RequestPoisonedError(EngineError):
     """The engine died of this request, and died again when it ran alone; it is not tried once more."""
 
     code = "request_poisoned"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 from chatcache import factory as compose
 from chatcache.config import PAGE_SIZES, EngineConfig, parse_size
 from chatcache.engine.engine import Engine
-from chatcache.errors import DeviceLost, EngineFault, InvalidRequest, Overloaded
+from chatcache.errors import DeviceLostError, EngineError, InvalidRequestError, OverloadedError
 from chatcache.tokenizer.chat_template import unquote
 from chatcache.types.events import (
     Beams,
@@ -101,7 +101,7 @@ class Collector:
     def take(self, event: EngineEvent) -> bool:
         """Note an event; True when it was the last.
 
-        Raises: InvalidRequest for a request that turned out to be one, EngineFault for one that failed otherwise.
+        Raises: InvalidRequestError for a request that turned out to be one, EngineError for one that failed otherwise.
         """
         if isinstance(event, Started):
             self._num_cached = event.num_cached_tokens
@@ -115,8 +115,8 @@ class Collector:
         elif isinstance(event, CandidateDone):
             self._candidates.setdefault(event.index, _Candidate()).done = event
         elif isinstance(event, Failed):
-            fault = DeviceLost if event.code == DeviceLost.code else EngineFault
-            kind = InvalidRequest if 400 <= event.status < 500 else fault
+            fault = DeviceLostError if event.code == DeviceLostError.code else EngineError
+            kind = InvalidRequestError if 400 <= event.status < 500 else fault
             raise kind(event.message, code=event.code, param=event.param)
         return isinstance(event, Finished)
 
@@ -238,7 +238,7 @@ class LLM:
         seed: int = 0,
     ) -> None:
         if page_size not in PAGE_SIZES:
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {page_size!r}", param="page_size"
             )
         self.config = EngineConfig(
@@ -278,10 +278,10 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """The model's tokenizer.
 
-        Raises: InvalidRequest for a model folder without one.
+        Raises: InvalidRequestError for a model folder without one.
         """
         if self._tokenizer is None:
-            raise InvalidRequest(f"{self.config.model}: this model has no tokenizer; pass token ids")
+            raise InvalidRequestError(f"{self.config.model}: this model has no tokenizer; pass token ids")
         return self._tokenizer
 
     def generate(
@@ -295,7 +295,7 @@ class LLM:
         """Continue each prompt; outputs in the order of the prompts.
 
         `priority`: one number per prompt, smaller is served sooner (under `scheduling_policy="priority"`).
-        Raises: InvalidRequest or ContextTooLong for the first request that can never run; then none has run.
+        Raises: InvalidRequestError or ContextLengthError for the first request that can never run; then none has run.
         """
         return self._run(self._prompts(prompts), sampling_params or SamplingParams(), use_tqdm, priority)
 
@@ -329,7 +329,7 @@ class LLM:
     def explain(self, prompt: Prompt) -> Explanation:
         """Tell what of a prompt is computed already, and why not more; nothing is computed or kept.
 
-        Raises: InvalidRequest or ContextTooLong for a prompt that can never run.
+        Raises: InvalidRequestError or ContextLengthError for a prompt that can never run.
         """
         ((_, token_ids),) = self._prompts([prompt])
         return self._engine.pages.explain(token_ids, operator=True)
@@ -360,7 +360,7 @@ class LLM:
     @property
     def _engine(self) -> Engine:
         if self._open is None:
-            raise InvalidRequest("this LLM was closed")
+            raise InvalidRequestError("this LLM was closed")
         return self._open
 
     def _prompts(self, prompts: Any) -> list[tuple[str | None, tuple[int, ...]]]:
@@ -376,7 +376,9 @@ class LLM:
             return prompt, tuple(self.get_tokenizer().encode(prompt, add_special_tokens=True))
         if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
             return None, tuple(prompt)
-        raise InvalidRequest("a prompt is text, token ids, or a dict with prompt_token_ids or prompt", param="prompts")
+        raise InvalidRequestError(
+            "a prompt is text, token ids, or a dict with prompt_token_ids or prompt", param="prompts"
+        )
 
     def _run(
         self,
@@ -387,12 +389,12 @@ class LLM:
     ) -> list[RequestOutput]:
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} params", param="sampling_params")
+            raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} params", param="sampling_params")
         if priority is not None and self.config.scheduling_policy != "priority":
-            raise InvalidRequest('priority needs scheduling_policy="priority"', param="priority")
+            raise InvalidRequestError('priority needs scheduling_policy="priority"', param="priority")
         ranks = [0] * len(prompts) if priority is None else list(priority)
         if len(ranks) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts but {len(ranks)} priorities", param="priority")
+            raise InvalidRequestError(f"{len(prompts)} prompts but {len(ranks)} priorities", param="priority")
         collectors = {}
         for (text, token_ids), one, rank in zip(prompts, each, ranks, strict=True):
             request = GenerateRequest(request_id=str(next(self._numbers)), prompt=token_ids, params=one, priority=rank)
@@ -412,7 +414,7 @@ class LLM:
                 while waiting:
                     try:
                         self._engine.add(waiting[0].request)
-                    except Overloaded:
+                    except OverloadedError:
                         if not self._engine.has_work():
                             raise
                         break
@@ -425,7 +427,7 @@ class LLM:
         """After an error or Ctrl-C: end what still runs, so that the next call finds an idle engine."""
         for request_id in collectors:
             self._engine.abort(request_id)
-        with suppress(DeviceLost):
+        with suppress(DeviceLostError):
             while self._engine.has_work():
                 self._engine.step()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineError
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params
 from chatcache.types.stats import ModelFacts
@@ -89,7 +89,7 @@ class EngineDriver:
     def run(self, prompts: list[Prompt], params: Params) -> RunTimes:
         """Submit all prompts at once and step to the end.
 
-        Raises: EngineFault if a request failed.
+        Raises: EngineError if a request failed.
         """
         run = RunTimes()
         start = time.perf_counter()
@@ -125,12 +125,12 @@ class EngineDriver:
     def step(self) -> Sequence[EngineEvent]:
         """Run one step.
 
-        Raises: EngineFault if a request failed.
+        Raises: EngineError if a request failed.
         """
         events = self.engine.step()
         for event in events:
             if isinstance(event, Failed):
-                raise EngineFault(event.message, code=event.code)
+                raise EngineError(event.message, code=event.code)
         return events
 
     def start_decoding(self, prompts: Sequence[Prompt], params: Params) -> list[str]:

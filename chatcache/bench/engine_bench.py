@@ -21,7 +21,7 @@ from chatcache.bench.drivers import Driver, EngineDriver, RunTimes, Transformers
 from chatcache.bench.report import Figure, compare, figure_table
 from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.config import EngineConfig, format_size
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams
 from chatcache.types.stats import ModelFacts
 
@@ -240,11 +240,12 @@ def run_engine_bench(
     """Measure the limits of the machine, then the engine.
 
     `shape` names a model with random weights that is made instead of loading one.
-    Raises: InvalidRequest for a benchmark that transformers cannot run; ModelFolderError; ContextTooLong if the load
+    Raises: InvalidRequestError for a benchmark that transformers cannot run; ModelFolderError; ContextLengthError if
+    the load
     does not fit the model's context or the pages.
     """
     if compare_with_transformers and name not in COMPARABLE:
-        raise InvalidRequest(f"compare works for {', '.join(COMPARABLE)}, not for {name}", param="compare")
+        raise InvalidRequestError(f"compare works for {', '.join(COMPARABLE)}, not for {name}", param="compare")
     with tempfile.TemporaryDirectory(prefix="chatcache-bench-") as scratch:
         if shape is not None:
             on_progress(f"writing random weights of {shape}")

@@ -20,7 +20,7 @@ import numpy as np
 
 from chatcache.bench.report import Figure, compare, figure_table
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import Scope
+from chatcache.kv_cache.page_hash import CacheNamespace
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -124,7 +124,7 @@ def _measure_fork(load: KVLoad, num_tokens: int) -> Figure:
 
 def _filled_table(kv: KVCache, num_tokens: int) -> PageTable:
     tokens = np.arange(num_tokens, dtype="<i4").tobytes()
-    table = kv.open(kv.match(kv.chain(tokens, Scope())))
+    table = kv.open(kv.match(kv.chain(tokens, CacheNamespace())))
     if kv.reserve([(table, num_tokens)]) is None:
         raise ValueError(f"{num_tokens} tokens do not fit {kv.pool.num_usable} pages")
     kv.commit(table, tokens)

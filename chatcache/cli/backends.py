@@ -17,7 +17,7 @@ from chatcache.conversations.prompt import Message
 from chatcache.conversations.replies.events import ReplyDelta, ReplyFinished
 from chatcache.conversations.replies.service import ChatService
 from chatcache.engine_process.threaded import ThreadedEngine
-from chatcache.errors import ChatcacheError, EngineFault
+from chatcache.errors import ChatcacheError, EngineError
 from chatcache.types.request import GenerateRequest, SamplingParams
 
 CONNECT_TIMEOUT_S = 5.0
@@ -104,7 +104,7 @@ class HttpBackend:
         try:
             response = await self._client.get("models")
         except httpx.HTTPError as error:
-            raise EngineFault(f"{self._url}: {error or type(error).__name__}") from None
+            raise EngineError(f"{self._url}: {error or type(error).__name__}") from None
         if response.is_error:
             raise _refusal(response.status_code, response.content)
         self.name = response.json()["data"][0]["id"]
@@ -129,7 +129,7 @@ class HttpBackend:
                     for piece in _pieces(line):
                         yield piece
         except httpx.HTTPError as error:
-            raise EngineFault(f"{self._url}: {error or type(error).__name__}") from None
+            raise EngineError(f"{self._url}: {error or type(error).__name__}") from None
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -141,7 +141,7 @@ def _pieces(line: str) -> list[Delta | Usage]:
         return []
     chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
     if "error" in chunk:
-        raise EngineFault(chunk["error"]["message"])
+        raise EngineError(chunk["error"]["message"])
     pieces: list[Delta | Usage] = [
         Delta(choice["index"], choice["delta"]["content"])
         for choice in chunk.get("choices", ())
@@ -159,4 +159,4 @@ def _refusal(status: int, body: bytes) -> ChatcacheError:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
         message = "the server did not say why"
-    return EngineFault(f"HTTP {status}: {message}")
+    return EngineError(f"HTTP {status}: {message}")

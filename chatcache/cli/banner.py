@@ -14,7 +14,7 @@ from rich.table import Table
 from chatcache.config import EngineConfig, ServerConfig, format_size
 from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.auth.keys import Keyring
+from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.types.stats import EngineHealth, ModelFacts
 
 POLL_S = 0.1
@@ -29,7 +29,7 @@ class Banner:
         server: ServerConfig,
         address: tuple[Any, ...],
         console: Console | None = None,
-        keyring: Keyring | None = None,
+        keyring: ApiKeyCache | None = None,
     ) -> None:
         self._name = escape(engine.served_model_name or engine.model)
         self._kv_memory_bytes = engine.kv_memory_bytes

@@ -15,8 +15,8 @@ import typer
 from chatcache.auth import owner_name
 from chatcache.cli import exits, options
 from chatcache.config import ServerConfig, format_size
-from chatcache.conversations.store import ConversationStore, Handed, StoreUnusable
-from chatcache.errors import ChatcacheError, InvalidRequest
+from chatcache.conversations.store import ConversationStore, Handed, StoreUnusableError
+from chatcache.errors import ChatcacheError, InvalidRequestError
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.transfer.archive import (
     ConversationSource,
@@ -118,7 +118,7 @@ def claim(
     """
     try:
         owner = owner_name(tenant, user)
-    except InvalidRequest as error:
+    except InvalidRequestError as error:
         raise typer.BadParameter(f"{error.message}.", param_hint=f"--{error.param}") from None
     if not redis and not Path(db).is_file():
         raise ChatcacheError(f"there is no file {Path(db).absolute()}; --db names that of the server")
@@ -142,7 +142,7 @@ def claim(
 
 @contextlib.asynccontextmanager
 async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
-    """What is there, to read. Raises: StoreUnusable, StoreUnavailable."""
+    """What is there, to read. Raises: StoreUnusableError, StoreUnavailableError."""
     if not redis:
         snapshot = SqliteSnapshot(Path(db))
         try:
@@ -150,9 +150,9 @@ async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
         finally:
             await snapshot.close()
         return
-    from chatcache.storage.redis import RedisStore, look_at
+    from chatcache.storage.redis import RedisStore, check_server
 
-    look_at(redis)
+    check_server(redis)
     store = RedisStore(redis, timeout_s=PATIENCE_S)
     try:
         yield store
@@ -162,11 +162,11 @@ async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
 
 @contextlib.asynccontextmanager
 async def _store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
-    """What is there, to add to. Raises: StoreUnusable, StoreUnavailable."""
+    """What is there, to add to. Raises: StoreUnusableError, StoreUnavailableError."""
     if redis:
-        from chatcache.storage.redis import RedisStore, look_at
+        from chatcache.storage.redis import RedisStore, check_server
 
-        look_at(redis)
+        check_server(redis)
         store: ConversationStore = RedisStore(redis, timeout_s=PATIENCE_S)
     else:
         store = SqliteStore(db, beside_server=True)
@@ -180,7 +180,7 @@ async def _store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
 def _new_file(path: Path, force: bool) -> Iterator[Path]:
     """A file to write beside `path`, for us alone to read; it takes that name when all of it is on the disk.
 
-    Raises: StoreUnusable where it cannot be written, or is there already.
+    Raises: StoreUnusableError where it cannot be written, or is there already.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -195,9 +195,9 @@ def _new_file(path: Path, force: bool) -> Iterator[Path]:
         finally:
             partial.unlink(missing_ok=True)
     except FileExistsError:
-        raise StoreUnusable(f"{path} is there already; --force replaces it") from None
+        raise StoreUnusableError(f"{path} is there already; --force replaces it") from None
     except OSError as error:
-        raise StoreUnusable(f"{path} cannot be written: {error.strerror}") from error
+        raise StoreUnusableError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _put_in_place(partial: Path, path: Path, force: bool) -> None:

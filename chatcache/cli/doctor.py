@@ -39,10 +39,10 @@ from websockets.typing import Subprotocol
 
 from chatcache.cli import exits, options
 from chatcache.cli.options import env
-from chatcache.cli.port_check import taken
+from chatcache.cli.port_check import explain_bind_error
 from chatcache.cli.server import listen
 from chatcache.config import EngineConfig, ServerConfig, format_size
-from chatcache.conversations.store import StoreUnavailable, StoreUnusable
+from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
 from chatcache.errors import ModelFolderError
 from chatcache.factory import check_model_folder, check_weight_files, has_tokenizer, served_name
 from chatcache.gateway.static import STATIC
@@ -418,17 +418,17 @@ def _fetched(model: str) -> Finding:
 
 def _redis(config: ServerConfig) -> Iterator[Finding]:
     """Look at a Redis server without changing it."""
-    from chatcache.storage.redis import look_at
-    from chatcache.storage.redis_client import look_around
+    from chatcache.storage.redis import check_server
+    from chatcache.storage.redis_client import probe_permissions
     # IMPORT
 
     what = "Conversations"
     try:
-        look_at(config.redis)
-        rights = look_around(config.redis)
-    except StoreUnusable as error:
+        check_server(config.redis)
+        rights = probe_permissions(config.redis)
+    except StoreUnusableError as error:
         yield bad(what, error.message, "chatcache/gateway/docs/deployment.md, Storage, shows the user that it needs")
-    except StoreUnavailable as error:
+    except StoreUnavailableError as error:
         yield warning(what, f"no Redis server yet: {error.message}", "chatcache serve waits for it")
     else:
         yield good(what, "in the Redis server of --redis")
@@ -485,6 +485,6 @@ def _address(config: ServerConfig) -> Finding:
     try:
         listen(config.host, config.port).close()
     except OSError as error:
-        found = taken(config.host, config.port, error)
+        found = explain_bind_error(config.host, config.port, error)
         return (warning if found.is_ours else bad)("Address", f"{where}: {found.why}", found.remedy)
     return good("Address", f"{where} is free" if config.port else f"{config.host}, any free port")

@@ -17,8 +17,8 @@ from chatcache.auth import MAX_NAME_CHARS, KeyRecord, KeyStore, new_key
 from chatcache.cli import options
 from chatcache.cli.db import open_source
 from chatcache.config import ServerConfig
-from chatcache.conversations.store import StoreUnavailable
-from chatcache.errors import ChatcacheError, InvalidRequest
+from chatcache.conversations.store import StoreUnavailableError
+from chatcache.errors import ChatcacheError, InvalidRequestError
 from chatcache.storage.open import open_keys
 
 DB = ServerConfig().db
@@ -74,7 +74,7 @@ def create(
             max_concurrent=max_concurrent,
             tokens_per_day=tokens_per_day,
         )
-    except InvalidRequest as error:
+    except InvalidRequestError as error:
         hint = f"--{(error.param or '').replace('_', '-')}"
         raise typer.BadParameter(f"{error.message}.", param_hint=hint) from None
 
@@ -142,12 +142,12 @@ def revoke(
 
 @contextlib.asynccontextmanager
 async def _keys(db: str, redis: str, *, must_exist: bool = False) -> AsyncIterator[KeyStore]:
-    """Raises: StoreUnusable, StoreUnavailable, saying why."""
+    """Raises: StoreUnusableError, StoreUnavailableError, saying why."""
     if redis:
-        from chatcache.storage.redis import look_at
+        from chatcache.storage.redis import check_server
 
-        with contextlib.suppress(StoreUnavailable):  # whoever has time may get through yet
-            await asyncio.to_thread(look_at, redis)
+        with contextlib.suppress(StoreUnavailableError):  # whoever has time may get through yet
+            await asyncio.to_thread(check_server, redis)
     elif must_exist:
         await asyncio.to_thread(_check_there, Path(db))
     async with open_keys(ServerConfig(db=db, redis=redis)) as keys:

@@ -30,7 +30,7 @@ from chatcache.cli import redis_acl as redis_user
 from chatcache.cli.doctor import doctor
 from chatcache.cli.options import env
 from chatcache.config import FILE_NAME, misspelt, per_command, read_file
-from chatcache.errors import ChatcacheError, InvalidRequest, ModelFolderError
+from chatcache.errors import ChatcacheError, InvalidRequestError, ModelFolderError
 
 app = typer.Typer(
     name="chatcache",
@@ -66,7 +66,7 @@ def settings(
     try:
         values = read_file(config)
         context.default_map = _nested(per_command(values, _flags(context.command), config))
-    except InvalidRequest as error:
+    except InvalidRequestError as error:
         raise typer.BadParameter(error.message, param_hint="--config") from None
     _tell_misspelt(context.command)
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 import typer
 
 from chatcache.config import PAGE_SIZES, parse_size
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 
 _MOST_CHARACTERS = 4096
 
@@ -52,14 +52,14 @@ def _flag(name: str, help: str, **more: Any) -> Any:
 def _kv_memory(text: str) -> int:
     try:
         return parse_size(text, low=MiB, high=2**44)
-    except InvalidRequest as error:
+    except InvalidRequestError as error:
         raise typer.BadParameter(error.message) from None
 
 
 def _swap_memory(text: str) -> int:
     try:
         return parse_size(text, high=2**44)
-    except InvalidRequest as error:
+    except InvalidRequestError as error:
         raise typer.BadParameter(error.message) from None
 
 

@@ -25,7 +25,7 @@ def neighbour(host: str, port: int) -> str | None:
     return None
 
 
-class Taken(NamedTuple):
+class PortInUse(NamedTuple):
     """Why nothing can listen there, and what to do about it ("": another port would not help)."""
 
     why: str
@@ -33,14 +33,14 @@ class Taken(NamedTuple):
     is_ours: bool = False
 
 
-def taken(host: str, port: int, error: OSError) -> Taken:
+def explain_bind_error(host: str, port: int, error: OSError) -> PortInUse:
     """What is to be said of a port that did not let us listen."""
     reason = error.strerror or str(error)
     if error.errno != errno.EADDRINUSE:
-        return Taken(reason, "")
+        return PortInUse(reason, "")
     other = f"--port {port + 1 if port < _LAST_PORT else 0}"
     model = neighbour(host, port)
     if model is None:
-        return Taken(reason, f"{other} for another, or end the program that has it")
+        return PortInUse(reason, f"{other} for another, or end the program that has it")
     why = f"a chatcache serves {model or 'a model'} there already"
-    return Taken(why, f"{other} for another, with a --db of its own", is_ours=True)
+    return PortInUse(why, f"{other} for another, with a --db of its own", is_ours=True)

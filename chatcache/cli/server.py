@@ -27,13 +27,13 @@ from chatcache import logs
 from chatcache.cli import exits
 from chatcache.cli.banner import Banner
 from chatcache.config import EngineConfig, ServerConfig
-from chatcache.conversations.store import StoreUnusable
+from chatcache.conversations.store import StoreUnusableError
 from chatcache.engine_process.process import EngineProcess
 from chatcache.errors import ChatcacheError, ModelFolderError
 from chatcache.factory import BUILD_ENGINE, load_tokenizer
 from chatcache.gateway.app import create_app
 from chatcache.gateway.context import Gateway
-from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedSocket, raise_most
+from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedSocket, raise_fd_limit
 from chatcache.storage.open import open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
 
@@ -72,19 +72,19 @@ def run_server(
     """
     logs.configure(server_config.log_level, server_config.log_format, "gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner tells what it would
-    raise_most()
+    raise_fd_limit()
     try:
         sock = listen(server_config.host, server_config.port)
     except OSError as error:
         where = f"{server_config.host}:{server_config.port}"
-        from chatcache.cli.port_check import taken  # which needs an HTTP client
+        from chatcache.cli.port_check import explain_bind_error  # which needs an HTTP client
 
-        found = taken(server_config.host, server_config.port, error)
+        found = explain_bind_error(server_config.host, server_config.port, error)
         _refuse(server_config, f"cannot listen on {where}: {found.why}{f'; {found.remedy}' if found.remedy else ''}")
         return exits.ERROR
     try:
         store = open_store(server_config)
-    except StoreUnusable as error:
+    except StoreUnusableError as error:
         sock.close()
         _refuse(server_config, f"{'--redis' if server_config.redis else '--db'} {error.message}")
         return exits.CONFIG

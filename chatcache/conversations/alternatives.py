@@ -12,7 +12,7 @@ from chatcache.conversations.replies.events import ReplyDelta, ReplyFinished, Re
 from chatcache.conversations.replies.service import ChatService, Reply
 from chatcache.conversations.tree import ConversationTree, Item, new_id
 from chatcache.conversations.turns import Conversations
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineError
 from chatcache.types.events import TokenLogprob
 from chatcache.types.request import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams
 
@@ -44,7 +44,7 @@ class Alternatives:
         self._service = service
 
     async def start(self, tree: ConversationTree, item: Item, index: int) -> Reply:
-        """Ask for the token `index` of a reply, to be `heard`. Raises: InvalidRequest; what submitting raises."""
+        """Ask for the token `index` of a reply, to be `heard`. Raises: InvalidRequestError; what submitting raises."""
         prompt = await self._conversations.behind(tree, item, index)
         request = GenerateRequest(
             request_id=new_id("look"),
@@ -65,7 +65,7 @@ class Alternatives:
 
 
 async def heard(reply: Reply, token_id: int) -> Look:
-    """Read the reply to its end. Raises: ReplyFailed."""
+    """Read the reply to its end. Raises: ReplyFailedError."""
     scored = TokenLogprob(0.0)
     drawn: int | None = None
     num_copied_pages = 0
@@ -86,4 +86,4 @@ async def heard(reply: Reply, token_id: int) -> Look:
                     num_cached_tokens=event.num_cached_tokens,
                     num_copied_pages=num_copied_pages,
                 )
-    raise EngineFault("the engine stopped without saying why")
+    raise EngineError("the engine stopped without saying why")

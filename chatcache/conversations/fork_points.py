@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from chatcache.auth import namespace_of
 from chatcache.conversations.prompt import Function, Message, echoed
-from chatcache.conversations.replies.parser import Speech
-from chatcache.conversations.store import ConversationStore, StaleRevision
+from chatcache.conversations.replies.parser import ReplyContext
+from chatcache.conversations.store import ConversationStore, StaleRevisionError
 from chatcache.conversations.tree import (
     DELETED,
     FORKED,
@@ -32,7 +32,7 @@ from chatcache.conversations.tree import (
     main_output,
     new_id,
 )
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.tokenizer import Tokenizer
 
@@ -74,11 +74,11 @@ class ReplyStart:
 
 
 def cut(
-    speech: Speech, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
+    speech: ReplyContext, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
 ) -> ReplyStart:
     """The first `num_tokens` of a stored reply, in whole characters; or these and the token `fork_with`.
 
-    Raises: InvalidRequest naming `fork_at` or `fork_with`.
+    Raises: InvalidRequestError naming `fork_at` or `fork_with`.
     """
     turn, prompt = generated(tree, item, "fork_at")
     check_fork_at(num_tokens, len(item.token_ids))
@@ -91,7 +91,7 @@ def cut(
 
 
 def begun(
-    speech: Speech,
+    speech: ReplyContext,
     turn: Turn,
     index: int,
     prompt: tuple[int, ...],
@@ -114,39 +114,39 @@ def begun(
     return ReplyStart(turn, index, prompt, kept, text, reading.text, reading.parts(text), num_open)
 
 
-def forked_ids(speech: Speech, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
-    """The tokens that a fork begins with. Raises: InvalidRequest for a token that nothing can follow."""
+def forked_ids(speech: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
+    """The tokens that a fork begins with. Raises: InvalidRequestError for a token that nothing can follow."""
     if fork_with is None:
         return ids
     num_ids = speech.tokenizer.vocab_size
     if not 0 <= fork_with < num_ids:
-        raise InvalidRequest(f"fork_with must be a token id between 0 and {num_ids - 1}", param="fork_with")
+        raise InvalidRequestError(f"fork_with must be a token id between 0 and {num_ids - 1}", param="fork_with")
     if fork_with in speech.tokenizer.eos_token_ids:
-        raise InvalidRequest("fork_with: that token ends the reply, nothing goes on behind it", param="fork_with")
+        raise InvalidRequestError("fork_with: that token ends the reply, nothing goes on behind it", param="fork_with")
     return (*ids, fork_with)
 
 
 def generated(tree: ConversationTree, item: Item, param: str) -> tuple[Turn, tuple[int, ...]]:
     """The response that made a message, and the exact prompt it was generated from.
 
-    Raises: InvalidRequest naming `param` where that, or the message's tokens, are not known.
+    Raises: InvalidRequestError naming `param` where that, or the message's tokens, are not known.
     """
     turn, sequence = tree.turn_of(item), tree.sequence(item)
     if turn is None or not item.token_ids or not sequence:
-        raise InvalidRequest(f"{param} is for messages that this server generated", param=param)
+        raise InvalidRequestError(f"{param} is for messages that this server generated", param=param)
     return turn, sequence[: -len(item.token_ids)]
 
 
 def check_fork_at(fork_at: int, num_tokens: int) -> None:
-    """Raises: InvalidRequest unless a reply of `num_tokens` has a token `fork_at`."""
+    """Raises: InvalidRequestError unless a reply of `num_tokens` has a token `fork_at`."""
     if fork_at > num_tokens:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"fork_at must be at most {num_tokens}, the message's tokens, got {fork_at}", param="fork_at"
         )
 
 
 def whole_characters(
-    speech: Speech, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+    speech: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[tuple[int, ...], str]:
     """Drop the last tokens if they are the beginning of a character; return what is left, and its text."""
 
@@ -196,7 +196,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ForkPosition:
     """Where a turn continues. `start`: the beginning of a reply that comes after `path`."""
 
     tree: ConversationTree | None
@@ -204,7 +204,7 @@ class Place:
     start: ReplyStart | None = None
 
 
-class Places:
+class ContinuationResolver:
     """Finds places in a store's trees."""
 
     def __init__(self, store: ConversationStore, tokenizer: Tokenizer, form: ReplyFormat) -> None:
@@ -212,8 +212,9 @@ class Places:
         self._tokenizer = tokenizer
         self._form = form
 
-    async def find(self, request: TurnRequest) -> Place:
-        """Raises: NotFound for ids the owner lacks, InvalidRequest for a place that cannot be; StaleRevision."""
+    async def find(self, request: TurnRequest) -> ForkPosition:
+        """Raises: NotFoundError for ids the owner lacks, InvalidRequestError for a place that cannot be;
+        StaleRevisionError."""
         owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
         member = item_id if item_id is not None and item_id != ROOT else response_id
         if request.running is not None:
@@ -222,50 +223,52 @@ class Places:
         if member is not None:
             held_by = await self._locate(owner, member, "previous_item_id" if member == item_id else None)
             if conversation_id is not None and held_by != conversation_id:
-                raise InvalidRequest(f"{member!r} is not in conversation {conversation_id!r}", param="conversation")
+                raise InvalidRequestError(
+                    f"{member!r} is not in conversation {conversation_id!r}", param="conversation"
+                )
             conversation_id = held_by
         if conversation_id is None:
             if item_id == ROOT:
-                raise InvalidRequest("previous_item_id 'root' needs a conversation", param="previous_item_id")
+                raise InvalidRequestError("previous_item_id 'root' needs a conversation", param="previous_item_id")
             if request.fork_at is not None:
-                raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
+                raise InvalidRequestError(_NOTHING_TO_FORK, param="fork_at")
             if request.rev is not None:
-                raise InvalidRequest("rev needs a conversation to be the revision of", param="rev")
-            return Place(None, ())
+                raise InvalidRequestError("rev needs a conversation to be the revision of", param="rev")
+            return ForkPosition(None, ())
         tree = await self._store.load(owner, conversation_id)
         if request.rev is not None and request.rev != tree.conversation.rev:
-            raise StaleRevision(tree.conversation, request.rev)
+            raise StaleRevisionError(tree.conversation, request.rev)
         if request.running is not None:
-            return Place(tree, tree.path(request.running.turn.parent_id), request.running)
+            return ForkPosition(tree, tree.path(request.running.turn.parent_id), request.running)
         path = tree.path(_leaf(tree, item_id, response_id))
         if request.fork_at is None:
-            return Place(tree, path)
+            return ForkPosition(tree, path)
         if not path:
-            raise InvalidRequest(_NOTHING_TO_FORK, param="fork_at")
+            raise InvalidRequestError(_NOTHING_TO_FORK, param="fork_at")
         speech = self.speech_of(tree, path[-1])
         start = await asyncio.to_thread(cut, speech, tree, path[-1], request.fork_at, request.fork_with)
         if request.input and start.ids == path[-1].token_ids:
-            return Place(tree, path)
-        return Place(tree, path[:-1], start)
+            return ForkPosition(tree, path)
+        return ForkPosition(tree, path[:-1], start)
 
-    def speech_of(self, tree: ConversationTree, item: Item) -> Speech:
+    def speech_of(self, tree: ConversationTree, item: Item) -> ReplyContext:
         """How a stored reply was read."""
         turn = tree.turn_of(item)
         names = {function.name for function in echoed(turn.echo.get("tools"))} if turn is not None else set()
-        return Speech(self._tokenizer, self._form if item.parts.raw else ReplyFormat(), names or None)
+        return ReplyContext(self._tokenizer, self._form if item.parts.raw else ReplyFormat(), names or None)
 
     async def _locate(self, owner: str, member: str, param: str | None) -> str:
         try:
             return await self._store.locate(owner, member)
-        except NotFound:
+        except NotFoundError:
             if param is not None:
-                raise NotFound(f"no message {member!r}", param=param) from None
+                raise NotFoundError(f"no message {member!r}", param=param) from None
             raise _no_response(member) from None
 
 
-def _no_response(response_id: str) -> NotFound:
+def _no_response(response_id: str) -> NotFoundError:
     message = f"no response {response_id!r}"
-    return NotFound(message, param="previous_response_id", code="previous_response_not_found")
+    return NotFoundError(message, param="previous_response_id", code="previous_response_not_found")
 
 
 def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) -> str | None:
@@ -273,7 +276,7 @@ def _leaf(tree: ConversationTree, item_id: str | None, response_id: str | None) 
         return None
     if item_id is not None:
         if item_id not in tree.items:
-            raise NotFound(f"no message {item_id!r}", param="previous_item_id")
+            raise NotFoundError(f"no message {item_id!r}", param="previous_item_id")
         return item_id
     if response_id is not None:
         turn = tree.turns.get(response_id)

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from chatcache.conversations.prompt import MAX_RENDERED_CHARS, NO_VARIABLES, Message, Prompt
-from chatcache.conversations.replies.parser import Heard, Reading, Speech
+from chatcache.conversations.replies.parser import CandidateParser, ParsedDelta, ReplyContext
 from chatcache.conversations.tree import Item
 from chatcache.tokenizer.chat_template import unquote
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ Span = tuple[int, int] | None
 """[start, end) in characters (code points) of the shown text; None for a token that shows nothing."""
 
 
-def token_spans(speech: Speech, prompt: Sequence[int], item: Item) -> list[Span]:
+def token_spans(speech: ReplyContext, prompt: Sequence[int], item: Item) -> list[Span]:
     """One span per token of a reply to `prompt`. Takes a while for long ones: for a thread beside the event loop."""
     raw = item.parts.raw or item.text
     pieces, torn = _pieces(speech, prompt, item.token_ids, skip_special_tokens=True)
@@ -92,7 +92,7 @@ def token_spans(speech: Speech, prompt: Sequence[int], item: Item) -> list[Span]
 
 
 def _pieces(
-    speech: Speech, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+    speech: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[list[str], list[bool]]:
     """The characters that each token completes, and whether it leaves one that it has begun, or gone on with."""
     stream = speech.retold(prompt, skip_special_tokens=skip_special_tokens)
@@ -108,7 +108,7 @@ def _pieces(
     return pieces, torn
 
 
-def _shown_places(reading: Reading, written: str) -> list[int | None]:
+def _shown_places(reading: CandidateParser, written: str) -> list[int | None]:
     """Where each character of all that the model wrote is shown. Read one by one: what is told is what came last."""
     places = _Places(written)
     for end, char in enumerate(written, start=1):
@@ -129,7 +129,7 @@ class _Places:
         self._run_end = 0
         self.shown: list[int | None] = [None] * len(written)
 
-    def take(self, heard: Heard, end: int) -> None:
+    def take(self, heard: ParsedDelta, end: int) -> None:
         """Something was told when the first `end` characters were read."""
         if heard.reasoning:
             self.end_run()

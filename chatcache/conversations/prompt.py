@@ -40,8 +40,8 @@ from itertools import takewhile
 from typing import Any, NotRequired, Protocol, TypedDict
 
 from chatcache.conversations.tree import Item, ReplyParts, ToolCall
-from chatcache.errors import ContextTooLong, InvalidRequest
-from chatcache.tokenizer.chat_template import SEAM, VerbatimJson, arguments_of, unquote
+from chatcache.errors import ContextLengthError, InvalidRequestError
+from chatcache.tokenizer.chat_template import SEAM, RawJson, arguments_of, unquote
 
 MAX_PROMPT_CHARS = 8 << 20  # for any model
 ALWAYS_CHARS = 64 << 10  # so much is tokenised, and its tokens are told to whoever sent too many
@@ -49,7 +49,7 @@ _NORMALISED = 4  # so many characters that a tokenizer may make one of
 
 
 @dataclass(slots=True)
-class PromptBound:
+class PromptLimits:
     """What the model says of that; 0 until it is known."""
 
     max_model_len: int = 0
@@ -61,12 +61,12 @@ class PromptBound:
         return min(MAX_PROMPT_CHARS, max(ALWAYS_CHARS, fitting)) if fitting else MAX_PROMPT_CHARS
 
     def check(self, num_chars: int) -> None:
-        """Raises: ContextTooLong."""
+        """Raises: ContextLengthError."""
         if num_chars > self.max_chars:
             told = f"this model's maximum context length is {self.max_model_len} tokens"
             if not self.max_model_len:
                 told = f"no prompt may have more than {self.max_chars}"
-            raise ContextTooLong(f"the prompt has {num_chars} characters; {told}", param="prompt")
+            raise ContextLengthError(f"the prompt has {num_chars} characters; {told}", param="prompt")
 
 
 MAX_LOOKBACK = 8
@@ -145,11 +145,11 @@ def assemble(
     messages: Sequence[Message],
     known: KnownReply = nothing_known,
     variables: Mapping[str, Any] = NO_VARIABLES,
-    bound: PromptBound | None = None,
+    bound: PromptLimits | None = None,
 ) -> Prompt:
     """Render `messages` with the generation prompt and tokenise what follows the latest known reply.
 
-    `variables` (tools) reach the template. Raises: ContextTooLong beyond `bound`.
+    `variables` (tools) reach the template. Raises: ContextLengthError beyond `bound`.
     """
     text = tokenizer.render(messages, add_generation_prompt=True, **variables)
     if bound is not None:
@@ -281,7 +281,8 @@ def calls_of(message: Message) -> tuple[ToolCall, ...]:
 def linked(messages: Sequence[Message], param: str, num_old: int = 0) -> list[Message]:
     """Name the function in every answer to a call, as some templates want it.
 
-    Raises: InvalidRequest for an answer to a call that was not made, unless it is among the first `num_old` messages.
+    Raises: InvalidRequestError for an answer to a call that was not made, unless it is among the first `num_old`
+    messages.
     """
     names: dict[str, str] = {}
     found: list[Message] = []
@@ -292,7 +293,7 @@ def linked(messages: Sequence[Message], param: str, num_old: int = 0) -> list[Me
             if call_id in names:
                 message = Message(role=TOOL, content=message["content"], tool_call_id=call_id, name=names[call_id])
             elif len(found) >= num_old:
-                raise InvalidRequest(f"{param}: no function was called with the id {call_id[:64]!r}", param=param)
+                raise InvalidRequestError(f"{param}: no function was called with the id {call_id[:64]!r}", param=param)
         found.append(message)
     return found
 
@@ -311,7 +312,7 @@ def _call_json(call: ToolCall) -> dict[str, Any]:
 
 def _call(call: dict[str, Any]) -> ToolCall:
     arguments = call["function"]["arguments"]
-    source = arguments.source if isinstance(arguments, VerbatimJson) else arguments
+    source = arguments.source if isinstance(arguments, RawJson) else arguments
     return ToolCall(call["id"], call["function"]["name"], source)
 
 
@@ -359,7 +360,7 @@ def echoed(tools: object) -> tuple[Function, ...]:
     )
 
 
-class PublicPrompts:
+class SharedSystemPrompts:
     """The declared texts, with or without the line end that files have. Threads may share it."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -375,7 +376,7 @@ class PublicPrompts:
             return 0
         try:
             alone = tokenizer.render(messages[:1], add_generation_prompt=False)
-        except InvalidRequest:  # there are templates that render no system message, or not alone
+        except InvalidRequestError:  # there are templates that render no system message, or not alone
             return 0
         if not prompt.text.startswith(alone) or messages[0]["content"].strip() not in unquote(alone):
             return 0

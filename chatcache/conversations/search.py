@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chatcache.conversations.tree import Conversation
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 
 NUM_COMPARED = 8  # of a conversation's matching messages, the newest, of which a search shows the best
 MAX_QUERY_CHARS = 4096  # fits a URL, however they are encoded
@@ -85,9 +85,9 @@ class SearchQuery:
 
     @classmethod
     def parse(cls, text: str) -> SearchQuery:
-        """Any text is a query; what is no word in it does not count. Raises: InvalidRequest for one too long."""
+        """Any text is a query; what is no word in it does not count. Raises: InvalidRequestError for one too long."""
         if len(text) > MAX_QUERY_CHARS:
-            raise InvalidRequest(f"query may have at most {MAX_QUERY_CHARS} characters", param="query")
+            raise InvalidRequestError(f"query may have at most {MAX_QUERY_CHARS} characters", param="query")
         phrases = [tuple(word.text for word in words(part)) for part in text.split()]
         kept = [phrase for phrase in phrases if phrase]
         return cls((*dict.fromkeys(kept[:-1]), *kept[-1:]))

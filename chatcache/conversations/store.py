@@ -9,11 +9,11 @@ from typing import Protocol
 
 from chatcache.auth import KeyStore
 from chatcache.conversations.search import Hit, SearchQuery
-from chatcache.conversations.tree import Conversation, ConversationTree, Item, TreeEdit, Turn
+from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn
 from chatcache.errors import ChatcacheError
 
 
-class StaleRevision(ChatcacheError):
+class StaleRevisionError(ChatcacheError):
     """The conversation changed since the caller read it: `present` is what it is now. Read again, then decide."""
 
     status = 409
@@ -25,13 +25,13 @@ class StaleRevision(ChatcacheError):
         self.present = present
 
 
-class StoreUnusable(ChatcacheError):
+class StoreUnusableError(ChatcacheError):
     """The storage cannot be opened."""
 
     code = "store_unusable"
 
 
-class StoreUnavailable(ChatcacheError):
+class StoreUnavailableError(ChatcacheError):
     """The storage does not answer, or takes nothing, for now. Whether it took what it was just given is not known."""
 
     status = 503
@@ -47,7 +47,7 @@ class Claim:
     target: str
 
 
-class KeyTaken(ChatcacheError):
+class IdempotencyConflictError(ChatcacheError):
     """The key was used before: `claim` says for what. Nothing was stored."""
 
     status = 409
@@ -101,8 +101,9 @@ class ConversationStore(Protocol):
     """Trees by id, each visible to its owner only. A call that returns has stored what it says, durably.
 
     `expect` is the `rev` the caller read; None means "whatever it is". A `claim` is stored with what it is for, both or
-    none. Raises: StaleRevision when `rev` differs; KeyTaken for a claim whose key is; NotFound for ids that do not
-    exist or belong to somebody else; StoreUnavailable.
+    none. Raises: StaleRevisionError when `rev` differs; IdempotencyConflictError for a claim whose key is;
+    NotFoundError for ids that do not
+    exist or belong to somebody else; StoreUnavailableError.
     """
 
     @property
@@ -111,7 +112,7 @@ class ConversationStore(Protocol):
         ...
 
     async def check(self) -> None:
-        """Whether it would store something now. Raises: StoreUnavailable."""
+        """Whether it would store something now. Raises: StoreUnavailableError."""
         ...
 
     async def create(
@@ -167,7 +168,7 @@ class ConversationStore(Protocol):
     ) -> Conversation:
         """Add `items` (parents first), insert or replace `turn`, move the active leaf, name it if it has no title.
 
-        Raises: NotFound for a parent or leaf that is not there (any more).
+        Raises: NotFoundError for a parent or leaf that is not there (any more).
         """
         ...
 
@@ -183,7 +184,7 @@ class ConversationStore(Protocol):
     ) -> Conversation: ...
 
     async def edit(
-        self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
+        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expect: int | None = None
     ) -> Conversation:
         """Take messages and responses out and replace others, all or nothing. What a removed one held is gone."""
         ...
@@ -192,7 +193,7 @@ class ConversationStore(Protocol):
         """Store a conversation, or add what one with its id lacks: items (parents first) and turns, by id.
 
         What is stored already stays as it is; merging again changes nothing.
-        Raises: NotFound where an id is somebody else's or of another conversation; then nothing is stored.
+        Raises: NotFoundError where an id is somebody else's or of another conversation; then nothing is stored.
         """
         ...
 

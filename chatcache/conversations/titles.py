@@ -18,7 +18,7 @@ from chatcache.conversations.prompt import Message, echoed
 from chatcache.conversations.replies.service import ChatService, Reply
 from chatcache.conversations.tree import ConversationTree, Item, new_id
 from chatcache.conversations.turns import Conversations
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.request import GenerateRequest, SamplingParams
 
 MAX_TITLE_CHARS = 60
@@ -59,7 +59,7 @@ class SideTasks:
     async def start(self, task: SideTask, tree: ConversationTree, model: str, priority: int) -> Reply:
         """Ask at the end of the active branch, prompted as it was. The reply must be read to its end or closed.
 
-        Raises: InvalidRequest (code "nothing_said") while nobody has answered there; what submitting raises.
+        Raises: InvalidRequestError (code "nothing_said") while nobody has answered there; what submitting raises.
         """
         head = tree.conversation
         last = _last_reply(tree)
@@ -128,8 +128,8 @@ def _shortened(title: str) -> str:
 
 
 def _last_reply(tree: ConversationTree) -> Item:
-    """The last reply of the active branch. Raises: InvalidRequest."""
+    """The last reply of the active branch. Raises: InvalidRequestError."""
     for item in reversed(tree.path(tree.conversation.active_leaf)):
         if item.role == "assistant" and item.text:
             return item
-    raise InvalidRequest("nobody has answered in this conversation yet", param="conversation", code="nothing_said")
+    raise InvalidRequestError("nobody has answered in this conversation yet", param="conversation", code="nothing_said")

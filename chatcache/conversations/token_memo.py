@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from chatcache.conversations.prompt import Known
 
 
-class Transcripts:
+class TokenMemo:
     """A least-recently-used map from (namespace, rendering before a reply, reply) to their token ids and its raw text.
 
     A reply is named by what clients send back of it (`messages.said`); `raw` is all that the model wrote.

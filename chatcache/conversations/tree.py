@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from chatcache.errors import ChatcacheError, NotFound
+from chatcache.errors import ChatcacheError, NotFoundError
 from chatcache.types.events import FINISH_CANCELLED
 
 IN_PROGRESS = "in_progress"
@@ -219,7 +219,7 @@ class ConversationTree:
         return tuple(token for part in reversed(parts) for token in part)
 
 
-class ConversationBusy(ChatcacheError):
+class ConversationBusyError(ChatcacheError):
     """A response that is being generated stands on what the caller wants to change."""
 
     status = 409
@@ -228,7 +228,7 @@ class ConversationBusy(ChatcacheError):
 
 
 @dataclass(frozen=True, slots=True)
-class TreeEdit:
+class MessageDeletion:
     """What to change in a stored tree: what goes, and what replaces the stored form of the same id."""
 
     active_leaf: str | None
@@ -238,22 +238,22 @@ class TreeEdit:
     turns: tuple[Turn, ...] = ()
 
 
-def without_item(tree: ConversationTree, item_id: str) -> TreeEdit:
+def without_item(tree: ConversationTree, item_id: str) -> MessageDeletion:
     """Take one message out; those under it move up to its parent.
 
     Their prompts contained it, so their tokens are dropped: they can be continued as before, but not forked inside.
-    Raises: NotFound, ConversationBusy.
+    Raises: NotFoundError, ConversationBusyError.
     """
     item = tree.items.get(item_id)
     if item is None:
-        raise NotFound(f"no message {item_id!r}", param="item_id")
+        raise NotFoundError(f"no message {item_id!r}", param="item_id")
     below = {each.id for each in _below(tree, item_id)}
     held = {item_id, *below}
     if any(turn.status == IN_PROGRESS and turn.parent_id in held for turn in tree.turns.values()):
-        raise ConversationBusy("a response that continues this message is being generated: cancel it first")
+        raise ConversationBusyError("a response that continues this message is being generated: cancel it first")
     turns = (turn for turn in tree.turns.values() if turn.parent_id in held)
     moved = (each for each in tree.items.values() if each.id in below)
-    return TreeEdit(
+    return MessageDeletion(
         active_leaf=item.parent_id if tree.conversation.active_leaf == item_id else tree.conversation.active_leaf,
         removed_items=(item_id,),
         items=tuple(
@@ -272,15 +272,15 @@ def without_item(tree: ConversationTree, item_id: str) -> TreeEdit:
     )
 
 
-def without_response(tree: ConversationTree, response_id: str) -> TreeEdit:
+def without_response(tree: ConversationTree, response_id: str) -> MessageDeletion:
     """Take a response out, and those of its messages that nothing else stands on.
 
     What others were continued from stays in the tree as messages; the response itself cannot be found any more.
-    Raises: ConversationBusy.
+    Raises: ConversationBusyError.
     """
     turn = tree.turns[response_id]
     if turn.status == IN_PROGRESS:
-        raise ConversationBusy("the response is being generated: cancel it first")
+        raise ConversationBusyError("the response is being generated: cancel it first")
     made = [each for each in tree.items.values() if tree.is_made_by(each, turn)]
     forked = tree.items.get(str(turn.echo.get("forked_item_id")))
     num_on = Counter(each.parent_id for each in tree.items.values())
@@ -293,7 +293,7 @@ def without_response(tree: ConversationTree, response_id: str) -> TreeEdit:
             num_on[each.parent_id] -= 1
     is_needed = any(each.id not in removed for each in made)
     gone = replace(turn, status=DELETED, usage=None, echo={})
-    return TreeEdit(
+    return MessageDeletion(
         active_leaf=_nearest(tree, removed),
         removed_items=tuple(removed),
         removed_turns=() if is_needed else (response_id,),

@@ -21,14 +21,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chatcache.conversations.fork_points import ROOT, Place, Places, ReplyStart, TurnRequest, generated
+from chatcache.conversations.fork_points import (
+    ROOT,
+    ContinuationResolver,
+    ForkPosition,
+    ReplyStart,
+    TurnRequest,
+    generated,
+)
 from chatcache.conversations.offsets import Span, token_spans
 from chatcache.conversations.prompt import (
     Known,
     Message,
     Prompt,
-    PromptBound,
-    PublicPrompts,
+    PromptLimits,
+    SharedSystemPrompts,
     assemble,
     calls_of,
     echoed,
@@ -39,8 +46,8 @@ from chatcache.conversations.prompt import (
     variables,
 )
 from chatcache.conversations.replies.events import ReplyDone
-from chatcache.conversations.store import Claim, ConversationStore, StaleRevision
-from chatcache.conversations.token_memo import Transcripts
+from chatcache.conversations.store import Claim, ConversationStore, StaleRevisionError
+from chatcache.conversations.token_memo import TokenMemo
 from chatcache.conversations.tree import (
     COMPLETED,
     IN_PROGRESS,
@@ -53,7 +60,7 @@ from chatcache.conversations.tree import (
     main_output,
     new_id,
 )
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_STOP
@@ -127,20 +134,20 @@ class Conversations:
         self,
         store: ConversationStore,
         tokenizer: Tokenizer,
-        public: PublicPrompts | None = None,
+        public: SharedSystemPrompts | None = None,
         form: ReplyFormat | None = None,
-        transcripts: Transcripts | None = None,
-        bound: PromptBound | None = None,
+        transcripts: TokenMemo | None = None,
+        bound: PromptLimits | None = None,
     ) -> None:
         self.store = store
         self._bound = bound
         self._tokenizer = tokenizer
-        self._places = Places(store, tokenizer, form if form is not None else ReplyFormat())
-        self._transcripts = transcripts if transcripts is not None else Transcripts()
-        self._public = public if public is not None else PublicPrompts()
+        self._places = ContinuationResolver(store, tokenizer, form if form is not None else ReplyFormat())
+        self._transcripts = transcripts if transcripts is not None else TokenMemo()
+        self._public = public if public is not None else SharedSystemPrompts()
 
     async def plan(self, request: TurnRequest) -> PlannedTurn:
-        """Raises: NotFound for ids the owner does not have, InvalidRequest for a turn that says nothing."""
+        """Raises: NotFoundError for ids the owner does not have, InvalidRequestError for a turn that says nothing."""
         place = await self._places.find(request)
         if place.start is not None and not request.input:
             return await self._plan_going_on(request, place, place.start)
@@ -148,7 +155,7 @@ class Conversations:
         if stump is not None:
             place = replace(place, path=(*place.path, stump))
         if not request.input and (not place.path or place.path[-1].role == "assistant"):
-            raise InvalidRequest("input is empty: only a user message can be answered again", param="input")
+            raise InvalidRequestError("input is empty: only a user message can be answered again", param="input")
         messages = _messages(request, place)
         prompt = await asyncio.to_thread(self._assemble, request, place, messages)
         now = time.time()
@@ -177,15 +184,17 @@ class Conversations:
             stump,
         )
 
-    async def _plan_going_on(self, request: TurnRequest, place: Place, start: ReplyStart) -> PlannedTurn:
+    async def _plan_going_on(self, request: TurnRequest, place: ForkPosition, start: ReplyStart) -> PlannedTurn:
         """Plan one more candidate beside a reply, with the same beginning."""
         origin = start.turn
         if request.instructions not in (None, origin.instructions):
-            raise InvalidRequest("a reply goes on under its own instructions: leave them out", param="instructions")
+            raise InvalidRequestError(
+                "a reply goes on under its own instructions: leave them out", param="instructions"
+            )
         if place.tree is None:
-            raise InvalidRequest("only a stored reply can go on", param="fork_at")
+            raise InvalidRequestError("only a stored reply can go on", param="fork_at")
         if request.functions and not _has_tools_of(origin, request):
-            raise InvalidRequest("a reply goes on with its own tools: leave them out", param="tools")
+            raise InvalidRequestError("a reply goes on with its own tools: leave them out", param="tools")
         request = replace(request, instructions=origin.instructions, functions=echoed(origin.echo.get("tools")))
         messages, prompt = await self._behind(request, place, (*start.prompt, *start.ids))
         turn = replace(
@@ -203,25 +212,25 @@ class Conversations:
     async def behind(self, tree: ConversationTree, item: Item, num_tokens: int) -> Prompt:
         """The prompt that ends with the first `num_tokens` tokens of a stored reply, to the token.
 
-        Raises: InvalidRequest for a message that has none.
+        Raises: InvalidRequestError for a message that has none.
         """
         turn, prompt = generated(tree, item, "item_id")
         functions = echoed(turn.echo.get("tools"))
         request = TurnRequest(tree.conversation.owner, turn.model, instructions=turn.instructions, functions=functions)
         ids = (*prompt, *item.token_ids[:num_tokens])
-        return (await self._behind(request, Place(tree, tree.path(item.parent_id)), ids))[1]
+        return (await self._behind(request, ForkPosition(tree, tree.path(item.parent_id)), ids))[1]
 
-    async def prompt(self, request: TurnRequest, place: Place) -> Prompt:
-        """The prompt of a place as it would be rendered now. Raises: InvalidRequest."""
+    async def prompt(self, request: TurnRequest, place: ForkPosition) -> Prompt:
+        """The prompt of a place as it would be rendered now. Raises: InvalidRequestError."""
         return await asyncio.to_thread(self._assemble, request, place, _messages(request, place))
 
     async def spans(self, tree: ConversationTree, item: Item) -> list[Span]:
-        """What each token of a stored reply shows. Raises: InvalidRequest for a message that has none."""
+        """What each token of a stored reply shows. Raises: InvalidRequestError for a message that has none."""
         _, prompt = generated(tree, item, "item_id")
         return await asyncio.to_thread(token_spans, self._places.speech_of(tree, item), prompt, item)
 
     async def _behind(
-        self, request: TurnRequest, place: Place, ids: tuple[int, ...]
+        self, request: TurnRequest, place: ForkPosition, ids: tuple[int, ...]
     ) -> tuple[tuple[Message, ...], Prompt]:
         """The messages of a prompt that is tokens already, and the prompt with its head as text."""
         messages = _messages(request, place)
@@ -233,8 +242,9 @@ class Conversations:
     async def open(self, planned: PlannedTurn, claim: Claim | None = None) -> Conversation | None:
         """Store the input and that an answer is under way. None when the turn is not to be stored.
 
-        Raises: StaleRevision where the request expects another revision; NotFound for what was deleted meanwhile;
-        KeyTaken.
+        Raises: StaleRevisionError where the request expects another revision; NotFoundError for what was deleted
+        meanwhile;
+        IdempotencyConflictError.
         """
         request = planned.request
         if not request.store:
@@ -283,7 +293,7 @@ class Conversations:
                     active_leaf=main_output(outputs, status).id,
                     expect=present.rev,
                 )
-            except StaleRevision:  # somebody changed it in between, perhaps the leaf
+            except StaleRevisionError:  # somebody changed it in between, perhaps the leaf
                 continue
 
     async def settle_late(
@@ -301,7 +311,7 @@ class Conversations:
             return tree.conversation
         return await self.settle(conversation, planned, outputs, status, usage)
 
-    def _assemble(self, request: TurnRequest, place: Place, messages: Sequence[Message]) -> Prompt:
+    def _assemble(self, request: TurnRequest, place: ForkPosition, messages: Sequence[Message]) -> Prompt:
         offset = len(messages) - len(place.path) - len(request.input)
 
         def known(index: int, head: str, message: Message) -> Known | None:
@@ -316,8 +326,8 @@ class Conversations:
         return replace(prompt, num_public_tokens=num_public)
 
 
-def _messages(request: TurnRequest, place: Place) -> tuple[Message, ...]:
-    """Instructions, history, input. Raises: InvalidRequest for the output of a call that was not made."""
+def _messages(request: TurnRequest, place: ForkPosition) -> tuple[Message, ...]:
+    """Instructions, history, input. Raises: InvalidRequestError for the output of a call that was not made."""
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
     old = (*system, *(message_of(item) for item in place.path))
     return tuple(linked((*old, *request.input), "input", num_old=len(old)))
@@ -333,7 +343,7 @@ def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known |
     return Known(item.parts.raw or item.text, ids) if ids else None
 
 
-def _base(place: Place, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
+def _base(place: ForkPosition, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
     """The stored reply that a prompt extends, and the ids it adds; all of them where that reply is not stored."""
     if prompt.base is None or prompt.base - offset >= len(place.path):
         return None, prompt.token_ids
@@ -359,7 +369,7 @@ async def create(
 ) -> Conversation:
     """Store a new conversation, perhaps with its first messages, named after what a user says in them.
 
-    `claim` makes an idempotency key's of the id it will have. Raises: KeyTaken.
+    `claim` makes an idempotency key's of the id it will have. Raises: IdempotencyConflictError.
     """
     now = time.time()
     items = input_items(messages, None, now)
@@ -387,7 +397,7 @@ async def add(
 ) -> tuple[Conversation, tuple[Item, ...]]:
     """Append messages under `parent_id` (None: the active leaf; "root": a branch of its own), which then are active.
 
-    Raises: NotFound, StaleRevision.
+    Raises: NotFoundError, StaleRevisionError.
     """
     if parent_id is None:
         parent_id = (await store.get(owner, conversation_id)).active_leaf
@@ -403,7 +413,7 @@ MAX_KEPT_BYTES = 32 * 1024 * 1024
 _NOTHING = Prompt("", ())
 
 
-class Histories:
+class ConversationPrompts:
     """Active paths as prompts. Belongs to one event loop."""
 
     def __init__(self, conversations: Conversations, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
@@ -415,7 +425,7 @@ class Histories:
     async def of(self, store: ConversationStore, owner: str, conversation_id: str) -> PackedPrompt:
         """Every token up to the active leaf; behind a user's message, what a reply to it would be given.
 
-        Nothing where the template refuses the messages. Raises: NotFound for what the owner does not have.
+        Nothing where the template refuses the messages. Raises: NotFoundError for what the owner does not have.
         """
         head = await store.get(owner, conversation_id)
         rev, kept = self._kept.get(conversation_id, (-1, None))
@@ -456,8 +466,8 @@ async def history(conversations: Conversations, tree: ConversationTree) -> Promp
             instructions=turn.instructions if turn is not None else None,
             functions=echoed(turn.echo.get("tools")) if turn is not None else (),
         )
-        return await conversations.prompt(request, Place(tree, path))
-    except InvalidRequest:  # there are messages that no template takes: two of one role, calls without an answer
+        return await conversations.prompt(request, ForkPosition(tree, path))
+    except InvalidRequestError:  # there are messages that no template takes: two of one role, calls without an answer
         return _NOTHING
 
 

@@ -37,10 +37,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from chatcache.decoding.grammar.state import Constraint, DeadEnd, Guide, follow
+from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, follow
 from chatcache.decoding.stopping import START, Ended, StopRules, Trail
-from chatcache.decoding.token_tree import NO_SCORE, Lineage, Node, Stream, TokenTree
-from chatcache.types.actions import Advance, Candidates, Done, DrawSpec, Dropped, Grown, Output, undroppable
+from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, Node, Stream, TokenTree
+from chatcache.types.actions import Advance, BeamUpdate, Candidates, DrawSpec, Dropped, Finish, Output, undroppable
 from chatcache.types.events import FINISH_LENGTH, LiveBeam
 from chatcache.types.request import BeamSearchParams
 
@@ -101,7 +101,7 @@ class Beam:
     node: Node
     total: float = 0.0
     trail: Trail = START
-    guide: Guide | None = None
+    guide: GrammarState | None = None
 
 
 class Group:
@@ -119,7 +119,7 @@ class Group:
         self._num_ranked = num_ranked(self._width, rules)
         self.hypotheses = Hypotheses(params, self._width, rules.max_tokens)
         self.beams = [Beam(tree.root)]
-        self.dead_end: DeadEnd | None = None
+        self.dead_end: GrammarDeadEndError | None = None
         tree.root.num_holds += 1
 
     def advance(self, drawn: Drawn, crowd: Counter[int]) -> list[Hypothesis]:
@@ -148,7 +148,7 @@ class Group:
             guide = None if self._constraint is None else self._constraint.fork(beam.guide)
             try:
                 trail, why = follow(self._rules, beam.trail, token, guide)
-            except DeadEnd as dead_end:
+            except GrammarDeadEndError as dead_end:
                 self.dead_end = dead_end
                 continue
             has_room = len(self.beams) < self._width if why is None else rank < self._width
@@ -224,7 +224,7 @@ class BeamStrategy:
         self._spec = DrawSpec(width=width, temperature=0.0, num_top=params.logprobs or 0)
         self._tree = TokenTree()
         self._stream = Stream(self._tree, self._num_returned, with_logprobs=params.logprobs is not None)
-        self._lineage = Lineage(self._tree.root)
+        self._lineage = BranchReassignment(self._tree.root)
         self._groups = [Group(params, rules, self._tree, constraint) for _ in range(params.num_beam_groups)]
         self._returnable: list[Hypothesis] = []  # these, or better ones, will be returned
         self._num_streamed = 0
@@ -291,11 +291,11 @@ class BeamStrategy:
         best = {beam.node: beam for beam in sorted(beams, key=lambda beam: beam.total)}  # of twins the better is last
         ranked = sorted(best.values(), key=lambda beam: -beam.total)
         nodes = [(beam.node, beam.total) for beam in ranked]
-        yield Grown(tuple(LiveBeam(node.id, node.up().id, node.token, total) for node, total in nodes))
+        yield BeamUpdate(tuple(LiveBeam(node.id, node.up().id, node.token, total) for node, total in nodes))
 
     def _results(self) -> Iterator[Output]:
         for index, hypothesis in enumerate(self._returnable):
             yield from self._stream.tell(index, hypothesis.node)
-            yield Done(index, hypothesis.ended.finish_reason, hypothesis.ended.stop_reason, hypothesis.score)
+            yield Finish(index, hypothesis.ended.finish_reason, hypothesis.ended.stop_reason, hypothesis.score)
         for index in range(len(self._returnable), self._num_returned):
-            yield Done(index, FINISH_LENGTH, None, NO_SCORE)
+            yield Finish(index, FINISH_LENGTH, None, NO_SCORE)

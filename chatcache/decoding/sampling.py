@@ -14,21 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from struct import iter_unpack
 
-from chatcache.decoding.grammar.state import Constraint, Guide, follow
+from chatcache.decoding.grammar.state import Constraint, GrammarState, follow
 from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.stopping import START, Ended, StopRules, Trail
 from chatcache.types.actions import (
     Advance,
     BranchAction,
     Candidates,
-    Done,
     DrawSpec,
     Dropped,
     Emit,
     Extend,
+    Finish,
     Fork,
     Output,
-    Retire,
+    Release,
     Strategy,
     undroppable,
 )
@@ -36,7 +36,7 @@ from chatcache.types.events import TokenLogprob
 from chatcache.types.request import SamplingParams, ToldCandidate
 
 
-class Drawing:
+class SamplerSpec:
     """What every branch of one request is drawn by: `spec` and `edits` at its root, and how they change on the way."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Drawing:
         """True when no branch is ever drawn otherwise than by its spec."""
         return self.edits.empty and self._constraint is None
 
-    def at(self, spec: DrawSpec, edits: LogitEdits, trail: Trail, guide: Guide | None) -> DrawSpec:
+    def at(self, spec: DrawSpec, edits: LogitEdits, trail: Trail, guide: GrammarState | None) -> DrawSpec:
         """Return the draw of a branch that has come to `trail`."""
         edit = edits.edit(ban=trail.num_tokens < self._rules.min_tokens)
         if self._constraint is not None:
@@ -86,7 +86,7 @@ class _Lane:
     index: int
     spec: DrawSpec
     edits: LogitEdits
-    guide: Guide | None = None
+    guide: GrammarState | None = None
     trail: Trail = START
     score: float = 0.0
 
@@ -107,7 +107,7 @@ class SamplingStrategy:
         self._constraint = constraint
         self._num_lanes = params.n if params.best_of is None else params.best_of
         self._num_top = params.logprobs
-        self._drawing = Drawing(params, rules, constraint, seed=seed, prompt=prompt)
+        self._drawing = SamplerSpec(params, rules, constraint, seed=seed, prompt=prompt)
         self._lanes: dict[int, _Lane] = {}
         self._wanted = set(range(self._num_lanes))  # lanes to come, while none has begun
         self._started = False
@@ -155,7 +155,7 @@ class SamplingStrategy:
             return Dropped()
         return Dropped(index, self._lanes.pop(index).score)
 
-    def resume(self, candidates: Sequence[ToldCandidate]) -> tuple[Done, ...]:
+    def resume(self, candidates: Sequence[ToldCandidate]) -> tuple[Finish, ...]:
         """Go on with candidates as another strategy of this request left them; call before anything is drawn.
 
         Each that lives is a branch of its index. Returns the ends that were not told. Raises: what a grammar raises.
@@ -165,7 +165,7 @@ class SamplingStrategy:
             self._wanted -= gone
             return ()
         self._started = True
-        ends: list[Done] = []
+        ends: list[Finish] = []
         for each in candidates:
             if each.index in gone:
                 continue
@@ -176,7 +176,7 @@ class SamplingStrategy:
             if ended is None:
                 self._lanes[lane.index] = lane
             else:
-                ends.append(Done(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
+                ends.append(Finish(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
         return tuple(ends)
 
     @property
@@ -195,7 +195,7 @@ class SamplingStrategy:
                 del self._lanes[index]
             elif index != ROOT:
                 actions.append(Fork(ROOT, index, candidate.tokens[0]))
-        actions.append(Extend(ROOT, candidates[ROOT].tokens[0]) if ROOT in self._lanes else Retire(ROOT))
+        actions.append(Extend(ROOT, candidates[ROOT].tokens[0]) if ROOT in self._lanes else Release(ROOT))
 
     def _take(self, lane: _Lane, candidate: Candidates, outputs: list[Output]) -> bool:
         """Give `lane` its next token; say whether it goes on."""
@@ -205,7 +205,7 @@ class SamplingStrategy:
         logprobs = (TokenLogprob(logprob, candidate.top),) if self._num_top is not None else ()
         outputs.append(Emit(lane.index, (token,), logprobs, lane.score))
         if ended is not None:
-            outputs.append(Done(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
+            outputs.append(Finish(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
         return ended is None
 
     def _lane(self, index: int) -> _Lane:
@@ -217,9 +217,9 @@ class SamplingStrategy:
         lane.trail, ended = follow(self._rules, lane.trail, token, lane.guide)
         return ended
 
-    def _retire(self, branch: int) -> Retire:
+    def _retire(self, branch: int) -> Release:
         del self._lanes[branch]
-        return Retire(branch)
+        return Release(branch)
 
 
 @dataclass(slots=True)
@@ -228,7 +228,7 @@ class _Drawn:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    done: Done | None = None
+    done: Finish | None = None
 
 
 class BestOfStrategy:
@@ -271,7 +271,7 @@ class BestOfStrategy:
             drawn = self._drawn.setdefault(output.index, _Drawn())
             drawn.tokens += output.token_ids
             drawn.logprobs += output.logprobs
-        elif isinstance(output, Done):
+        elif isinstance(output, Finish):
             self._drawn.setdefault(output.index, _Drawn()).done = output
 
     def _best(self) -> tuple[Output, ...]:
@@ -280,5 +280,5 @@ class BestOfStrategy:
         outputs: list[Output] = []
         for index, (drawn, end) in enumerate(done[: self._num_returned]):
             outputs.append(Emit(index, tuple(drawn.tokens), tuple(drawn.logprobs)))
-            outputs.append(Done(index, end.finish_reason, end.stop_reason, end.score))
+            outputs.append(Finish(index, end.finish_reason, end.stop_reason, end.score))
         return tuple(outputs)

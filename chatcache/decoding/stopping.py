@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 from chatcache.types.request import Params
 from chatcache.types.stats import ModelFacts
@@ -60,14 +60,14 @@ class StopRules:
         self._stops = tuple((text, text.encode()) for text in stop_strings)
         self._tail_bytes = max((len(needle) for _, needle in self._stops), default=1) - 1
         if self._stops and token_bytes is None:
-            raise InvalidRequest("stop strings need a model with a tokenizer", param="stop")
+            raise InvalidRequestError("stop strings need a model with a tokenizer", param="stop")
         self._token_bytes: Sequence[bytes] = token_bytes or ()
 
     @classmethod
     def of(
         cls, params: Params, facts: ModelFacts, *, max_tokens: int, token_bytes: Sequence[bytes] | None
     ) -> StopRules:
-        """Build the rules of a request. Raises: InvalidRequest for stop strings without a tokenizer."""
+        """Build the rules of a request. Raises: InvalidRequestError for stop strings without a tokenizer."""
         return cls(
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chatcache.decoding.beam_search import BeamStrategy
-from chatcache.decoding.grammar.compiler import Ticket
+from chatcache.decoding.grammar.compiler import GrammarFuture
 from chatcache.decoding.grammar.state import Constraint
 from chatcache.decoding.sampling import BestOfStrategy, SamplingStrategy
 from chatcache.decoding.stopping import StopRules
@@ -22,7 +22,7 @@ def make_strategy(
     seed: int,
     max_tokens: int,
     token_bytes: Sequence[bytes] | None,
-    ticket: Ticket | None = None,
+    ticket: GrammarFuture | None = None,
 ) -> Strategy:
     """Build the strategy of a request whose parameters `validate_params` has accepted.
 
@@ -30,7 +30,7 @@ def make_strategy(
     `token_bytes[id]` is what a token adds to the text; needed for stop strings only. `ticket` is the grammar that
     the output must match; the strategy may be asked for draws once it is ready.
 
-    Raises: InvalidRequest for stop strings without `token_bytes`.
+    Raises: InvalidRequestError for stop strings without `token_bytes`.
     """
     params = request.params
     rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=token_bytes)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from chatcache.types.actions import BranchAction, Emit, Extend, Fork, Retire
+from chatcache.types.actions import BranchAction, Emit, Extend, Fork, Release
 from chatcache.types.events import TokenLogprob
 
 NO_SCORE = -1.0e9  # of a candidate that does not exist
@@ -107,7 +107,7 @@ class Stream:
             yield Emit(index, tuple(step.token for step in path), entries)
 
 
-class Lineage:
+class BranchReassignment:
     """Live branches and the ids of new ones; an id is used once in a request's life."""
 
     def __init__(self, root: Node) -> None:
@@ -148,7 +148,7 @@ class Lineage:
             keep_tail = stump not in kept and any(child.ended for child in stump.children.values())
             if keep_tail:
                 kept.add(stump)
-            actions.append(Retire(node.branch, keep_tail))
+            actions.append(Release(node.branch, keep_tail))
         return actions
 
     def _new(self) -> int:

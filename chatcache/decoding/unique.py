@@ -25,12 +25,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from chatcache.decoding.grammar.state import Constraint, Guide, follow
+from chatcache.decoding.grammar.state import Constraint, GrammarState, follow
 from chatcache.decoding.logit_edits import LogitEdits
-from chatcache.decoding.sampling import Drawing
+from chatcache.decoding.sampling import SamplerSpec
 from chatcache.decoding.stopping import START, Ended, StopRules, Trail
-from chatcache.decoding.token_tree import NO_SCORE, Lineage, Node, Stream, TokenTree
-from chatcache.types.actions import Advance, Candidates, Done, DrawSpec, Dropped, Output, undroppable
+from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, Node, Stream, TokenTree
+from chatcache.types.actions import Advance, Candidates, DrawSpec, Dropped, Finish, Output, undroppable
 from chatcache.types.events import FINISH_LENGTH
 from chatcache.types.request import SamplingParams
 
@@ -48,7 +48,7 @@ class Prefix:
     edits: LogitEdits
     spec: DrawSpec
     ended: Ended | None = None
-    guide: Guide | None = None
+    guide: GrammarState | None = None
 
 
 class DistinctStrategy:
@@ -74,10 +74,10 @@ class DistinctStrategy:
         self._num_candidates = params.n
         self._with_logprobs = params.logprobs is not None
         width = min(max(params.n, 2), vocab_size)  # a draw of width 1 would not say its noise
-        self._drawing = Drawing(params, rules, constraint, seed=seed, prompt=prompt, width=width)
+        self._drawing = SamplerSpec(params, rules, constraint, seed=seed, prompt=prompt, width=width)
         self._tree = TokenTree()
         self._stream = Stream(self._tree, params.n, with_logprobs=self._with_logprobs)
-        self._lineage = Lineage(self._tree.root)
+        self._lineage = BranchReassignment(self._tree.root)
         self._ranked = [
             Prefix(self._tree.root, 0.0, 0.0, START, self._drawing.edits, self._drawing.spec)
         ]  # best value first
@@ -164,7 +164,7 @@ class DistinctStrategy:
             yield from self._stream.tell(index, prefix.node)
             if prefix.ended is None:
                 break
-            yield Done(index, prefix.ended.finish_reason, prefix.ended.stop_reason, prefix.score)
+            yield Finish(index, prefix.ended.finish_reason, prefix.ended.stop_reason, prefix.score)
             self._num_done += 1
         self._num_streamed = max(self._num_streamed, len(self._ranked))
         if self._live:
@@ -172,7 +172,7 @@ class DistinctStrategy:
             for index in range(self._num_done + 1, self._num_streamed):
                 yield from self._stream.tell(index, node)
         else:
-            yield from (Done(i, FINISH_LENGTH, None, NO_SCORE) for i in range(self._num_done, self._num_candidates))
+            yield from (Finish(i, FINISH_LENGTH, None, NO_SCORE) for i in range(self._num_done, self._num_candidates))
 
 
 def conditioned(value: float, perturbed: float, *, ahead: float) -> float:

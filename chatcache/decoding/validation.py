@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 
 from chatcache.decoding.grammar.compiler import check_structured_outputs
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.request import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, BeamSearchParams, Params, SamplingParams
 
 MAX_TOKENS = 2**31 - 1
@@ -24,14 +24,14 @@ MAX_STOP_TOKEN_IDS = 64
 def validate_params(params: Params, vocab_size: int) -> None:
     """Check types and bounds of sampling or beam parameters for a vocabulary of `vocab_size` ids.
 
-    Raises: InvalidRequest, its `param` the field at fault and its message the field and the limit.
+    Raises: InvalidRequestError, its `param` the field at fault and its message the field and the limit.
     """
     if isinstance(params, BeamSearchParams):
         _validate_beams(params)
     elif isinstance(params, SamplingParams):
         _validate_sampling(params, vocab_size)
     else:
-        raise InvalidRequest(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
+        raise InvalidRequestError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
     _validate_shared(params, vocab_size)
 
 
@@ -51,7 +51,7 @@ def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
     _distinct(params)
     if params.logit_bias is not None:
         if not isinstance(params.logit_bias, dict):
-            raise InvalidRequest("logit_bias must be a map from token id to bias", param="logit_bias")
+            raise InvalidRequestError("logit_bias must be a map from token id to bias", param="logit_bias")
         _length("logit_bias", params.logit_bias, "entries", MAX_LOGIT_BIAS_ENTRIES)
         for token, bias in params.logit_bias.items():
             _integer("logit_bias", token, 0, vocab_size - 1, what="token id")
@@ -61,9 +61,9 @@ def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
 def _distinct(params: SamplingParams) -> None:
     _flag("distinct", params.distinct)
     if params.distinct and params.temperature == 0.0:
-        raise InvalidRequest("distinct needs a temperature greater than 0, got 0", param="distinct")
+        raise InvalidRequestError("distinct needs a temperature greater than 0, got 0", param="distinct")
     if params.distinct and params.best_of is not None:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             "distinct and best_of exclude each other: distinct candidates come ranked as they were drawn, "
             "to choose among them by likelihood would no longer be a sample without replacement",
             param="best_of",
@@ -78,7 +78,7 @@ def _validate_beams(params: BeamSearchParams) -> None:
         _integer("n", params.n, 1, params.beam_width)
     _number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f'early_stopping must be true, false or "never", got {params.early_stopping!r}', param="early_stopping"
         )
 
@@ -86,13 +86,13 @@ def _validate_beams(params: BeamSearchParams) -> None:
 def _groups(params: BeamSearchParams) -> None:
     _integer("num_beam_groups", params.num_beam_groups, 1, params.beam_width)
     if params.beam_width % params.num_beam_groups:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"num_beam_groups must divide beam_width ({params.beam_width}), got {params.num_beam_groups}",
             param="num_beam_groups",
         )
     _number("diversity_penalty", params.diversity_penalty, 0.0, MAX_DIVERSITY_PENALTY)
     if params.diversity_penalty > 0.0 and params.num_beam_groups == 1:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             "diversity_penalty needs num_beam_groups of at least 2: it acts between groups", param="diversity_penalty"
         )
 
@@ -118,40 +118,44 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
 
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be true or false, got {value!r:.100}", param=name)
+        raise InvalidRequestError(f"{name} must be true or false, got {value!r:.100}", param=name)
 
 
 def _integer(name: str, value: object, low: int, high: int, *, what: str = "") -> None:
     label = f"{name} {what}".strip()
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{label} must be an integer, got {value!r:.100}", param=name)
+        raise InvalidRequestError(f"{label} must be an integer, got {value!r:.100}", param=name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{label} must be between {low} and {high}, got {_short(value)}", param=name)
+        raise InvalidRequestError(f"{label} must be between {low} and {high}, got {_short(value)}", param=name)
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False, what: str = "") -> None:
     label = f"{name} {what}".strip()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{label} must be a number, got {value!r:.100}", param=name)
+        raise InvalidRequestError(f"{label} must be a number, got {value!r:.100}", param=name)
     if not (low <= value <= high) or (open_low and value == low) or not math.isfinite(value):
         bounds = f"greater than {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
-        raise InvalidRequest(f"{label} must be {bounds}, got {_short(value)}", param=name)
+        raise InvalidRequestError(f"{label} must be {bounds}, got {_short(value)}", param=name)
 
 
 def _length(name: str, value: Collection[object], noun: str, limit: int) -> None:
     if len(value) > limit:
-        raise InvalidRequest(f"{name} must have at most {limit} {noun}, got {len(value)}", param=name)
+        raise InvalidRequestError(f"{name} must have at most {limit} {noun}, got {len(value)}", param=name)
 
 
 def _stop_string(text: object) -> None:
     if not isinstance(text, str):
-        raise InvalidRequest(f"stop must be a list of strings, got {type(text).__name__}", param="stop")
+        raise InvalidRequestError(f"stop must be a list of strings, got {type(text).__name__}", param="stop")
     if not 1 <= len(text) <= MAX_STOP_CHARS:
-        raise InvalidRequest(f"stop strings must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}", param="stop")
+        raise InvalidRequestError(
+            f"stop strings must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}", param="stop"
+        )
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest("stop strings must be valid Unicode (a lone surrogate was found)", param="stop") from None
+        raise InvalidRequestError(
+            "stop strings must be valid Unicode (a lone surrogate was found)", param="stop"
+        ) from None
 
 
 def _short(value: int | float) -> str:

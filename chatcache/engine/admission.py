@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
 
 from chatcache.config import EngineConfig
-from chatcache.decoding.grammar.compiler import Grammars, Ticket
+from chatcache.decoding.grammar.compiler import GrammarCompiler, GrammarFuture
 from chatcache.decoding.validation import validate_params
-from chatcache.errors import ContextTooLong, InvalidRequest
+from chatcache.errors import ContextLengthError, InvalidRequestError
 from chatcache.scheduler.fairness import PRIORITY, SCHEDULING_POLICIES
 from chatcache.scheduler.limits import most_tokens, worst_case_pages
 from chatcache.scheduler.preemption import PREEMPTIONS, SWAP
@@ -21,7 +21,7 @@ from chatcache.scheduler.queue import WaitingQueue
 from chatcache.scheduler.request import LiveRequest
 from chatcache.types.actions import Strategy
 from chatcache.types.plan import KVCapacity
-from chatcache.types.queue_limits import Queued, check_queue, check_share
+from chatcache.types.queue_limits import QueueSize, check_queue, check_tenant_share
 from chatcache.types.request import (
     MAX_PRIORITY,
     MAX_PROMPT_LOGPROBS,
@@ -36,17 +36,17 @@ MAX_REQUEST_ID_CHARS = 256
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises: InvalidRequest."""
+    """Raises: InvalidRequestError."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
-        raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+        raise InvalidRequestError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
 
 
 def check_priority(priority: int) -> None:
-    """Raises: InvalidRequest."""
+    """Raises: InvalidRequestError."""
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequest(f"priority must be an integer, got {priority!r:.100}", param="priority")
+        raise InvalidRequestError(f"priority must be an integer, got {priority!r:.100}", param="priority")
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {priority}", param="priority"
         )
 
@@ -54,7 +54,7 @@ def check_priority(priority: int) -> None:
 def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
     """Verify the words that choose a policy.
 
-    Raises: InvalidRequest.
+    Raises: InvalidRequestError.
     """
     choices = (
         ("scheduling_policy", config.scheduling_policy, SCHEDULING_POLICIES),
@@ -62,9 +62,9 @@ def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
     )
     for name, value, allowed in choices:
         if value not in allowed:
-            raise InvalidRequest(f"{name} must be one of {', '.join(allowed)}, got {value!r}", param=name)
+            raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", param=name)
     if config.preemption == SWAP and not capacity.num_host_pages:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             "preemption 'swap' needs host memory for swapped pages, and there is none (see swap_memory_bytes)",
             param="preemption",
         )
@@ -73,21 +73,23 @@ def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
 def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int, max_model_len: int) -> None:
     """Verify a prompt and how much of it is public.
 
-    Raises: InvalidRequest, ContextTooLong.
+    Raises: InvalidRequestError, ContextLengthError.
     """
     if not prompt:
-        raise InvalidRequest("the prompt is empty; it needs at least 1 token", param="prompt")
+        raise InvalidRequestError("the prompt is empty; it needs at least 1 token", param="prompt")
     if len(prompt) >= max_model_len:
-        raise ContextTooLong(
+        raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens, and at least 1 is to be generated; "
             f"this model's maximum context length is {max_model_len} tokens",
             param="prompt",
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         worst = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise InvalidRequest(f"prompt token ids must be between 0 and {vocab_size - 1}, got {worst}", param="prompt")
+        raise InvalidRequestError(
+            f"prompt token ids must be between 0 and {vocab_size - 1}, got {worst}", param="prompt"
+        )
     if not 0 <= num_public_tokens <= len(prompt):
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"num_public_tokens must be between 0 and the prompt's {len(prompt)} tokens, got {num_public_tokens}",
             param="num_public_tokens",
         )
@@ -96,11 +98,11 @@ def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int,
 def check_prompt_logprobs(request: GenerateRequest) -> None:
     """Verify that what is asked of the prompt fits one answer; the parameters are valid.
 
-    Raises: InvalidRequest.
+    Raises: InvalidRequestError.
     """
     num_top = request.params.prompt_logprobs
     if num_top is not None and len(request.prompt) * (num_top + 1) > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"prompt_logprobs {num_top} of {len(request.prompt)} prompt tokens is more than one answer carries: prompt "
             f"tokens x (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
             param="prompt_logprobs",
@@ -110,20 +112,22 @@ def check_prompt_logprobs(request: GenerateRequest) -> None:
 def check_branches(params: Params, most: int) -> None:
     """Verify that all branches can run side by side.
 
-    Raises: InvalidRequest.
+    Raises: InvalidRequestError.
     """
     if num_branches(params) > most:
         if isinstance(params, BeamSearchParams):
             name = "beam_width"
         else:
             name = "n" if params.best_of is None else "best_of"
-        raise InvalidRequest(f"{name} must be at most {most} on this server, got {num_branches(params)}", param=name)
+        raise InvalidRequestError(
+            f"{name} must be at most {most} on this server, got {num_branches(params)}", param=name
+        )
 
 
 def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model_len: int) -> int:
     """Return how many tokens each branch may generate: what was asked for, or all that context and pool allow.
 
-    Raises: ContextTooLong if that can never fit, even with the whole pool to itself.
+    Raises: ContextLengthError if that can never fit, even with the whole pool to itself.
     """
     num_prompt, branches, params = len(request.prompt), num_branches(request.params), request.params
     num_pages = capacity.num_pages - 1
@@ -132,14 +136,14 @@ def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model
         return min(max_model_len - num_prompt, most)
     max_tokens = params.max_tokens or 1
     if num_prompt + max_tokens > max_model_len:
-        raise ContextTooLong(
+        raise ContextLengthError(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, {num_prompt + max_tokens} in all; "
             f"this model's maximum context length is {max_model_len} tokens",
             param="max_tokens",
         )
     worst = worst_case_pages(num_prompt, max_tokens, branches, capacity.page_size)
     if worst > num_pages:
-        raise ContextTooLong(
+        raise ContextLengthError(
             f"{num_prompt} prompt tokens and max_tokens {max_tokens} in {branches} branches may need {worst} pages of "
             f"{capacity.page_size} tokens; the KV memory has {num_pages}, enough for max_tokens {max(most, 0)}",
             param="max_tokens",
@@ -147,11 +151,11 @@ def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model
     return max_tokens
 
 
-class Preparing:
+class GrammarWaitQueue:
     """In the order of their arrival; one that is slow holds up no other."""
 
     def __init__(self) -> None:
-        self._tickets: dict[LiveRequest, Ticket] = {}
+        self._tickets: dict[LiveRequest, GrammarFuture] = {}
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -168,7 +172,7 @@ class Preparing:
         sizes = [len(request.prompt) for request in self._tickets if request.namespace == namespace]
         return len(sizes), sum(sizes)
 
-    def add(self, request: LiveRequest, ticket: Ticket) -> None:
+    def add(self, request: LiveRequest, ticket: GrammarFuture) -> None:
         self._tickets[request] = ticket
 
     def remove(self, request: LiveRequest) -> None:
@@ -190,7 +194,7 @@ class Preparing:
 StrategyFactory = Callable[..., Strategy]
 
 
-class Intake:
+class RequestValidator:
     """Checks requests against one engine's limits and makes live ones of them, numbered as they come.
 
     `most_branches` may run side by side.
@@ -214,14 +218,14 @@ class Intake:
         self._max_model_len = max_model_len
         self._most_branches = most_branches
         self._token_bytes = token_bytes
-        self._grammars = Grammars(token_bytes, facts, special_ids)
+        self._grammars = GrammarCompiler(token_bytes, facts, special_ids)
         self._make_strategy = make_strategy
         self._num_accepted = 0
 
     def check(self, request: GenerateRequest) -> int:
         """Verify a request; return how many tokens each of its branches may generate.
 
-        Raises: InvalidRequest or ContextTooLong for what can never run.
+        Raises: InvalidRequestError or ContextLengthError for what can never run.
         """
         check_request_id(request.request_id)
         check_priority(request.priority)
@@ -231,33 +235,33 @@ class Intake:
         check_branches(request.params, self._most_branches)
         return resolve_max_tokens(request, self._capacity, self._max_model_len)
 
-    def check_room(self, request: GenerateRequest, waiting: WaitingQueue, preparing: Preparing) -> None:
+    def check_room(self, request: GenerateRequest, waiting: WaitingQueue, preparing: GrammarWaitQueue) -> None:
         """Verify that a request may wait with these.
 
-        Raises: RateLimited, Overloaded when as many requests or prompt tokens wait as may.
+        Raises: RateLimitError, OverloadedError when as many requests or prompt tokens wait as may.
         """
-        num_tokens, most = len(request.prompt), Queued(self._config.max_num_waiting, self._config.max_waiting_tokens)
+        num_tokens, most = len(request.prompt), QueueSize(self._config.max_num_waiting, self._config.max_waiting_tokens)
         if request.namespace:
             (num, size), (num_more, size_more) = waiting.of(request.namespace), preparing.of(request.namespace)
-            check_share(Queued(num + num_more, size + size_more), num_tokens, most)
-        everybody = Queued(len(waiting) + len(preparing), waiting.num_prompt_tokens + preparing.num_prompt_tokens)
+            check_tenant_share(QueueSize(num + num_more, size + size_more), num_tokens, most)
+        everybody = QueueSize(len(waiting) + len(preparing), waiting.num_prompt_tokens + preparing.num_prompt_tokens)
         check_queue(everybody, num_tokens, most)
 
     def prepare_constraints(self) -> None:
         self._grammars.prepare()
 
-    def grammar(self, request: GenerateRequest) -> Ticket | None:
+    def grammar(self, request: GenerateRequest) -> GrammarFuture | None:
         """Begin to compile what the output must match, if it must match anything.
 
-        Raises: InvalidRequest for what can be told at once.
+        Raises: InvalidRequestError for what can be told at once.
         """
         outputs = request.params.structured_outputs
         return None if outputs is None else self._grammars.start(outputs, request.namespace)
 
-    def accept(self, request: GenerateRequest, max_tokens: int, ticket: Ticket | None) -> LiveRequest:
+    def accept(self, request: GenerateRequest, max_tokens: int, ticket: GrammarFuture | None) -> LiveRequest:
         """Make a checked request live.
 
-        Raises: InvalidRequest for what its strategy cannot do here.
+        Raises: InvalidRequestError for what its strategy cannot do here.
         """
         constrained = {} if ticket is None else {"ticket": ticket}
         strategy = self._make_strategy(

@@ -15,17 +15,17 @@ from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.decoding.strategy import make_strategy
-from chatcache.engine.admission import Intake, Preparing, StrategyFactory, check_policies
-from chatcache.engine.events import Outbox
-from chatcache.engine.invariants import SelfCheck
-from chatcache.engine.pipeline import Flights, StepFailed, candidates_of
+from chatcache.engine.admission import GrammarWaitQueue, RequestValidator, StrategyFactory, check_policies
+from chatcache.engine.events import EventQueue
+from chatcache.engine.invariants import InvariantChecker
+from chatcache.engine.pipeline import StepFailedError, StepPipeline, candidates_of
 from chatcache.engine.protocols import ModelRunner
-from chatcache.engine.resume import take_up
+from chatcache.engine.resume import resume_request
 from chatcache.engine.stats import EnginePages, Namespaces, Totals, UsageGauge, lasting, with_pages, with_traffic
-from chatcache.errors import DeviceLost, EngineFault, InvalidRequest, Overloaded
+from chatcache.errors import DeviceLostError, EngineError, InvalidRequestError, OverloadedError
 from chatcache.kv_cache.manager import KVCache
 from chatcache.scheduler.batch import Step
-from chatcache.scheduler.fairness import FAIR, VirtualCounters
+from chatcache.scheduler.fairness import FAIR, VirtualTokenCounter
 from chatcache.scheduler.preemption import RECOMPUTE, CostModel
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -39,7 +39,7 @@ from chatcache.types.stats import EngineHealth, ModelFacts
 def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str) -> Scheduler:
     """Build the scheduler over empty pages. `digest`: the model's, which names its pages.
 
-    Raises: InvalidRequest for a policy that does not exist, or that this runner cannot follow.
+    Raises: InvalidRequestError for a policy that does not exist, or that this runner cannot follow.
     """
     check_policies(config, capacity)
     num_host_pages = capacity.num_host_pages if config.preemption != RECOMPUTE else 0
@@ -48,7 +48,7 @@ def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str) -> 
         num_slots=min(config.max_num_seqs, capacity.num_slots),
         max_num_batched_tokens=config.max_num_batched_tokens,
         cost=CostModel(config.preemption, capacity.swap_page_s),
-        counters=VirtualCounters() if config.scheduling_policy == FAIR else None,
+        counters=VirtualTokenCounter() if config.scheduling_policy == FAIR else None,
     )
 
 
@@ -84,9 +84,9 @@ class Engine:
         self._max_model_len = min(limits)
         self._scheduler = build_scheduler(config, capacity, facts.digest)
         self._kv = self._scheduler.kv
-        self._flights = Flights(runner, self._scheduler, clock)
-        self._lost: DeviceLost | None = None
-        self._intake = Intake(
+        self._flights = StepPipeline(runner, self._scheduler, clock)
+        self._lost: DeviceLostError | None = None
+        self._intake = RequestValidator(
             facts,
             config,
             capacity,
@@ -96,7 +96,7 @@ class Engine:
             special_ids=special_ids,
             make_strategy=make_strategy,
         )
-        self._self_check = SelfCheck(self._kv, self._scheduler, strict=config.strict)
+        self._self_check = InvariantChecker(self._kv, self._scheduler, strict=config.strict)
         self._usage = UsageGauge(self._scheduler)
         self._namespaces = Namespaces()
         self._pages = EnginePages(
@@ -107,8 +107,8 @@ class Engine:
             max_model_len=self._max_model_len,
         )
         self._requests: dict[str, LiveRequest] = {}
-        self._preparing = Preparing()
-        self._outbox = Outbox()
+        self._preparing = GrammarWaitQueue()
+        self._outbox = EventQueue()
         self._totals = Totals()
         self._lasting = lasting(facts, config, capacity, self._max_model_len)
 
@@ -117,13 +117,14 @@ class Engine:
     def add(self, request: GenerateRequest) -> None:
         """Accept a request; from here exactly one terminal event will come.
 
-        Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full or the device
-        is gone, RateLimited when the namespace's share of the queue is.
+        Raises: InvalidRequestError or ContextLengthError for what can never run, OverloadedError when the queue is full
+        or the device
+        is gone, RateLimitError when the namespace's share of the queue is.
         """
         if self._lost is not None:
-            raise Overloaded(self._lost.message, code="engine_unavailable")
+            raise OverloadedError(self._lost.message, code="engine_unavailable")
         if request.request_id in self._requests:
-            raise InvalidRequest(f"request_id {request.request_id!r} is already active", param="request_id")
+            raise InvalidRequestError(f"request_id {request.request_id!r} is already active", param="request_id")
         max_tokens = self._intake.check(request)
         if request.resumed is None:
             self._intake.check_room(request, self._scheduler.waiting, self._preparing)
@@ -139,7 +140,7 @@ class Engine:
 
     def _queue(self, request: LiveRequest) -> None:
         try:
-            if not take_up(request, self._scheduler, self._outbox):
+            if not resume_request(request, self._scheduler, self._outbox):
                 del self._requests[request.request_id]
         except Exception as error:
             self._close_failed(request, error)
@@ -159,7 +160,8 @@ class Engine:
     def drop(self, request_id: str, index: int) -> None:
         """End one candidate now; its pages are free when this returns, and the others go on. The last one: as `abort`.
 
-        Unknown requests, and candidates that have ended, are ignored. Raises: UnsupportedParameter for candidates that
+        Unknown requests, and candidates that have ended, are ignored. Raises: UnsupportedParameterError for candidates
+        that
         stand for no branch of their own.
         """
         request = self._requests.get(request_id)
@@ -191,7 +193,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait for the device, if a step is on it; what runs is left as it is."""
-        with suppress(DeviceLost):
+        with suppress(DeviceLostError):
             self._flights.drop()
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -203,7 +205,8 @@ class Engine:
     def step(self) -> list[EngineEvent]:
         """Run one step and return the events since the last call. Never raises on account of a request.
 
-        Raises: BrokenInvariant, in a strict engine whose books do not add up when it falls idle. DeviceLost, when the
+        Raises: InvariantError, in a strict engine whose books do not add up when it falls idle. DeviceLostError, when
+        the
         device is gone and the events that end every request were taken: this engine will never run again.
         """
         if self._lost is not None and not self._outbox:
@@ -214,7 +217,7 @@ class Engine:
             self._fill()
             if self._flights:
                 self._collect()
-        except DeviceLost as error:
+        except DeviceLostError as error:
             self._lose(error)
         if not self._requests and not self._flights:
             self._self_check.run_if_due()
@@ -234,14 +237,14 @@ class Engine:
             self._flights.fill()
         except Exception:
             log.exception("planning failed; every running request ends")
-            self._fail_all(EngineFault("The engine could not plan this request."), list(self._scheduler.requests()))
+            self._fail_all(EngineError("The engine could not plan this request."), list(self._scheduler.requests()))
             self._flights.drop()
 
     def _collect(self) -> None:
         """Take the oldest step's result, and whatever follows from it."""
         try:
             landed = self._flights.collect()
-        except StepFailed as failure:
+        except StepFailedError as failure:
             for request in failure.requests:
                 self._close_failed(request, failure.cause)
             return
@@ -254,7 +257,7 @@ class Engine:
         if self._flights:
             self._scheduler.confirm(step, landed.result.tokens[:, 0])
 
-    def _lose(self, error: DeviceLost) -> None:
+    def _lose(self, error: DeviceLostError) -> None:
         """End every request, and with them this engine."""
         log.critical("%s; no request can be served any more", error.message)
         self._lost = error
@@ -269,7 +272,7 @@ class Engine:
                 advance = request.strategy.advance(answers)
                 self._scheduler.apply(request, advance.actions)
                 if not advance.finished and not request.branches:
-                    raise EngineFault("no branch is left, yet the request is not finished")
+                    raise EngineError("no branch is left, yet the request is not finished")
             except Exception as error:
                 log.warning("request %s failed while decoding", request.request_id, exc_info=True)
                 self._fail(request, error)

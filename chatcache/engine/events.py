@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from chatcache.errors import ChatcacheError, EngineFault
+from chatcache.errors import ChatcacheError, EngineError
 from chatcache.scheduler.request import LiveRequest
-from chatcache.types.actions import Done, Emit, Grown, Output
+from chatcache.types.actions import BeamUpdate, Emit, Finish, Output
 from chatcache.types.events import (
     FINISH_CANCELLED,
     Beams,
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_TOKENS_PER_EVENT = 4096  # what a search holds back may be long, and has to travel
 
 
-class Outbox:
+class EventQueue:
     """Numbers and keeps events. `open` and a terminal event frame every accepted request."""
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class Outbox:
         match output:
             case Emit():
                 self._tokens(request, output)
-            case Done(index, finish_reason, stop_reason, score):
+            case Finish(index, finish_reason, stop_reason, score):
                 self._events.append(
                     CandidateDone(
                         request.request_id, self._next(request), index, finish_reason, stop_reason, float(score)
                     )
                 )
 
-            case Grown(beams):
+            case BeamUpdate(beams):
                 self._events.append(Beams(request.request_id, self._next(request), beams))
 
     def dropped(self, request: LiveRequest, index: int, score: float, num_pages_freed: int) -> None:
@@ -102,7 +102,7 @@ class Outbox:
 
     def failed(self, request: LiveRequest, error: BaseException) -> None:
         """Report an error. Only catalogued ones are quoted; anything else is a bug and keeps its text to itself."""
-        known = error if isinstance(error, ChatcacheError) else EngineFault("The request failed while it was computed.")
+        known = error if isinstance(error, ChatcacheError) else EngineError("The request failed while it was computed.")
         self._events.append(
             Failed(request.request_id, self._close(request), known.message, known.code, known.param, known.status)
         )

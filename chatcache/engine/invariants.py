@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_table import PageTable
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.stats import check
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -24,7 +24,7 @@ MAX_PAGES = 512
 log = logging.getLogger(__name__)
 
 
-class SelfCheck:
+class InvariantChecker:
     """Counts its checks and the claims that did not hold."""
 
     def __init__(self, kv: KVCache, scheduler: Scheduler, *, strict: bool = False) -> None:
@@ -39,7 +39,7 @@ class SelfCheck:
     def run_if_due(self) -> None:
         """Check the idle engine, unless it has not run since the last time.
 
-        Raises: BrokenInvariant if `strict`.
+        Raises: InvariantError if `strict`.
         """
         if self._scheduler.num_steps == self._num_steps:
             return
@@ -51,7 +51,7 @@ class SelfCheck:
             self.num_broken += 1
             log.error("a broken invariant: %s", claim)
             if self._strict:
-                raise BrokenInvariant(claim)
+                raise InvariantError(claim)
 
     def _broken(self) -> Iterator[str]:
         yield from self._scheduler.broken_when_idle()
@@ -66,12 +66,12 @@ class SelfCheck:
 def check_tokens(kv: KVCache, running: Iterable[LiveRequest]) -> None:
     """Verify that every table of these requests, all of them up to date, knows its branch's tokens, in order.
 
-    Raises: BrokenInvariant naming the first branch of which that is not so.
+    Raises: InvariantError naming the first branch of which that is not so.
     """
     for request in running:
         for branch in request.branches.values():
             if branch.table is not None and _known_tokens(kv, branch.table) != branch.span(0, branch.table.num_tokens):
-                raise BrokenInvariant(f"branch {branch.id} of {request.request_id}: its pages know other tokens")
+                raise InvariantError(f"branch {branch.id} of {request.request_id}: its pages know other tokens")
 
 
 def _known_tokens(kv: KVCache, table: PageTable) -> bytes | None:

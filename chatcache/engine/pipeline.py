@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatcache.engine.protocols import Launched, ModelRunner
-from chatcache.errors import DeviceLost, EngineFault
+from chatcache.errors import DeviceLostError, EngineError
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -73,7 +73,7 @@ def _check_pair(name: str, tokens: I32, logprobs: F32, num_rows: int, num_column
         raise ValueError(f"{name} are {tokens.dtype}, not token ids")
 
 
-def some_of(result: StepResult, which: I32) -> StepResult:
+def select_rows(result: StepResult, which: I32) -> StepResult:
     """Return these draws of the result of a step that drew one token from each row."""
     places = {draw: place for place, draw in enumerate(which.tolist())}
     return replace(
@@ -86,7 +86,7 @@ def some_of(result: StepResult, which: I32) -> StepResult:
     )
 
 
-def bad_draws(draws: Draws, result: StepResult, vocab_size: int) -> list[tuple[int, str]]:
+def invalid_samples(draws: Draws, result: StepResult, vocab_size: int) -> list[tuple[int, str]]:
     """Find the draws whose cells no model of `vocab_size` tokens can have meant, each with what is wrong.
 
     Unused cells (id -1) are fine behind at least one that is used.
@@ -172,7 +172,7 @@ def collect_scores(step: Step, result: StepResult) -> dict[LiveRequest, Exceptio
             if targets[cell] < 0:
                 continue
             if isnan(scores[cell]):
-                faults[request] = EngineFault("the prompt's log-probabilities are not numbers")
+                faults[request] = EngineError("the prompt's log-probabilities are not numbers")
                 break
             request.prompt_scores.append(TokenLogprob(scores[cell], tops[cell][: request.num_prompt_top]))
         place += num_tokens
@@ -182,7 +182,7 @@ def collect_scores(step: Step, result: StepResult) -> dict[LiveRequest, Exceptio
 log = logging.getLogger(__name__)
 
 
-class Landed(NamedTuple):
+class CompletedStep(NamedTuple):
     """A step as far as it still counts, and its result. `is_committed`: the scheduler has noted it already."""
 
     step: Step
@@ -193,12 +193,12 @@ class Landed(NamedTuple):
         """Say which requests cannot go on, and why; give the scored ones their scores."""
         step, result = self.step, self.result
         faults = dict(step.faults) | collect_scores(step, result)
-        for draw, message in (*result.faults, *bad_draws(step.plan.draws, result, vocab_size)):
-            faults.setdefault(step.request_of_draw(draw), EngineFault(message))
+        for draw, message in (*result.faults, *invalid_samples(step.plan.draws, result, vocab_size)):
+            faults.setdefault(step.request_of_draw(draw), EngineError(message))
         return faults
 
 
-class StepFailed(Exception):
+class StepFailedError(Exception):
     """A step failed of `cause`, and what was launched behind it is void: `requests` have left the scheduler."""
 
     def __init__(self, cause: Exception, requests: list[LiveRequest]) -> None:
@@ -208,7 +208,7 @@ class StepFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class NeverBegun:
+class FailedLaunch:
     """A step that could not be launched. Satisfies `Launched`."""
 
     error: Exception
@@ -218,7 +218,7 @@ class NeverBegun:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _LaunchedStep:
     """`plan` is what was launched, `step` what of it still counts. `is_void`: whoever waited for it was interrupted, so
     that its requests may be gone: it counts as failed."""
 
@@ -230,7 +230,7 @@ class _Flight:
     is_void: bool = False
 
 
-class Flights:
+class StepPipeline:
     """The steps that were launched and not collected, oldest first."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, clock: Callable[[], float]) -> None:
@@ -239,7 +239,7 @@ class Flights:
         self._runs_ahead = runner.capacity().runs_ahead
         self._scheduler = scheduler
         self._clock = clock
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_LaunchedStep] = deque()
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -255,7 +255,7 @@ class Flights:
                 return
             self._launch(step)
         front = self._flights[0]
-        if not self._runs_ahead or len(self._flights) > 1 or front.is_void or isinstance(front.launched, NeverBegun):
+        if not self._runs_ahead or len(self._flights) > 1 or front.is_void or isinstance(front.launched, FailedLaunch):
             return
         if self._scheduler.may_run_ahead(front.step):
             self._settle(front)
@@ -270,26 +270,26 @@ class Flights:
         try:
             launched = self._runner.launch(step.plan)
         except Exception as error:
-            launched = NeverBegun(error)
-        self._flights.append(_Flight(step, step.plan, launched, started_s))
+            launched = FailedLaunch(error)
+        self._flights.append(_LaunchedStep(step, step.plan, launched, started_s))
 
-    def collect(self) -> Landed:
+    def collect(self) -> CompletedStep:
         """Wait for the oldest step.
 
-        Raises: StepFailed, DeviceLost.
+        Raises: StepFailedError, DeviceLostError.
         """
         front = self._flights[0]
         try:
             result = front.launched.result()
             check_shapes(front.plan, result)
             if front.is_void:
-                raise EngineFault("The request was interrupted while it was computed.")
-        except DeviceLost:
+                raise EngineError("The request was interrupted while it was computed.")
+        except DeviceLostError:
             raise
         except Exception as error:
             log.exception("step %d failed", front.plan.step)
             self._flights.popleft()
-            raise StepFailed(error, self._scheduler.abandon(front.step, *self.drop())) from error
+            raise StepFailedError(error, self._scheduler.abandon(front.step, *self.drop())) from error
         except BaseException:
             front.is_void = True
             raise
@@ -299,23 +299,23 @@ class Flights:
         if not front.is_committed:
             self._settle(front)
         if front.step.kept is not None:
-            result = some_of(result, front.step.kept)
-        return Landed(front.step, result, front.is_committed)
+            result = select_rows(result, front.step.kept)
+        return CompletedStep(front.step, result, front.is_committed)
 
-    def _settle(self, front: _Flight) -> None:
+    def _settle(self, front: _LaunchedStep) -> None:
         """Leave out the rows of those who went while the step was on the device."""
         front.step = self._scheduler.current(front.step)
 
     def drop(self) -> list[Step]:
         """Wait until the device is done with all steps and forget their results; return the steps.
 
-        Raises: DeviceLost.
+        Raises: DeviceLostError.
         """
         steps: list[Step] = []
         while self._flights:
             try:
                 self._flights[0].launched.result()
-            except DeviceLost:
+            except DeviceLostError:
                 raise
             except Exception:
                 log.debug("step %d, which nobody needs, failed too", self._flights[0].plan.step, exc_info=True)

@@ -27,7 +27,8 @@ class ModelRunner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: `launch` it and wait.
 
-        Raises: DeviceLost if nothing will ever work again in this process; any other exception means that the whole
+        Raises: DeviceLostError if nothing will ever work again in this process; any other exception means that the
+        whole
         step failed; the engine ends its requests, not itself.
         """
         ...
@@ -47,7 +48,8 @@ class EngineClient(Protocol):
     async def submit(self, request: GenerateRequest) -> None:
         """Accept a request; from here exactly one terminal event will come.
 
-        Raises: InvalidRequest or ContextTooLong for what can never run, Overloaded when the queue is full, RateLimited
+        Raises: InvalidRequestError or ContextLengthError for what can never run, OverloadedError when the queue is
+        full, RateLimitError
         when the namespace's share of it is.
         """
         ...
@@ -70,7 +72,8 @@ class EngineClient(Protocol):
     async def drop(self, request_id: str, index: int) -> None:
         """End one candidate within one step: its `CandidateDone` says "cancelled". The others go on; the last: `abort`.
 
-        Unknown requests and candidates that have ended are ignored. Raises: UnsupportedParameter for searches, whose
+        Unknown requests and candidates that have ended are ignored. Raises: UnsupportedParameterError for searches,
+        whose
         candidates are settled together.
         """
         ...
@@ -84,7 +87,7 @@ class EngineClient(Protocol):
 
         An `operator` may also learn what other namespaces have computed; a tenant must not.
 
-        Raises: ContextTooLong, InvalidRequest for a prompt that no request could have.
+        Raises: ContextLengthError, InvalidRequestError for a prompt that no request could have.
         """
         ...
 

@@ -7,19 +7,19 @@ noise is keyed by seed, branch and position, so what is drawn next is what the o
 from __future__ import annotations
 
 from chatcache.decoding.sampling import SamplingStrategy
-from chatcache.engine.events import Outbox
-from chatcache.errors import EngineFault
+from chatcache.engine.events import EventQueue
+from chatcache.errors import EngineError
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import Done
+from chatcache.types.actions import Finish
 from chatcache.types.request import Resumed
 
 
-def take_up(request: LiveRequest, scheduler: Scheduler, outbox: Outbox) -> bool:
+def resume_request(request: LiveRequest, scheduler: Scheduler, outbox: EventQueue) -> bool:
     """Have a request scheduled, a resumed one with what it had; False if that was all, and its end is told now.
 
-    Raises: EngineFault where a request cannot be resumed, and what a grammar raises that is followed again.
+    Raises: EngineError where a request cannot be resumed, and what a grammar raises that is followed again.
     """
     resumed, request.resumed = request.resumed, None
     if resumed is not None:
@@ -32,7 +32,7 @@ def take_up(request: LiveRequest, scheduler: Scheduler, outbox: Outbox) -> bool:
     return bool(request.branches)
 
 
-def _restore(request: LiveRequest, resumed: Resumed) -> tuple[Done, ...]:
+def _restore(request: LiveRequest, resumed: Resumed) -> tuple[Finish, ...]:
     """Give a request what it had; return the ends of candidates that were not told."""
     if resumed.num_cached_tokens is not None:
         request.started, request.first_token_s = True, request.accepted_s
@@ -41,10 +41,10 @@ def _restore(request: LiveRequest, resumed: Resumed) -> tuple[Done, ...]:
     return _branch(request, resumed) if resumed.candidates else ()
 
 
-def _branch(request: LiveRequest, resumed: Resumed) -> tuple[Done, ...]:
+def _branch(request: LiveRequest, resumed: Resumed) -> tuple[Finish, ...]:
     strategy = request.strategy
     if not isinstance(strategy, SamplingStrategy):
-        raise EngineFault("The engine died, and what it had begun of this request cannot be continued.")
+        raise EngineError("The engine died, and what it had begun of this request cannot be continued.")
     ends = strategy.resume(resumed.candidates)
     told = {each.index: each.tokens for each in resumed.candidates}
     request.num_output_tokens = sum(map(len, told.values())) // TOKEN_BYTES

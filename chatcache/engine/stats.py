@@ -24,7 +24,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.admission import check_prompt
 from chatcache.engine.invariants import check_tokens
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import Scope
+from chatcache.kv_cache.page_hash import CacheNamespace
 from chatcache.kv_cache.stats import PageStates, PageUsage, check, fractional_pages, page_cells, page_states, page_usage
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -274,7 +274,7 @@ class EnginePages:
 
     def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         """Count what of each prompt is already computed, as `explain` would."""
-        return [self._kv.num_cached(each.tokens, Scope(namespace, each.num_public_tokens)) for each in prompts]
+        return [self._kv.num_cached(each.tokens, CacheNamespace(namespace, each.num_public_tokens)) for each in prompts]
 
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         """Show every page as the namespace may see it, or an `operator` all as they are. A moment old at most."""
@@ -286,10 +286,10 @@ class EnginePages:
         """Say what of a prompt is already computed, and why not more.
 
         An `operator` may also learn what (recently seen) other namespaces have computed; a tenant must not.
-        Raises: InvalidRequest, ContextTooLong.
+        Raises: InvalidRequestError, ContextLengthError.
         """
         check_prompt(prompt, num_public_tokens, self._vocab_size, self._max_model_len)
-        chain = self._kv.chain(prompt, Scope(namespace, num_public_tokens))
+        chain = self._kv.chain(prompt, CacheNamespace(namespace, num_public_tokens))
         return self._kv.explain(chain, self._namespaces if operator else ())
 
     def num_held(self, request_id: str) -> int:
@@ -298,7 +298,7 @@ class EnginePages:
         return len({page for request in requests for table in request.tables() for page in table.pages()})
 
     def check(self) -> None:
-        """Verify pages, tables and reference counts against each other. Raises: BrokenInvariant."""
+        """Verify pages, tables and reference counts against each other. Raises: InvariantError."""
         tables = self._scheduler.tables()
         check(self._kv, tables, [request.host_pages for request in self._scheduler.requests()])
         check_tokens(self._kv, self._scheduler.running)

@@ -30,10 +30,10 @@ from chatcache.engine_process.protocol import (
     Reply,
     Scored,
     Submit,
+    decode_error,
     decode_scores,
-    from_fault,
 )
-from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.types.events import TERMINAL, EngineEvent, Failed, Started, Tokens
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, PackedPrompt, PageAccounts, PageMap
@@ -88,11 +88,11 @@ class EventLog:
     async def read(self, after: int = 0) -> AsyncGenerator[EngineEvent, None]:
         """Yield events with seq > `after`, waiting for more until the terminal one.
 
-        Raises: NotFound where some of them are forgotten.
+        Raises: NotFoundError where some of them are forgotten.
         """
         position, loop, reader = max(after, 0), asyncio.get_running_loop(), object()
         if position < self._num_forgotten:
-            raise NotFound(f"{self.request_id}: events up to {self._num_forgotten} were read and are gone")
+            raise NotFoundError(f"{self.request_id}: events up to {self._num_forgotten} were read and are gone")
         self._readers[reader] = position
         try:
             while True:
@@ -143,10 +143,10 @@ class EventLogs:
     def open(self, request_id: str) -> EventLog:
         """Begin a log.
 
-        Raises: InvalidRequest while another request holds the same id.
+        Raises: InvalidRequestError while another request holds the same id.
         """
         if request_id in self._logs:
-            raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
+            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
         log = self._logs[request_id] = EventLog(request_id)
         return log
 
@@ -181,11 +181,12 @@ class EventLogs:
     async def read(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
         """Yield a request's events with seq > `after`, to the terminal one.
 
-        Raises: NotFound for an id that was never submitted, or whose end was read already, and for events that were.
+        Raises: NotFoundError for an id that was never submitted, or whose end was read already, and for events that
+        were.
         """
         log = self._logs.get(request_id)
         if log is None:
-            raise NotFound(f"request {request_id!r} is not known")
+            raise NotFoundError(f"request {request_id!r} is not known")
         async for event in log.read(after):
             if isinstance(event, Started) and log.scores:
                 event = replace(event, prompt_logprobs=await asyncio.to_thread(decode_scores, log.scores))
@@ -198,7 +199,7 @@ class EventLogs:
 COUNTED_BYTES = 4 * 8_192
 
 
-class Switchboard:
+class EngineClientBase:
     """Turns calls into commands and notices into results. Belongs to one event loop.
 
     `send` hands a command to the engine and never waits.
@@ -278,7 +279,7 @@ class Switchboard:
             future = self._calls.get(notice.call)
             if future is not None and not future.done():
                 if isinstance(notice, Answer) and notice.fault is not None:
-                    future.set_exception(from_fault(notice.fault))
+                    future.set_exception(decode_error(notice.fault))
                 else:
                     future.set_result(notice.value)
             return

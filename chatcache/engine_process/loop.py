@@ -20,25 +20,25 @@ from chatcache.engine_process.protocol import (
     Command,
     CountCached,
     Drop,
+    ErrorData,
     Events,
     Explain,
     Explained,
-    Fault,
     MapPages,
     Mapped,
     Notice,
     Reply,
     Stop,
     Submit,
-    to_fault,
+    encode_error,
 )
-from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError
 from chatcache.types.events import EngineEvent, Failed
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
 
 
-class Verdicts:
+class PendingSubmits:
     """The calls that wait for one, by request."""
 
     def __init__(self, send: Callable[[Answer], None]) -> None:
@@ -63,8 +63,8 @@ class Verdicts:
                 self._send(Answer(call))
                 continue
             refused.add(request_id)
-            kind = "InvalidRequest" if 400 <= failure.status < 500 else "EngineFault"
-            self._send(Answer(call, fault=Fault(kind, failure.message, failure.code, failure.param)))
+            kind = "InvalidRequestError" if 400 <= failure.status < 500 else "EngineError"
+            self._send(Answer(call, fault=ErrorData(kind, failure.message, failure.code, failure.param)))
         return tuple(event for event in events if event.request_id not in refused)
 
 
@@ -77,7 +77,7 @@ Call = Submit | Drop | Ask | Explain | CountCached | MapPages
 Progress = Callable[[float, str], None]
 
 
-class SteppedEngine(Protocol):
+class StepEngine(Protocol):
     """What the loop needs of `engine.Engine`: synchronous and driven by one thread."""
 
     @property
@@ -107,7 +107,7 @@ class EnginePages(Protocol):
     def reset_prefix_cache(self) -> bool: ...
 
 
-class Inbox(Protocol):
+class CommandQueue(Protocol):
     def read(self, block: bool) -> list[Command]:
         """Return the commands that arrived, waiting for at least one if `block`.
 
@@ -116,10 +116,10 @@ class Inbox(Protocol):
         ...
 
 
-def run_engine(engine: SteppedEngine, inbox: Inbox, send: Send) -> None:
+def run_engine(engine: StepEngine, inbox: CommandQueue, send: Send) -> None:
     """Serve commands until `Stop` or the end of the inbox. Blocks on the inbox while there is nothing to compute."""
     told_at = 0.0
-    verdicts = Verdicts(send)
+    verdicts = PendingSubmits(send)
     while True:
         try:
             commands = inbox.read(block=not engine.has_work())
@@ -142,7 +142,7 @@ def run_engine(engine: SteppedEngine, inbox: Inbox, send: Send) -> None:
             told_at = now
 
 
-def _obey(engine: SteppedEngine, command: Command, send: Send, verdicts: Verdicts) -> None:
+def _obey(engine: StepEngine, command: Command, send: Send, verdicts: PendingSubmits) -> None:
     """Apply one command. A refusal is an answer; anything unforeseen ends this call, not the loop."""
     if isinstance(command, Abort):
         engine.abort(command.request_id)
@@ -150,10 +150,10 @@ def _obey(engine: SteppedEngine, command: Command, send: Send, verdicts: Verdict
         try:
             reply = _answer(engine, command)
         except ChatcacheError as error:
-            reply = Answer(command.call, fault=to_fault(error))
+            reply = Answer(command.call, fault=encode_error(error))
         except Exception:
             log.exception("%s failed", type(command).__name__)
-            reply = Answer(command.call, fault=to_fault(EngineFault("the engine failed at this; its log says how")))
+            reply = Answer(command.call, fault=encode_error(EngineError("the engine failed at this; its log says how")))
         if isinstance(command, Submit) and engine.is_preparing(command.request.request_id) and _is_yes(reply):
             verdicts.await_for(command.request.request_id, command.call)
         else:
@@ -164,7 +164,7 @@ def _is_yes(reply: Reply) -> bool:
     return isinstance(reply, Answer) and reply.fault is None
 
 
-def _answer(engine: SteppedEngine, command: Call) -> Reply:
+def _answer(engine: StepEngine, command: Call) -> Reply:
     match command:
         case Submit(call, request):
             engine.add(request)
@@ -184,4 +184,4 @@ def _answer(engine: SteppedEngine, command: Call) -> Reply:
             return Answer(call, value=engine.pages.stats())
         case Ask(call, "reset_prefix_cache"):
             return Answer(call, value=engine.pages.reset_prefix_cache())
-    raise InvalidRequest("not a call")
+    raise InvalidRequestError("not a call")

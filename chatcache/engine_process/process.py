@@ -26,14 +26,14 @@ from typing import Any, cast
 import msgspec
 
 from chatcache.config import EngineConfig
-from chatcache.engine_process.client import Switchboard
+from chatcache.engine_process.client import EngineClientBase
 from chatcache.engine_process.protocol import (
     Boot,
     Command,
     Ending,
     Events,
     FrameBuffer,
-    FrameTooLarge,
+    FrameTooLargeError,
     Loaded,
     LoadFailed,
     Loading,
@@ -41,12 +41,12 @@ from chatcache.engine_process.protocol import (
     Reply,
     Scored,
     Stop,
+    decode_error,
     decode_notice,
     encode,
-    from_fault,
 )
-from chatcache.engine_process.recovery import Survivors
-from chatcache.errors import ChatcacheError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
+from chatcache.engine_process.recovery import RequestRecovery
+from chatcache.errors import ChatcacheError, ContextLengthError, EngineError, InvalidRequestError, OverloadedError
 from chatcache.logs import LogFormat
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
@@ -57,7 +57,7 @@ KILL_GRACE_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class Child(asyncio.Protocol):
+class ChildProcess(asyncio.Protocol):
     """Spawned once, reaped once. `receive` gets each notice; `ended` is set when the socket closes.
 
     A frame that is no notice closes the socket: a child that garbles is a dead child. So is one that was `cut_off`:
@@ -240,9 +240,9 @@ class EngineProcess:
     ) -> None:
         self._boot = Boot(factory, config, log_level, log_format)
         self._policy = policy or RestartPolicy()
-        self._survivors = Survivors(self._send, lambda notice: self._board.receive(notice))
-        self._board = Switchboard(self._survivors.send)
-        self._child: Child | None = None
+        self._survivors = RequestRecovery(self._send, lambda notice: self._board.receive(notice))
+        self._board = EngineClientBase(self._survivors.send)
+        self._child: ChildProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._detail = "starting"
         self._load_fraction = 0.0
@@ -280,13 +280,13 @@ class EngineProcess:
         """
         await self._loaded.wait()
         if self.facts is None:
-            raise self._error or EngineFault("the engine was closed")
+            raise self._error or EngineError("the engine was closed")
         return self.facts
 
     async def wait_failed(self) -> ChatcacheError:
         """Wait until there is no hope left: the load failed, or too many children died in a row."""
         await self._failed.wait()
-        return self._error or EngineFault("the engine was closed")
+        return self._error or EngineError("the engine was closed")
 
     async def submit(self, request: GenerateRequest) -> None:
         self._check(request.prompt)
@@ -354,7 +354,7 @@ class EngineProcess:
         if self._child is not None:
             self._child.send(Stop())
             await self._child.reap(grace_s if self._ready else 0.0)
-        self._down(EngineFault("the engine was closed"))
+        self._down(EngineError("the engine was closed"))
         self._loaded.set()
 
     def kill(self) -> None:
@@ -367,24 +367,26 @@ class EngineProcess:
         return await self._board.ask(what)
 
     def _check(self, prompt: Sequence[int] = ()) -> None:
-        """Refuse what the child need not see. Raises: Overloaded without one, ContextTooLong."""
+        """Refuse what the child need not see. Raises: OverloadedError without one, ContextLengthError."""
         if not self._ready:
-            raise Overloaded(self._detail, code="engine_unavailable" if self.facts or self._error else "model_loading")
+            raise OverloadedError(
+                self._detail, code="engine_unavailable" if self.facts or self._error else "model_loading"
+            )
         if self.facts and len(prompt) > self.facts.max_model_len:  # it may not even fit a frame
-            raise ContextTooLong(
+            raise ContextLengthError(
                 f"the prompt has {len(prompt)} tokens; "
                 f"this model's maximum context length is {self.facts.max_model_len} tokens",
                 param="prompt",
             )
 
     def _send(self, command: Command) -> None:
-        """Raises: InvalidRequest for what no frame can carry; nothing was sent then."""
+        """Raises: InvalidRequestError for what no frame can carry; nothing was sent then."""
         if self._child is None:
             return
         try:
             self._child.send(command)
-        except (FrameTooLarge, msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
-            raise InvalidRequest(f"the engine cannot be sent this: {error}") from error
+        except (FrameTooLargeError, msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
+            raise InvalidRequestError(f"the engine cannot be sent this: {error}") from error
 
     async def _supervise(self) -> None:
         num_deaths = 0
@@ -404,7 +406,7 @@ class EngineProcess:
                 if is_hung
                 else f"died ({_describe(status)})"
             )
-            error = self._last_words or EngineFault(f"the engine process {how}")
+            error = self._last_words or EngineError(f"the engine process {how}")
             if num_deaths >= self._policy.max_deaths or (self._last_words and self.facts is None):
                 self._give_up(error)
                 return
@@ -414,16 +416,16 @@ class EngineProcess:
             await self._wait_to_start(error, delay_s)
             self.num_restarts += 1
 
-    async def _spawn(self) -> Child | None:
+    async def _spawn(self) -> ChildProcess | None:
         """Return a new child; None, with all given up, when no waiting would help."""
         num_refused = 0
         while True:
-            self._child, self._last_words = Child(self._receive), None
+            self._child, self._last_words = ChildProcess(self._receive), None
             try:
                 await self._child.spawn(self._boot)
                 return self._child
             except OSError as reason:
-                refused = EngineFault(f"the engine process could not be started: {reason}")
+                refused = EngineError(f"the engine process could not be started: {reason}")
                 if self.facts is None or not is_passing(reason):
                     self._give_up(refused)
                     return None
@@ -435,7 +437,7 @@ class EngineProcess:
         log.error("%s; starting a new one in %g s", error.message, delay_s)
         await asyncio.sleep(delay_s)
 
-    async def _outlived(self, child: Child) -> bool:
+    async def _outlived(self, child: ChildProcess) -> bool:
         """Wait for the end of a child; say whether it came to that because it hung."""
         pid = child.process.pid if child.process is not None else 0
         heard, is_loading = lambda: self._num_heard, lambda: not self._ready
@@ -470,12 +472,12 @@ class EngineProcess:
                 log.warning("the engine is back")
             self._survivors.up()
         elif isinstance(notice, LoadFailed | Ending):
-            self._last_words = from_fault(notice.fault)
+            self._last_words = decode_error(notice.fault)
 
     def _pause(self, error: ChatcacheError, detail: str) -> None:
         """Not ready for a while. Running requests wait; who asked something is told to ask again."""
         self._ready, self._load_fraction, self._detail = False, 0.0, detail
-        self._board.fail_calls(Overloaded(error.message, code="engine_unavailable"), keep=self._survivors.calls)
+        self._board.fail_calls(OverloadedError(error.message, code="engine_unavailable"), keep=self._survivors.calls)
 
     def _down(self, error: ChatcacheError) -> None:
         """Not ready from here on; everybody waiting is told."""

@@ -20,16 +20,16 @@ from msgspec.structs import replace
 from chatcache.config import EngineConfig
 from chatcache.errors import (
     ChatcacheError,
-    ContextTooLong,
-    DeviceLost,
-    EngineFault,
-    InvalidRequest,
+    ContextLengthError,
+    DeviceLostError,
+    EngineError,
+    InvalidRequestError,
     ModelFolderError,
-    NotFound,
-    Overloaded,
-    RateLimited,
-    RequestPoisoned,
-    UnsupportedParameter,
+    NotFoundError,
+    OverloadedError,
+    RateLimitError,
+    RequestPoisonedError,
+    UnsupportedParameterError,
 )
 from chatcache.logs import LogFormat
 from chatcache.types.events import EngineEvent, Started, TokenLogprob
@@ -39,21 +39,21 @@ from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedP
 _KINDS: dict[str, type[ChatcacheError]] = {
     kind.__name__: kind
     for kind in (
-        InvalidRequest,
-        UnsupportedParameter,
-        ContextTooLong,
-        NotFound,
-        Overloaded,
-        RateLimited,
-        EngineFault,
-        DeviceLost,
-        RequestPoisoned,
+        InvalidRequestError,
+        UnsupportedParameterError,
+        ContextLengthError,
+        NotFoundError,
+        OverloadedError,
+        RateLimitError,
+        EngineError,
+        DeviceLostError,
+        RequestPoisonedError,
         ModelFolderError,
     )
 }
 
 
-class Fault(msgspec.Struct, frozen=True):
+class ErrorData(msgspec.Struct, frozen=True):
     """A `ChatcacheError` as data. `kind` is the name of its class, one of `_KINDS`."""
 
     kind: str
@@ -62,17 +62,17 @@ class Fault(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
-def to_fault(error: BaseException) -> Fault:
-    """Describe an error as data; what is not in the catalogue becomes an `EngineFault` naming its type."""
+def encode_error(error: BaseException) -> ErrorData:
+    """Describe an error as data; what is not in the catalogue becomes an `EngineError` naming its type."""
     if isinstance(error, ChatcacheError):
         kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
-        return Fault(next(kinds, EngineFault.__name__), error.message, error.code, error.param)
-    return Fault(EngineFault.__name__, f"{type(error).__name__}: {error}", EngineFault.code)
+        return ErrorData(next(kinds, EngineError.__name__), error.message, error.code, error.param)
+    return ErrorData(EngineError.__name__, f"{type(error).__name__}: {error}", EngineError.code)
 
 
-def from_fault(fault: Fault) -> ChatcacheError:
+def decode_error(fault: ErrorData) -> ChatcacheError:
     """Rebuild the catalogued error a fault describes."""
-    kind = _KINDS.get(fault.kind, EngineFault)
+    kind = _KINDS.get(fault.kind, EngineError)
     return kind(fault.message, param=fault.param, code=fault.code)
 
 
@@ -148,20 +148,20 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
-    fault: Fault
+    fault: ErrorData
 
 
 class Ending(msgspec.Struct, frozen=True, tag="ending"):
     """The engine ends, of this; no event follows."""
 
-    fault: Fault
+    fault: ErrorData
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """Reply to `call`: `fault`, or `value` (None for an accepted submit)."""
 
     call: int
-    fault: Fault | None = None
+    fault: ErrorData | None = None
     value: Any = None
 
 
@@ -213,7 +213,7 @@ PART_LOGPROBS = 4096
 _HEADER = struct.Struct(">I")
 
 
-class FrameTooLarge(ValueError):
+class FrameTooLargeError(ValueError):
     """A message does not fit a frame."""
 
 
@@ -226,19 +226,21 @@ _notices: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 def encode(message: Command | Notice) -> bytes:
     """Frame one message.
 
-    Raises: FrameTooLarge for a message over `MAX_FRAME_BYTES`.
+    Raises: FrameTooLargeError for a message over `MAX_FRAME_BYTES`.
     """
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         size = len(body)
-        raise FrameTooLarge(f"a {type(message).__name__} of {size} bytes exceeds the frame limit {MAX_FRAME_BYTES}")
+        raise FrameTooLargeError(
+            f"a {type(message).__name__} of {size} bytes exceeds the frame limit {MAX_FRAME_BYTES}"
+        )
     return _HEADER.pack(len(body)) + body
 
 
 def encode_notice(notice: Notice) -> Iterator[bytes]:
     """Frame one notice; events that do not fit one frame go in several, in order, the health with the last.
 
-    An answer that does not fit becomes a fault. Raises: FrameTooLarge for a single event that does not.
+    An answer that does not fit becomes a fault. Raises: FrameTooLargeError for a single event that does not.
     """
     if isinstance(notice, Events):
         for event in notice.events:
@@ -247,9 +249,9 @@ def encode_notice(notice: Notice) -> Iterator[bytes]:
         notice = Events(tuple(map(_without_scores, notice.events)), notice.health)
     try:
         yield encode(notice)
-    except FrameTooLarge as error:
+    except FrameTooLargeError as error:
         if isinstance(notice, Reply):
-            yield encode(Answer(notice.call, to_fault(EngineFault(f"the answer is too large: {error}"))))
+            yield encode(Answer(notice.call, encode_error(EngineError(f"the answer is too large: {error}"))))
         elif isinstance(notice, Events) and len(notice.events) > 1:
             middle = len(notice.events) // 2
             yield from encode_notice(Events(notice.events[:middle]))

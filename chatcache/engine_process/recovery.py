@@ -29,21 +29,21 @@ from chatcache.engine_process.protocol import (
     Answer,
     Command,
     Drop,
+    ErrorData,
     Events,
-    Fault,
     Reply,
     Scored,
     Submit,
-    from_fault,
-    to_fault,
+    decode_error,
+    encode_error,
 )
 from chatcache.errors import (
     ChatcacheError,
-    DeviceLost,
-    InvalidRequest,
-    Overloaded,
-    RequestPoisoned,
-    UnsupportedParameter,
+    DeviceLostError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestPoisonedError,
+    UnsupportedParameterError,
 )
 from chatcache.types.events import (
     FINISH_CANCELLED,
@@ -68,7 +68,7 @@ class _Candidate:
     is_done: bool = False
 
 
-class Told:
+class RequestJournal:
     """One request and what was told of it. Only candidates that go their own ways from the prompt can be resumed."""
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -153,7 +153,7 @@ class Told:
 PAST_TOKENS = 3  # of each candidate: the step that was being computed, and one that may have been launched behind it
 
 
-class Place(enum.Enum):
+class RequestState(enum.Enum):
     ENGINE = enum.auto()
     HELD = enum.auto()
     TRIAL = enum.auto()
@@ -161,15 +161,15 @@ class Place(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Survivor:
+class RecoverableRequest:
     """A request from its submit to its end. `call` waits for the engine's verdict until it `is_accepted`.
 
     `scores`: of its prompt, kept back until `Started` comes.
     """
 
     call: int
-    told: Told
-    place: Place = Place.HELD
+    told: RequestJournal
+    place: RequestState = RequestState.HELD
     is_accepted: bool = False
     is_aborted: bool = False
     is_suspect: bool = False
@@ -195,16 +195,16 @@ class Survivor:
 Notice = Reply | Scored | Events
 
 
-class Survivors:
+class RequestRecovery:
     """`to_engine` hands a command to the present child, `to_board` a notice to the switchboard."""
 
     def __init__(self, to_engine: Callable[[Command], None], to_board: Callable[[Notice], None]) -> None:
         self._to_engine = to_engine
         self._to_board = to_board
-        self._by_id: dict[str, Survivor] = {}
-        self._by_call: dict[int, Survivor] = {}
+        self._by_id: dict[str, RecoverableRequest] = {}
+        self._by_call: dict[int, RecoverableRequest] = {}
         self._drops: dict[int, Drop] = {}
-        self._alone: Survivor | None = None
+        self._alone: RecoverableRequest | None = None
         self._is_up = False
         self.num_told = 0  # tokens
         self.num_resumed = 0
@@ -217,11 +217,11 @@ class Survivors:
 
     @property
     def num_in_engine(self) -> int:
-        return sum(each.place is not Place.HELD for each in self._by_id.values())
+        return sum(each.place is not RequestState.HELD for each in self._by_id.values())
 
     def with_held(self, health: EngineHealth) -> EngineHealth:
         """Count those that are held among those that wait."""
-        held = [each for each in self._by_id.values() if each.place is Place.HELD]
+        held = [each for each in self._by_id.values() if each.place is RequestState.HELD]
         if not held:
             return health
         num_tokens = sum(len(each.told.request.prompt) for each in held)
@@ -239,7 +239,7 @@ class Survivors:
             self._submit_new(command)
         elif isinstance(command, Abort | Drop):
             found = self._by_id.get(command.request_id)
-            if found is not None and found.place in (Place.HELD, Place.ASIDE):
+            if found is not None and found.place in (RequestState.HELD, RequestState.ASIDE):
                 self._end_held(found, command)
                 return
             if found is not None and isinstance(command, Abort):
@@ -251,38 +251,38 @@ class Survivors:
             self._to_engine(command)
 
     def _submit_new(self, command: Submit) -> None:
-        new = Survivor(command.call, Told(command.request))
+        new = RecoverableRequest(command.call, RequestJournal(command.request))
         if new.id in self._by_id:  # it was withdrawn, and has not ended yet
-            error = InvalidRequest(f"request_id {new.id!r} is already active", param="request_id")
-            self._to_board(Answer(command.call, fault=to_fault(error)))
+            error = InvalidRequestError(f"request_id {new.id!r} is already active", param="request_id")
+            self._to_board(Answer(command.call, fault=encode_error(error)))
             return
         if self._is_up and self._alone is None:
             self._to_engine(command)
-            new.place = Place.ENGINE
+            new.place = RequestState.ENGINE
         self._by_id[new.id] = self._by_call[new.call] = new
 
-    def _end_held(self, held: Survivor, command: Abort | Drop) -> None:
+    def _end_held(self, held: RecoverableRequest, command: Abort | Drop) -> None:
         if isinstance(command, Abort):
             self._abort_held(held)
             return
         reply = Answer(command.call)
         if not held.told.is_plain:
-            error = UnsupportedParameter(
+            error = UnsupportedParameterError(
                 "this candidate cannot be dropped alone: cancel the response", param="candidate"
             )
-            reply = Answer(command.call, fault=to_fault(error))
+            reply = Answer(command.call, fault=encode_error(error))
         elif (done := held.told.dropped(command.index)) is not None:
             if held.told.num_alive == 1:
                 self._abort_held(held)
-            elif held.place is Place.HELD:
+            elif held.place is RequestState.HELD:
                 self._tell(held, done)
             else:
                 self._drops[command.call] = command  # when it is aside
                 return
         self._to_board(reply)
 
-    def _abort_held(self, held: Survivor) -> None:
-        if held.place is Place.ASIDE:
+    def _abort_held(self, held: RecoverableRequest) -> None:
+        if held.place is RequestState.ASIDE:
             held.is_aborted = True
         elif held.is_accepted:
             self._tell(held, held.told.cancelled())
@@ -320,10 +320,15 @@ class Survivors:
         heard: list[EngineEvent] = []
         for event in notice.events:
             found = self._by_id.get(event.request_id)
-            if found is None or (isinstance(event, Failed) and event.code == DeviceLost.code):
+            if found is None or (isinstance(event, Failed) and event.code == DeviceLostError.code):
                 continue  # nobody's; or of an engine that is about to end
-            if found.place is Place.ASIDE and isinstance(event, Finished) and event.cancelled and not found.is_aborted:
-                found.place = Place.HELD
+            if (
+                found.place is RequestState.ASIDE
+                and isinstance(event, Finished)
+                and event.cancelled
+                and not found.is_aborted
+            ):
+                found.place = RequestState.HELD
                 continue
             if isinstance(event, Started):
                 for part in found.scores:
@@ -352,19 +357,21 @@ class Survivors:
         """
         self._is_up, self._alone = False, None
         num_before = self.num_poisoned
-        for each in [each for each in self._by_id.values() if each.place is not Place.HELD]:
-            was, each.place = each.place, Place.HELD
+        for each in [each for each in self._by_id.values() if each.place is not RequestState.HELD]:
+            was, each.place = each.place, RequestState.HELD
             each.scores.clear()
             each.is_suspect = True
-            each.num_lone_deaths += was is Place.TRIAL
+            each.num_lone_deaths += was is RequestState.TRIAL
             if each.is_aborted:
                 self._abort_held(each)
             elif each.num_lone_deaths >= (1 if is_sure else 2):
                 self.num_poisoned += 1
-                self._end(each, to_fault(RequestPoisoned(f"this request ended the engine twice: {error.message}")))
+                self._end(
+                    each, encode_error(RequestPoisonedError(f"this request ended the engine twice: {error.message}"))
+                )
             elif not each.told.is_resumable:
                 lost = f"{error.message}; what this search had in mind is lost: send it again"
-                self._end(each, to_fault(Overloaded(lost, code="engine_unavailable")))
+                self._end(each, encode_error(OverloadedError(lost, code="engine_unavailable")))
         self._drop_pending()
         return self.num_poisoned - num_before
 
@@ -382,30 +389,30 @@ class Survivors:
             self._drop_pending()
             suspect = next(self._suspects(), None)
             if suspect is None:
-                for each in [each for each in self._by_id.values() if each.place is Place.HELD]:
-                    self._give(each, Place.ENGINE)
+                for each in [each for each in self._by_id.values() if each.place is RequestState.HELD]:
+                    self._give(each, RequestState.ENGINE)
                 return
             suspect.set_place()
             self._alone = suspect
-            self._give(suspect, Place.TRIAL)
+            self._give(suspect, RequestState.TRIAL)
 
-    def _is_over(self, trial: Survivor) -> bool:
+    def _is_over(self, trial: RecoverableRequest) -> bool:
         """Say whether the suspect has left the engine, and ask it to once it is past its place."""
-        if self._by_id.get(trial.id) is not trial or trial.place is Place.HELD:
+        if self._by_id.get(trial.id) is not trial or trial.place is RequestState.HELD:
             return True
-        if trial.place is Place.TRIAL and trial.is_past:
+        if trial.place is RequestState.TRIAL and trial.is_past:
             trial.is_suspect, trial.num_lone_deaths = False, 0
             if next(self._suspects(), None) is None:
-                trial.place = Place.ENGINE
+                trial.place = RequestState.ENGINE
                 return True
-            trial.place = Place.ASIDE
+            trial.place = RequestState.ASIDE
             self._to_engine(Abort(trial.id))
         return False
 
-    def _suspects(self) -> Iterator[Survivor]:
-        return (each for each in self._by_id.values() if each.is_suspect and each.place is Place.HELD)
+    def _suspects(self) -> Iterator[RecoverableRequest]:
+        return (each for each in self._by_id.values() if each.is_suspect and each.place is RequestState.HELD)
 
-    def _give(self, held: Survivor, place: Place) -> None:
+    def _give(self, held: RecoverableRequest, place: RequestState) -> None:
         """Give a request to the engine, with what was told of it."""
         held.place = place
         self.num_resumed += held.is_accepted
@@ -413,13 +420,13 @@ class Survivors:
         try:
             self._to_engine(Submit(held.call, held.told.request if fresh else held.told.resumed()))
         except ChatcacheError as error:  # it fits no frame
-            self._end(held, to_fault(error))
+            self._end(held, encode_error(error))
 
     def _drop_pending(self) -> None:
         """Carry out drops that the engine did not get round to."""
         for call, drop in list(self._drops.items()):
             found = self._by_id.get(drop.request_id)
-            if found is not None and found.place is not Place.HELD:
+            if found is not None and found.place is not RequestState.HELD:
                 continue
             del self._drops[call]
             if found is None:
@@ -429,21 +436,21 @@ class Survivors:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def _end(self, found: Survivor, fault: Fault) -> None:
+    def _end(self, found: RecoverableRequest, fault: ErrorData) -> None:
         """End a request in an error: by its verdict if that is still waited for."""
         if found.is_accepted:
-            self._tell(found, found.told.failed(from_fault(fault)))
+            self._tell(found, found.told.failed(decode_error(fault)))
         else:
             self._forget(found)
             self._to_board(Answer(found.call, fault=fault))
 
-    def _tell(self, found: Survivor, event: EngineEvent) -> None:
+    def _tell(self, found: RecoverableRequest, event: EngineEvent) -> None:
         """Tell an event that comes from no engine."""
         found.told.note(event)
         if isinstance(event, TERMINAL):
             self._forget(found)
         self._to_board(Events((event,)))
 
-    def _forget(self, found: Survivor) -> None:
+    def _forget(self, found: RecoverableRequest) -> None:
         self._by_id.pop(found.id, None)
         self._by_call.pop(found.call, None)

@@ -9,8 +9,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from chatcache.engine_process.client import Switchboard
-from chatcache.engine_process.loop import SteppedEngine, run_engine
+from chatcache.engine_process.client import EngineClientBase
+from chatcache.engine_process.loop import StepEngine, run_engine
 from chatcache.engine_process.protocol import (
     Command,
     Events,
@@ -20,10 +20,10 @@ from chatcache.engine_process.protocol import (
     Reply,
     Scored,
     Stop,
-    from_fault,
-    to_fault,
+    decode_error,
+    encode_error,
 )
-from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, ModelFolderError
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, ModelFolderError
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
@@ -31,7 +31,7 @@ from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedP
 log = logging.getLogger(__name__)
 
 
-class _QueueInbox:
+class _ThreadCommandQueue:
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
@@ -51,10 +51,10 @@ class ThreadedEngine:
     time, and `close` it there. A fault that escapes the engine ends all requests and the thread; there is no restart.
     """
 
-    def __init__(self, factory: Callable[[], SteppedEngine]) -> None:
+    def __init__(self, factory: Callable[[], StepEngine]) -> None:
         self._factory = factory
-        self._inbox = _QueueInbox()
-        self._board = Switchboard(self._inbox.commands.put)
+        self._inbox = _ThreadCommandQueue()
+        self._board = EngineClientBase(self._inbox.commands.put)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._loaded = asyncio.Event()
@@ -80,7 +80,7 @@ class ThreadedEngine:
         self._attach()
         await self._loaded.wait()
         if self.facts is None:
-            raise self._error or EngineFault("the engine did not start")
+            raise self._error or EngineError("the engine did not start")
         return self.facts
 
     async def submit(self, request: GenerateRequest) -> None:
@@ -139,7 +139,7 @@ class ThreadedEngine:
         self._inbox.commands.put(Stop())
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-        self._hang_up(EngineFault("the engine was closed"))
+        self._hang_up(EngineError("the engine was closed"))
 
     def _attach(self) -> None:
         """Deliver notices to the running loop from here on."""
@@ -155,9 +155,9 @@ class ThreadedEngine:
             run_engine(engine, self._inbox, self._post)
         except BaseException as error:  # a thread has no caller to raise to: the clients are told instead
             # What is wrong with a folder or a setting needs no traceback: whoever waits is told.
-            is_known = isinstance(error, ModelFolderError | InvalidRequest)
+            is_known = isinstance(error, ModelFolderError | InvalidRequestError)
             log.log(logging.DEBUG if is_known else logging.ERROR, "the engine thread ended", exc_info=True)
-            self._post(LoadFailed(to_fault(error)))
+            self._post(LoadFailed(encode_error(error)))
 
     def _post(self, notice: Notice) -> None:
         loop = self._loop
@@ -171,7 +171,7 @@ class ThreadedEngine:
             self.facts, self._board.health = notice.facts, notice.health
             self._loaded.set()
         elif isinstance(notice, LoadFailed):
-            self._hang_up(from_fault(notice.fault))
+            self._hang_up(decode_error(notice.fault))
 
     def _hang_up(self, error: ChatcacheError) -> None:
         self._error = self._error or error

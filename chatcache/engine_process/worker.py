@@ -20,7 +20,7 @@ import msgspec
 
 from chatcache import logs
 from chatcache.config import EngineConfig
-from chatcache.engine_process.loop import Progress, SteppedEngine, run_engine
+from chatcache.engine_process.loop import Progress, StepEngine, run_engine
 from chatcache.engine_process.protocol import (
     Answer,
     Boot,
@@ -33,10 +33,10 @@ from chatcache.engine_process.protocol import (
     Notice,
     call_of,
     decode_command,
+    encode_error,
     encode_notice,
-    to_fault,
 )
-from chatcache.errors import DeviceLost, InvalidRequest
+from chatcache.errors import DeviceLostError, InvalidRequestError
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ EXIT_DEVICE_LOST = 4
 READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
-Factory = Callable[[EngineConfig, Progress], SteppedEngine]
+Factory = Callable[[EngineConfig, Progress], StepEngine]
 
 
-class SocketInbox:
+class SocketCommandQueue:
     """Commands from a blocking stream socket. A frame that is none is refused to its caller and otherwise ignored."""
 
     def __init__(self, sock: socket.socket, send: Callable[[Notice], None]) -> None:
@@ -78,7 +78,7 @@ class SocketInbox:
         log.error("a frame of %d bytes is no command: %s", len(body), error)
         call = call_of(body)
         if call is not None:
-            self._send(Answer(call, to_fault(InvalidRequest(f"the engine does not understand this: {error}"))))
+            self._send(Answer(call, encode_error(InvalidRequestError(f"the engine does not understand this: {error}"))))
 
 
 def die_with_parent() -> None:
@@ -94,7 +94,7 @@ def serve(sock: socket.socket) -> int:
         for frame in encode_notice(notice):
             sock.sendall(frame)
 
-    inbox = SocketInbox(sock, send)
+    inbox = SocketCommandQueue(sock, send)
     boot, *early = inbox.read(block=True)
     if not isinstance(boot, Boot) or early:
         raise ValueError("the first frame must be the boot command, alone")
@@ -105,16 +105,16 @@ def serve(sock: socket.socket) -> int:
         return 0
     except Exception as error:
         log.debug("the engine could not be built", exc_info=True)
-        send(LoadFailed(to_fault(error)))
+        send(LoadFailed(encode_error(error)))
         return EXIT_LOAD_FAILED
     try:
         send(Loaded(engine.facts, engine.health()))
         run_engine(engine, inbox, send)
     except ConnectionError:
         log.info("the parent is gone")
-    except DeviceLost as error:
+    except DeviceLostError as error:
         log.critical("the engine process ends: %s", error.message)
-        send(Ending(to_fault(error)))
+        send(Ending(encode_error(error)))
         return EXIT_DEVICE_LOST
     return 0
 

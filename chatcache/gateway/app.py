@@ -27,11 +27,11 @@ from chatcache.gateway.api import files as conversation_files
 from chatcache.gateway.api import tokens as message_tokens
 from chatcache.gateway.api.chat_completions import chat_completions
 from chatcache.gateway.api.completions import completions
-from chatcache.gateway.auth.keys import Keyring
-from chatcache.gateway.auth.middleware import EndRevoked, Guard
+from chatcache.gateway.auth.keys import ApiKeyCache
+from chatcache.gateway.auth.middleware import AuthenticationMiddleware, RevocationMiddleware
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
-from chatcache.gateway.limits.admission import Door
+from chatcache.gateway.limits.admission import AdmissionController
 from chatcache.gateway.limits.rate_limits import RATE_HEADERS, Limiter
 from chatcache.gateway.metrics import Metrics, metered_store
 from chatcache.gateway.middleware import BodyLimit, RequestContext
@@ -59,7 +59,7 @@ def create_app(
     `model_name` is the served name ("": the engine's own, known once it is ready). `load_tokenizer` runs once, in a
     thread, when the app starts. Without `store`, the one that `config` names is opened then.
     """
-    metrics, limiter, keyring = Metrics(), Limiter(), Keyring(config.api_keys)
+    metrics, limiter, keyring = Metrics(), Limiter(), ApiKeyCache(config.api_keys)
     gateway = Gateway(
         config=config,
         engine=engine,
@@ -68,7 +68,7 @@ def create_app(
         started_at=int(time.time()),
         metrics=metrics,
         limiter=limiter,
-        door=Door(engine, limiter),
+        door=AdmissionController(engine, limiter),
         keyring=keyring,
     )
 
@@ -144,7 +144,7 @@ def _routes() -> list[BaseRoute]:
     ]
 
 
-def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter, keyring: Keyring) -> list[Middleware]:
+def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter, keyring: ApiKeyCache) -> list[Middleware]:
     """Outermost first."""
     stack = [Middleware(RequestContext, metrics, limiter)]
     if config.cors_origins:
@@ -165,8 +165,8 @@ def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter, keyrin
         )
     return [
         *stack,
-        Middleware(Guard, config, keyring),
-        Middleware(EndRevoked, keyring),
+        Middleware(AuthenticationMiddleware, config, keyring),
+        Middleware(RevocationMiddleware, keyring),
         Middleware(BodyLimit, config.max_body_bytes, config.body_timeout_s, {IMPORT_PATH: config.max_import_bytes}),
     ]
 

@@ -11,19 +11,19 @@ from typing import cast
 from starlette.requests import HTTPConnection
 
 from chatcache.config import ServerConfig
-from chatcache.conversations.prompt import PromptBound, PublicPrompts
+from chatcache.conversations.prompt import PromptLimits, SharedSystemPrompts
 from chatcache.conversations.replies.service import ChatService
 from chatcache.conversations.store import ConversationStore
-from chatcache.conversations.turns import Conversations, Histories
+from chatcache.conversations.turns import ConversationPrompts, Conversations
 from chatcache.engine.protocols import EngineClient
-from chatcache.errors import ChatcacheError, NotFound, Overloaded, UnsupportedParameter
+from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError, UnsupportedParameterError
 from chatcache.gateway.api.idempotency import KeyLocks
-from chatcache.gateway.auth.keys import Keyring
-from chatcache.gateway.errors import ModelLoading
-from chatcache.gateway.limits.admission import Counting, Door
+from chatcache.gateway.auth.keys import ApiKeyCache
+from chatcache.gateway.errors import ModelLoadingError
+from chatcache.gateway.limits.admission import AdmissionController, TokenizeThrottle
 from chatcache.gateway.limits.rate_limits import Limiter
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.responses.pending_saves import Unsaved
+from chatcache.gateway.responses.pending_saves import PendingSaves
 from chatcache.gateway.responses.registry import ResponseRegistry
 from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.reply_format import format_of
@@ -43,7 +43,7 @@ class Model:
     tokenizer: Tokenizer
     service: ChatService
     conversations: Conversations
-    histories: Histories
+    histories: ConversationPrompts
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class Gateway:
     started_at: int
     metrics: Metrics
     limiter: Limiter
-    door: Door
-    keyring: Keyring
+    door: AdmissionController
+    keyring: ApiKeyCache
     store: ConversationStore | None = None
     model: Model | None = None
     load_error: str | None = None
@@ -67,10 +67,10 @@ class Gateway:
     scheduling_policy: str = ""
     responses: ResponseRegistry = field(default_factory=ResponseRegistry)
     hub: ConversationHub = field(default_factory=ConversationHub)
-    unsaved: Unsaved = field(default_factory=Unsaved)
-    bound: PromptBound = field(default_factory=PromptBound)
+    unsaved: PendingSaves = field(default_factory=PendingSaves)
+    bound: PromptLimits = field(default_factory=PromptLimits)
     keys: KeyLocks = field(default_factory=KeyLocks)
-    counting: Counting = field(default_factory=Counting)
+    counting: TokenizeThrottle = field(default_factory=TokenizeThrottle)
     openapi: bytes | None = None
     _interrupted: set[str] = field(default_factory=set)
 
@@ -96,17 +96,17 @@ class Gateway:
             log.exception("the tokenizer did not load")
             self.load_error = f"the tokenizer did not load ({type(error).__name__})"
         else:
-            public = PublicPrompts(self.config.public_prompts)
+            public = SharedSystemPrompts(self.config.public_prompts)
             form = format_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
             self.bound.max_token_chars = max(map(len, tokenizer.token_bytes), default=0)
             service = ChatService(self.engine, tokenizer, public=public, form=form, bound=self.bound)
             conversations = Conversations(store, tokenizer, public, form, service.transcripts, self.bound)
-            self.model = Model(tokenizer, service, conversations, Histories(conversations))
+            self.model = Model(tokenizer, service, conversations, ConversationPrompts(conversations))
 
     def opened_store(self) -> ConversationStore:
-        """Raises: Overloaded before it is open."""
+        """Raises: OverloadedError before it is open."""
         if self.store is None:
-            raise Overloaded("the server is still starting")
+            raise OverloadedError("the server is still starting")
         return self.store
 
     async def health(self) -> EngineHealth:
@@ -122,12 +122,12 @@ class Gateway:
     async def ready(self, name: str | None) -> Model:
         """The model a request names (None: whatever is served).
 
-        Raises: ModelLoading while it, or the engine, is not there; NotFound for a name that is not served.
+        Raises: ModelLoadingError while it, or the engine, is not there; NotFoundError for a name that is not served.
         """
         if self.model is None:
-            raise ModelLoading(self.load_error or "the model is still loading")
+            raise ModelLoadingError(self.load_error or "the model is still loading")
         if not self.engine_seen_ready and not (health := await self.health()).ready:
-            raise ModelLoading(health.detail or "the model is still loading")
+            raise ModelLoadingError(health.detail or "the model is still loading")
         self.check_model(name)
         return self.model
 
@@ -137,9 +137,11 @@ class Gateway:
         return MAX_PRIORITY if self.scheduling_policy == "priority" else 0
 
     def priority(self, wanted: int | None) -> int:
-        """A request's priority. Raises: UnsupportedParameter on a server that heeds none."""
+        """A request's priority. Raises: UnsupportedParameterError on a server that heeds none."""
         if wanted and self.scheduling_policy != "priority":
-            raise UnsupportedParameter("priority needs a server with --scheduling-policy priority", param="priority")
+            raise UnsupportedParameterError(
+                "priority needs a server with --scheduling-policy priority", param="priority"
+            )
         return wanted or 0
 
     async def settle_runs(self) -> None:
@@ -170,10 +172,10 @@ class Gateway:
                 end.cancel()
 
     def check_model(self, name: str | None) -> None:
-        """Raises: NotFound unless `name` is absent or the served one."""
+        """Raises: NotFoundError unless `name` is absent or the served one."""
         if name and name != self.model_name:
             message = f"no model {name!r}; this server has {self.model_name!r}"
-            raise NotFound(message, param="model", code="model_not_found")
+            raise NotFoundError(message, param="model", code="model_not_found")
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:

@@ -12,9 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.store import StaleRevision
+from chatcache.conversations.store import StaleRevisionError
 from chatcache.conversations.tree import Conversation
-from chatcache.errors import ChatcacheError, Overloaded, QuotaExhausted, RateLimited, RequestPoisoned
+from chatcache.errors import ChatcacheError, OverloadedError, QuotaExceededError, RateLimitError, RequestPoisonedError
 from chatcache.gateway.json_codec import encode
 
 
@@ -35,51 +35,51 @@ def conversation_json(conversation: Conversation) -> dict[str, object]:
 _RETRY_AFTER_S = 1
 
 
-class Unauthorized(ChatcacheError):
+class AuthenticationError(ChatcacheError):
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
 
 
-def revoked() -> Unauthorized:
-    return Unauthorized("this API key was revoked", code="api_key_revoked")
+def revoked() -> AuthenticationError:
+    return AuthenticationError("this API key was revoked", code="api_key_revoked")
 
 
-def session_expired() -> Unauthorized:
-    return Unauthorized("the session has expired", code="session_expired")
+def session_expired() -> AuthenticationError:
+    return AuthenticationError("the session has expired", code="session_expired")
 
 
-class Forbidden(ChatcacheError):
+class PermissionDeniedError(ChatcacheError):
     status = 403
     type = "permission_error"
     code = "forbidden"
 
 
-class BodyTooLarge(ChatcacheError):
+class BodyTooLargeError(ChatcacheError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
 
 
-class BodyTooSlow(ChatcacheError):
+class BodyTimeoutError(ChatcacheError):
     status = 408
     type = "invalid_request_error"
     code = "request_timeout"
 
 
-class UnsupportedMediaType(ChatcacheError):
+class UnsupportedMediaTypeError(ChatcacheError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
 
 
-class ShuttingDown(Overloaded):
+class ShuttingDownError(OverloadedError):
     """The server drains: what runs may finish."""
 
     code = "shutting_down"
 
 
-class ModelLoading(Overloaded):
+class ModelLoadingError(OverloadedError):
     """The model is not there yet."""
 
     code = "model_loading"
@@ -96,12 +96,12 @@ def error_body(error: ChatcacheError) -> dict[str, object]:
         "param": error.param,
         "code": error.code,
     }
-    return body | {"conversation": conversation_json(error.present)} if isinstance(error, StaleRevision) else body
+    return body | {"conversation": conversation_json(error.present)} if isinstance(error, StaleRevisionError) else body
 
 
 def retry_after_s(error: ChatcacheError) -> int | None:
     """When to try again; None where that does not help."""
-    if isinstance(error, RateLimited):
+    if isinstance(error, RateLimitError):
         return error.retry_after_s
     return _RETRY_AFTER_S if error.status in (429, 503) else None
 
@@ -109,9 +109,9 @@ def retry_after_s(error: ChatcacheError) -> int | None:
 def error_headers(error: ChatcacheError) -> dict[str, str]:
     """Headers that tell a client what to do about it."""
     if error.status in (429, 503):
-        stop = {"x-should-retry": "false"} if isinstance(error, QuotaExhausted) else {}
+        stop = {"x-should-retry": "false"} if isinstance(error, QuotaExceededError) else {}
         return {"retry-after": str(retry_after_s(error)), **stop}
-    if error.status == 409 or error.code == RequestPoisoned.code:
+    if error.status == 409 or error.code == RequestPoisonedError.code:
         return {"x-should-retry": "false"}
     if error.status == 401:
         return {"www-authenticate": "Bearer"}

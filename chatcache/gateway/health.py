@@ -5,12 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.store import StoreUnavailable
-from chatcache.errors import ChatcacheError, Overloaded
+from chatcache.conversations.store import StoreUnavailableError
+from chatcache.errors import ChatcacheError, OverloadedError
 from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.auth.principal import signed_in
 from chatcache.gateway.context import Gateway, gateway_of
-from chatcache.gateway.errors import ModelLoading, ShuttingDown, error_body, error_headers, json_response
+from chatcache.gateway.errors import ModelLoadingError, ShuttingDownError, error_body, error_headers, json_response
 from chatcache.gateway.metrics import CONTENT_TYPE
 
 
@@ -24,12 +24,12 @@ async def readyz(request: Request) -> Response:
     gateway = gateway_of(request)
     health = await gateway.health()
     if gateway.door.is_closed:
-        return _not_ready(gateway, "unavailable", 1.0, ShuttingDown("the server is shutting down"))
+        return _not_ready(gateway, "unavailable", 1.0, ShuttingDownError("the server is shutting down"))
     if health.ready and gateway.model is not None:
         try:
             gateway.keyring.check_known()
             await store_of(request).check()
-        except StoreUnavailable as unsaved:
+        except StoreUnavailableError as unsaved:
             return _not_ready(gateway, "unavailable", 1.0, unsaved)
         load = {
             "num_running": health.num_running,
@@ -43,9 +43,9 @@ async def readyz(request: Request) -> Response:
         return json_response({**ready, **shown})
     detail = gateway.load_error or (health.detail if not health.ready else "loading the tokenizer")
     failed = gateway.load_error is not None or gateway.engine_seen_ready
-    error: ChatcacheError = ModelLoading(detail or "the model is still loading")
+    error: ChatcacheError = ModelLoadingError(detail or "the model is still loading")
     if gateway.engine_seen_ready and not health.ready:
-        error = Overloaded(detail, code="engine_unavailable")
+        error = OverloadedError(detail, code="engine_unavailable")
     return _not_ready(gateway, "unavailable" if failed else "loading", round(health.load_fraction, 3), error)
 
 

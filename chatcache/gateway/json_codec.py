@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 
 MAX_DEPTH = 32
 MAX_NODES = 100_000
@@ -27,7 +27,7 @@ _MARK_OR_STRING = re.compile(rb'[\[{:,]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def decode_object(data: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object. Raises: InvalidRequest with code "invalid_json"."""
+    """Parse a JSON object. Raises: InvalidRequestError with code "invalid_json"."""
     try:
         raw = data.encode() if isinstance(data, str) else data
         _check_size(raw)
@@ -100,8 +100,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(message, code="invalid_json")
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, code="invalid_json")
 
 
 # A parser needs far more memory for a bracket than for a byte of text.
@@ -129,7 +129,7 @@ class JsonValues:
         self._is_closed = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Raises: InvalidRequest, naming the byte, for what can be no object."""
+        """Raises: InvalidRequestError, naming the byte, for what can be no object."""
         self._buffer += data
         if not self._is_begun:
             if len(self._buffer) < len(_BOM) and _BOM.startswith(self._buffer):
@@ -146,9 +146,9 @@ class JsonValues:
         return found
 
     def end(self) -> None:
-        """Raises: InvalidRequest where the last object, or the array, is cut short."""
+        """Raises: InvalidRequestError where the last object, or the array, is cut short."""
         if self._depth or self._in_string:
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"not valid JSON: it ends within a value that began at byte {self._place(self._start)}"
             )
         if not self._is_begun and self._buffer:
@@ -187,7 +187,7 @@ class JsonValues:
         if mark in b"{[":
             self._num_brackets += 1
             if self._num_brackets > MAX_BRACKETS:
-                raise InvalidRequest(f"one conversation may hold at most {MAX_BRACKETS} JSON objects and arrays")
+                raise InvalidRequestError(f"one conversation may hold at most {MAX_BRACKETS} JSON objects and arrays")
             if self._depth == self._top:
                 self._open(mark, at)
             else:
@@ -219,7 +219,7 @@ class JsonValues:
         self._depth += 1
 
     def _check_between(self, end: int) -> None:
-        """Raises: InvalidRequest unless only white space and commas are between objects."""
+        """Raises: InvalidRequestError unless only white space and commas are between objects."""
         between = bytes(self._buffer[self._start : end])
         odd = between.lstrip(_SPACE + (b"," if self._num_values and not self._is_closed else b""))
         if odd:
@@ -234,6 +234,6 @@ class JsonValues:
     def _place(self, at: int) -> int:
         return self._num_bytes_before + at
 
-    def _unexpected(self, at: int) -> InvalidRequest:
+    def _unexpected(self, at: int) -> InvalidRequestError:
         byte = bytes(self._buffer[at : at + 1])
-        return InvalidRequest(f"not valid JSON: {byte!r} at byte {self._place(at)}, where an object should begin")
+        return InvalidRequestError(f"not valid JSON: {byte!r} at byte {self._place(at)}, where an object should begin")

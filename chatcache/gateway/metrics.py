@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.conversations.replies.service import Reply
-from chatcache.conversations.store import ConversationStore, StoreUnavailable
+from chatcache.conversations.store import ConversationStore, StoreUnavailableError
 from chatcache.errors import ChatcacheError
 from chatcache.types.stats import DURATION_BOUNDS_S, Durations, EngineHealth
 
@@ -179,7 +179,7 @@ def _labelled(
     return family
 
 
-async def metered(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
+async def record_reply_metrics(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
     """Pass a reply's events on."""
     accepted_s = time.perf_counter()
     last_s: float | None = None
@@ -242,7 +242,7 @@ class _Metered:
             started_s = time.perf_counter()
             try:
                 result = await call(*args, **kwargs)
-            except StoreUnavailable:
+            except StoreUnavailableError:
                 self._note(is_up=False)
                 raise
             except Exception:

@@ -21,7 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chatcache.conversations.tree import new_id
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.auth.principal import admitted
-from chatcache.gateway.errors import INTERNAL, BodyTooLarge, BodyTooSlow, UnsupportedMediaType, error_response
+from chatcache.gateway.errors import (
+    INTERNAL,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    UnsupportedMediaTypeError,
+    error_response,
+)
 from chatcache.gateway.json_codec import decode_object
 from chatcache.gateway.limits.rate_limits import Limiter
 from chatcache.gateway.metrics import Metrics
@@ -99,7 +105,7 @@ class RequestContext:
 class BodyLimit:
     """Counts request bytes as they are read, and the time they take.
 
-    Raises, from `receive` or at once if a size is announced: BodyTooLarge; BodyTooSlow when nothing comes for
+    Raises, from `receive` or at once if a size is announced: BodyTooLargeError; BodyTimeoutError when nothing comes for
     `timeout_s`, or so little that a body would hold its connection for ever. `exceptions`: limits of single paths.
     """
 
@@ -132,7 +138,7 @@ class BodyLimit:
                 async with asyncio.timeout(self._timeout_s + min(0.0, head_start_s)):
                     message = await receive()
             except TimeoutError:
-                raise BodyTooSlow(f"the body stopped coming after {num_bytes} bytes") from None
+                raise BodyTimeoutError(f"the body stopped coming after {num_bytes} bytes") from None
             waited_s += clock() - asked_s  # what the server does between is not the client's
             is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
@@ -143,8 +149,8 @@ class BodyLimit:
         await self._app(scope, receive_counted, send)
 
 
-def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
 
 
 async def _answer(error: ChatcacheError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,19 +175,19 @@ _INLINE_BYTES = 16_384
 async def read_json(request: Request) -> dict[str, Any]:
     """The body as a strict JSON object.
 
-    Raises: UnsupportedMediaType, BodyTooLarge, InvalidRequest, ClientDisconnect.
+    Raises: UnsupportedMediaTypeError, BodyTooLargeError, InvalidRequestError, ClientDisconnect.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        raise UnsupportedMediaType("send JSON with content-type: application/json")
+        raise UnsupportedMediaTypeError("send JSON with content-type: application/json")
     refuse_encoding(request)
     return await parse_json(await request.body())
 
 
 def refuse_encoding(request: Request) -> None:
-    """Raises: UnsupportedMediaType for a compressed body: what a few bytes would become is nobody's to find out."""
+    """Raises: UnsupportedMediaTypeError for a compressed body, which could expand without limit."""
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaType("send the body as it is, without content-encoding")
+        raise UnsupportedMediaTypeError("send the body as it is, without content-encoding")
 
 
 async def read_json_or_nothing(request: Request) -> dict[str, Any]:
@@ -190,7 +196,7 @@ async def read_json_or_nothing(request: Request) -> dict[str, Any]:
 
 
 async def parse_json(data: bytes | str) -> dict[str, Any]:
-    """`decode_object` without holding up everybody else. Raises: InvalidRequest."""
+    """`decode_object` without holding up everybody else. Raises: InvalidRequestError."""
     if len(data) <= _INLINE_BYTES:
         return decode_object(data)
     return await asyncio.to_thread(decode_object, data)

@@ -25,9 +25,9 @@ from msgspec import Meta
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from chatcache.errors import NotFound
-from chatcache.gateway.auth.principal import who
-from chatcache.gateway.errors import Forbidden
+from chatcache.errors import NotFoundError
+from chatcache.gateway.auth.principal import current_principal
+from chatcache.gateway.errors import PermissionDeniedError
 from chatcache.gateway.schemas import requests as wire
 from chatcache.gateway.schemas import responses as answers
 from chatcache.gateway.schemas import responses as answers_cache
@@ -88,11 +88,11 @@ class Protected(BaseRoute):
         return self.route.matches(scope)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: Unauthorized, Forbidden, StoreUnavailable."""
+        """Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError."""
         if self.need != "open":
-            principal = who(scope)
+            principal = current_principal(scope)
             if self.need == "admin" and not principal.is_admin:
-                raise Forbidden(f"{self.path} is for keys made with --admin", code="admin_only")
+                raise PermissionDeniedError(f"{self.path} is for keys made with --admin", code="admin_only")
         await self.route.handle(scope, receive, send)
 
 
@@ -103,10 +103,11 @@ class Unmatched:
         self._not_found = not_found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: Unauthorized, Forbidden, StoreUnavailable; NotFound for a WebSocket, which else just ends."""
-        who(scope)
+        """Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError; NotFoundError for a WebSocket,
+        which else just ends."""
+        current_principal(scope)
         if scope["type"] == "websocket":
-            raise NotFound("no WebSocket is served here")
+            raise NotFoundError("no WebSocket is served here")
         await self._not_found(scope, receive, send)
 
 

@@ -29,7 +29,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.gateway.errors import INTERNAL, error_body
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.rate_limits import Pace
@@ -45,7 +45,7 @@ class StrictProtocol(ServerProtocol):
     _decoder: codecs.IncrementalDecoder | None = None
 
     def reject(self, status: HTTPStatus | int, text: str) -> Response:
-        error = InvalidRequest(text.strip(), code="handshake_refused") if status < 500 else INTERNAL
+        error = InvalidRequestError(text.strip(), code="handshake_refused") if status < 500 else INTERNAL
         response = super().reject(status, encode({"error": error_body(error)}).decode())
         del response.headers["Content-Type"]
         response.headers["Content-Type"] = "application/json"
@@ -79,7 +79,7 @@ def _most() -> int:
     return most if most != resource.RLIM_INFINITY else sys.maxsize
 
 
-def raise_most() -> None:
+def raise_fd_limit() -> None:
     """Take all the system allows; shells and service managers give 1,024 where it would allow thousands."""
     if sys.platform != "win32":
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -290,12 +290,12 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
     def _refuse(self) -> None:
         log.info("the fields of a request are larger than %d bytes", MAX_HEAD_BYTES)
         told = f"the request head, or what is beside its body, is larger than {MAX_HEAD_BYTES} bytes"
-        self._end(b"431 Request Header Fields Too Large", InvalidRequest(told, code="request_head_too_large"))
+        self._end(b"431 Request Header Fields Too Large", InvalidRequestError(told, code="request_head_too_large"))
 
     def send_400_response(self, msg: str) -> None:
-        self._end(b"400 Bad Request", InvalidRequest("this is not HTTP/1.1", code="invalid_http"))
+        self._end(b"400 Bad Request", InvalidRequestError("this is not HTTP/1.1", code="invalid_http"))
 
-    def _end(self, status: bytes, error: InvalidRequest) -> None:
+    def _end(self, status: bytes, error: InvalidRequestError) -> None:
         if not self._is_answering:
             body = encode({"error": error_body(error)})
             self.transport.write(

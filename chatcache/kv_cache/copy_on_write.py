@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from chatcache.kv_cache.host import HostTier
-from chatcache.kv_cache.page_hash import page_content
+from chatcache.kv_cache.host import HostKVCache
+from chatcache.kv_cache.page_hash import page_hash
 from chatcache.kv_cache.page_table import PageTable, note_owner
 from chatcache.kv_cache.pool import PagePool
 
@@ -22,10 +22,10 @@ class PageCopy(NamedTuple):
     dst: int
 
 
-class Tails:
+class CopyOnWrite:
     """Copy on write over one pool. Sources of copies are kept until the step is over, whoever lets go of them."""
 
-    def __init__(self, pool: PagePool, host: HostTier | None, page_size: int) -> None:
+    def __init__(self, pool: PagePool, host: HostKVCache | None, page_size: int) -> None:
         self._pool = pool
         self._host = host
         self._page_size = page_size
@@ -80,7 +80,7 @@ class Tails:
             return  # it will be here after the step only
         if self._num_holders(page) == 1 and not self._pool.is_published(page):
             note_owner(self._pool.owners, table, table.num_tokens // self._page_size)  # it may have been cut since
-            self._pool.publish(page, page_content(table.key, table.tail))
+            self._pool.publish(page, page_hash(table.key, table.tail))
 
     def settle(self) -> None:
         """Let go of this step's sources: its copies have been made, or the step was given up."""

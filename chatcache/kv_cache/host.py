@@ -14,34 +14,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from chatcache.kv_cache.page_hash import PageContent
+from chatcache.kv_cache.page_hash import PageHash
 from chatcache.kv_cache.pool import PagePool
 
 
-class Load(NamedTuple):
+class PendingLoad(NamedTuple):
     """Copy `host_page` in; `content` is what the page will then hold, None if only part of it was wanted."""
 
     host_page: int
-    content: PageContent | None
+    content: PageHash | None
 
 
-class HostTier:
+class HostKVCache:
     """`num_pages` host pages. Numbered from 1 in here, as every pool does, and from 0 in plans."""
 
     def __init__(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages + 1)
         self.num_pages_out = 0
         self.num_pages_in = 0
-        self._leaving: dict[bytes, tuple[int, int, PageContent]] = {}  # by key: (page, host page, content)
-        self._coming: dict[int, Load] = {}  # by page
+        self._leaving: dict[bytes, tuple[int, int, PageHash]] = {}  # by key: (page, host page, content)
+        self._coming: dict[int, PendingLoad] = {}  # by page
 
     # -- out ------------------------------------------------------------------------------------------------------
 
-    def num_missing(self, contents: Mapping[int, PageContent]) -> int:
+    def num_missing(self, contents: Mapping[int, PageHash]) -> int:
         """Count the distinct contents of these pages that would have to be copied out. A query."""
         return len(self._sort(contents)[1])
 
-    def hold(self, contents: Mapping[int, PageContent]) -> list[int] | None:
+    def hold(self, contents: Mapping[int, PageHash]) -> list[int] | None:
         """Hold a host page for each distinct content of these pages: all of them, or None and no change.
 
         What is not here yet is copied out in this step's plan.
@@ -56,10 +56,10 @@ class HostTier:
             self._leaving[content.key] = page, host_page, content
         return held + fresh
 
-    def _sort(self, contents: Mapping[int, PageContent]) -> tuple[list[int], list[tuple[int, PageContent]]]:
+    def _sort(self, contents: Mapping[int, PageHash]) -> tuple[list[int], list[tuple[int, PageHash]]]:
         """Tell what is here, or on its way, from what is missing: (host pages, [(page, content)])."""
         here: dict[int, None] = {}
-        missing: dict[bytes, tuple[int, PageContent]] = {}
+        missing: dict[bytes, tuple[int, PageHash]] = {}
         for page, content in contents.items():
             if (load := self._coming.get(page)) is not None:  # the page itself is yet to be filled
                 here[load.host_page] = None
@@ -77,14 +77,14 @@ class HostTier:
         if self._leaving:
             self._leaving = {key: move for key, move in self._leaving.items() if self.pool.refs[move[1]]}
 
-    def forget(self, content: PageContent) -> None:
+    def forget(self, content: PageHash) -> None:
         """Take this content, and every beginning of it, out of the index."""
         for host_page in self.pool.beginnings(content.parent, content.tokens):
             self.pool.withdraw(host_page)
 
     # -- in -------------------------------------------------------------------------------------------------------
 
-    def load(self, page: int, load: Load) -> None:
+    def load(self, page: int, load: PendingLoad) -> None:
         """Have the held, fresh `page` filled in this step's plan."""
         self.pool.retain((load.host_page,))
         self._coming[page] = load
@@ -109,7 +109,7 @@ class HostTier:
         outs = [(page, host_page - 1) for page, host_page, _ in self._leaving.values()]
         return outs, [(load.host_page - 1, page) for page, load in self._coming.items()]
 
-    def settle(self) -> list[tuple[int, PageContent]]:
+    def settle(self) -> list[tuple[int, PageHash]]:
         """Note that the step was executed: copies out can be found now. Return what the loaded pages hold."""
         self.num_pages_out += len(self._leaving)
         self.num_pages_in += len(self._coming)

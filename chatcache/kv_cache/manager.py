@@ -16,27 +16,38 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from chatcache.kv_cache.copy_on_write import PageCopy, Tails
-from chatcache.kv_cache.host import HostTier, Load
+from chatcache.kv_cache.copy_on_write import CopyOnWrite, PageCopy
+from chatcache.kv_cache.host import HostKVCache, PendingLoad
 from chatcache.kv_cache.page_hash import (
     TOKEN_BYTES,
-    Chain,
-    PageContent,
-    Scope,
+    CacheNamespace,
+    PageHash,
+    PageHasher,
     name_pages,
-    page_content,
-    page_contents,
-    private_key,
-    root_key,
+    page_hash,
+    page_hashes,
+    private_hash,
+    root_hash,
     token_bytes,
 )
-from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, fold, let_go, note_owner, owner_of, rewind, unfold
-from chatcache.kv_cache.pool import NULL_PAGE, BrokenInvariant, PagePool
-from chatcache.kv_cache.prefix_match import PrefixMatch, explain, longest_match, longest_match_in_both, no_match
+from chatcache.kv_cache.page_table import (
+    PUBLIC_OWNER,
+    PageTable,
+    freeze_prefix,
+    note_owner,
+    owner_of,
+    release_pages,
+    rewind,
+    thaw_prefix,
+)
+from chatcache.kv_cache.pool import NULL_PAGE, InvariantError, PagePool
+from chatcache.kv_cache.prefix_match import PrefixMatch, explain, longest_match, match_device_and_host, no_match
 from chatcache.types.stats import Explanation
 
 
-def lengthen(pool: PagePool, host: HostTier | None, page_size: int, table: PageTable, match: PrefixMatch) -> bool:
+def extend_table(
+    pool: PagePool, host: HostKVCache | None, page_size: int, table: PageTable, match: PrefixMatch
+) -> bool:
     """Lengthen a table of full pages, with which the match begins, to all of it; False if there is no room."""
     first = table.num_pages
     pages = match.pages[first:]
@@ -60,18 +71,18 @@ def lengthen(pool: PagePool, host: HostTier | None, page_size: int, table: PageT
     return True
 
 
-def load(pool: PagePool, host: HostTier | None, page: int, host_page: int, *, is_full: bool) -> None:
+def load(pool: PagePool, host: HostKVCache | None, page: int, host_page: int, *, is_full: bool) -> None:
     """Have a fresh page filled from the host; if all of it is wanted, its contents are known from now on."""
     if host is None:
-        raise BrokenInvariant("there is no host tier to load from")
+        raise InvariantError("there is no host tier to load from")
     content = host.pool.content(host_page) if is_full else None
     if content is not None:
         pool.describe(page, content)
-    host.load(page, Load(host_page, content))
+    host.load(page, PendingLoad(host_page, content))
 
 
 Tokens = Sequence[int] | NDArray[np.int32]
-PRIVATE = Scope()
+PRIVATE = CacheNamespace()
 FEW_PAGES = 64
 
 
@@ -87,12 +98,12 @@ class KVCache:
         num_host_pages: int = 0,
     ) -> None:
         self.pool = PagePool(num_pages)
-        self.host = HostTier(num_host_pages) if num_host_pages else None
+        self.host = HostKVCache(num_host_pages) if num_host_pages else None
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._root = root_key(model_digest, page_size)
+        self._root = root_hash(model_digest, page_size)
         self._enable_matching = enable_matching
-        self._tails = Tails(self.pool, self.host, page_size)
+        self._tails = CopyOnWrite(self.pool, self.host, page_size)
 
     def forget_all(self) -> None:
         """Let nothing be found any more that was computed until now."""
@@ -104,14 +115,14 @@ class KVCache:
 
     # -- finding what is already there ----------------------------------------------------------------------------
 
-    def chain(self, tokens: Tokens | bytes, scope: Scope = PRIVATE) -> Chain:
+    def chain(self, tokens: Tokens | bytes, scope: CacheNamespace = PRIVATE) -> PageHasher:
         """Name the full pages of `tokens` (none, if there is no matching). O(tokens): keep it while a request waits."""
         data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
         if self._enable_matching:
             return name_pages(self._root, data, self._page_bytes, scope)
         return replace(name_pages(self._root, b"", self._page_bytes, scope), data=data)
 
-    def own_chain(self, tokens: Tokens | bytes, scope: Scope = PRIVATE) -> Chain:
+    def own_chain(self, tokens: Tokens | bytes, scope: CacheNamespace = PRIVATE) -> PageHasher:
         """Name the full pages of a request that has host pages, even if there is no matching otherwise."""
         data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
         return name_pages(self._root, data, self._page_bytes, scope)
@@ -120,7 +131,7 @@ class KVCache:
     def enable_matching(self) -> bool:
         return self._enable_matching
 
-    def match(self, chain: Chain, *, most: int | None = None, host_pages: Collection[int] = ()) -> PrefixMatch:
+    def match(self, chain: PageHasher, *, most: int | None = None, host_pages: Collection[int] = ()) -> PrefixMatch:
         """Find the longest computed prefix, never the last token (its logits are needed). A query.
 
         `most`: tokens that may be matched. `host_pages`: those that the asking request holds; without matching they
@@ -129,12 +140,12 @@ class KVCache:
         if not self._enable_matching:
             if self.host is None or not host_pages:
                 return no_match(chain)
-            return longest_match_in_both(None, self.host.pool, chain, most, host_pages)
+            return match_device_and_host(None, self.host.pool, chain, most, host_pages)
         if self.host is None or self.host.pool.is_blank:
             return longest_match(self.pool, chain, most)
-        return longest_match_in_both(self.pool, self.host.pool, chain, most)
+        return match_device_and_host(self.pool, self.host.pool, chain, most)
 
-    def num_cached(self, tokens: bytes, scope: Scope = PRIVATE) -> int:
+    def num_cached(self, tokens: bytes, scope: CacheNamespace = PRIVATE) -> int:
         """Count the tokens that `match` would find. What misses early is not named to its end. A query."""
         few = FEW_PAGES * self._page_bytes
         found = self.match(self.chain(tokens[: few + TOKEN_BYTES], scope)).num_tokens
@@ -142,11 +153,11 @@ class KVCache:
             return found
         return self.match(self.chain(tokens, scope)).num_tokens
 
-    def nothing(self, scope: Scope = PRIVATE) -> PrefixMatch:
+    def nothing(self, scope: CacheNamespace = PRIVATE) -> PrefixMatch:
         """Return the match of something new."""
         return no_match(name_pages(self._root, b"", self._page_bytes, scope))
 
-    def explain(self, chain: Chain, other_namespaces: Iterable[str] = ()) -> Explanation:
+    def explain(self, chain: PageHasher, other_namespaces: Iterable[str] = ()) -> Explanation:
         """Say which pages of a prompt hit, and why not more. A query; it leaves the eviction order alone.
 
         `other_namespaces` to look into as well: for operators only, since a tenant must not learn what others have.
@@ -169,7 +180,7 @@ class KVCache:
 
     def extend(self, table: PageTable, match: PrefixMatch) -> bool:
         """Lengthen a table of full pages, with which the match begins, to all of it; False if there is no room."""
-        return lengthen(self.pool, self.host, self.page_size, table, match)
+        return extend_table(self.pool, self.host, self.page_size, table, match)
 
     # -- making room ----------------------------------------------------------------------------------------------
 
@@ -215,9 +226,9 @@ class KVCache:
 
     # -- to the host ----------------------------------------------------------------------------------------------
 
-    def contents(self, tables: Iterable[PageTable]) -> dict[int, PageContent]:
+    def contents(self, tables: Iterable[PageTable]) -> dict[int, PageHash]:
         """Say what the distinct pages of these tables hold, partly filled tails by their own names. O(pages)."""
-        contents: dict[int, PageContent] = {}
+        contents: dict[int, PageHash] = {}
         for table in tables:
             pages = table.pages()
             for page in pages[: table.num_tokens // self.page_size]:
@@ -226,10 +237,10 @@ class KVCache:
             if table.tail:
                 page = self._tails.page_of(table)
                 if page not in contents or len(contents[page].tokens) < len(table.tail):
-                    contents[page] = page_content(table.key, table.tail)
+                    contents[page] = page_hash(table.key, table.tail)
         return contents
 
-    def swap_out(self, contents: Mapping[int, PageContent]) -> list[int] | None:
+    def swap_out(self, contents: Mapping[int, PageHash]) -> list[int] | None:
         """Copy pages to the host in this step; return the host pages, held, or None if there is no room.
 
         The pages may be let go of at once: a plan copies out before it writes anything.
@@ -242,7 +253,7 @@ class KVCache:
         """Note that `tokens` (little-endian int32) have been computed into the table; publish the pages now full."""
         num_tokens = table.num_tokens + len(tokens) // TOKEN_BYTES
         if num_tokens > table.num_reserved:
-            raise BrokenInvariant(
+            raise InvariantError(
                 f"{num_tokens} tokens were computed into a table that had reserved {table.num_reserved}"
             )
         table.num_tokens = num_tokens
@@ -253,13 +264,13 @@ class KVCache:
             return
         index = (table.num_tokens - len(tail) // TOKEN_BYTES) // self.page_size
         for start in range(0, len(tail) - size + 1, size):
-            content = page_content(table.key, tail[start : start + size])
+            content = page_hash(table.key, tail[start : start + size])
             self._publish(table.own[index - table.num_base_pages], content)
             index += 1
-            table.key = private_key(content.key, table.namespace) if index == table.num_public_pages else content.key
+            table.key = private_hash(content.key, table.namespace) if index == table.num_public_pages else content.key
         table.tail = tail[len(tail) // size * size :]
 
-    def _publish(self, page: int, content: PageContent) -> None:
+    def _publish(self, page: int, content: PageHash) -> None:
         if self._enable_matching:
             self.pool.publish(page, content)
         else:
@@ -275,7 +286,7 @@ class KVCache:
         pages = self.pool.allocate(len(tables))
         if pages is None:
             return None
-        contents = page_contents([table.key for table in tables], tokens, self._page_bytes)
+        contents = page_hashes([table.key for table in tables], tokens, self._page_bytes)
         filled = [table.own[-1] for table in tables]
         if self._enable_matching:
             self.pool.publish_all(filled, contents)
@@ -296,7 +307,7 @@ class KVCache:
         """Give a second branch everything the table has computed. O(1) in its length; copies nothing."""
         num_own = table.num_tokens // self.page_size - table.num_base_pages
         if num_own > 0:
-            fold(table, num_own)
+            freeze_prefix(table, num_own)
         base, num_base_pages, tail, own = table.base, table.num_base_pages, table.tail, []
         if base is not None:
             base.refs += 1
@@ -312,20 +323,20 @@ class KVCache:
         child.changed_from = news if news < num_pages else num_pages
         return child
 
-    def truncate(self, table: PageTable, num_tokens: int, scope: Scope | None = None) -> None:
+    def truncate(self, table: PageTable, num_tokens: int, scope: CacheNamespace | None = None) -> None:
         """Forget everything after the first `num_tokens` tokens of the table, which then goes on in `scope`.
 
         Without one what is then written is private, even where public tokens have been cut: it may be something else.
         """
         if not 0 <= num_tokens <= table.num_tokens:
-            raise BrokenInvariant(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
+            raise InvariantError(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
         if scope is not None and scope.namespace != table.namespace:
-            raise BrokenInvariant(f"a table of namespace {table.namespace!r} cannot go on in {scope.namespace!r}")
+            raise InvariantError(f"a table of namespace {table.namespace!r} cannot go on in {scope.namespace!r}")
         if num_tokens < table.num_tokens or scope is not None:
             num_public_pages = scope.num_public_tokens // self.page_size if scope is not None else 0
             rewind(self.pool, table, self.page_size, num_tokens, num_public_pages)
         while num_tokens < table.num_base_pages * self.page_size:
-            unfold(self.pool, table)
+            thaw_prefix(self.pool, table)
         kept = self.num_pages_for(num_tokens) - table.num_base_pages
         self.pool.release(table.own[kept:])
         del table.own[kept:]
@@ -346,7 +357,7 @@ class KVCache:
             self._tails.publish(table)
         self.pool.release(table.own)
         if table.base is not None:
-            let_go(self.pool, table.base)
+            release_pages(self.pool, table.base)
         table.own, table.base, table.num_base_pages = [], None, 0
         table.num_tokens = table.num_reserved = table.changed_from = 0
         table.tail = b""  # a closed table holds nothing; closing it again is harmless

@@ -31,7 +31,7 @@ _TENANT = blake2b(digest_size=KEY_BYTES, person=b"chatcache tenant")
 _PAGE = blake2b(digest_size=KEY_BYTES, person=b"chatcache page")
 
 
-class PageContent(msgspec.Struct, frozen=True, gc=False):
+class PageHash(msgspec.Struct, frozen=True, gc=False):
     """What a page holds: `tokens` (little-endian int32) after everything that `parent` names.
 
     Fewer than `page_size` tokens for the tail of a finished branch, which has a key of its own.
@@ -42,7 +42,7 @@ class PageContent(msgspec.Struct, frozen=True, gc=False):
     tokens: bytes
 
 
-def root_key(model_digest: str, page_size: int) -> bytes:
+def root_hash(model_digest: str, page_size: int) -> bytes:
     """Name the empty history of one model. Lengths are hashed too: no two inputs run together."""
     hasher = _MODEL.copy()
     for part in (model_digest.encode(), str(page_size).encode()):
@@ -50,35 +50,35 @@ def root_key(model_digest: str, page_size: int) -> bytes:
     return hasher.digest()
 
 
-def private_key(key: bytes, namespace: str) -> bytes:
+def private_hash(key: bytes, namespace: str) -> bytes:
     """Name what `key` names, as seen from within a namespace: nobody else's names follow from it."""
     hasher = _TENANT.copy()
     hasher.update(key + namespace.encode("utf-8", "surrogatepass"))
     return hasher.digest()
 
 
-def page_content(parent: bytes, tokens: bytes) -> PageContent:
+def page_hash(parent: bytes, tokens: bytes) -> PageHash:
     """Name the page that holds `tokens` after `parent`. Parents are KEY_BYTES long, so the split is unambiguous."""
     hasher = _PAGE.copy()
     hasher.update(parent + tokens)
-    return PageContent(hasher.digest(), parent, tokens)
+    return PageHash(hasher.digest(), parent, tokens)
 
 
-def page_contents(parents: Sequence[bytes], tokens: bytes, page_bytes: int) -> list[PageContent]:
+def page_hashes(parents: Sequence[bytes], tokens: bytes, page_bytes: int) -> list[PageHash]:
     """Name one page after each parent; `tokens` are the pages' own, one after another."""
-    blank, contents, start = _PAGE.copy, list[PageContent](), 0
+    blank, contents, start = _PAGE.copy, list[PageHash](), 0
     for parent in parents:
         stop = start + page_bytes
         page = tokens[start:stop]
         hasher = blank()
         hasher.update(parent + page)
-        contents.append(PageContent(hasher.digest(), parent, page))
+        contents.append(PageHash(hasher.digest(), parent, page))
         start = stop
     return contents
 
 
 def page_keys(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
-    """Name a run of pages of which the first follows `parent`: the keys that `page_content` gives them one by one."""
+    """Name a run of pages of which the first follows `parent`: the keys that `page_hash` gives them one by one."""
     blank, keys = _PAGE.copy, list[bytes]()
     for page in pages:
         hasher = blank()
@@ -95,7 +95,7 @@ def token_bytes(tokens: Sequence[int] | NDArray[np.int32]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class CacheNamespace:
     """Who may find these tokens again: the first `num_public_tokens` everybody, the rest `namespace` alone.
 
     A page is public if it lies wholly within the public tokens; the one on their border is private.
@@ -106,7 +106,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class PageHasher:
     """Tokens cut into pages. `keys[i]` names full page i, which follows `parents[i]`; there is one parent more than
     full pages, for whatever comes after them.
 
@@ -115,7 +115,7 @@ class Chain:
 
     data: bytes
     page_bytes: int
-    scope: Scope
+    scope: CacheNamespace
     keys: list[bytes]
     parents: list[bytes]
 
@@ -133,14 +133,14 @@ class Chain:
         return self.data[index * self.page_bytes : (index + 1) * self.page_bytes]
 
 
-def name_pages(root: bytes, data: bytes, page_bytes: int, scope: Scope) -> Chain:
+def name_pages(root: bytes, data: bytes, page_bytes: int, scope: CacheNamespace) -> PageHasher:
     """Name the full pages of `data` (little-endian int32). O(tokens)."""
     num_public = scope.num_public_tokens * TOKEN_BYTES // page_bytes
     pages = [data[start : start + page_bytes] for start in range(0, len(data) - page_bytes + 1, page_bytes)]
     public = page_keys(root, pages[:num_public])
     parents = [root, *public]
     if len(public) < num_public:
-        return Chain(data, page_bytes, scope, public, parents)
-    parents[-1] = private_key(parents[-1], scope.namespace)
+        return PageHasher(data, page_bytes, scope, public, parents)
+    parents[-1] = private_hash(parents[-1], scope.namespace)
     private = page_keys(parents[-1], pages[num_public:])
-    return Chain(data, page_bytes, scope, public + private, parents + private)
+    return PageHasher(data, page_bytes, scope, public + private, parents + private)

@@ -19,16 +19,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, private_key
-from chatcache.kv_cache.pool import BrokenInvariant, PagePool
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, private_hash
+from chatcache.kv_cache.pool import InvariantError, PagePool
 
 
-class Segment:
+class SharedPrefix:
     """Full pages that several tables share. `refs` counts the tables and segments standing on it."""
 
     __slots__ = ("pages", "parent", "refs", "start")
 
-    def __init__(self, parent: Segment | None, start: int, pages: list[int]) -> None:
+    def __init__(self, parent: SharedPrefix | None, start: int, pages: list[int]) -> None:
         self.parent = parent
         self.start = start
         self.pages = pages
@@ -65,7 +65,7 @@ class PageTable:
         num_tokens: int = 0,
         tail: bytes = b"",
         own: list[int] | None = None,
-        base: Segment | None = None,
+        base: SharedPrefix | None = None,
         num_base_pages: int = 0,
     ) -> None:
         self.key = key
@@ -90,7 +90,7 @@ class PageTable:
         """List every page in order. O(pages): for queries and tests, not for steps."""
         return [page for segment in reversed(list(self.segments())) for page in segment.pages] + self.own
 
-    def segments(self) -> Iterator[Segment]:
+    def segments(self) -> Iterator[SharedPrefix]:
         """Yield the segments below this table, nearest first."""
         segment = self.base
         while segment is not None:
@@ -112,29 +112,29 @@ class PageTable:
         return first, self.pages()[first:]
 
 
-def fold(table: PageTable, num_pages: int) -> None:
+def freeze_prefix(table: PageTable, num_pages: int) -> None:
     """Move the first of the table's own pages, all full, into a segment that others can stand on."""
     pages = table.own
     table.own = pages[num_pages:]
     del pages[num_pages:]
-    table.base = Segment(table.base, table.num_base_pages, pages)
+    table.base = SharedPrefix(table.base, table.num_base_pages, pages)
     table.num_base_pages += num_pages
 
 
-def unfold(pool: PagePool, table: PageTable) -> None:
+def thaw_prefix(pool: PagePool, table: PageTable) -> None:
     """Turn the table's nearest segment back into pages of its own."""
     segment = table.base
     if segment is None:
-        raise BrokenInvariant("a table without a segment has no pages below its own")
+        raise InvariantError("a table without a segment has no pages below its own")
     pool.retain(segment.pages)
     table.own = segment.pages + table.own
     table.base, table.num_base_pages = segment.parent, segment.start
     if segment.parent is not None:
         segment.parent.refs += 1
-    let_go(pool, segment)
+    release_pages(pool, segment)
 
 
-def let_go(pool: PagePool, segment: Segment | None) -> None:
+def release_pages(pool: PagePool, segment: SharedPrefix | None) -> None:
     """Take one holder off a segment; the pages of those that nobody stands on any more are released."""
     while segment is not None:
         segment.refs -= 1
@@ -154,12 +154,12 @@ def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, nu
     if index < table.num_tokens // page_size:
         content = pool.content(table.page_at(index))
         if content is None:
-            raise BrokenInvariant(f"table entry {index} is full but nothing is known of its contents")
+            raise InvariantError(f"table entry {index} is full but nothing is known of its contents")
         tokens, table.key = content.tokens, content.parent
     if index < table.num_public_pages:
         table.num_public_pages = max(index, num_public_pages)
         if table.num_public_pages == index:
-            table.key = private_key(table.key, table.namespace)
+            table.key = private_hash(table.key, table.namespace)
     table.tail = tokens[: num_left * TOKEN_BYTES]
 
 

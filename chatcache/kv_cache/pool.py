@@ -23,10 +23,10 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, Chain, PageContent, page_content
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageHash, PageHasher, page_hash
 
 
-class Children:
+class ChildIndex:
     """Published pages by their parent key, oldest first.
 
     Almost every page has one successor at most, and is given it in the middle of a step: so an only child is noted as
@@ -74,7 +74,7 @@ MAX_SCANNED_CHILDREN = 64
 MAX_EVICTED_KEYS = 65_536
 
 
-class BrokenInvariant(RuntimeError):
+class InvariantError(RuntimeError):
     """The pool contradicts itself or was misused: a bug of the caller, never a matter of load."""
 
 
@@ -89,9 +89,9 @@ class PagePool:
         self.owners = array("q", bytes(8 * num_pages))  # see `owners`; what the tables' operations note
         self._blank = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        self._content: list[PageContent | None] = [None] * num_pages
+        self._content: list[PageHash | None] = [None] * num_pages
         self._index: dict[bytes, int] = {}
-        self._children = Children()  # the published pages by what they follow
+        self._children = ChildIndex()  # the published pages by what they follow
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names, oldest first, for `was_evicted`
         self.num_evictions = 0
         self._max_evicted = min(4 * num_pages, MAX_EVICTED_KEYS)
@@ -156,7 +156,7 @@ class PagePool:
                 try:
                     del self._idle[page]
                 except KeyError:
-                    raise BrokenInvariant(f"page {page} was retained but nobody holds it and it is not idle") from None
+                    raise InvariantError(f"page {page} was retained but nobody holds it and it is not idle") from None
             refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -174,33 +174,33 @@ class PagePool:
                     contents[page] = None
                     self._blank.append(page)
             elif left < 0:
-                raise BrokenInvariant(f"page {page} was released more often than held")
+                raise InvariantError(f"page {page} was released more often than held")
             refs[page] = left
 
     def is_published(self, page: int) -> bool:
         content = self._content[page]
         return content is not None and self._index.get(content.key) == page
 
-    def content(self, page: int) -> PageContent | None:
+    def content(self, page: int) -> PageHash | None:
         """Return what is known of the page's contents; None while it is being filled."""
         return self._content[page]
 
-    def describe(self, page: int, content: PageContent) -> None:
+    def describe(self, page: int, content: PageHash) -> None:
         """Note the final contents of a held page without letting anybody match it."""
         self.describe_all((page,), (content,))
 
-    def describe_all(self, pages: Sequence[int], contents: Sequence[PageContent]) -> None:
+    def describe_all(self, pages: Sequence[int], contents: Sequence[PageHash]) -> None:
         refs, known = self.refs, self._content
         for page, content in zip(pages, contents, strict=True):
             if not refs[page]:
-                raise BrokenInvariant(f"page {page} was described but nobody holds it")
+                raise InvariantError(f"page {page} was described but nobody holds it")
             known[page] = content
 
-    def publish(self, page: int, content: PageContent) -> None:
+    def publish(self, page: int, content: PageHash) -> None:
         """Note the contents of a held page and let it be matched, after execution only. The first of equals wins."""
         self.publish_all((page,), (content,))
 
-    def publish_all(self, pages: Sequence[int], contents: Sequence[PageContent]) -> None:
+    def publish_all(self, pages: Sequence[int], contents: Sequence[PageHash]) -> None:
         self.describe_all(pages, contents)
         index, add_child = self._index.setdefault, self._children.add
         for page, content in zip(pages, contents, strict=True):
@@ -219,12 +219,12 @@ class PagePool:
             self._content[page] = None
             self._blank.append(page)
 
-    def find(self, content: PageContent) -> int | None:
+    def find(self, content: PageHash) -> int | None:
         """Find the published page with this content."""
         page = self._index.get(content.key)
         return page if page is not None and self._content[page] == content else None
 
-    def lookup(self, chain: Chain, num_pages: int, start: int = 0) -> list[int]:
+    def lookup(self, chain: PageHasher, num_pages: int, start: int = 0) -> list[int]:
         """Find the longest run of published pages among the chain's pages start .. num_pages - 1, in order."""
         found: list[int] = []
         for index, key in enumerate(chain.keys[start:num_pages], start):
@@ -261,7 +261,7 @@ class PagePool:
         self, parent: bytes, tokens: bytes, num_known: int, among: Collection[int] | None
     ) -> tuple[int, int] | None:
         for num_tokens in range(len(tokens) // TOKEN_BYTES, num_known, -1):
-            page = self.find(page_content(parent, tokens[: num_tokens * TOKEN_BYTES]))
+            page = self.find(page_hash(parent, tokens[: num_tokens * TOKEN_BYTES]))
             if page is not None and (among is None or page in among):
                 return page, num_tokens
         return None
@@ -271,7 +271,7 @@ class PagePool:
         children = self._children.of(parent)
         return [page for page in children if tokens.startswith(self._content_of(page).tokens)]
 
-    def children(self, parent: bytes) -> Iterator[PageContent]:
+    def children(self, parent: bytes) -> Iterator[PageHash]:
         """Yield the newest MAX_SCANNED_CHILDREN published continuations of `parent`, newest first."""
         return map(self._content_of, self._newest_children(parent))
 
@@ -288,19 +288,19 @@ class PagePool:
         for page in list(self._index.values()):
             self.withdraw(page)
 
-    def _content_of(self, page: int) -> PageContent:
+    def _content_of(self, page: int) -> PageHash:
         content = self._content[page]
         if content is None:
-            raise BrokenInvariant(f"page {page} is in the index without contents")
+            raise InvariantError(f"page {page} is in the index without contents")
         return content
 
     def check(self) -> None:
         """Verify every invariant that the pool alone can see.
 
-        Raises: BrokenInvariant naming the first that does not hold.
+        Raises: InvariantError naming the first that does not hold.
         """
         for claim in self._broken():
-            raise BrokenInvariant(claim)
+            raise InvariantError(claim)
 
     def _broken(self) -> Iterator[str]:
         blank, idle = set(self._blank), set(self._idle)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, Chain, Scope, page_content
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheNamespace, PageHasher, page_hash
 from chatcache.kv_cache.pool import NULL_PAGE, PagePool, num_common_tokens
 from chatcache.types.stats import Explanation, PageHit
 
@@ -28,15 +28,15 @@ class PrefixMatch(NamedTuple):
     key: bytes
     tail: bytes
     num_idle: int
-    scope: Scope
+    scope: CacheNamespace
     loads: tuple[tuple[int, int], ...] = ()
 
 
-def no_match(chain: Chain) -> PrefixMatch:
+def no_match(chain: PageHasher) -> PrefixMatch:
     return PrefixMatch([], 0, chain.parents[0], b"", 0, chain.scope)
 
 
-def longest_match(pool: PagePool, chain: Chain, most: int | None = None) -> PrefixMatch:
+def longest_match(pool: PagePool, chain: PageHasher, most: int | None = None) -> PrefixMatch:
     """Find the longest computed prefix of at most `most` tokens, never the last one (its logits are needed)."""
     size = chain.page_bytes
     longest = _longest(chain, most)
@@ -53,10 +53,10 @@ def longest_match(pool: PagePool, chain: Chain, most: int | None = None) -> Pref
     return PrefixMatch(pages, (start + len(tail)) // TOKEN_BYTES, key, tail, num_idle, chain.scope)
 
 
-def longest_match_in_both(
+def match_device_and_host(
     pool: PagePool | None,
     host: PagePool,
-    chain: Chain,
+    chain: PageHasher,
     most: int | None = None,
     own: Collection[int] | None = None,
 ) -> PrefixMatch:
@@ -92,7 +92,7 @@ def longest_match_in_both(
     return PrefixMatch(pages, (start + len(tail)) // TOKEN_BYTES, key, tail, num_idle, chain.scope, tuple(loads))
 
 
-def _longest(chain: Chain, most: int | None) -> int:
+def _longest(chain: PageHasher, most: int | None) -> int:
     """Return how many bytes of the chain's data may be matched."""
     longest = max(len(chain.data) - TOKEN_BYTES, 0)
     return longest if most is None else min(longest, most * TOKEN_BYTES)
@@ -105,7 +105,7 @@ OTHER_NAMESPACE = "other_namespace"
 MAX_DIVERGED_TOKENS = 64
 
 
-def explain(pool: PagePool, chain: Chain, match: PrefixMatch, foreign: Iterable[PrefixMatch] = ()) -> Explanation:
+def explain(pool: PagePool, chain: PageHasher, match: PrefixMatch, foreign: Iterable[PrefixMatch] = ()) -> Explanation:
     """Say which pages of the chain hit, and why the first that does not does not.
 
     `foreign`: what the same tokens would match in other namespaces, if the asker may know that.
@@ -125,7 +125,7 @@ def explain(pool: PagePool, chain: Chain, match: PrefixMatch, foreign: Iterable[
     )
 
 
-def _page_hits(pool: PagePool, chain: Chain, match: PrefixMatch) -> Iterable[PageHit]:
+def _page_hits(pool: PagePool, chain: PageHasher, match: PrefixMatch) -> Iterable[PageHit]:
     num_full, num_public = len(match.pages) - bool(match.tail), chain.num_public_pages
     loads = {index for index, _ in match.loads}
     for index in range(-(-len(chain.data) // chain.page_bytes)):
@@ -142,7 +142,7 @@ def _page_hits(pool: PagePool, chain: Chain, match: PrefixMatch) -> Iterable[Pag
 
 
 def _first_miss(
-    pool: PagePool, chain: Chain, match: PrefixMatch, foreign: Iterable[PrefixMatch]
+    pool: PagePool, chain: PageHasher, match: PrefixMatch, foreign: Iterable[PrefixMatch]
 ) -> tuple[str, str, bytes]:
     """Return (reason, detail, what the nearest cached continuation holds instead)."""
     at = match.num_tokens
@@ -159,11 +159,11 @@ def _first_miss(
     return NEVER_COMPUTED, f"nothing that goes on from token {at} like this prompt has been computed", b""
 
 
-def _was_evicted(pool: PagePool, chain: Chain, match: PrefixMatch, index: int) -> bool:
+def _was_evicted(pool: PagePool, chain: PageHasher, match: PrefixMatch, index: int) -> bool:
     """Say whether the missing page, or any longer part of it than what hits, is on record as evicted."""
     missing = chain.page(index)
     lengths = range(len(match.tail) + TOKEN_BYTES, len(missing) + 1, TOKEN_BYTES)
-    return any(pool.was_evicted(page_content(match.key, missing[:length]).key) for length in lengths)
+    return any(pool.was_evicted(page_hash(match.key, missing[:length]).key) for length in lengths)
 
 
 def _nearest_continuation(pool: PagePool, parent: bytes, missing: bytes, num_common_bytes: int) -> bytes:

@@ -24,11 +24,11 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from chatcache.kv_cache.host import HostTier
+from chatcache.kv_cache.host import HostKVCache
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import private_key
-from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, Segment, owner_of
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.kv_cache.page_hash import private_hash
+from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, SharedPrefix, owner_of
+from chatcache.kv_cache.pool import InvariantError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def page_usage(kv: KVCache, tables: Collection[PageTable]) -> PageUsage:
 def num_tables_by_page(num_pages: int, tables: Collection[PageTable]) -> NDArray[np.int64]:
     """Count in how many tables each page stands. Shape [num_pages]."""
     runs = [(table.own, 1) for table in tables]
-    standing: dict[Segment, int] = {}
+    standing: dict[SharedPrefix, int] = {}
     for table in tables:
         for segment in table.segments():
             standing[segment] = standing.get(segment, 0) + 1
@@ -95,12 +95,12 @@ def check(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Seque
 
     `host_pages`: what each preempted request holds of the host tier. Call between steps.
 
-    Raises: BrokenInvariant naming the first claim that does not hold.
+    Raises: InvariantError naming the first claim that does not hold.
     """
     kv.pool.check()
     if kv.host is not None:
         _check_host(kv.host, host_pages)
-    segments: dict[int, Segment] = {}
+    segments: dict[int, SharedPrefix] = {}
     standing: Counter[int] = Counter()
     holds: Counter[int] = Counter()
     for table in tables:
@@ -115,38 +115,38 @@ def check(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Seque
             standing[id(segment.parent)] += 1
     for key, segment in segments.items():
         if segment.refs != standing[key]:
-            raise BrokenInvariant(f"a segment counts {segment.refs} holders and has {standing[key]}")
+            raise InvariantError(f"a segment counts {segment.refs} holders and has {standing[key]}")
     for page, refs in enumerate(kv.pool.refs):
         if refs != holds[page]:
-            raise BrokenInvariant(f"page {page} counts {refs} holders and has {holds[page]}")
+            raise InvariantError(f"page {page} counts {refs} holders and has {holds[page]}")
 
 
-def _check_host(host: HostTier, host_pages: Iterable[Sequence[int]]) -> None:
+def _check_host(host: HostKVCache, host_pages: Iterable[Sequence[int]]) -> None:
     host.pool.check()
     if any(host.moves()):
-        raise BrokenInvariant("copies from or to the host outlived their step")
+        raise InvariantError("copies from or to the host outlived their step")
     holds = Counter(page for pages in host_pages for page in pages)
     for page, refs in enumerate(host.pool.refs):
         if refs != holds[page]:
-            raise BrokenInvariant(f"host page {page - 1} counts {refs} holders and has {holds[page]}")
+            raise InvariantError(f"host page {page - 1} counts {refs} holders and has {holds[page]}")
 
 
 def _check_table(kv: KVCache, table: PageTable) -> None:
     pages = table.pages()
     if len(set(pages)) != len(pages) or len(pages) < kv.num_pages_for(max(table.num_tokens, table.num_reserved)):
-        raise BrokenInvariant(f"a table of {table.num_tokens} tokens, room for {table.num_reserved}, holds {pages}")
+        raise InvariantError(f"a table of {table.num_tokens} tokens, room for {table.num_reserved}, holds {pages}")
     if table.num_tail_tokens != table.num_tokens % kv.page_size:
-        raise BrokenInvariant(f"a table of {table.num_tokens} tokens knows {table.num_tail_tokens} of its tail")
+        raise InvariantError(f"a table of {table.num_tokens} tokens knows {table.num_tail_tokens} of its tail")
     for index in range(table.num_tokens // kv.page_size, kv.num_pages_for(table.num_reserved)):
         page = pages[index]
         private = kv.pool.refs[page] == 1 and not kv.pool.is_published(page)
         if table.num_reserved > table.num_tokens and not private:
-            raise BrokenInvariant(f"page {page} is reserved for writing but shared or published")
+            raise InvariantError(f"page {page} is reserved for writing but shared or published")
     full = pages[: table.num_tokens // kv.page_size]
     if full and (content := kv.pool.content(full[-1])) is not None:
         at_border = len(full) == table.num_public_pages
-        if table.key != (private_key(content.key, table.namespace) if at_border else content.key):
-            raise BrokenInvariant(f"a table of {table.num_tokens} tokens names its full pages wrongly")
+        if table.key != (private_hash(content.key, table.namespace) if at_border else content.key):
+            raise InvariantError(f"a table of {table.num_tokens} tokens names its full pages wrongly")
 
 
 LETTERS = "fiopas"  # the later a letter, the busier the page

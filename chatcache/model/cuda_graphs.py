@@ -20,11 +20,11 @@ from chatcache.model.page_tables import Changes, PageTables
 from chatcache.model.sampling.graph_sampler import is_plain
 from chatcache.model.static_steps import (
     Arrays,
-    Parties,
     Replay,
     StaticStep,
-    WorkRoom,
-    fill_nobody,
+    StepContext,
+    WorkListBuffers,
+    fill_padding,
     fill_rows,
     fits_tables,
     step_parts,
@@ -106,7 +106,7 @@ class DecodeSteps:
     """The static steps of a runner. At most `NUM_LANES` may be between `fill` and their `result`."""
 
     def __init__(
-        self, parties: Parties, tables: PageTables, sizes: Sequence[int], rooms: Sequence[WorkRoom | None]
+        self, parties: StepContext, tables: PageTables, sizes: Sequence[int], rooms: Sequence[WorkListBuffers | None]
     ) -> None:
         self._parties = parties
         self._tables = tables
@@ -146,7 +146,7 @@ class DecodeSteps:
         for done, form in enumerate(reversed(todo)):
             place, step = form.place, self._steps[form.place]
             progress(done / len(todo), f"decode step of {step.size} rows")
-            fill_nobody(self._given_arrays[0][place], self._parties.plain, self._slots, step.room)
+            fill_padding(self._given_arrays[0][place], self._parties.plain, self._slots, step.room)
             self._given.copy_(self._lanes[0].given)
 
             def work(step: StaticStep = step, form: Form = form) -> None:

@@ -113,7 +113,7 @@ def _yarn_attention(rope: Rope, factor: float) -> float:
     return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
 
 
-class ShortSteps:
+class FusedDecode:
     """Runs what it can of a decoder's steps. Satisfies nothing but `Decoder`."""
 
     def __init__(self, weights: DecoderWeights) -> None:
@@ -136,10 +136,10 @@ class ShortSteps:
         return self._few.run(tokens, positions, step.batch, drawn)
 
 
-def short_steps(
+def fused_decode(
     layers: Sequence[Layer], head: Product, embedding: Tensor, norm: Tensor, eps: float, scale: float, num_heads: int,
     turns: tuple[Tensor, Tensor],
-) -> ShortSteps | None:  # fmt: skip
+) -> FusedDecode | None:  # fmt: skip
     """Return the steps of a decoder whose layers all keep panels, else None."""
     from chatcache_kernels.cpu.decoder import DecoderWeights, LayerWeights
 
@@ -153,7 +153,7 @@ def short_steps(
             LayerWeights(layer.attention_norm, qkv, layer.head_norms, out, layer.mlp_norm, gate_up, down, layer.window)
         )
     cos, sin = (each.float().contiguous() for each in turns)
-    return ShortSteps(DecoderWeights(embedding, cos, sin, blocks, norm, panels[0], eps, scale, num_heads))
+    return FusedDecode(DecoderWeights(embedding, cos, sin, blocks, norm, panels[0], eps, scale, num_heads))
 
 
 def _panels(product: Product) -> Panels | None:
@@ -204,13 +204,13 @@ class Decoder:
         self._head = head
         self._scale = arch.head_dim**-0.5
         self._cos = self._sin = torch.empty(0, arch.rope.dim // 2)
-        self._short: ShortSteps | None = None
+        self._short: FusedDecode | None = None
 
     def extend_positions(self, length: int) -> None:
         """Make the rotary tables for contexts of up to `length` tokens."""
         cos, sin = rope_tables(self.arch.rope, length, self.arch.max_position)
         self._cos, self._sin = cos.to(self.geometry.device), sin.to(self.geometry.device)
-        self._short = short_steps(
+        self._short = fused_decode(
             self._layers, self._head, self._embedding, self._norm, self.arch.rms_norm_eps, self._scale,
             self.arch.num_heads, (self._cos, self._sin),
         )  # fmt: skip

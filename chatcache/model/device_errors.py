@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from chatcache.errors import DeviceLost
+from chatcache.errors import DeviceLostError
 
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 DEVICE_WORDS = ("CUDA error", "Triton Error [CUDA]", "cuDNN error")
@@ -19,7 +19,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return _is_of_device(error) and any(words in str(error) for words in NO_MEMORY)
 
 
-def device_lost(error: BaseException, name: str, step: int, probe: Callable[[], None]) -> DeviceLost | None:
+def device_lost(error: BaseException, name: str, step: int, probe: Callable[[], None]) -> DeviceLostError | None:
     """Return what to raise if `error` means that the device answers no more; None if it still does.
 
     A sticky CUDA error spoils the context: every later call fails, too, and `probe` is such a call. A launch that was
@@ -31,7 +31,7 @@ def device_lost(error: BaseException, name: str, step: int, probe: Callable[[], 
         probe()
     except RuntimeError:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        return DeviceLost(f"{name} answers no more; step {step} met: {reason}")
+        return DeviceLostError(f"{name} answers no more; step {step} met: {reason}")
     return None
 
 

@@ -53,7 +53,7 @@ class Part:
         return cls(plan.rows, plan.draws, plan.scores, 0, np.arange(len(plan.draws.row)), np.arange(targets))
 
 
-def halve(part: Part) -> tuple[Part, Part] | None:
+def split_step(part: Part) -> tuple[Part, Part] | None:
     """Return two halves to be run in this order; None for a single token."""
     num_rows = len(part.rows.slot)
     if num_rows > 1:
@@ -64,7 +64,7 @@ def halve(part: Part) -> tuple[Part, Part] | None:
     return None
 
 
-def join(whole: Part, parts: Sequence[tuple[Part, StepResult]]) -> StepResult:
+def join_results(whole: Part, parts: Sequence[tuple[Part, StepResult]]) -> StepResult:
     """Return the results of a step's parts as the step's own."""
     num_draws = len(whole.draws.row)
     results = [result for _, result in parts]
@@ -194,7 +194,7 @@ class EagerSteps:
         done = self._attempt(whole, placement, self._tokens(plan.rows))
         if len(done) == 1:
             return done[0][1]
-        return lambda: join(whole, [(part, finish()) for part, finish in done])
+        return lambda: join_results(whole, [(part, finish()) for part, finish in done])
 
     def change(self, changes: Changes) -> None:
         """Bring changes of the page tables to the device, if it keeps any."""
@@ -215,7 +215,7 @@ class EagerSteps:
         try:
             return [(part, self._run(part, placement or self._tables.place(part.rows), tokens))]
         except RuntimeError as error:
-            halves = halve(part) if is_out_of_memory(error) else None
+            halves = split_step(part) if is_out_of_memory(error) else None
             if halves is None:
                 raise
         # here the error, and with it the tensors of its frames, is gone

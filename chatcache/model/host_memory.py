@@ -41,7 +41,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 2**30, _TOP_PAD: 16 * 2**20}  # 32 MiB: the most it takes
 
 
-class Arena:
+class HostArena:
     """Memory that lives as long as anything in it: pieces are handed out and never taken back."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ _STEP_BYTES = 2 * 2**20  # of one layer's keys or values at a time: a huge page
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as if written, contents unchanged; safe beside real writes
 
 
-class TouchAhead:
+class PagePrefaulter:
     """Keeps `ahead_bytes` behind the highest page in use touched. One thread calls; the work is done on another."""
 
     def __init__(self, pages: KVPages, ahead_bytes: int = AHEAD_BYTES) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from chatcache.errors import ModelFolderError
-from chatcache.model.host_memory import Arena
+from chatcache.model.host_memory import HostArena
 from chatcache.model.loading.config_reader import Architecture
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class TwofoldLinears:
     """Makes a model's layers, for many tokens by oneDNN and, where the CPU's kernels take the weight, for few."""
 
     def __init__(self) -> None:
-        self._arena = Arena()
+        self._arena = HostArena()
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         from chatcache_kernels.cpu.matmul import pack_weight, packs
@@ -98,7 +98,7 @@ class Int8Linear:
 
     __slots__ = ("bias", "codes", "scales", "whole")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, arena: Arena) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, arena: HostArena) -> None:
         from chatcache_kernels.cpu.int8 import pack_numbers, quantise
 
         numbers, self.scales = quantise(weight)
@@ -117,7 +117,7 @@ class Int8Linears:
 
     def __init__(self) -> None:
         self.num_weights = self.num_bytes = 0
-        self._arena = Arena()
+        self._arena = HostArena()
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
         layer = Int8Linear(weight, bias, self._arena)

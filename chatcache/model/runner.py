@@ -15,13 +15,13 @@ from chatcache.model.attention import AttentionBackend, Network
 from chatcache.model.cuda_graphs import Capture, CudaCapture, DecodeSteps, Ready, as_it_is, batch_sizes
 from chatcache.model.device_errors import device_lost
 from chatcache.model.eager import EagerSteps, Finish
-from chatcache.model.host_memory import TouchAhead
+from chatcache.model.host_memory import PagePrefaulter
 from chatcache.model.page_tables import Changes, DeviceSlots, PageTables, Placement
-from chatcache.model.sampling.graph_sampler import PlainDraws, TorchDraws
+from chatcache.model.sampling.graph_sampler import GraphSampler, TorchDraws
 from chatcache.model.sampling.sampler import AnySampler, Sampler
-from chatcache.model.static_steps import Parties, WorkRoom
+from chatcache.model.static_steps import StepContext, WorkListBuffers
 from chatcache.model.streams import Mark, Streams, streams_of
-from chatcache.model.swap import Swaps
+from chatcache.model.swap import SwapExecutor
 from chatcache.types.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
 from chatcache.types.stats import ModelFacts
 
@@ -42,7 +42,7 @@ class Ahead:
 
     sizes: Sequence[int]
     capture: Capture = as_it_is
-    plain: PlainDraws | None = None
+    plain: GraphSampler | None = None
 
     @property
     def num_graphs(self) -> int:
@@ -88,7 +88,7 @@ class Runner:
         ahead: Ahead | None = None,
         streams: Streams | None = None,
         sampler: AnySampler | None = None,
-        touch: TouchAhead | None = None,
+        touch: PagePrefaulter | None = None,
     ) -> None:
         self.facts = facts
         self._touch = touch
@@ -109,13 +109,13 @@ class Runner:
         slots = DeviceSlots(self._tables, device) if ahead is not None else None
         self._sampler = sampler or Sampler(network.geometry.vocab_size, device)
         self._streams = streams or streams_of(device)
-        self._swaps = Swaps(kernels, pages, capacity.num_host_pages, self._streams)
+        self._swaps = SwapExecutor(kernels, pages, capacity.num_host_pages, self._streams)
         self._eager = EagerSteps(network, kernels, pages, self._tables, slots, self._sampler)
         self._capture: Capture = as_it_is
         self._static: DecodeSteps | None = None
         if ahead is not None and slots is not None and ahead.sizes:
             plain = ahead.plain or TorchDraws(network.geometry.vocab_size, device)
-            self._static = self._static_steps(Parties(network, kernels, pages, slots, plain), ahead.sizes)
+            self._static = self._static_steps(StepContext(network, kernels, pages, slots, plain), ahead.sizes)
             self._capture = ahead.capture
         self._in_flight: deque[Underway] = deque()
 
@@ -126,7 +126,7 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step.
 
-        Raises: DeviceLost if nothing will ever work again in this process; ValueError for a plan that contradicts
+        Raises: DeviceLostError if nothing will ever work again in this process; ValueError for a plan that contradicts
         itself; whatever torch raises. The step has then failed whole, and its rows must be computed again.
         """
         return self.launch(plan).result()
@@ -185,12 +185,12 @@ class Runner:
         self._in_flight.clear()
         del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps, self._touch
 
-    def _static_steps(self, parties: Parties, sizes: Sequence[int]) -> DecodeSteps:
-        rooms: list[WorkRoom | None] = [None] * len(sizes)
+    def _static_steps(self, parties: StepContext, sizes: Sequence[int]) -> DecodeSteps:
+        rooms: list[WorkListBuffers | None] = [None] * len(sizes)
         if self._plans_work:
             capacity = self._capacity
             group, num_tokens = parties.network.geometry.group, capacity.num_pages * self._page_size
-            rooms = [WorkRoom.of(size, group, capacity.max_model_len, num_tokens) for size in sizes]
+            rooms = [WorkListBuffers.of(size, group, capacity.max_model_len, num_tokens) for size in sizes]
         return DecodeSteps(parties, self._tables, sizes, rooms)
 
     def _submit(self, plan: StepPlan, changes: Changes, ready: Ready | None, placement: Placement | None) -> Finish:

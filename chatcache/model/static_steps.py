@@ -31,7 +31,7 @@ from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.page_tables import Changes, DeviceSlots
-from chatcache.model.sampling.graph_sampler import Parts, PlainDraws
+from chatcache.model.sampling.graph_sampler import GraphSampler, Parts
 from chatcache.model.streams import Layout
 from chatcache.types.plan import I64, Draws, Rows
 
@@ -39,7 +39,7 @@ SHARED_PIECES = 16  # pieces of shared keys that every row of a full batch may t
 
 
 @dataclass(frozen=True, slots=True)
-class WorkRoom:
+class WorkListBuffers:
     """How much of a work list of `size` rows of one token fits.
 
     `heights`: of the tiles of each list, small ones first. Only rows that share pages need the others, so a step
@@ -52,7 +52,7 @@ class WorkRoom:
     num_states: int
 
     @classmethod
-    def of(cls, size: int, group: int, max_model_len: int, num_tokens: int) -> WorkRoom:
+    def of(cls, size: int, group: int, max_model_len: int, num_tokens: int) -> WorkListBuffers:
         """Return room for `size` rows over a store of `num_tokens` tokens; a step that needs more runs uncaptured."""
         heights = tuple(dict.fromkeys(max(1, queries // group) for queries in (SMALL_QUERIES, LARGE_QUERIES)))
         pieces = -(-max_model_len // SPLIT)
@@ -153,17 +153,17 @@ Replay = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Parties:
+class StepContext:
     """What every static step computes with."""
 
     network: Network
     kernels: AttentionBackend
     pages: KVPages
     slots: DeviceSlots
-    plain: PlainDraws
+    plain: GraphSampler
 
 
-def step_parts(size: int, plain: PlainDraws, room: WorkRoom | None) -> Parts:
+def step_parts(size: int, plain: GraphSampler, room: WorkListBuffers | None) -> Parts:
     """Return what is given to a step of `size` rows. `start` is `positions` as attention wants it; `cells` say where
     K and V go, `changed_*` what has to be done to the tables first."""
     wide: Parts = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
@@ -174,7 +174,9 @@ def step_parts(size: int, plain: PlainDraws, room: WorkRoom | None) -> Parts:
 class StaticStep:
     """Decodes `size` rows. Works on the first bytes of buffers that all sizes share."""
 
-    def __init__(self, size: int, parties: Parties, room: WorkRoom | None, given: Tensor, drawn: Tensor) -> None:
+    def __init__(
+        self, size: int, parties: StepContext, room: WorkListBuffers | None, given: Tensor, drawn: Tensor
+    ) -> None:
         self.size = size
         self.room = room
         self.layout = Layout(step_parts(size, parties.plain, room))
@@ -240,8 +242,8 @@ def fill_rows(given: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes
     given["changed_pages"][num_changes:] = 0
 
 
-def fill_nobody(
-    given: Mapping[str, NDArray[Any]], plain: PlainDraws, slots: DeviceSlots, room: WorkRoom | None
+def fill_padding(
+    given: Mapping[str, NDArray[Any]], plain: GraphSampler, slots: DeviceSlots, room: WorkListBuffers | None
 ) -> None:
     """Write a step of nobody's rows only: what a step is captured with."""
     none = np.zeros(0, np.int32)

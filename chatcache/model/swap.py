@@ -29,7 +29,7 @@ MEASURE_S = 0.02
 log = logging.getLogger(__name__)
 
 
-class Swaps:
+class SwapExecutor:
     """The host store and the copies to and from it. Without host pages it refuses every swap."""
 
     def __init__(

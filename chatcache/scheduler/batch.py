@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chatcache.kv_cache.copy_on_write import PageCopy
-from chatcache.scheduler.decode_batch import SteadyBranches, SteadyRows, draws_of, joined, placed, some_of
+from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows, draws_of, joined, placed, some_of
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.actions import Candidates, DrawSpec
 from chatcache.types.plan import I32, Draws, Rows, Scores, StepPlan
@@ -51,7 +51,7 @@ class Step:
     plan: StepPlan
     granted: list[tuple[Branch, bytes]]
     drawn: list[Drawn]
-    steady: SteadyRows
+    steady: DecodeRows
     faults: list[tuple[LiveRequest, Exception]]
     scored: list[Scored]
     kept: I32 | None = None
@@ -62,7 +62,7 @@ class Step:
         fields = (all_rows.slot, all_rows.start, all_rows.num_tokens, all_rows.tokens)
         kept = Rows(*(field[rows] for field in fields))
         draws = some_of(self.plan.draws, rows)
-        steady = SteadyRows([branches[row] for row in rows.tolist()], kept, draws)
+        steady = DecodeRows([branches[row] for row in rows.tolist()], kept, draws)
         return replace(self, plan=replace(self.plan, rows=kept, draws=draws), steady=steady, kept=rows)
 
     @property
@@ -109,7 +109,7 @@ class Step:
 class Batch:
     """One step in the making. Every steady branch has its token; `budget` more may still be granted."""
 
-    def __init__(self, max_num_tokens: int, steady: SteadyBranches) -> None:
+    def __init__(self, max_num_tokens: int, steady: DecodeBatch) -> None:
         self.granted: list[tuple[Branch, bytes]] = []
         self._num_left = max_num_tokens
         self._steady = steady

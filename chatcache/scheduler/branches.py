@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineError
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import PrefixMatch
-from chatcache.scheduler.decode_batch import SteadyBranches
+from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.request import Branch, LiveRequest
-from chatcache.types.actions import BranchAction, Extend, Fork, Retire
+from chatcache.types.actions import BranchAction, Extend, Fork, Release
 
 
-class Slots:
+class RowAllocator:
     """`num_slots` rows. `promised` counts those that running requests may come to need at once."""
 
     def __init__(self, num_slots: int) -> None:
@@ -68,7 +68,7 @@ class Slots:
 class Branches:
     """The operations, over one KV cache and one set of slots. Steady branches leave before their pages are touched."""
 
-    def __init__(self, kv: KVCache, slots: Slots, steady: SteadyBranches) -> None:
+    def __init__(self, kv: KVCache, slots: RowAllocator, steady: DecodeBatch) -> None:
         self._kv = kv
         self._slots = slots
         self._steady = steady
@@ -83,7 +83,7 @@ class Branches:
         """Give a branch the first `num_tokens` tokens of another, and a slot. Not if `source` was granted a row."""
         self._steady.leave(source)
         if source.table is None:
-            raise BrokenInvariant(f"branch {source.id} of {source.request.request_id} has no pages to fork")
+            raise InvariantError(f"branch {source.id} of {source.request.request_id} has no pages to fork")
         branch.table = self._kv.fork(source.table)
         self._kv.truncate(branch.table, num_tokens, branch.request.scope)
         branch.slot = self._slots.fork(source.slot, branch.table.changed_from)
@@ -151,7 +151,7 @@ class Branches:
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Move the request's branches as its strategy decided.
 
-        Raises: EngineFault if the actions break the contract of `decode.actions`; the request must then be finished.
+        Raises: EngineError if the actions break the contract of `decode.actions`; the request must then be finished.
         """
         families: list[tuple[Branch, Branch]] = []  # (parent, child)
         retired: list[Branch] = []
@@ -195,18 +195,18 @@ class Branches:
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
         parent = self._drawn(request, action.parent)
         if action.child in request.branches or parent.table is None:
-            raise EngineFault(f"branch {action.child} exists already")
+            raise EngineError(f"branch {action.child} exists already")
         self._steady.leave(parent)
         child = parent.fork(action.child, action.token)
         child.table = self._kv.fork(parent.table)
         request.branches[child.id] = child
         return parent, child
 
-    def _retire(self, request: LiveRequest, action: Retire) -> Branch:
+    def _retire(self, request: LiveRequest, action: Release) -> Branch:
         """Remove the branch; its pages go now, its slot when the children are seated."""
         branch = request.branches.pop(action.branch, None)
         if branch is None:
-            raise EngineFault(f"branch {action.branch} was retired but does not exist")
+            raise EngineError(f"branch {action.branch} was retired but does not exist")
         self._steady.leave(branch)
         if branch.table is None:
             request.num_waiting_branches -= 1
@@ -235,7 +235,7 @@ class Branches:
     def _drawn(self, request: LiveRequest, branch_id: int) -> Branch:
         branch = request.branches.get(branch_id)
         if branch is None or not self._wants_token(branch):
-            raise EngineFault(f"branch {branch_id} was acted on but had not been drawn")
+            raise EngineError(f"branch {branch_id} was acted on but had not been drawn")
         return branch
 
     def _wants_token(self, branch: Branch) -> bool:
@@ -246,9 +246,9 @@ class Branches:
 
     def _check_all_moved(self, request: LiveRequest) -> None:
         if len(request.branches) > request.max_branches:
-            raise EngineFault(
+            raise EngineError(
                 f"{len(request.branches)} branches are alive, at most {request.max_branches} were announced"
             )
         for branch in request.branches.values():
             if self._wants_token(branch):
-                raise EngineFault(f"branch {branch.id} was left without a next token")
+                raise EngineError(f"branch {branch.id} was left without a next token")

@@ -123,7 +123,7 @@ _NO_UPDATES = np.zeros((0, 3), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class SteadyRows:
+class DecodeRows:
     """The steady branches of one step, the oldest request's first: one row of one token, and one draw of it, each.
 
     Everything is parallel to `branches`; `draws.row` counts from 0.
@@ -134,7 +134,7 @@ class SteadyRows:
     draws: Draws
 
 
-class SteadyBranches:
+class DecodeBatch:
     """Those of the branches with a slot that are steady. Arrays are by place, but for the two that say otherwise.
 
     `unsettled`: running requests with a branch that is not steady; they have to be served branch by branch.
@@ -169,7 +169,7 @@ class SteadyBranches:
         self._arrays += arrays_of(self._draws)
         self._told: list[Branch] = []  # their tables know of the full page already
         self._in_order = True
-        self._standing: SteadyRows | None = None  # what stays the same of `rows` while nobody comes or goes
+        self._standing: DecodeRows | None = None  # what stays the same of `rows` while nobody comes or goes
 
     # -- who is steady --------------------------------------------------------------------------------------------
 
@@ -289,28 +289,28 @@ class SteadyBranches:
         updates[:, 0], updates[:, 1], updates[:, 2] = slots, num_pages, pages
         return updates
 
-    def rows(self) -> SteadyRows:
+    def rows(self) -> DecodeRows:
         """Lay out one row and one draw of every steady branch."""
         self._move_up()
         count, standing = self._num_places, self._standing
         if standing is None:
             slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
             draws = placed(first_of(self._draws, count), numbers, numbers)
-            standing = SteadyRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws)
+            standing = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws)
             self._standing = standing
             self._row[:count] = numbers
         start, rows, draws = self._num_computed[:count].copy(), standing.rows, standing.draws
-        return SteadyRows(
+        return DecodeRows(
             standing.branches,
             Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy()),
             placed(draws, draws.row, start + 1),
         )
 
-    def kept(self, rows: SteadyRows) -> I32 | None:
+    def kept(self, rows: DecodeRows) -> I32 | None:
         """Say which of the rows planned last still count; None for all. A query."""
         return None if self._is_standing(rows) else self._row[self._planned()]
 
-    def advance(self, rows: SteadyRows) -> None:
+    def advance(self, rows: DecodeRows) -> None:
         """Note that the rows planned last, those that still count, have been computed with the tokens known now."""
         places = slice(len(rows.branches)) if self._is_standing(rows) else self._planned()
         self._cells[self._cell[places]] = self._next_token[places]
@@ -336,7 +336,7 @@ class SteadyBranches:
         for branch in self._branches[others].tolist():
             self.leave(branch)
 
-    def _is_standing(self, rows: SteadyRows) -> bool:
+    def _is_standing(self, rows: DecodeRows) -> bool:
         """Say whether nobody has come or gone since these rows were planned; they are those planned last."""
         return self._standing is not None and self._standing.branches is rows.branches
 

@@ -24,7 +24,7 @@ OUTPUT_WEIGHT = 2
 MAX_REMEMBERED = 4096
 
 
-class VirtualCounters:
+class VirtualTokenCounter:
     """One counter per namespace. `waiting` below: the namespaces with a request in the queue."""
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ class CostModel:
         return (num_pages_out + num_pages_in) * self._swap_page_s < num_tokens * seconds_per_token
 
 
-class Swaps:
+class SwapTracker:
     """Host pages held by preempted requests. A request holds them until all its branches have come back."""
 
     def __init__(self, kv: KVCache, cost: CostModel) -> None:

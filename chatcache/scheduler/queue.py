@@ -19,8 +19,8 @@ import numpy as np
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.kv_cache.prefix_match import PrefixMatch
-from chatcache.scheduler.decode_batch import SteadyBranches
-from chatcache.scheduler.fairness import VirtualCounters
+from chatcache.scheduler.decode_batch import DecodeBatch
+from chatcache.scheduler.fairness import VirtualTokenCounter
 from chatcache.scheduler.request import Branch, LiveRequest
 
 
@@ -32,7 +32,7 @@ class LiveFork(NamedTuple):
     is_whole: bool
 
 
-def find_fork(request: LiveRequest, running: Sequence[LiveRequest], steady: SteadyBranches) -> LiveFork | None:
+def find_fork(request: LiveRequest, running: Sequence[LiveRequest], steady: DecodeBatch) -> LiveFork | None:
     """Find the branch that `request.fork_of` hints at, or a sibling with more in common; None if there is none.
 
     Only when it first starts. The hint is about cost alone: a fork is taken for what its tokens are, never for what a
@@ -82,7 +82,7 @@ class Start(NamedTuple):
 class WaitingQueue:
     """Requests without pages: new ones and preempted ones alike. One line, or with `counters` one per namespace."""
 
-    def __init__(self, kv: KVCache, steady: SteadyBranches, counters: VirtualCounters | None = None) -> None:
+    def __init__(self, kv: KVCache, steady: DecodeBatch, counters: VirtualTokenCounter | None = None) -> None:
         self._kv = kv
         self._steady = steady
         self._counters = counters

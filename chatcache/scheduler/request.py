@@ -9,7 +9,7 @@ from struct import Struct
 
 import numpy as np
 
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, Chain, Scope, token_bytes
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheNamespace, PageHasher, token_bytes
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.types.actions import Strategy
 from chatcache.types.events import Miss, TokenLogprob
@@ -99,7 +99,7 @@ class LiveRequest:
     prompt_bytes: bytes = field(init=False)
     num_prompt_tokens: int = field(init=False)
     branches: dict[int, Branch] = field(init=False)
-    chain: Chain | None = None
+    chain: PageHasher | None = None
     in_flight: frozenset[bytes] = frozenset()
     num_waiting_branches: int = 0
     num_steady: int = 0
@@ -125,8 +125,8 @@ class LiveRequest:
         self.branches = {0: Branch(0, self, num_tokens=self.num_prompt_tokens)}
 
     @property
-    def scope(self) -> Scope:
-        return Scope(self.namespace, self.num_public_tokens)
+    def scope(self) -> CacheNamespace:
+        return CacheNamespace(self.namespace, self.num_public_tokens)
 
     @property
     def turn(self) -> int:

@@ -48,13 +48,13 @@ from operator import attrgetter
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.kv_cache.page_table import PageTable
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import NEVER_COMPUTED
 from chatcache.scheduler.batch import Batch, Step
-from chatcache.scheduler.branches import Branches, Slots
-from chatcache.scheduler.decode_batch import SteadyBranches
-from chatcache.scheduler.fairness import VirtualCounters
-from chatcache.scheduler.preemption import CostModel, Swaps
+from chatcache.scheduler.branches import Branches, RowAllocator
+from chatcache.scheduler.decode_batch import DecodeBatch
+from chatcache.scheduler.fairness import VirtualTokenCounter
+from chatcache.scheduler.preemption import CostModel, SwapTracker
 from chatcache.scheduler.queue import Start, WaitingQueue
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.actions import BranchAction
@@ -86,7 +86,7 @@ def tokens_wanted(request: LiveRequest, budget: int, num_later: int) -> list[tup
     return wants
 
 
-def first_miss(kv: KVCache, start: Start) -> Miss | None:
+def cache_miss_reason(kv: KVCache, start: Start) -> Miss | None:
     """Say why the first token that misses does, as the cache stands now. A query; O(prompt)."""
     request, fork = start.request, start.fork
     if fork is not None:  # of what a running branch has, which need not have a name yet
@@ -99,10 +99,10 @@ def first_miss(kv: KVCache, start: Start) -> Miss | None:
     return Miss(told.reason, told.at_token, told.detail, kv.page_size) if told.reason else None
 
 
-class Ahead:
+class AsyncScheduling:
     """Knows whether anything is to be decided before the next step."""
 
-    def __init__(self, steady: SteadyBranches, waiting: WaitingQueue, slots: Slots) -> None:
+    def __init__(self, steady: DecodeBatch, waiting: WaitingQueue, slots: RowAllocator) -> None:
         self._steady = steady
         self._waiting = waiting
         self._slots = slots
@@ -124,10 +124,10 @@ class Ahead:
         return any(self._waiting.next(running, free, forks=forks) is not None for forks in ways)
 
 
-class Meter:
+class FairnessAccounting:
     """Charges requests for their prompts and steps for their draws."""
 
-    def __init__(self, counters: VirtualCounters) -> None:
+    def __init__(self, counters: VirtualTokenCounter) -> None:
         self._counters = counters
         self._steady: list[Branch] = []
         self._num_steady: Counter[str] = Counter()
@@ -160,7 +160,7 @@ class Scheduler:
         num_slots: int,
         max_num_batched_tokens: int,
         cost: CostModel | None = None,
-        counters: VirtualCounters | None = None,
+        counters: VirtualTokenCounter | None = None,
     ) -> None:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -169,12 +169,12 @@ class Scheduler:
         self.num_page_copies = 0
         self.num_live_forks = 0  # requests that began with what a running branch had, forked off it
         self.running: list[LiveRequest] = []  # oldest first
-        self.swaps = Swaps(kv, cost or CostModel())
-        self._meter = Meter(counters) if counters is not None else None
-        self._slots = Slots(num_slots)
-        self._steady = SteadyBranches(kv, num_slots)
+        self.swaps = SwapTracker(kv, cost or CostModel())
+        self._meter = FairnessAccounting(counters) if counters is not None else None
+        self._slots = RowAllocator(num_slots)
+        self._steady = DecodeBatch(kv, num_slots)
         self.waiting = WaitingQueue(kv, self._steady, counters)
-        self._ahead = Ahead(self._steady, self.waiting, self._slots)
+        self._ahead = AsyncScheduling(self._steady, self.waiting, self._slots)
         self._branches = Branches(kv, self._slots, self._steady)
         self._num_branches = 0  # live branches of the running requests
         self._started: set[LiveRequest] = set()  # in this plan
@@ -235,7 +235,7 @@ class Scheduler:
             while not self._grant(request, batch, num_later):
                 victim = self.running[-1]
                 if victim is self.running[0]:
-                    raise BrokenInvariant(f"request {request.request_id} does not fit an otherwise empty pool")
+                    raise InvariantError(f"request {request.request_id} does not fit an otherwise empty pool")
                 num_later -= victim.num_unsteady if victim is not request else 0
                 self._preempt(victim)
                 if victim is request:
@@ -265,7 +265,7 @@ class Scheduler:
             self._start(start)
             if not self._grant(start.request, batch):
                 if len(self.running) == 1:
-                    raise BrokenInvariant(f"request {start.request.request_id} does not fit an empty pool")
+                    raise InvariantError(f"request {start.request.request_id} does not fit an empty pool")
                 self._preempt(start.request)
                 return
 
@@ -277,7 +277,7 @@ class Scheduler:
     def _start(self, start: Start) -> None:
         request, match, fork = start
         if request.explain and request.num_cached_tokens is None:
-            request.miss = first_miss(self.kv, start)
+            request.miss = cache_miss_reason(self.kv, start)
         self.waiting.remove(request)
         self._started.add(request)
         request.admitted_s = request.admitted_s or time.perf_counter()
@@ -357,7 +357,7 @@ class Scheduler:
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Move the request's branches as its strategy decided.
 
-        Raises: EngineFault if the actions break the contract of `decode.actions`; the request must then be finished.
+        Raises: EngineError if the actions break the contract of `decode.actions`; the request must then be finished.
         """
         if self._branches.go_on(request, actions):
             return

@@ -19,7 +19,7 @@ from chatcache.storage.sqlite_writer import SqliteWriter
 def open_store(config: ServerConfig) -> ConversationStore:
     """The Redis server of `config.redis`, if it names one, else the SQLite file `config.db`.
 
-    Raises: StoreUnusable saying what is wrong with it.
+    Raises: StoreUnusableError saying what is wrong with it.
     """
     if not config.redis:
         return SqliteStore(config.db)
@@ -32,13 +32,13 @@ def open_store(config: ServerConfig) -> ConversationStore:
 async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
     """The keys alone, beside a server that may be running there: nothing of what it does is touched.
 
-    Raises: StoreUnusable.
+    Raises: StoreUnusableError.
     """
     if config.redis:
-        from chatcache.storage.redis import RedisKeys, greet
-        from chatcache.storage.redis_client import PATIENCE_S, RedisLink
+        from chatcache.storage.redis import RedisKeys, check_layout
+        from chatcache.storage.redis_client import PATIENCE_S, RedisConnection
 
-        link = RedisLink(config.redis, greet, timeout_s=PATIENCE_S)  # nobody else waits for it
+        link = RedisConnection(config.redis, check_layout, timeout_s=PATIENCE_S)  # nobody else waits for it
         try:
             yield RedisKeys(link)
         finally:

@@ -32,17 +32,25 @@ from chatcache.conversations.store import (
     KEEP_CLAIMS_S,
     Claim,
     Handed,
-    KeyTaken,
+    IdempotencyConflictError,
     Merged,
-    StaleRevision,
-    StoreUnavailable,
-    StoreUnusable,
+    StaleRevisionError,
+    StoreUnavailableError,
+    StoreUnusableError,
     read_cursor,
 )
-from chatcache.conversations.tree import Conversation, ConversationTree, Item, TreeEdit, Turn, grown, revised
-from chatcache.errors import ChatcacheError, NotFound
+from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn, grown, revised
+from chatcache.errors import ChatcacheError, NotFoundError
 from chatcache.storage import redis_layout as rows
-from chatcache.storage.redis_client import LEASE_S, TIMEOUT_S, Client, Leases, Pipe, RedisLink, first_look
+from chatcache.storage.redis_client import (
+    LEASE_S,
+    TIMEOUT_S,
+    Client,
+    GatewayHeartbeats,
+    Pipe,
+    RedisConnection,
+    probe_server,
+)
 from chatcache.storage.redis_layout import KEYS, KEYS_VERSION, Head, Placed, usage_key
 
 Reader = Any
@@ -53,12 +61,12 @@ _INLINE_BYTES = 16_384
 
 
 async def read_head(reader: Reader, owner: str, conversation_id: str, expect: int | None = None) -> Head:
-    """Raises: NotFound, StaleRevision."""
+    """Raises: NotFoundError, StaleRevisionError."""
     found = rows.head_of(data) if (data := await reader.get(rows.head_key(conversation_id))) is not None else None
     if found is None or found.conversation.owner != owner:
-        raise NotFound(f"no conversation {conversation_id!r}", param="conversation")
+        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
     if expect is not None and expect != found.conversation.rev:
-        raise StaleRevision(found.conversation, expect)
+        raise StaleRevisionError(found.conversation, expect)
     return found
 
 
@@ -78,7 +86,7 @@ def in_order(values: Sequence[bytes]) -> list[Placed]:
 
 
 async def read_tree(client: Reader, owner: str, conversation_id: str) -> ConversationTree:
-    """All of it as it was at one moment: every change rewrites the head. Raises: NotFound."""
+    """All of it as it was at one moment: every change rewrites the head. Raises: NotFoundError."""
     while True:  # no MULTI, which a server that is full refuses even for reading
         async with client.pipeline(transaction=False) as pipe:
             pipe.get(rows.head_key(conversation_id))
@@ -90,7 +98,7 @@ async def read_tree(client: Reader, owner: str, conversation_id: str) -> Convers
             break
     found = rows.head_of(data).conversation if data is not None else None
     if found is None or found.owner != owner:
-        raise NotFound(f"no conversation {conversation_id!r}", param="conversation")
+        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
 
     def grown() -> ConversationTree:
         by_id = sorted(map(rows.turn_of, turns), key=lambda turn: turn.id)
@@ -100,11 +108,11 @@ async def read_tree(client: Reader, owner: str, conversation_id: str) -> Convers
 
 
 async def find_holder(client: Reader, owner: str, member_id: str) -> str:
-    """The conversation of a message or response. Raises: NotFound."""
+    """The conversation of a message or response. Raises: NotFoundError."""
     found = await client.get(rows.at_key(member_id))
     data = await client.get(rows.head_key(found.decode())) if found is not None else None
     if data is None or rows.head_of(data).conversation.owner != owner:
-        raise NotFound(f"no response or message {member_id!r}")
+        raise NotFoundError(f"no response or message {member_id!r}")
     name: str = found.decode()
     return name
 
@@ -133,7 +141,7 @@ async def list_heads(client: Reader, owner: str, limit: int, after: str | None) 
 async def walk(
     client: Reader, owner: str, after: str | None, chunk: int = _READ_CHUNK
 ) -> AsyncIterator[list[Conversation]]:
-    """An owner's conversations by `updated_at`, newest first, behind a place in the list. Raises: NotFound.
+    """An owner's conversations by `updated_at`, newest first, behind a place in the list. Raises: NotFoundError.
 
     Each as old as the list says, whatever became of it since: so its cursor leads on from this place.
     """
@@ -183,10 +191,10 @@ def watched_keys(owner: str, claim: Claim | None) -> Sequence[str]:
 
 
 async def require_free(pipe: Pipe, owner: str, claim: Claim | None) -> None:
-    """Raises: KeyTaken."""
+    """Raises: IdempotencyConflictError."""
     present = await pipe.get(rows.claim_key(owner, claim.key)) if claim is not None else None
     if present is not None:
-        raise KeyTaken(rows.claim_of(present))
+        raise IdempotencyConflictError(rows.claim_of(present))
 
 
 def put_claim(pipe: Pipe, owner: str, claim: Claim | None) -> None:
@@ -195,7 +203,7 @@ def put_claim(pipe: Pipe, owner: str, claim: Claim | None) -> None:
 
 
 async def require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item]) -> None:
-    """Raises: NotFound unless each message comes behind its parent, or that is stored already."""
+    """Raises: NotFoundError unless each message comes behind its parent, or that is stored already."""
     before: set[str] = set()
     outside: list[str] = []
     for item in items:
@@ -209,7 +217,7 @@ async def require_items(pipe: Pipe, conversation_id: str, item_ids: Sequence[str
     found = await pipe.hmget(rows.items_key(conversation_id), list(dict.fromkeys(item_ids))) if item_ids else ()
     for item_id, data in zip(dict.fromkeys(item_ids), found, strict=True):
         if data is None:
-            raise NotFound(f"conversation {conversation_id!r} has no message {item_id!r}")
+            raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id!r}")
 
 
 def ids_of(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:
@@ -217,14 +225,14 @@ def ids_of(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:
 
 
 async def find_missing(pipe: Pipe, conversation_id: str, members: Sequence[Member]) -> list[Member]:
-    """Those that the conversation lacks. Raises: NotFound for ids of another one."""
+    """Those that the conversation lacks. Raises: NotFoundError for ids of another one."""
     if not members:
         return []
     names = [member.id for member in members]
     holders = await pipe.mget([rows.at_key(name) for name in names])
     for name, holder in zip(names, holders, strict=True):
         if holder is not None and holder.decode() != conversation_id:
-            raise NotFound(f"conversation {conversation_id!r} has no {name!r}")
+            raise NotFoundError(f"conversation {conversation_id!r} has no {name!r}")
     return [member for member, holder in zip(members, holders, strict=True) if holder is None]
 
 
@@ -305,7 +313,7 @@ _KEY = msgspec.msgpack.Decoder(KeyRecord)
 class RedisKeys:
     """`KeyStore` over a link that somebody else closes."""
 
-    def __init__(self, link: RedisLink) -> None:
+    def __init__(self, link: RedisConnection) -> None:
         self._link = link
 
     async def create(self, record: KeyRecord) -> None:
@@ -324,7 +332,7 @@ class RedisKeys:
         async def work(pipe: Pipe) -> KeyRecord:
             data = await pipe.hget(KEYS, key_id)
             if data is None:
-                raise NotFound(f"no key {key_id!r}", param="id")
+                raise NotFoundError(f"no key {key_id!r}", param="id")
             present = _KEY.decode(data)
             pipe.multi()
             if present.revoked_at is not None:
@@ -369,17 +377,18 @@ _CHUNK = 1000
 class RedisStore:
     """`ConversationStore` on a server. Responses whose gateway has died become incomplete within `lease_s` and a third.
 
-    A server that is not there yet is waited for. Raises: StoreUnusable for one that does not let us in, or holds what
+    A server that is not there yet is waited for. Raises: StoreUnusableError for one that does not let us in, or holds
+    what
     a newer version wrote.
     """
 
     def __init__(self, url: str, *, lease_s: float = LEASE_S, timeout_s: float = TIMEOUT_S) -> None:
         """`timeout_s`: how long the server may be silent before it counts as down, for everybody."""
-        self._link = RedisLink(url, greet, timeout_s=timeout_s)
+        self._link = RedisConnection(url, check_layout, timeout_s=timeout_s)
         self.keys = RedisKeys(self._link)
-        self._leases = Leases(self._link, lease_s)
-        with contextlib.suppress(StoreUnavailable):
-            look_at(url)
+        self._leases = GatewayHeartbeats(self._link, lease_s)
+        with contextlib.suppress(StoreUnavailableError):
+            check_server(url)
 
     async def check(self) -> None:
         await self._leases.check()
@@ -487,7 +496,7 @@ class RedisStore:
         return await self._change(conversation_id, work)
 
     async def edit(
-        self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
+        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expect: int | None = None
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
             present = await read_head(pipe, owner, conversation_id, expect)
@@ -602,15 +611,18 @@ class RedisStore:
             pipe.mset({rows.at_key(each): name for each in ids_of(items, turns)})
 
 
-def look_at(url: str) -> None:
-    """Whether there is a server to keep conversations. Raises: StoreUnusable, StoreUnavailable; each says why."""
-    found = first_look(url, rows.SCHEMA)
+def check_server(url: str) -> None:
+    """Whether there is a server to keep conversations.
+
+    Raises: StoreUnusableError, StoreUnavailableError; each says why.
+    """
+    found = probe_server(url, rows.SCHEMA)
     if found is not None:
         _check_version(found)
 
 
-async def greet(client: Client) -> None:
-    """Leave the version of the layout, or find one. Raises: StoreUnusable."""
+async def check_layout(client: Client) -> None:
+    """Leave the version of the layout, or find one. Raises: StoreUnusableError."""
     await client.set(rows.SCHEMA, rows.VERSION, nx=True)
     _check_version(await client.get(rows.SCHEMA))
 
@@ -618,6 +630,6 @@ async def greet(client: Client) -> None:
 def _check_version(found: bytes) -> None:
     if not found.isdigit() or int(found) > rows.VERSION:
         said = found[:20].decode("ascii", "replace")
-        raise StoreUnusable(
+        raise StoreUnusableError(
             f"the Redis server was written by a newer chatcache (layout {said}, this one knows {rows.VERSION})"
         )

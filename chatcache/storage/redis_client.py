@@ -27,7 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.retry import Retry as SyncRetry
 
-from chatcache.conversations.store import StoreUnavailable, StoreUnusable
+from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Turn
 from chatcache.storage.redis_layout import KEYS, RUNNING, alive_key, head_key, pack_turn, turn_of, turns_key
 
@@ -54,20 +54,20 @@ class Refusal:
     reason: str
 
 
-class RedisLink:
+class RedisConnection:
     """Bounded connections to one server. Belongs to one event loop from its first use on.
 
-    `greet` runs whenever the server is found again, on a server that may hold anything by then.
+    `check_layout` runs whenever the server is found again, on a server that may hold anything by then.
     """
 
     def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S) -> None:
-        """Raises: StoreUnusable for a URL that is none, or a server that does not let us in."""
+        """Raises: StoreUnusableError for a URL that is none, or a server that does not let us in."""
         try:
             self._client = _client(url, timeout_s, timeout_s)
             # For work that takes the server itself long; whether it is there at all, the others find out.
             self._patient = _client(url, PATIENCE_S, timeout_s)
         except (ValueError, redis.RedisError) as error:
-            raise StoreUnusable(f"not a URL of a Redis server: {error}") from None
+            raise StoreUnusableError(f"not a URL of a Redis server: {error}") from None
         kwargs = self._client.connection_pool.connection_kwargs
         self.where = kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
         self._greet = greet
@@ -85,7 +85,7 @@ class RedisLink:
     ) -> Result:
         """Do `work`, to its end even if the caller leaves, behind what came before it with the same `order`.
 
-        Raises: StoreUnavailable; then it is not known whether what was written is there.
+        Raises: StoreUnavailableError; then it is not known whether what was written is there.
         """
         task = asyncio.create_task(self._ordered(work, order, is_patient))
         self._tasks.add(task)
@@ -118,7 +118,7 @@ class RedisLink:
                         lost = error.__context__
                         if isinstance(lost, _LOST):  # redis-py would have us try again, but it may have been done
                             raise redis.ConnectionError(_said(lost)) from None
-            raise StoreUnavailable("others change the same all the time")
+            raise StoreUnavailableError("others change the same all the time")
 
         return await self.run(attempt, order=order, is_patient=is_patient)
 
@@ -158,21 +158,21 @@ class RedisLink:
         await self._wait_in_line(self._slots)
         try:
             if self._down is not None:
-                raise StoreUnavailable(_NO_ANSWER)
+                raise StoreUnavailableError(_NO_ANSWER)
             return await work(self._patient if is_patient else self._client)
         except (*_LOST, RuntimeError) as error:
             if isinstance(error, RuntimeError) and _CLOSED not in str(error):
                 raise
             self._lose(error)
-            raise StoreUnavailable(_NO_ANSWER) from error
+            raise StoreUnavailableError(_NO_ANSWER) from error
         except redis.RedisError as error:  # read only, out of memory, cannot write its own file, not allowed
             log.warning("the store at %s refuses: %s", self.where, _said(error))
-            raise StoreUnavailable("the store takes nothing now") from error
+            raise StoreUnavailableError("the store takes nothing now") from error
         finally:
             self._slots.release()
 
     async def _wait_in_line(self, gate: asyncio.Lock | asyncio.Semaphore) -> None:
-        """Acquire it, in order. Raises: StoreUnavailable when the server falls silent meanwhile."""
+        """Acquire it, in order. Raises: StoreUnavailableError when the server falls silent meanwhile."""
         if not self._num_in_line and not gate.locked():
             await gate.acquire()  # at once
             return
@@ -182,7 +182,7 @@ class RedisLink:
             while not (await asyncio.wait([taking], timeout=_PROBE_S))[0]:
                 await self._ask()
                 if self._down is not None and not taking.done():
-                    raise StoreUnavailable(_NO_ANSWER)
+                    raise StoreUnavailableError(_NO_ANSWER)
         except BaseException:
             if not taking.cancel() and not taking.cancelled():
                 gate.release()
@@ -237,7 +237,7 @@ class RedisLink:
             if isinstance(error, RuntimeError) and _CLOSED not in str(error):
                 raise
             self._down = _said(error)
-        except StoreUnusable as error:
+        except StoreUnusableError as error:
             self._down = error.message
         else:
             self._down = None
@@ -257,24 +257,24 @@ def _client(url: str, timeout_s: float, connect_timeout_s: float) -> Client:
     return Redis(connection_pool=pool)
 
 
-def first_look(url: str, key: str) -> bytes | None:
+def probe_server(url: str, key: str) -> bytes | None:
     """The value of a key, before there is an event loop, or None.
 
-    Raises: StoreUnusable for a server that does not let us in; StoreUnavailable where there is none yet.
+    Raises: StoreUnusableError for a server that does not let us in; StoreUnavailableError where there is none yet.
     """
     options = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
     try:
         client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
     except ValueError as error:
-        raise StoreUnusable(f"not a URL of a Redis server: {error}") from None
+        raise StoreUnusableError(f"not a URL of a Redis server: {error}") from None
     try:
         value: bytes | None = client.get(key)
     except redis.AuthenticationError as error:  # a connection error, to redis-py
-        raise StoreUnusable(f"the Redis server does not let us in: {_said(error)}") from None
+        raise StoreUnusableError(f"the Redis server does not let us in: {_said(error)}") from None
     except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-        raise StoreUnavailable(_said(error)) from None
+        raise StoreUnavailableError(_said(error)) from None
     except redis.RedisError as error:
-        raise StoreUnusable(f"the Redis server cannot be used: {_said(error)}") from None
+        raise StoreUnusableError(f"the Redis server cannot be used: {_said(error)}") from None
     finally:
         client.close()
     return value
@@ -283,7 +283,7 @@ def first_look(url: str, key: str) -> bytes | None:
 def answers(url: str, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
     """What a server answers to each command, before there is an event loop: a value, or what it says of a refusal.
 
-    Raises: StoreUnavailable.
+    Raises: StoreUnavailableError.
     """
     options = {"socket_timeout": PATIENCE_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
     client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
@@ -295,7 +295,7 @@ def answers(url: str, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
             except redis.ResponseError as error:
                 found.append(Refusal(_said(error)))
     except (redis.RedisError, OSError) as error:
-        raise StoreUnavailable(_said(error)) from None
+        raise StoreUnavailableError(_said(error)) from None
     finally:
         client.close()
     return found
@@ -324,8 +324,8 @@ class Rights:
         return bool(self.settings)
 
 
-def look_around(url: str) -> Rights:
-    """Raises: StoreUnavailable."""
+def probe_permissions(url: str) -> Rights:
+    """Raises: StoreUnavailableError."""
     asked: list[tuple[str | int, ...]] = [("CONFIG", "GET", name) for name in _SETTINGS]
     asked += [("WAITAOF", 1, 0, 1000), ("EVAL", "return 1", 0), ("EXISTS", _FOREIGN), ("HLEN", KEYS)]
     *told, aof, script, foreign, num_keys = answers(url, asked)
@@ -358,10 +358,10 @@ def _has_aof(waited: Any) -> bool | None:
 LEASE_S = 15.0
 
 
-class Leases:
+class GatewayHeartbeats:
     """This process's name in the store, renewed while it lives, and a look after the others."""
 
-    def __init__(self, link: RedisLink, lease_s: float = LEASE_S) -> None:
+    def __init__(self, link: RedisConnection, lease_s: float = LEASE_S) -> None:
         self._link = link
         self._lease_s = lease_s
         self._process = secrets.token_hex(8)
@@ -395,7 +395,7 @@ class Leases:
         pipe.set(alive_key(self._process), 1, px=int(self._lease_s * 1000))
 
     async def check(self) -> None:
-        """Write something. Raises: StoreUnavailable."""
+        """Write something. Raises: StoreUnavailableError."""
 
         async def write(client: Client) -> None:
             await client.set(alive_key(self._process), 1, px=int(self._lease_s * 1000))
@@ -407,12 +407,12 @@ class Leases:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
-            with contextlib.suppress(StoreUnavailable):
+            with contextlib.suppress(StoreUnavailableError):
                 await self._link.run(lambda client: client.delete(alive_key(self._process)))
 
     async def _keep(self) -> None:
         while True:
-            with contextlib.suppress(StoreUnavailable):
+            with contextlib.suppress(StoreUnavailableError):
                 await self.check()
                 await self._sweep()
             await asyncio.sleep(self._lease_s / 3)

@@ -18,9 +18,17 @@ from pathlib import Path
 
 from chatcache.auth import KEEP_USAGE_DAYS, WRITER, KeyRecord
 from chatcache.conversations.search import Hit, SearchQuery
-from chatcache.conversations.store import KEEP_CLAIMS_S, Claim, Handed, KeyTaken, Merged, StaleRevision, read_cursor
-from chatcache.conversations.tree import Conversation, ConversationTree, Item, TreeEdit, Turn, grown, revised
-from chatcache.errors import NotFound
+from chatcache.conversations.store import (
+    KEEP_CLAIMS_S,
+    Claim,
+    Handed,
+    IdempotencyConflictError,
+    Merged,
+    StaleRevisionError,
+    read_cursor,
+)
+from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn, grown, revised
+from chatcache.errors import NotFoundError
 from chatcache.storage.sqlite_schema import (
     CONVERSATION,
     ITEM,
@@ -50,15 +58,15 @@ def read_head(db: sqlite3.Connection, owner: str, conversation_id: str, expect: 
         f"SELECT {CONVERSATION} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
     ).fetchone()
     if row is None:
-        raise NotFound(f"no conversation {conversation_id!r}", param="conversation")
+        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
     found = conversation_of(row)
     if expect is not None and expect != found.rev:
-        raise StaleRevision(found, expect)
+        raise StaleRevisionError(found, expect)
     return found
 
 
 def find_item(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[float, str] | None:
-    """Where in the list `after` is. Raises: NotFound."""
+    """Where in the list `after` is. Raises: NotFoundError."""
     if after is None:
         return None
     found = read_cursor(after)
@@ -93,7 +101,7 @@ def find_holder(db: sqlite3.Connection, owner: str, member_id: str) -> str:
         {"member": member_id, "owner": owner},
     ).fetchone()
     if row is None:
-        raise NotFound(f"no response or message {member_id!r}")
+        raise NotFoundError(f"no response or message {member_id!r}")
     found: str = row[0]
     return found
 
@@ -113,12 +121,12 @@ def find_claim(db: sqlite3.Connection, owner: str, key: str) -> Claim | None:
 
 
 def put_claim(db: sqlite3.Connection, owner: str, claim: Claim | None) -> None:
-    """Use a key, if there is one, and forget those that are old. Raises: KeyTaken."""
+    """Use a key, if there is one, and forget those that are old. Raises: IdempotencyConflictError."""
     if claim is None:
         return
     present = find_claim(db, owner, claim.key)
     if present is not None:
-        raise KeyTaken(present)
+        raise IdempotencyConflictError(present)
     now = time.time()
     db.execute("DELETE FROM claims WHERE expires_at <= ?", (now,))
     db.execute(
@@ -155,7 +163,7 @@ class SqliteKeys:
             db.execute("UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (at, key_id))
             row = db.execute(f"SELECT {_COLUMNS} FROM keys WHERE id = ?", (key_id,)).fetchone()
             if row is None:
-                raise NotFound(f"no key {key_id!r}", param="id")
+                raise NotFoundError(f"no key {key_id!r}", param="id")
             return _record(row)
 
         return await self._writer.run(job)
@@ -200,7 +208,7 @@ def _record(row: tuple[object, ...]) -> KeyRecord:
 class SqliteStore:
     """`ConversationStore` on a file. Responses a crash left in progress become incomplete when a server opens it.
 
-    Raises: StoreUnusable naming the file and the reason.
+    Raises: StoreUnusableError naming the file and the reason.
     """
 
     def __init__(self, path: Path | str, *, beside_server: bool = False) -> None:
@@ -297,7 +305,7 @@ class SqliteStore:
         return await self._writer.run(job)
 
     async def edit(
-        self, owner: str, conversation_id: str, edit: TreeEdit, *, expect: int | None = None
+        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expect: int | None = None
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
             head = read_head(db, owner, conversation_id, expect)
@@ -340,7 +348,7 @@ def _add(db: sqlite3.Connection, conversation_id: str, items: Sequence[Item], tu
         put_turn(db, conversation_id, turn)
 
 
-def _edit(db: sqlite3.Connection, conversation_id: str, edit: TreeEdit) -> None:
+def _edit(db: sqlite3.Connection, conversation_id: str, edit: MessageDeletion) -> None:
     db.execute("PRAGMA defer_foreign_keys = ON")  # parents may go before those who leave them
     inside = "WHERE id = ? AND conversation_id = ?"
     for table, ids in (("items", edit.removed_items), ("turns", edit.removed_turns)):
@@ -367,17 +375,17 @@ def _merge(db: sqlite3.Connection, conversation: Conversation, items: Sequence[I
 
 
 def _is_held(db: sqlite3.Connection, table: str, conversation_id: str, member_id: str) -> bool:
-    """Whether the conversation has that row. Raises: NotFound if another one has it."""
+    """Whether the conversation has that row. Raises: NotFoundError if another one has it."""
     row = db.execute(f"SELECT conversation_id FROM {table} WHERE id = ?", (member_id,)).fetchone()
     if row is not None and row[0] != conversation_id:
-        raise NotFound(f"conversation {conversation_id!r} has no {member_id!r}")
+        raise NotFoundError(f"conversation {conversation_id!r} has no {member_id!r}")
     return row is not None
 
 
 def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str) -> None:
     row = db.execute("SELECT 1 FROM items WHERE id = ? AND conversation_id = ?", (item_id, conversation_id)).fetchone()
     if row is None:
-        raise NotFound(f"conversation {conversation_id!r} has no message {item_id!r}")
+        raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id!r}")
 
 
 def _store_change(db: sqlite3.Connection, head: Conversation, changed: Conversation) -> Conversation:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from chatcache.conversations.search import NUM_COMPARED, BestItem, Hit, SearchQuery, best_of, folded, hit_of
-from chatcache.conversations.store import Handed, StoreUnusable
+from chatcache.conversations.store import Handed, StoreUnusableError
 from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Conversation, Item, ReplyParts, Turn, Usage
 
 Row = Any  # a tuple as sqlite3 returns it
@@ -163,10 +163,10 @@ def is_indexed(db: sqlite3.Connection) -> bool:
 
 
 def ensure_index(db: sqlite3.Connection, path: Path) -> None:
-    """Build the index of what is stored, if it is not there. Raises: StoreUnusable where it cannot be kept."""
+    """Build the index of what is stored, if it is not there. Raises: StoreUnusableError where it cannot be kept."""
     if not has_fts5(db):
         if is_indexed(db):
-            raise StoreUnusable(f"{path} has a search index, which needs an SQLite with FTS5")
+            raise StoreUnusableError(f"{path} has a search index, which needs an SQLite with FTS5")
         return
     if is_indexed(db):
         return
@@ -325,7 +325,7 @@ MIGRATIONS = (
 def prepare(db: sqlite3.Connection, path: Path, *, ends_running: bool = True) -> None:
     """Make the file that of a server which starts: up to date, whole, and with nothing under way (`ends_running`).
 
-    Raises: StoreUnusable for a file of a newer version, or a damaged one.
+    Raises: StoreUnusableError for a file of a newer version, or a damaged one.
     """
     migrate(db, path, check=True)
     ensure_index(db, path)
@@ -336,12 +336,12 @@ def prepare(db: sqlite3.Connection, path: Path, *, ends_running: bool = True) ->
 def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
     """Set the pragmas and bring the schema up to date, after a backup of what was there. A server may be running on it.
 
-    `check`: look for damage before. Raises: StoreUnusable for a file of a newer version, or a damaged one.
+    `check`: look for damage before. Raises: StoreUnusableError for a file of a newer version, or a damaged one.
     """
     db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
     version = _version(db)
     if version > len(MIGRATIONS):
-        raise StoreUnusable(
+        raise StoreUnusableError(
             f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
         )
     if check:
@@ -370,7 +370,9 @@ def _back_up(db: sqlite3.Connection, path: Path, version: int) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise StoreUnusable(f"{path} cannot be copied before it is brought up to date: {error.strerror}") from error
+        raise StoreUnusableError(
+            f"{path} cannot be copied before it is brought up to date: {error.strerror}"
+        ) from error
 
 
 def _migrate_once(db: sqlite3.Connection, step: int) -> None:
@@ -390,7 +392,7 @@ def _version(db: sqlite3.Connection) -> int:
 def _check_whole(db: sqlite3.Connection, path: Path) -> None:
     """Look for damage, which goes at about a GiB in seconds; files beyond `MAX_CHECKED_BYTES` are not read through.
 
-    Raises: StoreUnusable.
+    Raises: StoreUnusableError.
     """
     if not path.is_file() or path.stat().st_size > MAX_CHECKED_BYTES:
         return
@@ -400,10 +402,10 @@ def _check_whole(db: sqlite3.Connection, path: Path) -> None:
         found = error
     if found != "ok":
         detail = " ".join(str(found).split())
-        raise StoreUnusable(f"{path} is damaged ({detail}){_INSTEAD}")
+        raise StoreUnusableError(f"{path} is damaged ({detail}){_INSTEAD}")
 
 
-def unusable(path: Path, error: sqlite3.Error) -> StoreUnusable:
+def unusable(path: Path, error: sqlite3.Error) -> StoreUnusableError:
     """What SQLite says of a file that it cannot open, and what of it can be seen from here."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if path.is_dir():
@@ -416,7 +418,7 @@ def unusable(path: Path, error: sqlite3.Error) -> StoreUnusable:
         hint = " by another program"
     else:
         hint = ""
-    return StoreUnusable(f"{path}: {error}{hint}")
+    return StoreUnusableError(f"{path}: {error}{hint}")
 
 
 def prepare_reader(db: sqlite3.Connection) -> None:

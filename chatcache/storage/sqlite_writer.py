@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailableError
 
 Result = TypeVar("Result")
 Job = Callable[[sqlite3.Connection], Any]
@@ -134,7 +134,7 @@ def _commit(connection: sqlite3.Connection, group: list[Entry], begin: str) -> b
         with contextlib.suppress(sqlite3.Error):
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-        told = StoreUnavailable(f"nothing can be stored now: {error}")
+        told = StoreUnavailableError(f"nothing can be stored now: {error}")
         told.__cause__ = error
         outcomes = [(future, None, told) for _, future in group]
     for future, result, failure in outcomes:

@@ -28,21 +28,21 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from chatcache.errors import InvalidRequest, ModelFolderError
+from chatcache.errors import InvalidRequestError, ModelFolderError
 from chatcache.tokenizer.template_sandbox import (
     MAX_RENDER_CHARS,
     OURS,
     TICK,
     BoundedEnvironment,
-    Meter,
-    Metered,
-    TemplateTooCostly,
+    CostLimiter,
+    RenderBudget,
+    TemplateCostError,
 )
 
 MAX_DEPTH = 64
 
 
-class VerbatimJson(dict[str, Any]):
+class RawJson(dict[str, Any]):
     """An object as templates read it; `tojson` writes `source`, the text it was read from."""
 
     __slots__ = ("source",)
@@ -52,14 +52,14 @@ class VerbatimJson(dict[str, Any]):
         self.source = source
 
 
-def arguments_of(source: str) -> VerbatimJson | str:
+def arguments_of(source: str) -> RawJson | str:
     """Return a call's arguments for a template: an object where they are one, else the text itself."""
     try:
         value = json.loads(source)
         json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for lone surrogates
     except (ValueError, RecursionError):
         return source
-    return VerbatimJson(value, source) if isinstance(value, dict) and _is_shallow(value, MAX_DEPTH) else source
+    return RawJson(value, source) if isinstance(value, dict) and _is_shallow(value, MAX_DEPTH) else source
 
 
 def _is_shallow(value: Any, left: int) -> bool:
@@ -79,7 +79,7 @@ def dumped(value: Any, **options: Any) -> str:
 
 
 def _marked(value: Any, sources: list[str]) -> Any:
-    if isinstance(value, VerbatimJson):
+    if isinstance(value, RawJson):
         sources.append(value.source)
         return _mark(len(sources) - 1)
     if isinstance(value, dict):
@@ -125,7 +125,7 @@ class ChatTemplate:
         What a template merely refuses is for its users to hear.
         """
         try:
-            self._render([{"role": "user", "content": "Hi"}], True, {}, Meter(MAX_CHECK_S))
+            self._render([{"role": "user", "content": "Hi"}], True, {}, RenderBudget(MAX_CHECK_S))
         except SecurityError as error:
             raise ModelFolderError(f"{origin}: the chat template is refused: {error}") from error
         except Exception:
@@ -141,29 +141,29 @@ class ChatTemplate:
     ) -> str:
         """Render a chat. `continue_final_message` ends the text right behind the last message's content.
 
-        Raises: InvalidRequest (param "messages") when the template refuses them or cannot cope with them.
+        Raises: InvalidRequestError (param "messages") when the template refuses them or cannot cope with them.
         """
         chat = [dict(message) for message in messages]
         if continue_final_message:
             add_generation_prompt = False
             _mark_final(chat)
         try:
-            text = self._render(chat, add_generation_prompt, variables, Meter())
+            text = self._render(chat, add_generation_prompt, variables, RenderBudget())
         except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+            raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # a template is a program of its author's: whatever it trips over is these messages
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"the chat template cannot render these messages ({type(error).__name__})", param="messages"
             ) from error
         if not continue_final_message:
             return text
         cut = text.rfind(_FINAL_MARK)
         if cut < 0:
-            raise InvalidRequest("this chat template cannot continue the final message", param="messages")
+            raise InvalidRequestError("this chat template cannot continue the final message", param="messages")
         return text[:cut]
 
     def _render(
-        self, chat: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any], meter: Meter
+        self, chat: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any], meter: RenderBudget
     ) -> str:
         given = {**self._variables, "tools": None, "documents": None, **variables, TICK: meter}
         context = self._template.new_context(
@@ -174,7 +174,7 @@ class ChatTemplate:
         for piece in self._template.root_render_func(context):
             length += len(piece)
             if length > MAX_RENDER_CHARS:
-                raise TemplateTooCostly(f"the chat template writes more than {MAX_RENDER_CHARS} characters")
+                raise TemplateCostError(f"the chat template writes more than {MAX_RENDER_CHARS} characters")
             meter()
             pieces.append(piece)
         return "".join(pieces)
@@ -188,7 +188,7 @@ def _compile(source: str) -> jinja2.Template:
     tree = environment.parse(source)
     if any(tree.find(kind) is not None for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
         raise jinja2.TemplateSyntaxError("a chat template may not load others", 1)
-    return environment.from_string(Metered().visit(tree))
+    return environment.from_string(CostLimiter().visit(tree))
 
 
 def _mark_final(chat: list[dict[str, Any]]) -> None:
@@ -199,7 +199,7 @@ def _mark_final(chat: list[dict[str, Any]]) -> None:
     elif isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
         chat[-1]["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _FINAL_MARK}]
     else:
-        raise InvalidRequest("the final message has no text to continue", param="messages")
+        raise InvalidRequestError("the final message has no text to continue", param="messages")
 
 
 class _GenerationTag(Extension):
@@ -260,7 +260,7 @@ def _to_json(
 SEAM = "\udcff"  # a lone surrogate: no valid text holds it
 
 
-class Quoter:
+class SpecialTokenEscaper:
     """Puts a seam into every occurrence of the given tokens. Linear in the text, however many tokens there are."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -275,14 +275,14 @@ class Quoter:
     def quote(self, value: Any) -> Any:
         """Return a text, or any JSON value with all texts in it, seamed.
 
-        Raises: InvalidRequest for text that is not valid Unicode.
+        Raises: InvalidRequestError for text that is not valid Unicode.
         """
         if isinstance(value, str):
             if SEAM in value:
-                raise InvalidRequest("text must be valid Unicode (a lone surrogate was found)", param="messages")
+                raise InvalidRequestError("text must be valid Unicode (a lone surrogate was found)", param="messages")
             return self._pattern.sub(rf"\g<0>{SEAM}", value) if self._pattern is not None else value
-        if isinstance(value, VerbatimJson):
-            return VerbatimJson({key: self.quote(each) for key, each in value.items()}, self.quote(value.source))
+        if isinstance(value, RawJson):
+            return RawJson({key: self.quote(each) for key, each in value.items()}, self.quote(value.source))
         if isinstance(value, dict):
             return {key: self.quote(each) for key, each in value.items()}
         if isinstance(value, list | tuple):

@@ -69,7 +69,7 @@ def _detected(source: str, tokens: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedText:
     """What a piece of the stream added."""
 
     text: str = ""
@@ -93,7 +93,7 @@ class ReplyParser:
     def is_past_thought(self) -> bool:
         return self._thoughts is None
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> ParsedText:
         """Read on; return what is now certain."""
         reasoning = ""
         if self._thoughts is not None:
@@ -102,17 +102,17 @@ class ReplyParser:
             if self._thoughts.is_over:
                 self._thoughts = None
         if self._calls is None:
-            return Said(text, reasoning)
+            return ParsedText(text, reasoning)
         parsed = self._calls.push(text)
-        return Said(parsed.text, reasoning, parsed.calls)
+        return ParsedText(parsed.text, reasoning, parsed.calls)
 
-    def finish(self) -> Said:
+    def finish(self) -> ParsedText:
         """The stream is over: return what was held back."""
         thought = self._thoughts.finish() if self._thoughts is not None else Thought()
         if self._calls is None:
-            return Said(thought.text, thought.reasoning)
+            return ParsedText(thought.text, thought.reasoning)
         last, rest = self._calls.push(thought.text), self._calls.finish()
-        return Said(last.text + rest.text, thought.reasoning, last.calls + rest.calls)
+        return ParsedText(last.text + rest.text, thought.reasoning, last.calls + rest.calls)
 
 
 def prompt_end(tokenizer: Tokenizer, prompt: Collection[int]) -> str:

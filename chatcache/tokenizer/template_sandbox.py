@@ -47,7 +47,7 @@ COMPARING_TESTS = frozenset(
 )
 
 
-class TemplateTooCostly(SecurityError):
+class TemplateCostError(SecurityError):
     """A template takes more time or memory than any chat needs."""
 
 
@@ -55,7 +55,7 @@ def is_container(value: Any) -> bool:
     return isinstance(value, _CONTAINERS)
 
 
-def weight(value: Any) -> int:
+def estimate_size(value: Any) -> int:
     """About the characters of a value written out, counted as often as it is there; not much beyond `MAX_LENGTH`."""
     if not is_container(value):
         return len(value) if isinstance(value, str) else 1
@@ -74,29 +74,29 @@ def weight(value: Any) -> int:
     return total
 
 
-def check_weight(*values: Any, times: int = 1) -> None:
-    """Refuse what would be too long. Raises: TemplateTooCostly."""
+def check_size(*values: Any, times: int = 1) -> None:
+    """Refuse what would be too long. Raises: TemplateCostError."""
     for value in values:
-        if is_container(value) and weight(value) * times > MAX_LENGTH:
-            raise TemplateTooCostly(
+        if is_container(value) and estimate_size(value) * times > MAX_LENGTH:
+            raise TemplateCostError(
                 f"the chat template makes a value of more than {MAX_LENGTH} characters with its entries"
             )
 
 
 def check_comparison(left: Any, right: Any) -> None:
-    """Two values are gone through in step: it is over as soon as the shorter is. Raises: TemplateTooCostly."""
-    if is_container(left) and is_container(right) and weight(left) > MAX_LENGTH:
-        check_weight(right)
+    """Two values are gone through in step: it is over as soon as the shorter is. Raises: TemplateCostError."""
+    if is_container(left) and is_container(right) and estimate_size(left) > MAX_LENGTH:
+        check_size(right)
 
 
 def check_search(value: Any, within: Any) -> None:
-    """A value is hashed, or compared with each entry. Raises: TemplateTooCostly."""
-    check_weight(value, times=max(1, len(within)) if is_container(within) else 1)
+    """A value is hashed, or compared with each entry. Raises: TemplateCostError."""
+    check_size(value, times=max(1, len(within)) if is_container(within) else 1)
 
 
 def checked(value: Any) -> Any:
-    """The value, if it is not too long. Raises: TemplateTooCostly."""
-    check_weight(value)
+    """The value, if it is not too long. Raises: TemplateCostError."""
+    check_size(value)
     return value
 
 
@@ -147,7 +147,7 @@ _FIELD = re.compile(r"%[-+ #0\d.*]*|\{[^{}]*")  # what may carry a width
 _NESTED = re.compile(r"\{[^{}]*\{|%[-+ #0\d.]*\*")  # a width that an argument decides
 
 
-class Meter:
+class RenderBudget:
     """Time of one rendering; called at every turn of a loop."""
 
     __slots__ = ("_end_s", "_num_calls")
@@ -159,10 +159,10 @@ class Meter:
     def __call__(self) -> None:
         self._num_calls += 1
         if self._num_calls % 16 == 0 and time.thread_time() > self._end_s:
-            raise TemplateTooCostly("the chat template does not come to an end")
+            raise TemplateCostError("the chat template does not come to an end")
 
 
-class Metered(NodeTransformer):
+class CostLimiter(NodeTransformer):
     """Put a look at the meter into every loop and macro, and make `~` a call."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
@@ -275,7 +275,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 _check_replace(owner, args[0], args[1])
             elif name in _PADDING:
                 _check_format("", (*args, *kwargs.values()))
-        if not isinstance(obj, Macro | Meter) and obj is not compared:
+        if not isinstance(obj, Macro | RenderBudget) and obj is not compared:
             is_holder = isinstance(obj, type) and issubclass(obj, Namespace)  # of what it is given by name
             for arg in args if is_holder else (*args, *kwargs.values()):
                 check_search(arg, owner)
@@ -288,12 +288,12 @@ def _sized(value: Any) -> bool:
 
 def _check_length(length: int) -> None:
     if length > MAX_LENGTH:
-        raise TemplateTooCostly(f"the chat template makes a value of {length} characters or entries")
+        raise TemplateCostError(f"the chat template makes a value of {length} characters or entries")
 
 
 def _check_number(value: int, most: int) -> None:
     if abs(value) > most:
-        raise TemplateTooCostly("the chat template computes with a number that is far too large")
+        raise TemplateCostError("the chat template computes with a number that is far too large")
 
 
 def _check_product(left: Any, right: Any) -> None:
@@ -313,7 +313,7 @@ def _check_format(form: str, args: Iterable[Any]) -> None:
     if not form or _NESTED.search(form):
         for arg in args:
             _check_length(abs(arg) if isinstance(arg, int) else 0)
-    longest = max((weight(arg) for arg in args if isinstance(arg, Sized)), default=0)
+    longest = max((estimate_size(arg) for arg in args if isinstance(arg, Sized)), default=0)
     _check_length(len(_FIELD.findall(form)) * longest)
 
 
@@ -327,7 +327,7 @@ def _short_list(values: Iterable[Any], num_between: int = 0) -> list[Any]:
     found: list[Any] = []
     length = 0
     for value in values:
-        length += num_between + weight(value)
+        length += num_between + estimate_size(value)
         _check_length(length)
         found.append(value)
     return found
@@ -366,7 +366,7 @@ def _with_short_result(made: Callable[..., Any], *, takes_all: bool) -> Callable
     @wraps(made)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         if not takes_all:
-            check_weight(*args, *kwargs.values())
+            check_size(*args, *kwargs.values())
         return _short(made(*args, **kwargs))
 
     return bounded

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 
-class Lead(Enum):
+class LeadingSpace(Enum):
     """What a decoder drops from the first token of a text."""
 
     KEEP = "nothing"
@@ -23,22 +23,22 @@ class Lead(Enum):
 
     def hidden(self, piece: bytes) -> bytes:
         """Return one byte per byte of `piece`: 0 where a first token's byte is dropped, else 1."""
-        if self is Lead.SPACES:
+        if self is LeadingSpace.SPACES:
             return bytes(byte != 0x20 for byte in piece)
-        if self is Lead.SPACE and piece.startswith(b" "):
+        if self is LeadingSpace.SPACE and piece.startswith(b" "):
             return b"\x00" + b"\x01" * (len(piece) - 1)
         return b"\x01" * len(piece)
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TokenByteTable:
     """`of[id]` is the token's bytes (empty for ids the tokenizer lacks); `lead` applies to a text's first token."""
 
     of: tuple[bytes, ...]
-    lead: Lead
+    lead: LeadingSpace
 
 
-def pieces_of(backend: Backend) -> Pieces:
+def pieces_of(backend: Backend) -> TokenByteTable:
     """Compute the pieces of a whole vocabulary."""
     vocab = backend.get_vocab(with_added_tokens=True)
     by_id = [""] * (max(vocab.values(), default=-1) + 1)
@@ -46,7 +46,7 @@ def pieces_of(backend: Backend) -> Pieces:
         by_id[index] = token
     steps = _steps(backend)
     if all(_is_known(step) for step in steps) and steps:
-        return Pieces(tuple(_apply(steps, token) for token in by_id), _lead(steps))
+        return TokenByteTable(tuple(_apply(steps, token) for token in by_id), _lead(steps))
     return _asked(backend, by_id)
 
 
@@ -76,13 +76,13 @@ def _is_known(step: dict[str, Any]) -> bool:
             return False
 
 
-def _lead(steps: list[dict[str, Any]]) -> Lead:
+def _lead(steps: list[dict[str, Any]]) -> LeadingSpace:
     for step in steps:
         if step["type"] == "Metaspace" and step["prepend_scheme"] != "never":
-            return Lead.SPACES
+            return LeadingSpace.SPACES
         if step["type"] == "Strip" and step["start"] == 1:
-            return Lead.SPACE
-    return Lead.KEEP
+            return LeadingSpace.SPACE
+    return LeadingSpace.KEEP
 
 
 def _apply(steps: list[dict[str, Any]], token: str) -> bytes:
@@ -124,16 +124,18 @@ def _unmapped(text: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
-def _asked(backend: Backend, by_id: list[str]) -> Pieces:
+def _asked(backend: Backend, by_id: list[str]) -> TokenByteTable:
     """Ask an unknown decoder for what each token adds behind an anchor."""
     special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
     anchor = next((i for i, token in enumerate(by_id) if token and i not in special and backend.decode([i])), None)
     if anchor is None:
-        return Pieces(tuple(token.encode() for token in by_id), Lead.KEEP)
+        return TokenByteTable(tuple(token.encode() for token in by_id), LeadingSpace.KEEP)
     head = len(backend.decode([anchor], skip_special_tokens=False))
     after = [
         backend.decode([anchor, index], skip_special_tokens=False)[head:] if token else ""
         for index, token in enumerate(by_id)
     ]
     drops_space = after[anchor].startswith(" ") and not backend.decode([anchor]).startswith(" ")
-    return Pieces(tuple(text.encode() for text in after), Lead.SPACE if drops_space else Lead.KEEP)
+    return TokenByteTable(
+        tuple(text.encode() for text in after), LeadingSpace.SPACE if drops_space else LeadingSpace.KEEP
+    )

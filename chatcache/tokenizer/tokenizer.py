@@ -14,9 +14,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from chatcache.errors import InvalidRequest, ModelFolderError
-from chatcache.tokenizer.chat_template import SEAM, ChatTemplate, Message, Quoter
-from chatcache.tokenizer.token_bytes import Lead, Pieces, pieces_of
+from chatcache.errors import InvalidRequestError, ModelFolderError
+from chatcache.tokenizer.chat_template import SEAM, ChatTemplate, Message, SpecialTokenEscaper
+from chatcache.tokenizer.token_bytes import LeadingSpace, TokenByteTable, pieces_of
 
 _ANCHOR = "\ue000"  # private use: no token of any vocabulary joins it to what follows
 _LONG_CHARS = 4_000
@@ -39,7 +39,7 @@ class Tokenizer:
         special = {token.content for token in added.values() if token.special}
         # Some models' turn marks are not special; what a template itself writes is as good as control.
         marks = {token for token in self._added if token.strip() and token in self.template_source}
-        self._in_replies, self._in_messages = Quoter(special), Quoter(special | marks)
+        self._in_replies, self._in_messages = SpecialTokenEscaper(special), SpecialTokenEscaper(special | marks)
 
     @property
     def vocab_size(self) -> int:
@@ -79,27 +79,29 @@ class Tokenizer:
         return digest.hexdigest()
 
     @property
-    def lead(self) -> Lead:
+    def lead(self) -> LeadingSpace:
         """What the decoder drops from the first token of a text."""
         return self._pieces.lead
 
     @cached_property
-    def _pieces(self) -> Pieces:
+    def _pieces(self) -> TokenByteTable:
         return pieces_of(self._backend)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text. Raises: InvalidRequest for text that is not valid Unicode."""
+        """Return the ids of a text. Raises: InvalidRequestError for text that is not valid Unicode."""
         try:
             if len(text) <= _LONG_CHARS:
                 encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
             else:  # of these two only the batch lets other threads run meanwhile
                 (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
-            raise InvalidRequest("text must be valid Unicode (a lone surrogate was found)", param="messages") from None
+            raise InvalidRequestError(
+                "text must be valid Unicode (a lone surrogate was found)", param="messages"
+            ) from None
         except BaseException as error:
             if not is_panic(error):
                 raise
-            raise InvalidRequest("this model's tokenizer cannot encode this text", param="messages") from error
+            raise InvalidRequestError("this model's tokenizer cannot encode this text", param="messages") from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -127,10 +129,10 @@ class Tokenizer:
         """Render a chat through the model's template; `variables` (tools, enable_thinking, ...) reach the template.
 
         Control tokens typed in a message or a tool come out seamed (`quoting`): `encode_after` encodes them as text.
-        Raises: InvalidRequest (param "messages") without a template, or when the template refuses the messages.
+        Raises: InvalidRequestError (param "messages") without a template, or when the template refuses the messages.
         """
         if self._template is None:
-            raise InvalidRequest("this model has no chat template: use completions instead", param="messages")
+            raise InvalidRequestError("this model has no chat template: use completions instead", param="messages")
         if variables.get("tools"):
             variables["tools"] = self._in_messages.quote(variables["tools"])
         return self._template.render(
@@ -160,7 +162,7 @@ class Tokenizer:
         quoted: str = self._in_replies.quote(text)
         return quoted
 
-    def _quoter(self, role: object) -> Quoter:
+    def _quoter(self, role: object) -> SpecialTokenEscaper:
         """Replies keep what a model makes and its template looks for (`</think>`), unless it is special."""
         return self._in_replies if role == "assistant" else self._in_messages
 

@@ -30,9 +30,9 @@ import msgspec
 from msgspec import Meta
 
 from chatcache.auth import KeyRecord
-from chatcache.conversations.store import ConversationStore, StoreUnusable
+from chatcache.conversations.store import ConversationStore, StoreUnusableError
 from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn
-from chatcache.errors import ChatcacheError, NotFound
+from chatcache.errors import ChatcacheError, NotFoundError
 from chatcache.storage import sqlite as keys_sqlite
 from chatcache.storage import sqlite as reads
 from chatcache.storage.sqlite_schema import MIGRATIONS
@@ -107,7 +107,10 @@ class ArchiveLine(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class ConversationSource(Protocol):
-    """As much of a store as a copy of all of it needs. Raises: StoreUnavailable, NotFound for what went meanwhile."""
+    """As much of a store as a copy of all of it needs.
+
+    Raises: StoreUnavailableError, NotFoundError for what went meanwhile.
+    """
 
     async def owners(self) -> Sequence[str]:
         """Whoever has a conversation, in order."""
@@ -193,7 +196,7 @@ async def _every(source: ConversationSource) -> AsyncIterator[ConversationTree]:
             for conversation_id in ids:
                 try:
                     tree = await source.load(owner, conversation_id)
-                except NotFound:  # deleted meanwhile
+                except NotFoundError:  # deleted meanwhile
                     continue
                 yield tree
             after = ids[-1]
@@ -211,7 +214,7 @@ MAX_LINE_BYTES = 2**28
 _KINDS = ("archive", "conversation", "item", "turn", "key", "end")
 
 
-class DamagedArchive(ChatcacheError):
+class DamagedArchiveError(ChatcacheError):
     """The file is no archive, or not as it was written. The message names the file, the line and the field."""
 
     status = 400
@@ -230,7 +233,7 @@ class Archived:
 
 
 class ArchiveReader:
-    """The conversations of a file, and afterwards its `end`. Holds one conversation. Raises: DamagedArchive."""
+    """The conversations of a file, and afterwards its `end`. Holds one conversation. Raises: DamagedArchiveError."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file = file
@@ -337,9 +340,11 @@ class ArchiveReader:
             self._counts.add(data)
         return data, line
 
-    def _damaged(self, message: str, field: str = "") -> DamagedArchive:
+    def _damaged(self, message: str, field: str = "") -> DamagedArchiveError:
         where = f"{self._name}: line {self._number}"
-        return DamagedArchive(f"{where}: {field}: {message}" if field else f"{where}: {message}", param=field or None)
+        return DamagedArchiveError(
+            f"{where}: {field}: {message}" if field else f"{where}: {message}", param=field or None
+        )
 
 
 def _kind_of(line: ArchiveLine) -> str:
@@ -358,7 +363,7 @@ class Restored:
 
 
 def check_archive(path: Path) -> ArchiveEnd:
-    """Read all of a file and change nothing. Raises: DamagedArchive, OSError."""
+    """Read all of a file and change nothing. Raises: DamagedArchiveError, OSError."""
     with path.open("rb") as file:
         reader = ArchiveReader(file, str(path))
         for _ in reader:
@@ -369,14 +374,14 @@ def check_archive(path: Path) -> ArchiveEnd:
 async def restore(store: ConversationStore, path: Path, refuse: Callable[[str], object]) -> Restored:
     """Merge every conversation of a checked file, each all or nothing. `refuse` hears of those that cannot be.
 
-    Raises: DamagedArchive, OSError, StoreUnavailable; what came before is stored then.
+    Raises: DamagedArchiveError, OSError, StoreUnavailableError; what came before is stored then.
     """
     done = Restored()
     with path.open("rb") as file:
         for archived in ArchiveReader(file, str(path)):
             try:
                 await _merge(store, archived, done)
-            except NotFound as error:
+            except NotFoundError as error:
                 done.num_refused += 1
                 refuse(f"{path}: line {archived.line}: {error.message}")
     return done
@@ -400,7 +405,7 @@ _BUSY_S = 30.0
 def back_up(path: Path, copy: Path) -> int:
     """Copy the file as it is at one moment into `copy`, a new file, and read that through. Returns its bytes.
 
-    Writers go on meanwhile. Raises: StoreUnusable saying which of the two is wrong, and how.
+    Writers go on meanwhile. Raises: StoreUnusableError saying which of the two is wrong, and how.
     """
     source = open_to_read(path)
     try:
@@ -412,34 +417,37 @@ def back_up(path: Path, copy: Path) -> int:
         finally:
             target.close()
     except sqlite3.Error as error:
-        raise StoreUnusable(f"{path} cannot be backed up: {error}") from error
+        raise StoreUnusableError(f"{path} cannot be backed up: {error}") from error
     finally:
         source.close()
     return copy.stat().st_size
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing. Raises: StoreUnusable for what is no file of ours, or a newer version's."""
+    """A connection that changes nothing.
+
+    Raises: StoreUnusableError for what is no file of ours, or a newer version's.
+    """
     if not path.is_file():
-        raise StoreUnusable(f"{path}: there is no such file")
+        raise StoreUnusableError(f"{path}: there is no such file")
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S, isolation_level=None)
     try:
         version: int = db.execute("PRAGMA user_version").fetchone()[0]
         has_conversations = db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'conversations'").fetchone()
     except sqlite3.Error as error:
         db.close()
-        raise StoreUnusable(f"{path}: {error}") from error
+        raise StoreUnusableError(f"{path}: {error}") from error
     if version > len(MIGRATIONS) or not has_conversations:
         db.close()
         reason = f"was written by a newer chatcache (schema {version})" if has_conversations else "has no conversations"
-        raise StoreUnusable(f"{path} {reason}")
+        raise StoreUnusableError(f"{path} {reason}")
     return db
 
 
 class SqliteSnapshot:
     """`archive.ConversationSource`: the file as it is when this opens, whatever a server writes from then on.
 
-    Raises: StoreUnusable, also for the file of an older version.
+    Raises: StoreUnusableError, also for the file of an older version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -447,7 +455,9 @@ class SqliteSnapshot:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version != len(MIGRATIONS):
             self._db.close()
-            raise StoreUnusable(f"{path} is of an older chatcache (schema {version}): `chatcache serve` brings it up")
+            raise StoreUnusableError(
+                f"{path} is of an older chatcache (schema {version}): `chatcache serve` brings it up"
+            )
         self._db.execute("BEGIN")
         self._db.execute("SELECT 1 FROM conversations").fetchone()  # from here on it stands still
 
@@ -472,4 +482,4 @@ def _check(db: sqlite3.Connection, copy: Path) -> None:
     astray = db.execute("PRAGMA foreign_key_check").fetchone()
     if found != ["ok"] or astray is not None:
         detail = " ".join(" ".join(found).split()) if found != ["ok"] else f"a row of {astray[0]} refers to none"
-        raise StoreUnusable(f"the copy is damaged, and so is what it was made of ({detail})")
+        raise StoreUnusableError(f"the copy is damaged, and so is what it was made of ({detail})")

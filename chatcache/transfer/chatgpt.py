@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from chatcache.conversations.tree import Conversation, Item
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.transfer.format import MAX_ITEMS, Draft
 
 _LAST_TIME_S = 253_402_300_799
@@ -79,13 +79,13 @@ class _Reading:
 
 
 def read_chatgpt(data: bytes, owner: str) -> Draft:
-    """Check one conversation of the export. Raises: InvalidRequest naming the node at fault."""
+    """Check one conversation of the export. Raises: InvalidRequestError naming the node at fault."""
     try:
         export = msgspec.json.decode(data, type=_Export)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise InvalidRequest(f"mapping: {error}", param="mapping") from None
+        raise InvalidRequestError(f"mapping: {error}", param="mapping") from None
     if len(export.mapping) > MAX_ITEMS:
-        raise InvalidRequest(f"mapping: at most {MAX_ITEMS} nodes, got {len(export.mapping)}", param="mapping")
+        raise InvalidRequestError(f"mapping: at most {MAX_ITEMS} nodes, got {len(export.mapping)}", param="mapping")
     nodes = {node_id: _decoded(raw, _Node, node_id) for node_id, raw in export.mapping.items()}
     created_at = _time(export.create_time, 0.0)
     reading = _Reading(created_at)
@@ -137,7 +137,7 @@ def _walk(nodes: dict[str, _Node], reading: _Reading) -> None:
         stack += [(child, here, alone) for child in reversed(below)]
     if num_seen < len(nodes):
         circle = next(node_id for node_id in nodes if node_id not in reading.said)
-        raise InvalidRequest(f"mapping: the node {circle[:128]!r} is among its own ancestors", param="mapping")
+        raise InvalidRequestError(f"mapping: the node {circle[:128]!r} is among its own ancestors", param="mapping")
 
 
 def _say(
@@ -219,7 +219,7 @@ def _decoded(raw: msgspec.Raw, kind: Any, node_id: str) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"mapping[{node_id[:128]!r}]: {error}", param="mapping") from None
+        raise InvalidRequestError(f"mapping[{node_id[:128]!r}]: {error}", param="mapping") from None
 
 
 def _source_id(export: _Export, data: bytes) -> str:

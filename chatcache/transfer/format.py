@@ -30,7 +30,7 @@ from chatcache.conversations.tree import (
     Turn,
     Usage,
 )
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.tokenizer.tokenizer import Tokenizer
 
 KIND = "conversation.export"
@@ -168,17 +168,19 @@ class Draft:
 def parents_first(items: Sequence[Item]) -> tuple[Item, ...]:
     """Order a tree so that every parent comes before its children, moving nothing that need not move.
 
-    Raises: InvalidRequest naming the item: two of one id, a parent that is not there, a circle.
+    Raises: InvalidRequestError naming the item: two of one id, a parent that is not there, a circle.
     """
     if len(items) > MAX_ITEMS:
-        raise InvalidRequest(f"items: at most {MAX_ITEMS}, got {len(items)}", param="items")
+        raise InvalidRequestError(f"items: at most {MAX_ITEMS}, got {len(items)}", param="items")
     places: dict[str, int] = {}
     for at, item in enumerate(items):
         if places.setdefault(item.id, at) != at:
-            raise InvalidRequest(f"items[{at}].id: {item.id!r} was items[{places[item.id]}] already", param="items")
+            raise InvalidRequestError(
+                f"items[{at}].id: {item.id!r} was items[{places[item.id]}] already", param="items"
+            )
     for at, item in enumerate(items):
         if item.parent_id is not None and item.parent_id not in places:
-            raise InvalidRequest(f"items[{at}].parent_id: there is no item {item.parent_id!r}", param="items")
+            raise InvalidRequestError(f"items[{at}].parent_id: there is no item {item.parent_id!r}", param="items")
     done: set[str] = set()
     ordered: list[Item] = []
     for at, item in enumerate(items):
@@ -186,7 +188,7 @@ def parents_first(items: Sequence[Item]) -> tuple[Item, ...]:
         on_the_way: set[str] = set()
         while item.id not in done:
             if item.id in on_the_way:
-                raise InvalidRequest(f"items[{at}]: {item.id!r} is among its own ancestors", param="items")
+                raise InvalidRequestError(f"items[{at}]: {item.id!r} is among its own ancestors", param="items")
             on_the_way.add(item.id)
             above.append(item)
             if item.parent_id is None:
@@ -249,19 +251,21 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 def read_portable(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft:
     """Check a file of ours. Token ids of another tokenizer are left out: they would say something else here.
 
-    Raises: InvalidRequest.
+    Raises: InvalidRequestError.
     """
     file = _decoded(data, PortableConversation, "")
     for name, entries in (("items", file.items), ("turns", file.turns)):
         if len(entries) > MAX_ITEMS:
-            raise InvalidRequest(f"{name}: at most {MAX_ITEMS}, got {len(entries)}", param=name)
+            raise InvalidRequestError(f"{name}: at most {MAX_ITEMS}, got {len(entries)}", param=name)
     items = tuple(item_of(_decoded(raw, PortableItem, f"items[{at}]")) for at, raw in enumerate(file.items))
     turns = tuple(turn_of(_decoded(raw, PortableTurn, f"turns[{at}]")) for at, raw in enumerate(file.turns))
     items = parents_first(items)
     known = {item.id for item in items}
     leaf = file.conversation.active_leaf
     if leaf is not None and leaf not in known:
-        raise InvalidRequest(f"conversation.active_leaf: there is no item {leaf!r}", param="conversation.active_leaf")
+        raise InvalidRequestError(
+            f"conversation.active_leaf: there is no item {leaf!r}", param="conversation.active_leaf"
+        )
     _check_turns(turns, items)
     is_exact = file.tokenizer == tokenizer.digest
     if is_exact:
@@ -278,30 +282,32 @@ def _decoded(data: bytes | msgspec.Raw, kind: type[Kind], place: str) -> Kind:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         where = (place + path.rstrip("`")).removeprefix(".") or "the conversation"
-        raise InvalidRequest(f"{where}: {message[:1].lower()}{message[1:]}", param=where) from None
+        raise InvalidRequestError(f"{where}: {message[:1].lower()}{message[1:]}", param=where) from None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise InvalidRequest(f"{place or 'the conversation'}: not valid JSON: {error}", param=place or None) from None
+        raise InvalidRequestError(
+            f"{place or 'the conversation'}: not valid JSON: {error}", param=place or None
+        ) from None
 
 
 def _check_turns(turns: Sequence[Turn], items: Sequence[Item]) -> None:
-    """Raises: InvalidRequest for a response that hangs nowhere, or extends what is not above it."""
+    """Raises: InvalidRequestError for a response that hangs nowhere, or extends what is not above it."""
     known = {item.id for item in items}
     ancestry = Ancestry(items)
     seen: set[str] = set()
     for at, turn in enumerate(turns):
         place = f"turns[{at}]"
         if turn.id in seen or turn.id in known:
-            raise InvalidRequest(f"{place}.id: {turn.id!r} appears twice", param="turns")
+            raise InvalidRequestError(f"{place}.id: {turn.id!r} appears twice", param="turns")
         seen.add(turn.id)
         if turn.parent_id and turn.parent_id not in known:
-            raise InvalidRequest(f"{place}.parent_id: there is no item {turn.parent_id!r}", param="turns")
+            raise InvalidRequestError(f"{place}.parent_id: there is no item {turn.parent_id!r}", param="turns")
         base = turn.base_item_id
         if base is not None and not (turn.parent_id and base in known and ancestry.is_on_path(base, turn.parent_id)):
-            raise InvalidRequest(f"{place}.base_item_id: {base!r} is no item above the response", param="turns")
+            raise InvalidRequestError(f"{place}.base_item_id: {base!r} is no item above the response", param="turns")
         if _depth(turn.echo) > _MAX_ECHO_DEPTH:
-            raise InvalidRequest(f"{place}.echo: JSON may nest at most {_MAX_ECHO_DEPTH} deep", param="turns")
+            raise InvalidRequestError(f"{place}.echo: JSON may nest at most {_MAX_ECHO_DEPTH} deep", param="turns")
         if not _are_tools(turn.echo.get("tools")):
-            raise InvalidRequest(f"{place}.echo.tools: must be functions with a name", param="turns")
+            raise InvalidRequestError(f"{place}.echo.tools: must be functions with a name", param="turns")
 
 
 def _are_tools(tools: object) -> bool:
@@ -319,7 +325,7 @@ def _check_tokens(items: Sequence[Item], turns: Sequence[Turn], vocab_size: int)
     for place, name, ids in rows:
         if ids and max(ids) >= vocab_size:
             message = f"{place}: {name} must be between 0 and {vocab_size - 1}, got {max(ids)}"
-            raise InvalidRequest(message, param=place.partition(":")[0])
+            raise InvalidRequestError(message, param=place.partition(":")[0])
 
 
 def _settled(turn: Turn) -> Turn:

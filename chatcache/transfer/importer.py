@@ -11,7 +11,7 @@ import msgspec
 
 from chatcache.conversations.store import ConversationStore
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, Turn
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.chatgpt import read_chatgpt
 from chatcache.transfer.format import END, KIND, Draft, read_portable
@@ -29,7 +29,7 @@ class _Kind(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class ImportResult:
     """What became of a draft: `status` created, extended or unchanged, and how much of it was new."""
 
     status: str
@@ -38,21 +38,24 @@ class Adopted:
 
 
 def read_draft(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft | None:
-    """Read one conversation, whichever form it has; None for the line that ends an export. Raises: InvalidRequest."""
+    """Read one conversation, whichever form it has; None for the line that ends an export.
+
+    Raises: InvalidRequestError.
+    """
     try:
         kind = msgspec.json.decode(data, type=_Kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise InvalidRequest(f"not a conversation: {error}") from None
+        raise InvalidRequestError(f"not a conversation: {error}") from None
     if kind.object == END:
         return None
     if kind.object == KIND:
         return read_portable(data, owner, tokenizer)
     if bytes(kind.mapping):
         return read_chatgpt(data, owner)
-    raise InvalidRequest(f'not a conversation: it has neither "object": "{KIND}" nor ChatGPT\'s "mapping"')
+    raise InvalidRequestError(f'not a conversation: it has neither "object": "{KIND}" nor ChatGPT\'s "mapping"')
 
 
-async def adopt(store: ConversationStore, draft: Draft, *, dry_run: bool = False) -> Adopted:
+async def import_draft(store: ConversationStore, draft: Draft, *, dry_run: bool = False) -> ImportResult:
     """Store a draft, or what of it is new; all or nothing. `dry_run` only tells what would happen."""
     conversation_id, present = await _present(store, draft)
     held = frozenset() if present is None else frozenset((*present.items, *present.turns))
@@ -61,11 +64,11 @@ async def adopt(store: ConversationStore, draft: Draft, *, dry_run: bool = False
         num_new = sum(item.id not in held for item in items)
         is_same = not num_new and all(turn.id in held for turn in turns)
         head = present.conversation if present is not None else conversation
-        return Adopted(CREATED if present is None else UNCHANGED if is_same else EXTENDED, head, num_new)
+        return ImportResult(CREATED if present is None else UNCHANGED if is_same else EXTENDED, head, num_new)
     merged = await store.merge(conversation, items, turns)
     changed = merged.num_items or merged.num_turns
     status = CREATED if merged.is_new else EXTENDED if changed else UNCHANGED
-    return Adopted(status, merged.conversation, merged.num_items)
+    return ImportResult(status, merged.conversation, merged.num_items)
 
 
 async def _present(store: ConversationStore, draft: Draft) -> tuple[str, ConversationTree | None]:
@@ -75,7 +78,7 @@ async def _present(store: ConversationStore, draft: Draft) -> tuple[str, Convers
     for conversation_id in (source.id, copy_id):
         try:
             return conversation_id, await store.load(source.owner, conversation_id)
-        except NotFound:
+        except NotFoundError:
             continue
     return copy_id, None
 

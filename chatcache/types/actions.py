@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from chatcache.errors import UnsupportedParameter
+from chatcache.errors import UnsupportedParameterError
 from chatcache.types.events import LiveBeam, TokenLogprob
 from chatcache.types.plan import F32, I32, U32
 
@@ -78,7 +78,7 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
     token: int
 
 
-class Retire(msgspec.Struct, frozen=True, gc=False):
+class Release(msgspec.Struct, frozen=True, gc=False):
     """Release `branch`'s hold on its pages. What it computed may be found again by later requests, the tokens on its
     partly filled last page only if `keep_tail`."""
 
@@ -86,7 +86,7 @@ class Retire(msgspec.Struct, frozen=True, gc=False):
     keep_tail: bool = True
 
 
-BranchAction = Extend | Fork | Retire
+BranchAction = Extend | Fork | Release
 
 
 class Emit(msgspec.Struct, frozen=True, gc=False):
@@ -99,7 +99,7 @@ class Emit(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Finish:
     """Candidate `index` ended; fields as in `types.CandidateDone`."""
 
     index: int
@@ -109,13 +109,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class BeamUpdate:
     """The live beams after this step, best first, where the caller asked to watch them."""
 
     beams: tuple[LiveBeam, ...]
 
 
-Output = Emit | Done | Grown
+Output = Emit | Finish | BeamUpdate
 
 
 class Dropped(msgspec.Struct, frozen=True, gc=False):
@@ -165,7 +165,8 @@ class Strategy(Protocol):
     def drop(self, index: int) -> Dropped | None:
         """Give up candidate `index` between two steps; None if it has ended, or never was.
 
-        The caller lets its branch go. Raises: UnsupportedParameter where candidates stand for no branch of their own.
+        The caller lets its branch go. Raises: UnsupportedParameterError where candidates stand for no branch of their
+        own.
         """
         ...
 
@@ -174,6 +175,6 @@ class Strategy(Protocol):
         ...
 
 
-def undroppable(kind: str) -> UnsupportedParameter:
+def undroppable(kind: str) -> UnsupportedParameterError:
     """What `Strategy.drop` raises where candidates are settled together."""
-    return UnsupportedParameter(f"{kind} cannot be dropped one by one: cancel the response", param="candidate")
+    return UnsupportedParameterError(f"{kind} cannot be dropped one by one: cancel the response", param="candidate")

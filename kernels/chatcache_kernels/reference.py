@@ -118,7 +118,7 @@ def _attend(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root mean square, then by `weight`. Shapes: x [..., C], weight [C].
+    """Scale each row to unit root mean square, then by `estimate_size`. Shapes: x [..., C], weight [C].
 
     Rounds to x.dtype before the weight is applied, as transformers does.
     """

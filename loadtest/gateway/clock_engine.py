@@ -54,7 +54,7 @@ class _Stream:
 
 
 class ClockEngine:
-    """Satisfies `bus.loop.SteppedEngine`, and is its own `pages`."""
+    """Satisfies `bus.loop.StepEngine`, and is its own `pages`."""
 
     def __init__(self, clock: TickClock, times: TickTimes) -> None:
         self.facts = ModelFacts(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.history import History
-from tests.chaos.sources import SOURCES, Lost, Refused, Source
+from tests.chaos.sources import SOURCES, Lost, RefusedError, Source
 from tests.chaos.speech import length_of, said
 from tests.chaos.watching import Leave, Watch, watch
 from tests.chaos.wire import Answer, ask
@@ -137,7 +137,7 @@ class Client:
                     source = await SOURCES[turn.transport].create(port, turn.body, turn.op)
                     await self._watch(turn, source, port, Watch(turn.op, "", -1), first=number == 0)
                 return
-            except Refused as refused:
+            except RefusedError as refused:
                 if refused.answer.code == "stream_expired":  # it was acknowledged, and we did not hear that
                     turn.transport = "plain"
                     continue
@@ -161,7 +161,7 @@ class Client:
                 raise ConnectionError("left")
         answer = await asking
         if answer.status != 200:
-            raise Refused(answer)
+            raise RefusedError(answer)
         self._acknowledged(turn, answer.body)
         self._ended(turn, answer.body)
 
@@ -221,10 +221,10 @@ class Client:
                 else:
                     answer = await ask(port, "GET", f"/v1/responses/{turn.response}")
                     if answer.status != 200:
-                        raise Refused(answer)
+                        raise RefusedError(answer)
                     if answer.body["status"] != "in_progress":
                         self._ended(turn, answer.body)
-            except Refused as refused:
+            except RefusedError as refused:
                 if can_stream and (refused.answer.code in GONE or refused.answer.status == 404):
                     can_stream = len(self.ports) > 1 and self.draw.random() < 0.5
                 else:

@@ -20,7 +20,7 @@ from tests.chaos.wire import Lost as LostOverHttp
 Lost = (*LostOverHttp, ConnectionClosed, InvalidHandshake)
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A definite no."""
 
     def __init__(self, answer: Answer) -> None:
@@ -29,7 +29,7 @@ class Refused(Exception):
 
 
 class Source(Protocol):
-    """Frames of one response, with numbers. Iterating raises what `Lost` has where it is torn off, and `Refused`."""
+    """Numbered frames of one response. Iterating raises `RefusedError`, or `Lost` where the stream breaks off."""
 
     def frames(self) -> AsyncIterator[Frame]: ...
 
@@ -61,7 +61,7 @@ class SseSource:
     async def _begin(cls, port: int, method: str, path: str, body: object = None, key: str = "") -> SseSource:
         exchange = await Exchange.begin(port, method, path, body, key)
         if exchange.status != 200:
-            raise Refused(await exchange.whole())
+            raise RefusedError(await exchange.whole())
         return cls(exchange)
 
     async def frames(self) -> AsyncIterator[Frame]:
@@ -111,7 +111,7 @@ class WsSource:
                 frame: Frame = json.loads(await self._connection.recv())
             if frame["type"] == "error":
                 self.finish()
-                raise Refused(Answer(frame["status"], frame))
+                raise RefusedError(Answer(frame["status"], frame))
             yield frame
             if frame["type"] in ("response.completed", "response.incomplete", "response.failed"):
                 return

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import redis.asyncio.connection
 
-from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import Conversation
 from chatcache.storage import redis_client as redis_link
 from chatcache.storage.redis import RedisStore
-from chatcache.storage.redis_client import RedisLink
+from chatcache.storage.redis_client import RedisConnection
 from tests.chaos import cancelling
 from tests.chaos.proxy import proxied
 from tests.chaos.rig import with_port
@@ -59,7 +59,7 @@ async def read_and_leave(server: RedisServer, num_to_cancel: int) -> Found:
         async def read(name: str) -> None:
             try:
                 is_right = (await store.get("me", name)).title == name
-            except StoreUnavailable:  # a busy machine may take longer than the link waits
+            except StoreUnavailableError:  # a busy machine may take longer than the link waits
                 await asyncio.sleep(0.05)
             except Exception:  # what belongs to another command altogether
                 found.num_wrong += 1
@@ -105,7 +105,7 @@ async def test_a_link_that_leaves_replies_behind_would_be_seen(
     async def read_response(self: Any, *args: Any, **kwargs: Any) -> Any:
         return await original(self, *args, **{**kwargs, "disconnect_on_error": False})
 
-    monkeypatch.setattr(RedisLink, "run", run)
+    monkeypatch.setattr(RedisConnection, "run", run)
     monkeypatch.setattr(redis_link, "_NUM_CONNECTIONS", 2)
     monkeypatch.setattr(redis.asyncio.connection.AbstractConnection, "read_response", read_response)
     found = await read_and_leave(server, 300)

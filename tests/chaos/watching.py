@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from tests.chaos.history import History
-from tests.chaos.sources import Refused, Source
+from tests.chaos.sources import RefusedError, Source
 from tests.chaos.wire import Frame
 
 
@@ -56,7 +56,7 @@ async def watch(history: History, source: Source, state: Watch, leave: Leave | N
                     raise ConnectionError("left")
                 await asyncio.sleep(leave.for_s)
         how = "end"
-    except Refused:
+    except RefusedError:
         how = "refused"
         raise
     finally:

@@ -10,7 +10,7 @@ from rich.console import Console
 from chatcache.auth import new_key
 from chatcache.cli.banner import Banner
 from chatcache.config import EngineConfig, ServerConfig
-from chatcache.gateway.auth.keys import Keyring
+from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.types.stats import EngineHealth, ModelFacts
 
@@ -60,7 +60,7 @@ def test_what_is_not_there_has_no_row() -> None:
 )
 async def test_who_may_come_in_is_said(host: str, api_keys: tuple[str, ...], said: str) -> None:
     store = SqliteStore(":memory:")
-    ring = Keyring(api_keys)
+    ring = ApiKeyCache(api_keys)
     await ring.open(store.keys)
     told = io.StringIO()
     config = ServerConfig(host=host, api_keys=api_keys)
@@ -80,7 +80,7 @@ async def test_who_may_come_in_is_said(host: str, api_keys: tuple[str, ...], sai
     ("api_keys", "said"), [((), "nobody yet; the store"), (("sk-one",), "1 API key(s); the store")]
 )
 async def test_keys_that_nobody_could_read_are_not_counted(api_keys: tuple[str, ...], said: str) -> None:
-    ring = Keyring(api_keys)  # a store that has not answered yet
+    ring = ApiKeyCache(api_keys)  # a store that has not answered yet
     told = io.StringIO()
     config = ServerConfig(api_keys=api_keys)
     Banner(EngineConfig(), config, ("127.0.0.1", 1), Console(file=told, width=200), ring).show_ready(FACTS, HEALTH)

@@ -16,7 +16,7 @@ from rich.console import Console
 from chatcache.cli.backends import Delta, HttpBackend, Usage
 from chatcache.cli.chat import Session
 from chatcache.conversations.prompt import Message
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineError
 from chatcache.types.request import SamplingParams
 from tests.cli.servers import OPTIONS, Server, environment
 
@@ -32,7 +32,7 @@ class Echo:
     async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[Delta | Usage]:
         self.asked.append(list(messages))
         if messages[-1]["content"] == "fail":
-            raise EngineFault("[no] such luck")
+            raise EngineError("[no] such luck")
         for index in range(params.n):
             yield Delta(index, f"{index}:")
         if messages[-1]["content"] == "stop":
@@ -153,14 +153,14 @@ async def test_over_http_the_pieces_are_the_servers_answer(server: Server, path:
 async def test_a_refusal_over_http_is_one_sentence(server: Server) -> None:
     backend = HttpBackend(server.url, None)
     await backend.connect()
-    with pytest.raises(EngineFault, match=r"HTTP 400: .*max_tokens"):
+    with pytest.raises(EngineError, match=r"HTTP 400: .*max_tokens"):
         await collect(backend, SamplingParams(max_tokens=100_000))
     await backend.close()
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
     backend = HttpBackend("http://127.0.0.1:9", None)
-    with pytest.raises(EngineFault, match=r"http://127\.0\.0\.1:9"):
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9"):
         await backend.connect()
     await backend.close()
 

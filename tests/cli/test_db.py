@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from chatcache.cli.main import app
-from chatcache.conversations.store import StoreUnusable
+from chatcache.conversations.store import StoreUnusableError
 from chatcache.conversations.tree import Conversation, Item
 from chatcache.errors import ChatcacheError
 from chatcache.storage.sqlite import SqliteStore
@@ -148,9 +148,9 @@ def test_a_damaged_source_makes_no_backup(db: Path, tmp_path: Path) -> None:
     for at in range(5 * 4096, len(data) - 4096, 3 * 4096):
         data[at : at + 64] = b"\xff" * 64
     db.write_bytes(data)
-    with pytest.raises(StoreUnusable):
+    with pytest.raises(StoreUnusableError):
         back_up(db, tmp_path / "copy.db")
-    assert isinstance(call("backup", tmp_path / "b.db", "--db", db).exception, StoreUnusable)
+    assert isinstance(call("backup", tmp_path / "b.db", "--db", db).exception, StoreUnusableError)
     assert not (tmp_path / "b.db").exists()
 
 

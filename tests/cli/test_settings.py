@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from chatcache import __version__
 from chatcache.cli.main import app
 from chatcache.config import EngineConfig, ServerConfig, format_size, parse_size, per_command, read_file
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 
 Seen = list[tuple[EngineConfig, ServerConfig]]
 
@@ -301,7 +301,7 @@ def test_sizes(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "1e9", "0x10", "1 000", "1PiB", "-1", "1.5.5", "1bb", "nan"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="is not a size"):
+    with pytest.raises(InvalidRequestError, match="is not a size"):
         parse_size(text)
 
 
@@ -312,7 +312,7 @@ def test_a_formatted_size_is_read_back_within_its_digits(num_bytes: int) -> None
 
 def test_a_settings_file_too_large_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("#" * (1024 * 1024 + 1))
-    with pytest.raises(InvalidRequest, match="larger than"):
+    with pytest.raises(InvalidRequestError, match="larger than"):
         read_file(tmp_path / "c.toml")
 
 

@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from chatcache.cli.redis_acl import acl
-from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.storage.redis import RedisStore
 from tests.ports import free_port
 
@@ -99,6 +99,6 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: 
 async def answers(store: RedisStore) -> bool:
     try:
         await store.check()
-    except StoreUnavailable:
+    except StoreUnavailableError:
         return False
     return True

@@ -21,7 +21,7 @@ from chatcache.storage.redis import RedisStore
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.transfer.archive import (
     ConversationSource,
-    DamagedArchive,
+    DamagedArchiveError,
     SqliteSnapshot,
     check_archive,
     restore,
@@ -202,7 +202,7 @@ async def test_a_damaged_file_is_refused_by_line_and_field(damage: str, tmp_path
     lines = data.splitlines(keepends=True)
     edit(lines)
     path.write_bytes(b"".join(lines))
-    with pytest.raises(DamagedArchive) as refused:
+    with pytest.raises(DamagedArchiveError) as refused:
         await bring_in(store, path)
     assert said in refused.value.message and str(path) in refused.value.message
     assert not [line async for line in everything(store)]
@@ -219,7 +219,7 @@ async def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path) -> Non
         else:
             damaged = data[:at]
         (tmp_path / "b").write_bytes(damaged)
-        with pytest.raises(DamagedArchive):
+        with pytest.raises(DamagedArchiveError):
             check_archive(tmp_path / "b")
     assert check_archive(tmp_path / "a").num_items == 40
 

@@ -28,10 +28,10 @@ from chatcache.conversations.prompt import (
 )
 from chatcache.conversations.replies.candidate import Candidate
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone
-from chatcache.conversations.replies.parser import Speech
-from chatcache.conversations.token_memo import Transcripts
+from chatcache.conversations.replies.parser import ReplyContext
+from chatcache.conversations.token_memo import TokenMemo
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, ReplyParts, ToolCall, Turn
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.tokenizer.reply_format import format_of
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import CandidateDone, Tokens
@@ -56,8 +56,8 @@ WRITTEN = {
 }
 
 
-def speech_of(tokenizer: Tokenizer, functions: tuple[Function, ...] = TOOLS) -> Speech:
-    return Speech(tokenizer, format_of(tokenizer), frozenset(function.name for function in functions))
+def speech_of(tokenizer: Tokenizer, functions: tuple[Function, ...] = TOOLS) -> ReplyContext:
+    return ReplyContext(tokenizer, format_of(tokenizer), frozenset(function.name for function in functions))
 
 
 def hear(tokenizer: Tokenizer, prompt: Prompt, ids: list[int]) -> tuple[Candidate, list[ReplyDelta], ReplyDone]:
@@ -84,7 +84,7 @@ def answered(done: ReplyDone, messages: list[Message]) -> list[Message]:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_sent_back_as_structure_is_the_tokens_it_was(name: str) -> None:
-    tokenizer, transcripts = tokenizer_of(name), Transcripts()
+    tokenizer, transcripts = tokenizer_of(name), TokenMemo()
     messages = [Message(role="user", content="Weather? <tool_call> [TOOL_CALLS]")]
     first = assemble(tokenizer, messages, variables=variables(TOOLS))
     raw = WRITTEN[name] % ODD
@@ -217,7 +217,7 @@ def test_a_plain_reply_has_no_parts_and_thinking_is_counted() -> None:
 def test_results_name_their_function_and_must_have_a_call() -> None:
     call = assistant_message("", calls=[ToolCall("c1", "f", "{}")])
     assert linked([call, tool_message("1", "c1")], "messages")[1]["name"] == "f"
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         linked([tool_message("1", "c2"), call], "messages")
     assert caught.value.param == "messages"
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from chatcache.conversations.store import ConversationStore
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.transfer.chatgpt import read_chatgpt
 from chatcache.transfer.format import Draft, parents_first
-from chatcache.transfer.importer import adopt
+from chatcache.transfer.importer import import_draft
 
 Node = dict[str, Any]
 
@@ -166,7 +166,7 @@ def test_hostile_trees() -> None:
     """Circles are refused; orphans are roots; 100,000 in a row are read; too many are refused."""
     for parents in ({"a": "b", "b": "a"}, {"a": "a"}):
         circle = [node(name, parent, text="x") for name, parent in parents.items()]
-        with pytest.raises(InvalidRequest, match="ancestors"):
+        with pytest.raises(InvalidRequestError, match="ancestors"):
             read(ROOT, node("u", "root", text="Hi"), *circle)
     orphan = read(node("u", "nowhere", text="Hi"), node("a", "u", "assistant", "Ho"))
     assert shape(orphan) == [("u", None, "user", "Hi"), ("a", "u", "assistant", "Ho")]
@@ -177,7 +177,7 @@ def test_hostile_trees() -> None:
     draft = read(*deep, current_node="n19999")
     assert len(draft.items) == 20_000 and draft.conversation.active_leaf == "n19999"
     many = json.dumps({"mapping": {f"n{at}": {} for at in range(100_001)}}).encode()
-    with pytest.raises(InvalidRequest, match="100000"):
+    with pytest.raises(InvalidRequestError, match="100000"):
         read_chatgpt(many, "me")
 
 
@@ -196,7 +196,7 @@ def test_hostile_trees() -> None:
     ],
 )
 def test_what_is_wrong_is_named_by_its_node(mapping: object, named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidRequestError, match=named):
         read_chatgpt(json.dumps({"mapping": mapping}).encode(), "me")
 
 
@@ -235,10 +235,10 @@ def _text_of(each: Node) -> str:
 
 async def test_importing_a_newer_export_adds_what_was_said_since(store: ConversationStore) -> None:
     old = (ROOT, node("u", "root", text="Hi"), node("a", "u", "assistant", "Ho"))
-    first = await adopt(store, read(*(dict(each, children=[]) for each in old), current_node="a"))
-    again = await adopt(store, read(*(dict(each, children=[]) for each in old), current_node="a"))
+    first = await import_draft(store, read(*(dict(each, children=[]) for each in old), current_node="a"))
+    again = await import_draft(store, read(*(dict(each, children=[]) for each in old), current_node="a"))
     new = (*(dict(each, children=[]) for each in old), node("u2", "a", text="More"))
-    longer = await adopt(store, read(*new, current_node="u2"))
+    longer = await import_draft(store, read(*new, current_node="u2"))
     assert [each.status for each in (first, again, longer)] == ["created", "unchanged", "extended"]
     tree = await store.load("me", longer.conversation.id)
     assert [item.text for item in tree.path(tree.conversation.active_leaf)] == ["Hi", "Ho", "More"]

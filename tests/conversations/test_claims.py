@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.conversations.store import KEEP_CLAIMS_S, Claim, ConversationStore, KeyTaken, StaleRevision
+from chatcache.conversations.store import (
+    KEEP_CLAIMS_S,
+    Claim,
+    ConversationStore,
+    IdempotencyConflictError,
+    StaleRevisionError,
+)
 from chatcache.conversations.tree import Conversation, Item, Turn
-from chatcache.errors import NotFound
+from chatcache.errors import NotFoundError
 from chatcache.storage.redis import RedisStore
 from chatcache.storage.sqlite import SqliteStore
 from tests.conversations.redis_servers import RedisServer
@@ -38,14 +44,14 @@ async def test_a_key_is_taken_once_and_whoever_is_late_changes_nothing(store: Co
     await store.create(conversation(), [USER], TURN, claim=CLAIM)
     before = await store.load("me", "conv_1")
     other = Claim("key", "other", "resp_9")
-    with pytest.raises(KeyTaken) as taken:
+    with pytest.raises(IdempotencyConflictError) as taken:
         await store.create(conversation("conv_2"), [Item("msg_2", None, "user", "x")], claim=other)
     assert taken.value.claim == CLAIM
-    with pytest.raises(KeyTaken):
+    with pytest.raises(IdempotencyConflictError):
         await store.append("me", "conv_1", [Item("msg_3", "msg_u", "user", "x")], claim=other)
     after = await store.load("me", "conv_1")
     assert (after.conversation, after.items, after.turns) == (before.conversation, before.items, before.turns)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.get("me", "conv_2")
     await store.create(conversation("conv_3", "you"), claim=other)  # their keys are their own
     assert await store.claimed("you", "key") == other
@@ -54,9 +60,9 @@ async def test_a_key_is_taken_once_and_whoever_is_late_changes_nothing(store: Co
 async def test_what_is_refused_takes_no_key(store: ConversationStore) -> None:
     await store.create(conversation(), [USER])
     orphan = Item("msg_o", "nowhere", "user", "x")
-    with pytest.raises(StaleRevision):
+    with pytest.raises(StaleRevisionError):
         await store.append("me", "conv_1", [], TURN, expect=7, claim=CLAIM)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.append("me", "conv_1", [orphan], claim=CLAIM)
     assert await store.claimed("me", "key") is None
 
@@ -66,7 +72,7 @@ async def test_of_many_at_once_one_has_the_key(store: ConversationStore) -> None
         claim = Claim("key", "digest", f"conv_{number}")
         try:
             await store.create(conversation(f"conv_{number}"), claim=claim)
-        except KeyTaken:
+        except IdempotencyConflictError:
             return False
         return True
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from chatcache.conversations.replies.events import BeamNode, CallDelta, Coalescer, ReplyBeams, ReplyDelta, Told
-from chatcache.errors import EngineFault
+from chatcache.conversations.replies.events import BeamNode, CallDelta, DeltaBatcher, ReplyBeams, ReplyDelta, Told
+from chatcache.errors import EngineError
 from chatcache.types.events import TokenLogprob
 
 
@@ -18,7 +18,7 @@ def delta(index: int, text: str) -> ReplyDelta:
 async def collect(*events: ReplyDelta | ReplyBeams | float | None, window_s: float = 5.0) -> list[Told | None]:
     """What is told of these events; a number is a pause, None something else that is told behind all the rest."""
     told: list[Told | None] = []
-    coalescer = Coalescer(told.append, window_s)
+    coalescer = DeltaBatcher(told.append, window_s)
     for event in events:
         if isinstance(event, float):
             await asyncio.sleep(event)
@@ -44,7 +44,7 @@ async def test_a_burst_becomes_the_first_delta_and_the_rest() -> None:
 async def test_what_waits_is_told_when_its_window_is_over() -> None:
     """Even if nothing else ever comes."""
     got: asyncio.Queue[Told] = asyncio.Queue()
-    coalescer = Coalescer(got.put_nowait, 0.02)
+    coalescer = DeltaBatcher(got.put_nowait, 0.02)
     for text in "abc":
         coalescer.take(delta(0, text))
     async with asyncio.timeout(60):
@@ -54,7 +54,7 @@ async def test_what_waits_is_told_when_its_window_is_over() -> None:
 
 async def test_nothing_is_told_behind_the_end() -> None:
     got: list[Told] = []
-    coalescer = Coalescer(got.append, 0.01)
+    coalescer = DeltaBatcher(got.append, 0.01)
     coalescer.take(delta(0, "a"))
     coalescer.take(delta(0, "b"))
     coalescer.close()
@@ -73,15 +73,15 @@ async def test_a_failure_to_tell_comes_out_of_the_next_call() -> None:
     def tell(event: Told) -> None:
         if isinstance(event, ReplyDelta) and event.text == "b":
             failed.set()
-            raise EngineFault("x")
+            raise EngineError("x")
 
-    coalescer = Coalescer(tell, 0.01)
+    coalescer = DeltaBatcher(tell, 0.01)
     coalescer.take(delta(0, "a"))
     coalescer.take(delta(0, "b"))
     async with asyncio.timeout(60):
         await failed.wait()
     for call in (coalescer.flush, lambda: coalescer.take(delta(0, "c"))):
-        with pytest.raises(EngineFault):
+        with pytest.raises(EngineError):
             call()
 
 

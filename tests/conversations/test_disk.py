@@ -16,7 +16,7 @@ import pytest
 from chatcache.cli import exits
 from chatcache.cli.server import run_server
 from chatcache.config import EngineConfig, ServerConfig
-from chatcache.conversations.store import Claim, ConversationStore, StoreUnavailable, StoreUnusable
+from chatcache.conversations.store import Claim, ConversationStore, StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import Conversation, Item
 from chatcache.storage import sqlite_schema, sqlite_writer
 from chatcache.storage.sqlite import SqliteStore
@@ -46,7 +46,7 @@ async def fill(store: ConversationStore) -> list[str]:
         item = Item(f"msg_{number}", None, "user", f"word{number} " * 200)
         try:
             await store.append("me", "conv", [item], claim=Claim(f"key{number}", "d", item.id))
-        except StoreUnavailable:
+        except StoreUnavailableError:
             return acknowledged
         acknowledged.append(item.id)
     raise AssertionError("more is acknowledged than there is room for")
@@ -62,7 +62,7 @@ async def test_a_full_disk_is_refused_read_and_survived(tmp_path: Path) -> None:
         assert len(acknowledged) > 10
     with limited(4096):  # not even little things go in now
         for work in (store.create(Conversation("conv_2", "me", 1.0, 1.0)), store.delete("me", "conv"), store.check()):
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(StoreUnavailableError):
                 await work
         tree = await store.load("me", "conv")  # reading works
         assert list(tree.items) == acknowledged, "what was acknowledged is there, and nothing else"
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_trusted_is_refused_untouched(
     path = tmp_path / "chat.db"
     spoil(path)
     before = path.read_bytes()
-    with pytest.raises(StoreUnusable, match=reason):
+    with pytest.raises(StoreUnusableError, match=reason):
         SqliteStore(path)
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     assert run_server(EngineConfig(), ServerConfig(port=0, db=str(path))) == exits.CONFIG

@@ -27,11 +27,11 @@ from chatcache.conversations.tree import (
     Turn,
     Usage,
 )
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.format import Draft, end_of_export, portable
-from chatcache.transfer.importer import adopt, read_draft
+from chatcache.transfer.importer import import_draft, read_draft
 from tests.conversations.test_tree import Grown, trees
 from tests.tokenizer.text_tokenizers import backend_of
 
@@ -103,7 +103,7 @@ def renamed(data: bytes) -> Any:
 
 
 async def round_trip(store: ConversationStore, tree: ConversationTree, owner: str) -> ConversationTree:
-    adopted = await adopt(store, draft_of(export(tree), owner))
+    adopted = await import_draft(store, draft_of(export(tree), owner))
     return await store.load(owner, adopted.conversation.id)
 
 
@@ -133,7 +133,7 @@ def test_any_tree_comes_back(grown: Grown) -> None:
         assert [first.sequence(item) for item in first.items.values()] == [
             tree.sequence(item) for item in tree.items.values()
         ]
-        again = await adopt(stores["a"], draft_of(export(tree), "a"))
+        again = await import_draft(stores["a"], draft_of(export(tree), "a"))
         assert (again.status, again.num_items) == ("unchanged", 0)
         for each in stores.values():
             await each.close()
@@ -144,7 +144,7 @@ def test_any_tree_comes_back(grown: Grown) -> None:
 async def test_importing_again_adds_only_what_is_new(store: ConversationStore) -> None:
     source = full()
     for dry_run, status in ((True, "created"), (False, "created"), (True, "unchanged"), (False, "unchanged")):
-        adopted = await adopt(store, draft_of(export(source)), dry_run=dry_run)
+        adopted = await import_draft(store, draft_of(export(source)), dry_run=dry_run)
         assert (adopted.status, adopted.num_items) == (status, 6 if status == "created" else 0)
         assert len(await store.ids("me", 9)) == (0 if dry_run and status == "created" else 1)
     more = Item("msg_d", "msg_c", "user", "More", created_at=9.0)
@@ -152,18 +152,18 @@ async def test_importing_again_adds_only_what_is_new(store: ConversationStore) -
         replace(source.conversation, active_leaf="msg_d"), (*source.items.values(), more), source.turns.values()
     )
     for dry_run, status in ((True, "extended"), (False, "extended"), (False, "unchanged")):
-        adopted = await adopt(store, draft_of(export(longer)), dry_run=dry_run)
+        adopted = await import_draft(store, draft_of(export(longer)), dry_run=dry_run)
         assert (adopted.status, adopted.num_items) == (status, 1 if status == "extended" else 0)
     tree = await store.load("me", adopted.conversation.id)
     assert [item.text for item in tree.path(tree.conversation.active_leaf)][-1] == "More"
-    assert (await adopt(store, draft_of(export(source), "you"))).status == "created"  # another owner's own copy
+    assert (await import_draft(store, draft_of(export(source), "you"))).status == "created"  # another owner's own copy
     assert len(await store.ids("me", 9)) == len(await store.ids("you", 9)) == 1
 
 
 async def test_importing_where_it_came_from_changes_nothing(store: ConversationStore) -> None:
     source = full()
     await store.merge(source.conversation, tuple(source.items.values()), tuple(source.turns.values()))
-    assert (await adopt(store, draft_of(export(source)))).status == "unchanged"
+    assert (await import_draft(store, draft_of(export(source)))).status == "unchanged"
     assert list(await store.ids("me", 9)) == ["conv_src"]
 
 
@@ -172,7 +172,7 @@ async def test_tokens_of_another_tokenizer_stay_behind(store: ConversationStore)
     data = portable(full(), tuple(full().items.values()), "another")
     draft = draft_of(data)
     assert not draft.is_exact and draft_of(export(full())).is_exact
-    copy = await store.load("me", (await adopt(store, draft)).conversation.id)
+    copy = await store.load("me", (await import_draft(store, draft)).conversation.id)
     assert [item.text for item in copy.items.values()] == [item.text for item in full().items.values()]
     assert all(copy.sequence(item) == () == item.token_ids for item in copy.items.values())
 
@@ -240,7 +240,7 @@ def changed(place: str, value: object) -> bytes:
     ],
 )
 def test_what_is_wrong_is_named_by_its_place(place: str, value: object, named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidRequestError, match=named):
         read_draft(changed(place, value), "me", tokenizer())
 
 
@@ -254,7 +254,7 @@ def test_what_is_wrong_is_named_by_its_place(place: str, value: object, named: s
     ],
 )
 def test_what_is_no_conversation_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequestError):
         read_draft(data, "me", tokenizer())
 
 
@@ -282,7 +282,7 @@ async def test_ids_in_a_repeated_request_are_ids_here(store: ConversationStore) 
     assert turn.echo["input_item_ids"] == [roles["tool"]]
     assert copy.items[str(turn.echo["forked_item_id"])].finish_reason == FORKED
     odd = changed("turns.1.echo", {"conversation": 5, "input_item_ids": {"a": 1}, "forked_item_id": [1]})
-    adopted = await adopt(store, draft_of(odd, "them"))
+    adopted = await import_draft(store, draft_of(odd, "them"))
     (turn,) = (t for t in (await store.load("them", adopted.conversation.id)).turns.values() if t.echo)
     assert turn.echo == {
         "conversation": {"id": adopted.conversation.id},
@@ -311,10 +311,10 @@ async def test_very_deep_and_very_wide_trees_survive(tmp_path: Path) -> None:
         head = {"id": f"c{parent(5)}", "created_at": 1.0, "updated_at": 1.0, "active_leaf": "m19999"}
         file = {"object": "conversation.export", "version": 1, "tokenizer": "", "conversation": head, "turns": []}
         draft = draft_of(json.dumps({**file, "items": items[::-1]}).encode())
-        adopted = await adopt(store, draft)
+        adopted = await import_draft(store, draft)
         tree = await store.load("me", adopted.conversation.id)
         assert len(tree.path(tree.conversation.active_leaf)) == (20_000 if parent(5) == 4 else 2)
         assert len(json.loads(export(tree))["items"]) == 20_000
-    with pytest.raises(InvalidRequest, match="100000"):
+    with pytest.raises(InvalidRequestError, match="100000"):
         draft_of(json.dumps({**file, "items": [0] * 100_001}).encode())
     await store.close()

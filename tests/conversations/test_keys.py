@@ -15,7 +15,7 @@ from chatcache.auth import DAY_S, KEEP_USAGE_DAYS, KeyRecord, KeyStore, day_of, 
 from chatcache.config import ServerConfig
 from chatcache.conversations.store import ConversationStore
 from chatcache.conversations.tree import IN_PROGRESS, Conversation, Item, Turn
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.storage.open import open_keys, open_store
 from chatcache.storage.redis import RedisStore
 from chatcache.storage.redis_client import PATIENCE_S
@@ -70,7 +70,7 @@ async def test_revoked_is_revoked_for_ever(keys: KeyStore) -> None:
     assert await keys.revoke(one.id, 5.0) == replace(one, revoked_at=5.0)
     assert await keys.revoke(one.id, 9.0) == replace(one, revoked_at=5.0)
     assert await keys.list() == [replace(one, revoked_at=5.0), two]
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await keys.revoke("key_none", 5.0)
 
 
@@ -173,7 +173,7 @@ async def test_two_that_open_a_new_file_at_once_both_can(tmp_path: Path) -> None
     ],
 )
 def test_what_cannot_be_is_refused_by_name(fields: dict[str, object], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         new_key(**{"tenant": "acme", **fields})  # type: ignore[arg-type]
     assert caught.value.param == param
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.conversations.prompt import MAX_LOOKBACK, Known, Message, Prompt, assemble
-from chatcache.conversations.token_memo import Transcripts
+from chatcache.conversations.token_memo import TokenMemo
 from tests.gateway.serving import CHATML, tiny_tokenizer, tokenizer_with
 
 APPEND_ONLY = {
@@ -133,7 +133,7 @@ def test_an_opening_reply_is_just_text() -> None:
 
 
 def test_transcripts_forget_the_oldest_first() -> None:
-    transcripts = Transcripts(max_tokens=10)
+    transcripts = TokenMemo(max_tokens=10)
     transcripts.remember("", "p", "a", [1] * 4)
     transcripts.remember("", "p", "b", [2] * 4)
     assert transcripts.recall("", "p", "a") == Known("a", (1,) * 4)
@@ -149,7 +149,7 @@ def test_transcripts_forget_the_oldest_first() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(texts, texts, texts), min_size=2, max_size=2, unique=True))
 def test_transcripts_keep_namespaces_heads_and_replies_apart(keys: list[tuple[str, str, str]]) -> None:
-    transcripts = Transcripts()
+    transcripts = TokenMemo()
     one, two = keys
     transcripts.remember(*one, [1])
     trimmed: Any = [(space, head, reply.strip()) for space, head, reply in keys]

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.conversations.prompt import Message, PublicPrompts, assemble
+from chatcache.conversations.prompt import Message, SharedSystemPrompts, assemble
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.conversations.test_prompt import APPEND_ONLY, REWRITES, Memory
 from tests.gateway.serving import CHATML, tiny_tokenizer, tokenizer_with
 
 SYSTEM = "You are kind. Answer <|im_end|> in é words."
-PUBLIC = PublicPrompts(["Other", SYSTEM + "\n"])
+PUBLIC = SharedSystemPrompts(["Other", SYSTEM + "\n"])
 FOLDED = {  # the system text stands inside the first user turn, or nowhere
     "inst": (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] "
@@ -63,7 +63,7 @@ def test_chatml_counts_to_the_end_of_the_system_turn() -> None:
 
 def test_a_token_that_the_system_text_shares_with_a_user_is_not_public() -> None:
     tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    public, alone = PublicPrompts(["Be kind."]), tokenizer.encode("Be kind.\n")
+    public, alone = SharedSystemPrompts(["Be kind."]), tokenizer.encode("Be kind.\n")
     assert tokenizer.encode("\n\n") != tokenizer.encode("\n") * 2, "another text, please: these must be one token"
     for said, count in (("Hi", len(alone)), ("\n", len(alone) - 1)):
         messages = chat(said, system="Be kind.")
@@ -84,7 +84,7 @@ def test_only_a_system_message_in_the_first_place_is_public() -> None:
     tokenizer = tiny_tokenizer()
     assert num_public(tokenizer, [Message(role="user", content=SYSTEM)]) == 0
     assert num_public(tokenizer, [*chat("Hi")[1:], *chat()]) == 0
-    assert PublicPrompts().num_tokens(tokenizer, [], assemble(tokenizer, chat("Hi"))) == 0
+    assert SharedSystemPrompts().num_tokens(tokenizer, [], assemble(tokenizer, chat("Hi"))) == 0
 
 
 @pytest.mark.parametrize("template", [*FOLDED.values(), REWRITES["system moves to the last turn"]])

@@ -12,10 +12,10 @@ import pytest
 from chatcache.conversations.fork_points import TurnRequest
 from chatcache.conversations.prompt import Prompt
 from chatcache.conversations.search import SearchQuery
-from chatcache.conversations.store import ConversationStore, StaleRevision, cursor_of
+from chatcache.conversations.store import ConversationStore, StaleRevisionError, cursor_of
 from chatcache.conversations.tree import COMPLETED, Conversation, Item, Turn, without_item
 from chatcache.conversations.turns import Conversations, PlannedTurn
-from chatcache.errors import NotFound
+from chatcache.errors import NotFoundError
 from tests.conversations.test_files import tokenizer
 
 Change = Callable[["Plain"], None]
@@ -71,7 +71,7 @@ async def tab(store: ConversationStore, name: str, generator: random.Random, log
                 gone = generator.choice(items)
                 done = await store.edit("me", "conv", without_item(tree, gone), expect=head.rev)
                 log[done.rev] = lambda plain, gone=gone: plain.remove(gone)  # type: ignore[misc]
-        except StaleRevision as stale:
+        except StaleRevisionError as stale:
             num_conflicts += stale.present.rev > head.rev
     return num_conflicts
 
@@ -132,7 +132,7 @@ async def test_deleted_means_gone_for_every_writer(store: ConversationStore) -> 
         gone = store.delete("me", name)
         jobs = [*writes[:10], gone, *writes[10:]]
         outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-        assert all(each is None or isinstance(each, Conversation | NotFound) for each in outcomes)
+        assert all(each is None or isinstance(each, Conversation | NotFoundError) for each in outcomes)
     assert await store.list("me", 100) == ()
     assert await store.search("me", SearchQuery.parse("ghost"), 5) == ()
 
@@ -153,7 +153,7 @@ async def test_lists_do_not_repeat_while_imports_and_edits_go_on(store: Conversa
                     await store.delete("me", name)
                 else:
                     await store.update("me", name, title=f"t{step}")
-            except NotFound:
+            except NotFoundError:
                 pass
             await store.merge(Conversation(f"new_{step}", "me", 1.0, generator.random() * 60), [], [])
 

@@ -13,7 +13,7 @@ import uvloop
 from redis.crc import key_slot
 
 from chatcache.cli.redis_acl import RIGHTS
-from chatcache.conversations.store import Claim, StoreUnavailable, StoreUnusable
+from chatcache.conversations.store import Claim, StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, Item, Turn, without_item
 from chatcache.storage import redis_layout as redis_rows
 from chatcache.storage.redis import RedisStore
@@ -104,7 +104,7 @@ async def test_a_change_whose_answer_is_lost_is_not_done_again(empty_redis: Redi
         changing = asyncio.create_task(store._link.transact(["chatcache:watched"], work, order=""))
         await until(is_done, "the change to come through")
         await proxy.heal()
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             await changing
         await until(lambda: answers(store), "an answer")
         await store.close()
@@ -132,7 +132,7 @@ async def test_tokens_whose_answer_is_lost_are_counted_once(empty_redis: RedisSe
         adding = asyncio.create_task(store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2))
         await until(is_counted, "the tokens to be counted")
         await proxy.heal()
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             await adding
         store._link.transact = transact  # type: ignore[method-assign]
         await until(lambda: answers(store), "an answer")
@@ -183,7 +183,7 @@ def test_a_connection_that_is_reset_while_it_is_written_to_is_one_that_was_lost(
         store = RedisStore(empty_redis.url)
         try:
             await store.create(HEAD)
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(StoreUnavailableError):
                 await store._link.run(write_behind_a_reset)
             await until(lambda: answers(store), "an answer")
         finally:
@@ -211,17 +211,17 @@ async def test_whoever_is_not_let_in_is_told_so(empty_redis: RedisServer) -> Non
         ("http://127.0.0.1", "not a URL"),
         ("redis://127.0.0.1:99999", "not a URL"),
     ):
-        with pytest.raises(StoreUnusable, match=reason) as refused:
+        with pytest.raises(StoreUnusableError, match=reason) as refused:
             RedisStore(url)
         assert "wrong" not in refused.value.message and "secret" not in refused.value.message
     empty_redis.admin.execute_command("ACL", "SETUSER", "guest", "on", ">guest", "~other:*", "+@all")
-    with pytest.raises(StoreUnusable, match="cannot be used"):
+    with pytest.raises(StoreUnusableError, match="cannot be used"):
         RedisStore(f"redis://guest:guest@{where}/0")
 
 
 async def test_what_a_newer_version_wrote_is_refused_untouched(empty_redis: RedisServer) -> None:
     empty_redis.admin.set(redis_rows.SCHEMA, redis_rows.VERSION + 1)
-    with pytest.raises(StoreUnusable, match="newer"):
+    with pytest.raises(StoreUnusableError, match="newer"):
         RedisStore(empty_redis.url)
     assert empty_redis.admin.keys("*") == [redis_rows.SCHEMA.encode()]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import INCOMPLETE, Conversation, Item, Turn
 from chatcache.storage import redis_client as redis_link
 from chatcache.storage import redis_layout as redis_rows
@@ -47,7 +47,7 @@ async def test_what_was_acknowledged_survives_kills_of_the_server(mortal_redis: 
             try:
                 await store.append("me", "conv", [item])
                 acknowledged.append(item.id)
-            except StoreUnavailable:
+            except StoreUnavailableError:
                 await asyncio.sleep(0.01)
             slowest_s = max(slowest_s, time.monotonic() - began_s)
 
@@ -86,9 +86,9 @@ async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_re
             return_exceptions=True,
         )
         assert lateness.spared(time.monotonic() - began_s) < 1.0
-        assert all(isinstance(each, StoreUnavailable) for each in given)
+        assert all(isinstance(each, StoreUnavailableError) for each in given)
         began_s = time.monotonic()
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             await store.get("me", "conv")
         assert lateness.spared(time.monotonic() - began_s) < 0.1  # by then everybody knows
     mortal_redis.signal(signal.SIGCONT)
@@ -123,7 +123,7 @@ async def refused_before(redis: RedisServer, patient: str, impatient: str) -> bo
     turn = asyncio.create_task(store.append("me", impatient, [], Turn("resp_1", "", "m", 1.0)))
     try:
         done, _ = await asyncio.wait([deleting, turn], timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             await turn
         return done == {turn}
     finally:
@@ -145,10 +145,10 @@ async def test_in_a_line_where_nobody_asks_they_would(
 ) -> None:
     """The planted bug: who waits in line waits for those before."""
 
-    async def wait(self: redis_link.RedisLink, gate: asyncio.Lock | asyncio.Semaphore) -> None:
+    async def wait(self: redis_link.RedisConnection, gate: asyncio.Lock | asyncio.Semaphore) -> None:
         await gate.acquire()
 
-    monkeypatch.setattr(redis_link.RedisLink, "_wait_in_line", wait)
+    monkeypatch.setattr(redis_link.RedisConnection, "_wait_in_line", wait)
     monkeypatch.setattr(redis_link, "PATIENCE_S", 2.0)
     assert not await refused_before(mortal_redis, "conv", "conv")
 
@@ -159,7 +159,7 @@ async def test_a_full_server_refuses_writes_and_goes_on_reading(empty_redis: Red
     empty_redis.admin.config_set("maxmemory", 1024)
     try:
         for work in (store.append("me", "conv", [Item("msg_2", None, "user", "x")]), store.check()):
-            with pytest.raises(StoreUnavailable, match="takes nothing"):
+            with pytest.raises(StoreUnavailableError, match="takes nothing"):
                 await work
         assert list((await store.load("me", "conv")).items) == ["msg_1"]
     finally:
@@ -172,7 +172,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> N
     with redis_server(tmp_path / "redis") as server:
         server.kill()
         store = RedisStore(server.url)
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             await store.create(HEAD)
         server.start()
         await until(lambda: answers(store), "an answer")
@@ -186,10 +186,10 @@ async def test_a_server_that_comes_back_with_a_newer_layout_stays_refused(tmp_pa
         await store.create(HEAD)
         server.admin.set(redis_rows.SCHEMA, 99)
         server.kill()
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             await store.get("me", "conv")
         server.start()
         await asyncio.sleep(3 * redis_link._PROBE_S)
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             await store.get("me", "conv")
         await store.close()

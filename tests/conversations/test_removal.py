@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.conversations.store import ConversationStore, StaleRevision
+from chatcache.conversations.store import ConversationStore, StaleRevisionError
 from chatcache.conversations.tree import (
     COMPLETED,
     DELETED,
     FORKED,
     IN_PROGRESS,
     Conversation,
-    ConversationBusy,
+    ConversationBusyError,
     ConversationTree,
     Item,
-    TreeEdit,
+    MessageDeletion,
     Turn,
     without_item,
     without_response,
 )
-from chatcache.errors import NotFound
+from chatcache.errors import NotFoundError
 from tests.conversations.test_tree import Grown, trees
 
 HEAD = Conversation("conv", "me", 0.0, 0.0, active_leaf="a1")
@@ -46,7 +46,7 @@ def small() -> ConversationTree:
     return ConversationTree(HEAD, items, turns)
 
 
-def applied(tree: ConversationTree, edit: TreeEdit) -> ConversationTree:
+def applied(tree: ConversationTree, edit: MessageDeletion) -> ConversationTree:
     """What a store must hold afterwards."""
     items = {**tree.items, **{item.id: item for item in edit.items}}
     turns = {**tree.turns, **{turn.id: turn for turn in edit.turns}}
@@ -93,12 +93,12 @@ def test_nothing_is_removed_under_a_response_that_is_being_generated() -> None:
     )
     assert live.turns["r2"].status == IN_PROGRESS
     for item_id in ("u0", "a1", "u2"):
-        with pytest.raises(ConversationBusy):
+        with pytest.raises(ConversationBusyError):
             without_item(live, item_id)
     assert without_item(live, "b1").removed_items == ("b1",)
-    with pytest.raises(ConversationBusy):
+    with pytest.raises(ConversationBusyError):
         without_response(live, "r2")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         without_item(live, "r1")
 
 
@@ -159,7 +159,7 @@ async def test_a_store_applies_an_edit_whole_or_not_at_all(store: ConversationSt
         loaded = await store.load("me", "conv")
         edit = without_item(loaded, item_id)
         rev = loaded.conversation.rev
-        for owner, stale, error in (("you", None, NotFound), ("me", rev - 1, StaleRevision)):
+        for owner, stale, error in (("you", None, NotFoundError), ("me", rev - 1, StaleRevisionError)):
             with pytest.raises(error):
                 await store.edit(owner, "conv", edit, expect=stale)
         head = await store.edit("me", "conv", edit, expect=rev)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from chatcache.conversations.search import NUM_COMPARED, Hit, SearchQuery, folded, snippet, words
-from chatcache.conversations.store import ConversationStore, StoreUnusable, cursor_of
+from chatcache.conversations.store import ConversationStore, StoreUnusableError, cursor_of
 from chatcache.conversations.tree import Conversation, Item, without_item
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.storage import sqlite_schema
 from chatcache.storage import sqlite_schema as sqlite_search
 from chatcache.storage.sqlite import SqliteStore
@@ -69,7 +69,7 @@ def test_the_fast_way_to_fold_is_the_same() -> None:
 
 def test_a_query_has_a_limit() -> None:
     assert len(SearchQuery.parse("word " * 800).phrases) == 2
-    with pytest.raises(InvalidRequest, match="4096"):
+    with pytest.raises(InvalidRequestError, match="4096"):
         SearchQuery.parse("x" * 4097)
 
 
@@ -285,7 +285,7 @@ async def test_a_file_written_without_fts5_is_indexed_later(tmp_path: Path, monk
         assert len(await store.search("me", SearchQuery.parse(query), 5)) == 1
     await store.close()
     monkeypatch.setattr(sqlite_search, "has_fts5", lambda db: False)
-    with pytest.raises(StoreUnusable, match="FTS5"):
+    with pytest.raises(StoreUnusableError, match="FTS5"):
         SqliteStore(path)
 
 

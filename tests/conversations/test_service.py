@@ -13,11 +13,11 @@ from chatcache.config import EngineConfig
 from chatcache.conversations.prompt import Message
 from chatcache.conversations.replies.candidate import Candidate
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
-from chatcache.conversations.replies.parser import Speech
-from chatcache.conversations.replies.service import ChatService, Reply, ReplyFailed
+from chatcache.conversations.replies.parser import ReplyContext
+from chatcache.conversations.replies.service import ChatService, Reply, ReplyFailedError
 from chatcache.engine.engine import Engine
 from chatcache.engine_process.threaded import ThreadedEngine
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import CandidateDone, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from tests.gateway.serving import tiny_tokenizer
@@ -108,7 +108,7 @@ def test_settled_ids_stand_for_exactly_the_shown_text(ids: list[int], at: int, l
     if not stop or "\ufffd" in stop:
         return
     params = SamplingParams(stop=(stop,), include_stop_str_in_output=include, ignore_eos=True)
-    candidate = Candidate(0, Speech(tokenizer), GenerateRequest(request_id="r", prompt=(5,), params=params))
+    candidate = Candidate(0, ReplyContext(tokenizer), GenerateRequest(request_id="r", prompt=(5,), params=params))
     for token in ids:
         candidate.push(Tokens("r", 1, 0, (token,)))
     done = candidate.finish(CandidateDone("r", 2, 0, "stop", stop))[-1]
@@ -166,10 +166,10 @@ async def test_a_task_cancelled_under_a_reply_aborts_it(rig: Rig) -> None:
 
 
 async def test_refusals_and_failures_are_raised(rig: Rig) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequestError):
         await rig.ask(SamplingParams(n=0))
     rig.runner.execute = lambda plan: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(ReplyFailed) as caught:
+    with pytest.raises(ReplyFailedError) as caught:
         await rig.ask(SamplingParams(max_tokens=5))
     assert caught.value.status == 500 and "zero" not in caught.value.message
 

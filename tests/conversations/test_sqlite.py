@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.conversations.store import StoreUnusable
+from chatcache.conversations.store import StoreUnusableError
 from chatcache.conversations.tree import INCOMPLETE
 from chatcache.storage import sqlite_schema
 from chatcache.storage.sqlite import SqliteStore
@@ -74,7 +74,7 @@ async def test_a_newer_file_is_refused_untouched(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(StoreUnusable, match="newer"):
+    with pytest.raises(StoreUnusableError, match="newer"):
         SqliteStore(path)
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (99,)
@@ -126,7 +126,7 @@ async def test_a_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: 
     await SqliteStore(path).close()
     broken = (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x); CREATE TABLE conversations (x)")
     monkeypatch.setattr(sqlite_schema, "MIGRATIONS", broken)
-    with pytest.raises(StoreUnusable, match="already exists"):
+    with pytest.raises(StoreUnusableError, match="already exists"):
         SqliteStore(path)
     db = sqlite3.connect(path)
     assert db.execute("PRAGMA user_version").fetchone() == (len(broken) - 1,)
@@ -137,27 +137,27 @@ async def test_a_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: 
 async def test_a_file_that_cannot_be_opened_is_refused_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StoreUnusable, match="unable to open database file; it is a folder"):
+    with pytest.raises(StoreUnusableError, match="unable to open database file; it is a folder"):
         SqliteStore(tmp_path)
-    with pytest.raises(StoreUnusable, match=f"; there is no folder {tmp_path / 'nowhere'}"):
+    with pytest.raises(StoreUnusableError, match=f"; there is no folder {tmp_path / 'nowhere'}"):
         SqliteStore(tmp_path / "nowhere" / "chat.db")
     path = tmp_path / "chat.db"
     await SqliteStore(path).close()
     monkeypatch.setattr(sqlite_schema, "BUSY_MS", 1)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
         holder.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(StoreUnusable, match="is locked by another program"):
+        with pytest.raises(StoreUnusableError, match="is locked by another program"):
             SqliteStore(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(StoreUnusable, match="bring back a backup"):
+    with pytest.raises(StoreUnusableError, match="bring back a backup"):
         SqliteStore(path)
 
 
 async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     path.write_bytes(os.urandom(4096))
-    with pytest.raises(StoreUnusable, match=r"chat\.db"):
+    with pytest.raises(StoreUnusableError, match=r"chat\.db"):
         SqliteStore(path)
-    with pytest.raises(StoreUnusable, match="nowhere"):
+    with pytest.raises(StoreUnusableError, match="nowhere"):
         SqliteStore(tmp_path / "nowhere" / "chat.db")

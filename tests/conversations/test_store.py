@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from chatcache.conversations.search import SearchQuery
-from chatcache.conversations.store import ConversationStore, Handed, StaleRevision, cursor_of
+from chatcache.conversations.store import ConversationStore, Handed, StaleRevisionError, cursor_of
 from chatcache.conversations.tree import COMPLETED, Conversation, Usage, without_item
-from chatcache.errors import NotFound
+from chatcache.errors import NotFoundError
 from tests.conversations.stored import REPLY, TURN, USER, create
 
 
@@ -46,7 +46,7 @@ async def test_owners_see_only_their_own(store: ConversationStore) -> None:
         store.locate("me", "msg_x"),
         store.list("you", 10, after="conv_1"),
     ):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await work
     assert await store.list("you", 10) == ()
 
@@ -72,7 +72,7 @@ async def test_what_is_handed_over_is_the_new_owners_as_it_was(store: Conversati
     assert await store.locate("acme/ann", "resp_2") == "conv_2"
     assert [hit.conversation.id for hit in await store.search("acme/ann", SearchQuery.parse("word2"), 9)] == ["conv_2"]
     for work in (store.load("", "conv_1"), store.locate("", "msg_1"), store.get("acme", "conv_1")):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await work
     assert await store.hand_over("", "acme/ann") == Handed(0, 1)
     await store.append("", "conv_busy", [REPLY], replace(TURN, status=COMPLETED))
@@ -90,7 +90,7 @@ async def test_nothing_is_lost_between_a_change_and_a_hand_over(store: Conversat
     async def change(number: int) -> str | None:
         try:
             await store.append("", f"conv_{number}", [replace(USER, id=f"msg_{number}")])
-        except NotFound:
+        except NotFoundError:
             return None
         return f"msg_{number}"
 
@@ -109,7 +109,7 @@ async def test_stale_writers_are_told_and_change_nothing(store: ConversationStor
         store.update("me", "conv_1", title="x", expect=0),
         store.update("me", "conv_1", title="x", expect=2),
     ):
-        with pytest.raises(StaleRevision):
+        with pytest.raises(StaleRevisionError):
             await work
     tree = await store.load("me", "conv_1")
     assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (1, ["msg_u"], [])
@@ -119,11 +119,11 @@ async def test_stale_writers_are_told_and_change_nothing(store: ConversationStor
 async def test_an_append_is_all_or_nothing(store: ConversationStore) -> None:
     await create(store)
     orphan = replace(REPLY, id="msg_o", parent_id="msg_nowhere")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.append("me", "conv_1", [USER, orphan], TURN)
     tree = await store.load("me", "conv_1")
     assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (0, [], [])
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.update("me", "conv_1", active_leaf="msg_u")
 
 
@@ -132,7 +132,7 @@ async def test_an_append_needs_the_leaf_that_it_goes_to(store: ConversationStore
     await create(store)
     await store.append("me", "conv_1", [USER])
     for items in ((), (REPLY,)):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await store.append("me", "conv_1", items, TURN, active_leaf="msg_nowhere")
     tree = await store.load("me", "conv_1")
     assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (1, ["msg_u"], [])
@@ -144,7 +144,7 @@ async def test_a_parent_in_another_conversation_is_no_parent(store: Conversation
     await create(store)
     await create(store, "conv_2")
     await store.append("me", "conv_1", [USER])
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.append("me", "conv_2", [REPLY])
 
 
@@ -192,7 +192,7 @@ async def test_deleting_takes_the_whole_tree(store: ConversationStore) -> None:
     await store.append("me", "conv_2", [replace(USER, id="msg_2")])
     await store.delete("me", "conv_1")
     for member in ("msg_u", "msg_a", "resp_1"):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await store.locate("me", member)
     assert list((await store.load("me", "conv_2")).items) == ["msg_2"]
 
@@ -210,7 +210,7 @@ async def test_a_cursor_holds_its_place(store: ConversationStore) -> None:
     rest = [c.id for c in await store.list("me", 10, after=cursor_of(first[-1]))]
     assert rest == ["conv_4", "conv_2", "conv_1", "conv_0"]
     for bad in ("nan~conv_1", "~", "1.5", "x~y", ""):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await store.list("me", 3, after=bad)
 
 
@@ -226,11 +226,11 @@ async def test_ids_come_in_their_own_order(store: ConversationStore) -> None:
 async def test_deleting_expects_what_was_read(store: ConversationStore) -> None:
     await create(store)
     head = await store.append("me", "conv_1", [USER])
-    with pytest.raises(StaleRevision) as stale:
+    with pytest.raises(StaleRevisionError) as stale:
         await store.delete("me", "conv_1", expect=0)
     assert stale.value.present == head
     await store.delete("me", "conv_1", expect=1)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.get("me", "conv_1")
 
 
@@ -259,7 +259,7 @@ async def test_a_failure_whose_caller_has_left_is_no_news(
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.load("me", "conv_none")  # the writer has come past both
     gc.collect()
     await asyncio.sleep(0)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from chatcache.conversations.store import ConversationStore, Merged, StaleRevision
+from chatcache.conversations.store import ConversationStore, Merged, StaleRevisionError
 from chatcache.conversations.tree import COMPLETED, Conversation, ConversationTree, Item, Turn, without_item
-from chatcache.errors import NotFound
+from chatcache.errors import NotFoundError
 from tests.conversations.stored import REPLY, TURN, USER, create
 
 
@@ -41,7 +41,7 @@ async def test_what_stood_on_a_deleted_message_moves_up_and_forgets_its_tokens(s
     assert (head.rev, head.active_leaf, list(after.items)) == (3, "d", ["a", "c", "d", "e"])
     assert {item.id: item.parent_id for item in after.items.values()} == {"a": None, "c": "a", "d": "c", "e": "a"}
     assert after.sequence(after.items["d"]) == () and after.turns["resp_2"].prompt_ids == ()
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.locate("me", "b")
 
 
@@ -56,7 +56,7 @@ async def test_a_stale_edit_changes_nothing(store: ConversationStore) -> None:
     tree = await grow(store)
     edit = without_item(tree, "d")
     before = await store.update("me", "conv_1", title="meanwhile")
-    for owner, error in (("me", StaleRevision), ("you", NotFound)):
+    for owner, error in (("me", StaleRevisionError), ("you", NotFoundError)):
         with pytest.raises(error):
             await store.edit(owner, "conv_1", edit, expect=tree.conversation.rev)
     after = await store.load("me", "conv_1")
@@ -87,7 +87,7 @@ async def test_a_merge_touches_nothing_of_others(store: ConversationStore) -> No
         (Conversation("conv_2", "me", 1.0, 1.0), [], [TURN]),
         (Conversation("conv_2", "me", 1.0, 1.0), [replace(USER, id="msg_2", parent_id="nowhere")], []),
     ):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await store.merge(conversation, items, turns)
     assert list(await store.ids("me", 9)) == ["conv_1"] and list(await store.ids("you", 9)) == []
     after = await store.load("me", "conv_1")

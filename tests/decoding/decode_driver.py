@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from chatcache.types.actions import Candidates, Done, DrawSpec, Emit, Extend, Fork, Grown, Retire, Strategy
+from chatcache.types.actions import BeamUpdate, Candidates, DrawSpec, Emit, Extend, Finish, Fork, Release, Strategy
 from chatcache.types.events import TokenLogprob
 from chatcache.types.plan import F32
 
@@ -104,7 +104,7 @@ class Outcome:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    done: Done | None = None
+    done: Finish | None = None
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Run:
     outcomes: dict[int, Outcome]
     num_steps: int
     most_alive: int
-    grown: list[Grown]
+    grown: list[BeamUpdate]
     pieces: list[dict[int, int]]
 
 
@@ -122,7 +122,7 @@ def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: r
     """Drive a strategy to its end. `shuffle` lets branches progress unevenly where the strategy allows it."""
     branches: dict[int, tuple[int, ...]] = {0: tuple(prompt)}
     outcomes: dict[int, Outcome] = {}
-    grown: list[Grown] = []
+    grown: list[BeamUpdate] = []
     pieces: list[dict[int, int]] = []
     num_steps, most_alive, finished = 0, 1, False
     while not finished:
@@ -140,7 +140,7 @@ def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: r
         advance = strategy.advance(drawn)
         most_alive = max(most_alive, _apply(branches, set(picked), advance.actions, strategy.max_branches))
         for output in advance.outputs:
-            if isinstance(output, Grown):
+            if isinstance(output, BeamUpdate):
                 grown.append(output)
                 continue
             outcome = outcomes.setdefault(output.index, Outcome())
@@ -160,7 +160,7 @@ def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: r
 def _apply(
     branches: dict[int, tuple[int, ...]],
     drawn: set[int],
-    actions: Sequence[Extend | Fork | Retire],
+    actions: Sequence[Extend | Fork | Release],
     max_branches: int,
 ) -> int:
     """Apply actions to token lists and check the contract; return the most branches alive at any moment."""

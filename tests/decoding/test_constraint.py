@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from chatcache.decoding.grammar.state import Constraint
 from chatcache.decoding.stopping import StopRules
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.actions import Candidates
 from chatcache.types.request import SamplingParams, StructuredOutputs
 from tests.decoding.decode_driver import Run, TableModel, log_softmax, run
@@ -257,7 +257,7 @@ def test_a_control_token_may_end_a_candidate_but_never_be_its_text() -> None:
     stop = sample(StructuredOutputs(regex=r"\{+"), logit_bias={CONTROL: 99.0}, stop_token_ids=[CONTROL])
     assert stop.outcomes[0].tokens[-1] == CONTROL and len(stop.outcomes[0].tokens) == 2
     for token in ("<[65]>", f"<[{CONTROL}]>", "<[*]>", "<eos>"):
-        with pytest.raises(InvalidRequest, match="names the token <"):
+        with pytest.raises(InvalidRequestError, match="names the token <"):
             sample(StructuredOutputs(grammar=f'start: {token} | "b"'))
     quoted = sample(StructuredOutputs(grammar='start: "<[65]>" | /<e>/'))
     assert text_of(quoted.outcomes[0].tokens) in (b"<[65]>", b"<e>")

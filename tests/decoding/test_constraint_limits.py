@@ -18,11 +18,11 @@ import pytest
 from chatcache.decoding.grammar import compiler as constraint_compiler
 from chatcache.decoding.grammar import sandbox as constraint_checker
 from chatcache.decoding.grammar import state as constraint
-from chatcache.decoding.grammar.compiler import LIMITS, MAX_GRAMMARS, Grammars, check_structured_outputs, lark_of
+from chatcache.decoding.grammar.compiler import LIMITS, MAX_GRAMMARS, GrammarCompiler, check_structured_outputs, lark_of
 from chatcache.decoding.grammar.sandbox import GrammarChecker
-from chatcache.decoding.grammar.state import Constraint, DeadEnd, Guide
+from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState
 from chatcache.decoding.stopping import StopRules
-from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError
 from chatcache.types.request import BeamSearchParams, SamplingParams, StructuredOutputs
 from tests.decoding.decode_driver import TableModel, run
 from tests.decoding.toy_vocab import EOS, FACTS, PIECES, PROMPT, VOCAB_SIZE, compiled, facts_of, strategy_of, text_of
@@ -31,9 +31,9 @@ RULES = StopRules(max_tokens=99, eos_ids=(EOS,))
 
 
 @pytest.fixture
-def own() -> Grammars:
+def own() -> GrammarCompiler:
     """Compiled grammars that a test may spoil."""
-    return Grammars(PIECES, FACTS, (EOS,))
+    return GrammarCompiler(PIECES, FACTS, (EOS,))
 
 
 def slow_schema(count: int = 500) -> str:
@@ -99,7 +99,7 @@ def test_the_bounds_are_accepted(outputs: StructuredOutputs) -> None:
 
 @pytest.mark.parametrize(("outputs", "message"), BAD, ids=lambda value: repr(value)[:40])
 def test_what_is_wrong_is_refused_in_one_line(outputs: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message) as caught:  # noqa: PT012 - either may find it
+    with pytest.raises(InvalidRequestError, match=message) as caught:  # noqa: PT012 - either may find it
         check_structured_outputs(outputs)
         compiled(outputs)
     assert caught.value.param == "structured_outputs"
@@ -113,28 +113,28 @@ def test_ten_thousand_choices() -> None:
     assert text_of(outcome.tokens).decode() in outputs.choice
 
 
-def test_without_the_library_a_constraint_is_refused(own: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_a_constraint_is_refused(own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(InvalidRequest, match="need the package llguidance, which is not installed") as caught:
+    with pytest.raises(InvalidRequestError, match="need the package llguidance, which is not installed") as caught:
         own.start(StructuredOutputs(regex="a"))
     assert caught.value.param == "structured_outputs"
     own.prepare()  # nothing to do, nothing to say
 
 
-def test_what_is_prepared_is_not_done_again(own: Grammars) -> None:
+def test_what_is_prepared_is_not_done_again(own: GrammarCompiler) -> None:
     own.prepare()
     tokenizer = own._tokenizer
     compiled(StructuredOutputs(regex="a"), own)
     assert tokenizer is not None and own._tokenizer is tokenizer
-    Grammars(None, FACTS).prepare()
+    GrammarCompiler(None, FACTS).prepare()
 
 
 def test_without_a_tokenizer_a_constraint_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="need a model with a tokenizer"):
-        Grammars(None, FACTS).start(StructuredOutputs(regex="a"))
+    with pytest.raises(InvalidRequestError, match="need a model with a tokenizer"):
+        GrammarCompiler(None, FACTS).start(StructuredOutputs(regex="a"))
 
 
 @pytest.mark.parametrize("vocab_size", [260, 288])
@@ -143,7 +143,7 @@ def test_tables_of_any_length(vocab_size: int, eos: tuple[int, ...]) -> None:
     """Logits wider or narrower than the tokenizer, EOS beyond them, EOS that is text, no EOS at all."""
     facts = facts_of(vocab_size, eos)
     params = SamplingParams(n=6, structured_outputs=StructuredOutputs(regex="[AB]{1,3}"))
-    strategy = strategy_of(params, within=Grammars(PIECES, facts), facts=facts)
+    strategy = strategy_of(params, within=GrammarCompiler(PIECES, facts), facts=facts)
     for outcome in run(strategy, PROMPT, TableModel(vocab_size)).outcomes.values():
         body = outcome.tokens[:-1] if outcome.tokens[-1] in eos else outcome.tokens
         assert 1 <= len(text_of(body)) <= 3 and set(text_of(body)) <= (set(b"B") if 65 in eos else set(b"AB"))
@@ -217,10 +217,10 @@ def test_a_child_that_cannot_start_is_the_servers_fault(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(EngineFault, match="the grammar checker did not start"):
+    with pytest.raises(EngineError, match="the grammar checker did not start"):
         checker.check("start: a")
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(EngineFault, match="the grammar checker did not start"):
+    with pytest.raises(EngineError, match="the grammar checker did not start"):
         checker.check("start: a")
 
 
@@ -238,25 +238,27 @@ def test_a_child_that_is_killed_while_it_starts_is_started_again(
 # -- walking -----------------------------------------------------------------------------------------------------------
 
 
-def walk(guide: Guide, text: bytes) -> bool:
+def walk(guide: GrammarState, text: bytes) -> bool:
     return all(guide.consume(byte) for byte in text)
 
 
-def test_a_walk_that_takes_too_long_ends_its_request(own: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_that_takes_too_long_ends_its_request(own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = Constraint(compiled(StructuredOutputs(regex="a+"), own), RULES).fork(None)
     assert walk(guide, b"aaa")
     monkeypatch.setattr(constraint, "START_CPU_S", 0.0)
     monkeypatch.setattr(constraint, "TOKEN_CPU_S", 0.0)
-    with pytest.raises(InvalidRequest, match=r"took too much: 0.0 s of computing for 4 tokens") as caught:
+    with pytest.raises(InvalidRequestError, match=r"took too much: 0.0 s of computing for 4 tokens") as caught:
         walk(guide, b"a")
     assert caught.value.code == "constraint_too_complex" and caught.value.param == "structured_outputs"
 
 
-def test_a_walk_that_takes_too_much_memory_ends_its_request(own: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_that_takes_too_much_memory_ends_its_request(
+    own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     guide = Constraint(compiled(StructuredOutputs(regex="a+"), own), RULES).fork(None)
     sizes = iter((10 << 20, 300 << 20))
     monkeypatch.setattr(own, "resident_bytes", lambda: next(sizes))
-    with pytest.raises(InvalidRequest, match="took too much: 290 MiB of memory"):
+    with pytest.raises(InvalidRequestError, match="took too much: 290 MiB of memory"):
         walk(guide, b"a")
 
 
@@ -264,7 +266,7 @@ HUNGRY = r"[\p{L}\s]{1,500}"
 
 
 def test_a_grammar_used_up_by_one_request_still_serves_the_others(
-    own: Grammars, monkeypatch: pytest.MonkeyPatch
+    own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llguidance shares a lexer, and its failures, among all copies of a matcher."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 600)
@@ -272,7 +274,7 @@ def test_a_grammar_used_up_by_one_request_still_serves_the_others(
     first, second = (Constraint(compiled(outputs, own), RULES) for _ in range(2))
     hog, neighbour = first.fork(None), second.fork(None)
     assert walk(neighbour, b"abc")
-    with pytest.raises(InvalidRequest, match=r"took too much: .*too many states"):
+    with pytest.raises(InvalidRequestError, match=r"took too much: .*too many states"):
         walk(hog, "日本 é".encode() * 40)
     assert not own._cache, "nobody else is given what is used up"
     twin = neighbour.fork()
@@ -281,7 +283,7 @@ def test_a_grammar_used_up_by_one_request_still_serves_the_others(
     assert walk(newcomer, b"abc")
 
 
-def test_a_library_that_panics_ends_the_request(own: Grammars) -> None:
+def test_a_library_that_panics_ends_the_request(own: GrammarCompiler) -> None:
     class Panic(BaseException):
         """What a panic of the library's looks like: no `Exception`."""
 
@@ -291,41 +293,41 @@ def test_a_library_that_panics_ends_the_request(own: Grammars) -> None:
 
     guide = Constraint(compiled(StructuredOutputs(regex="a+"), own), RULES).fork(None)
     guide._matcher = Broken()
-    with pytest.raises(EngineFault, match="the grammar could not be followed"):
+    with pytest.raises(EngineError, match="the grammar could not be followed"):
         guide.consume(97)
 
 
-def few_words() -> Grammars:
+def few_words() -> GrammarCompiler:
     """A vocabulary without "c"."""
-    return Grammars([piece if piece in (b"a", b"b", b"ab") else b"" for piece in PIECES], FACTS)
+    return GrammarCompiler([piece if piece in (b"a", b"b", b"ab") else b"" for piece in PIECES], FACTS)
 
 
 def test_a_dead_end_ends_a_sample_and_drops_a_beam() -> None:
     stuck = SamplingParams(structured_outputs=StructuredOutputs(regex="ac"))
-    with pytest.raises(DeadEnd, match="no token of this model continues") as caught:
+    with pytest.raises(GrammarDeadEndError, match="no token of this model continues") as caught:
         run(strategy_of(stuck, within=few_words()), PROMPT, TableModel(VOCAB_SIZE))
     assert caught.value.code == "constraint_dead_end"
     beams = BeamSearchParams(beam_width=6, structured_outputs=StructuredOutputs(regex="ac|ab|b|aac"))
     found = run(strategy_of(beams, within=few_words()), PROMPT, TableModel(VOCAB_SIZE))
     assert {text_of(outcome.tokens) for outcome in found.outcomes.values() if outcome.tokens} == {b"ab", b"b"}
     nothing = BeamSearchParams(beam_width=2, structured_outputs=StructuredOutputs(regex="ac"))
-    with pytest.raises(DeadEnd):
+    with pytest.raises(GrammarDeadEndError):
         run(strategy_of(nothing, within=few_words()), PROMPT, TableModel(VOCAB_SIZE))
-    with pytest.raises(InvalidRequest, match="no token of this model begins a text that does"):
+    with pytest.raises(InvalidRequestError, match="no token of this model begins a text that does"):
         compiled(StructuredOutputs(regex="c"), few_words())
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------
 
 
-def test_a_grammar_is_compiled_once(own: Grammars) -> None:
+def test_a_grammar_is_compiled_once(own: GrammarCompiler) -> None:
     first, second = (own.start(StructuredOutputs(regex="a+")) for _ in range(2))
     assert first.future is second.future and first.future is not own.start(StructuredOutputs(regex="b+")).future
 
 
-def test_a_failure_is_not_remembered(own: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_not_remembered(own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GrammarChecker, "check", lambda *_: "it had a bad day")
-    with pytest.raises(InvalidRequest, match="it had a bad day"):
+    with pytest.raises(InvalidRequestError, match="it had a bad day"):
         compiled(StructuredOutputs(regex="a+"), own)
     monkeypatch.undo()
     assert compiled(StructuredOutputs(regex="a+"), own).failure() is None
@@ -336,7 +338,7 @@ def resident_mib() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
-def many_schemas(own: Grammars, first: int, count: int) -> None:
+def many_schemas(own: GrammarCompiler, first: int, count: int) -> None:
     for number in range(first, first + count):
         properties = {f"p{number}_{i}": {"type": "string", "maxLength": number % 97} for i in range(8)}
         ticket = compiled(StructuredOutputs(json=json.dumps({"type": "object", "properties": properties})), own)
@@ -345,7 +347,7 @@ def many_schemas(own: Grammars, first: int, count: int) -> None:
 
 @pytest.mark.linux  # reads /proc
 @pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.long)])
-def test_endless_new_schemas_take_no_more_memory(own: Grammars, count: int) -> None:
+def test_endless_new_schemas_take_no_more_memory(own: GrammarCompiler, count: int) -> None:
     many_schemas(own, 0, 2 * MAX_GRAMMARS)
     before = resident_mib()
     many_schemas(own, 2 * MAX_GRAMMARS, count)
@@ -353,7 +355,7 @@ def test_endless_new_schemas_take_no_more_memory(own: Grammars, count: int) -> N
     assert resident_mib() - before < 24
 
 
-def test_grammars_that_grow_are_forgotten_oldest_first(own: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_that_grow_are_forgotten_oldest_first(own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraint_compiler, "MAX_GROWTH_BYTES", 100)
     tickets = [compiled(StructuredOutputs(regex=f"a{i}"), own) for i in range(3)]
     for ticket in tickets:
@@ -364,4 +366,4 @@ def test_grammars_that_grow_are_forgotten_oldest_first(own: Grammars, monkeypatc
 
 
 def test_errors_are_catalogued() -> None:
-    assert issubclass(DeadEnd, ChatcacheError) and DeadEnd.status == 400
+    assert issubclass(GrammarDeadEndError, ChatcacheError) and GrammarDeadEndError.status == 400

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.decoding.beam_search import BeamStrategy
-from chatcache.decoding.grammar.state import DeadEnd
+from chatcache.decoding.grammar.state import GrammarDeadEndError
 from chatcache.decoding.stopping import StopRules
 from chatcache.types.request import BeamSearchParams, SamplingParams
 from tests.decoding import all_outputs, dense_beams
@@ -85,7 +85,7 @@ class Pit(ToyGuide):
 
     def consume(self, token: int) -> bool:
         if token in self.fatal:
-            raise DeadEnd("no token goes on", param="structured_outputs")
+            raise GrammarDeadEndError("no token goes on", param="structured_outputs")
         return super().consume(token)
 
 
@@ -117,5 +117,5 @@ def test_a_dead_end_is_an_error_only_where_nothing_else_is_found() -> None:
     """Beams walk around it as long as one of any group can."""
     got = search_among_pits(frozenset({0, 2, 4, 5}))
     assert all(outcome.done and not {0, 2, 4, 5} & set(outcome.tokens) for outcome in got.outcomes.values())
-    with pytest.raises(DeadEnd, match="no token goes on"):
+    with pytest.raises(GrammarDeadEndError, match="no token goes on"):
         search_among_pits(frozenset(range(9)))

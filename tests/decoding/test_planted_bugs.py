@@ -118,16 +118,16 @@ def finished_candidates_are_let_go(patch: Patch) -> None:
 
 
 def the_wrong_child_inherits(patch: Patch) -> None:
-    original = lineage.Lineage.move
+    original = lineage.BranchReassignment.move
 
-    def move(self: lineage.Lineage, survivors: list[Node]) -> tuple[object, ...]:
+    def move(self: lineage.BranchReassignment, survivors: list[Node]) -> tuple[object, ...]:
         actions = list(original(self, survivors))
         for i, (one, other) in enumerate(itertools.pairwise(actions)):
             if isinstance(one, Fork) and isinstance(other, Extend) and one.parent == other.branch:
                 actions[i], actions[i + 1] = Fork(one.parent, one.child, other.token), Extend(other.branch, one.token)
         return tuple(actions)
 
-    patch.setattr(lineage.Lineage, "move", move)
+    patch.setattr(lineage.BranchReassignment, "move", move)
 
 
 def children_keep_their_own_maximum(patch: Patch) -> None:

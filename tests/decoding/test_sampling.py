@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.decoding.strategy import make_strategy
-from chatcache.types.actions import Done, DrawSpec
+from chatcache.types.actions import DrawSpec, Finish
 from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import ModelFacts
 from tests.decoding.decode_driver import Logits, Outcome, Run, TableModel, draw, edited, log_softmax, run
@@ -53,13 +53,13 @@ def alone(params: SamplingParams, logits: Logits, *, seed: int, lane: int, max_t
         enough = len(outcome.tokens) >= params.min_tokens
         matched = [stop for stop in params.stop if text.endswith(stop) and enough]
         if token == 0 and not params.ignore_eos:
-            outcome.done = Done(lane, "stop", None, score)
+            outcome.done = Finish(lane, "stop", None, score)
         elif token in params.stop_token_ids:
-            outcome.done = Done(lane, "stop", token, score)
+            outcome.done = Finish(lane, "stop", token, score)
         elif matched:
-            outcome.done = Done(lane, "stop", max(matched, key=len), score)
+            outcome.done = Finish(lane, "stop", max(matched, key=len), score)
         elif len(outcome.tokens) == max_tokens:
-            outcome.done = Done(lane, "length", None, score)
+            outcome.done = Finish(lane, "length", None, score)
     return outcome
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from chatcache.decoding.stopping import START, Ended, StopRules, Trail
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 
 
@@ -105,6 +105,6 @@ def test_ids_without_bytes_match_nothing() -> None:
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         StopRules(max_tokens=9, stop_strings=["ab"])
     assert caught.value.param == "stop"

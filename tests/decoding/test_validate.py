@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from chatcache.decoding.validation import validate_params
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams
 
 VOCAB_SIZE = 100
@@ -100,7 +100,7 @@ def test_sampling_accepts_the_bounds(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("name", "value"), cases(SHARED_BAD, SAMPLING_BAD), ids=label)
 def test_sampling_refuses_by_name(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=name) as caught:
+    with pytest.raises(InvalidRequestError, match=name) as caught:
         validate_params(
             changed(SamplingParams(), name, value), 2000 if name == "logit_bias" and len(value) > 9 else 100
         )
@@ -115,7 +115,7 @@ def test_beams_accept_the_bounds(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("name", "value"), cases(SHARED_BAD, BEAM_BAD), ids=label)
 def test_beams_refuse_by_name(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=name) as caught:
+    with pytest.raises(InvalidRequestError, match=name) as caught:
         validate_params(changed(BeamSearchParams(), name, value), VOCAB_SIZE)
     assert caught.value.param == name
 
@@ -128,7 +128,7 @@ def test_groups_divide_the_width_and_a_penalty_needs_them() -> None:
         (BeamSearchParams(diversity_penalty=0.5), "diversity_penalty", "needs num_beam_groups of at least 2"),
         (BeamSearchParams(num_beam_groups=2, diversity_penalty=-1), "diversity_penalty", "between 0 and 100, got -1"),
     ]:
-        with pytest.raises(InvalidRequest, match=words) as caught:
+        with pytest.raises(InvalidRequestError, match=words) as caught:
             validate_params(bad, VOCAB_SIZE)
         assert caught.value.param == param
 
@@ -140,17 +140,17 @@ def test_distinct_needs_noise_and_ranks_by_itself() -> None:
         (SamplingParams(distinct=True, best_of=4), "best_of", "exclude each other"),
         (SamplingParams(distinct="yes"), "distinct", "must be true or false, got 'yes'"),  # type: ignore[arg-type]
     ]:
-        with pytest.raises(InvalidRequest, match=words) as caught:
+        with pytest.raises(InvalidRequestError, match=words) as caught:
             validate_params(bad, VOCAB_SIZE)
         assert caught.value.param == param
 
 
 def test_bounds_are_in_the_message() -> None:
-    with pytest.raises(InvalidRequest, match="temperature must be between 0 and 100, got 101"):
+    with pytest.raises(InvalidRequestError, match="temperature must be between 0 and 100, got 101"):
         validate_params(SamplingParams(temperature=101), VOCAB_SIZE)
-    with pytest.raises(InvalidRequest, match="top_p must be greater than 0 and at most 1, got 0"):
+    with pytest.raises(InvalidRequestError, match="top_p must be greater than 0 and at most 1, got 0"):
         validate_params(SamplingParams(top_p=0), VOCAB_SIZE)
-    with pytest.raises(InvalidRequest, match="n must be between 1 and 4, got 5"):
+    with pytest.raises(InvalidRequestError, match="n must be between 1 and 4, got 5"):
         validate_params(BeamSearchParams(n=5), VOCAB_SIZE)
 
 
@@ -160,12 +160,12 @@ def test_defaults_are_valid() -> None:
 
 
 def test_foreign_params_are_refused() -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequestError):
         validate_params({"n": 1}, VOCAB_SIZE)  # type: ignore[arg-type]
 
 
 def test_best_of_is_at_least_n() -> None:
     validate_params(SamplingParams(n=3, best_of=3, temperature=0.0), VOCAB_SIZE)
-    with pytest.raises(InvalidRequest, match=r"best_of \(with n 3\) must be between 3 and 64, got 2") as caught:
+    with pytest.raises(InvalidRequestError, match=r"best_of \(with n 3\) must be between 3 and 64, got 2") as caught:
         validate_params(SamplingParams(n=3, best_of=2), VOCAB_SIZE)
     assert caught.value.param == "best_of"

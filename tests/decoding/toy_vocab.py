@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from chatcache.decoding.grammar.compiler import Grammars, Ticket
+from chatcache.decoding.grammar.compiler import GrammarCompiler, GrammarFuture
 from chatcache.decoding.strategy import make_strategy
 from chatcache.types.actions import Strategy
 from chatcache.types.request import GenerateRequest, Params, StructuredOutputs
@@ -26,9 +26,9 @@ FACTS = facts_of()
 
 
 @functools.cache
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     """One set of compiled grammars for all tests that do not break it."""
-    return Grammars(PIECES, FACTS, (EOS, CONTROL))
+    return GrammarCompiler(PIECES, FACTS, (EOS, CONTROL))
 
 
 def text_of(tokens: Sequence[int]) -> bytes:
@@ -36,7 +36,7 @@ def text_of(tokens: Sequence[int]) -> bytes:
     return b"".join(PIECES[token] for token in tokens if token not in (EOS, CONTROL))
 
 
-def compiled(outputs: StructuredOutputs, within: Grammars | None = None) -> Ticket:
+def compiled(outputs: StructuredOutputs, within: GrammarCompiler | None = None) -> GrammarFuture:
     """A ticket that is ready. Raises: what compiling raises."""
     ticket = (within or grammars()).start(outputs)
     ticket.future.result(30)
@@ -44,7 +44,12 @@ def compiled(outputs: StructuredOutputs, within: Grammars | None = None) -> Tick
 
 
 def strategy_of(
-    params: Params, *, seed: int = 0, max_tokens: int = 40, within: Grammars | None = None, facts: ModelFacts = FACTS
+    params: Params,
+    *,
+    seed: int = 0,
+    max_tokens: int = 40,
+    within: GrammarCompiler | None = None,
+    facts: ModelFacts = FACTS,
 ) -> Strategy:
     """The strategy of a constrained request."""
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)

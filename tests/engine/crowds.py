@@ -12,7 +12,7 @@ import numpy as np
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.errors import ChatcacheError, Overloaded, RateLimited
+from chatcache.errors import ChatcacheError, OverloadedError, RateLimitError
 from chatcache.types.events import Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
@@ -94,7 +94,7 @@ class Crowd:
         prompt = tuple(self._rng.integers(1, VOCAB, NUM_PROMPT).tolist())
         try:
             self._engine.add(GenerateRequest(request_id=name, prompt=prompt, params=params, namespace=tenant))
-        except (RateLimited, Overloaded) as error:
+        except (RateLimitError, OverloadedError) as error:
             self.refusals[type(error)] += 1
             self.refused[tenant] += 1
             return False

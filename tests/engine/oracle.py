@@ -12,14 +12,14 @@ from chatcache.types.actions import (
     Advance,
     BranchAction,
     Candidates,
-    Done,
     DrawSpec,
     Dropped,
     Emit,
     Extend,
+    Finish,
     Fork,
     Output,
-    Retire,
+    Release,
 )
 from chatcache.types.actions import Strategy as DecodeStrategy
 from chatcache.types.events import CandidateDone, TokenLogprob, Tokens
@@ -86,9 +86,9 @@ class Wander:
                 actions.append(Fork(branch, child, tokens[number]))
                 self._outputs[child] = (*before, tokens[number])
         if last or (grown and whim == 2) or whim == 7:
-            actions.append(Retire(branch))
+            actions.append(Release(branch))
             del self._outputs[branch]
-            outputs += [Emit(branch, (*before, tokens[0])), Done(branch, "stop")]
+            outputs += [Emit(branch, (*before, tokens[0])), Finish(branch, "stop")]
         else:
             actions.append(Extend(branch, tokens[0]))
             self._outputs[branch] = (*before, tokens[0])
@@ -116,7 +116,7 @@ class Answer:
         if isinstance(output, Emit | Tokens):
             self.tokens.setdefault(output.index, []).extend(output.token_ids)
             self.logprobs.setdefault(output.index, []).extend(output.logprobs)
-        elif isinstance(output, Done | CandidateDone):
+        elif isinstance(output, Finish | CandidateDone):
             self.done[output.index] = (output.finish_reason, output.stop_reason, output.score)
 
     def of(self, index: int) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.stats import USAGE_INTERVAL_S, UsageGauge
-from chatcache.errors import ContextTooLong
+from chatcache.errors import ContextLengthError
 from chatcache.types.events import Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import PageAccounts
@@ -57,7 +57,7 @@ def test_charges_add_up_to_the_pages_in_use_at_every_step(workload: Workload) ->
     for arrival in with_conversations(workload).arrivals:
         try:
             engine.add(arrival.request)
-        except ContextTooLong:
+        except ContextLengthError:
             continue
     step = 0
     while engine.has_work():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chatcache.engine.admission import check_priority, check_prompt_logprobs
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.request import MAX_PROMPT_LOGPROBS, BeamSearchParams, GenerateRequest, Params, SamplingParams
 
 
@@ -20,7 +20,7 @@ def test_prompt_logprobs_are_bounded_by_what_one_answer_carries(kind: type[Param
 
     check_prompt_logprobs(request(most, 20))
     check_prompt_logprobs(request(MAX_PROMPT_LOGPROBS + 1, None))
-    with pytest.raises(InvalidRequest, match=str(MAX_PROMPT_LOGPROBS)) as caught:
+    with pytest.raises(InvalidRequestError, match=str(MAX_PROMPT_LOGPROBS)) as caught:
         check_prompt_logprobs(request(most + 1, 20))
     assert caught.value.param == "prompt_logprobs"
 
@@ -29,6 +29,6 @@ def test_prompt_logprobs_are_bounded_by_what_one_answer_carries(kind: type[Param
 def test_a_priority_is_an_integer_within_bounds(priority: Any) -> None:
     for good in (-2047, 0, 2047):
         check_priority(good)
-    with pytest.raises(InvalidRequest, match="priority must be") as caught:
+    with pytest.raises(InvalidRequestError, match="priority must be") as caught:
         check_priority(priority)
     assert caught.value.param == "priority"

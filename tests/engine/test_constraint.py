@@ -12,9 +12,9 @@ import pytest
 
 from chatcache.config import EngineConfig
 from chatcache.decoding.grammar.sandbox import GrammarChecker
-from chatcache.decoding.grammar.state import Guide
+from chatcache.decoding.grammar.state import GrammarState
 from chatcache.engine.engine import Engine
-from chatcache.errors import InvalidRequest, Overloaded, RateLimited
+from chatcache.errors import InvalidRequestError, OverloadedError, RateLimitError
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
 from tests.decoding.toy_vocab import CONTROL, EOS, PIECES, VOCAB_SIZE, text_of
@@ -101,17 +101,17 @@ def test_a_fault_in_one_constraint_ends_that_request_only(
         healthy.add(request(name, params))
     want = drain(healthy)
 
-    step = Guide._step
+    step = GrammarState._step
     calls: list[int] = []
 
-    def faulty(self: Guide, tokens: list[int]) -> None:
+    def faulty(self: GrammarState, tokens: list[int]) -> None:
         calls.append(1)
         if len(calls) == 12:  # in the third step or so, of somebody
             raise kind("injected")
         step(self, tokens)
 
     eng = engine()
-    monkeypatch.setattr(Guide, "_step", faulty)
+    monkeypatch.setattr(GrammarState, "_step", faulty)
     for name, params in names.items():
         eng.add(request(name, params))
     events = drain(eng)
@@ -138,7 +138,7 @@ def test_others_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch)
     assert eng.is_preparing("slow") and eng.health().num_waiting == 1 and eng.has_work()
     for name in ("b", "c"):
         eng.add(request(name, MIXED["json"]))
-    with pytest.raises(Overloaded):
+    with pytest.raises(OverloadedError):
         eng.add(request("d", MIXED["plain"]))
     eng.abort("b")
     gate.set()
@@ -162,12 +162,12 @@ def test_a_grammar_that_is_no_good_fails_its_request_as_invalid() -> None:
 
 def test_what_can_be_told_at_once_is_refused_at_the_door() -> None:
     eng = engine()
-    with pytest.raises(InvalidRequest, match="is not JSON"):
+    with pytest.raises(InvalidRequestError, match="is not JSON"):
         eng.add(request("bad", SamplingParams(structured_outputs=StructuredOutputs(json="{"))))
-    with pytest.raises(InvalidRequest, match="exactly one of"):
+    with pytest.raises(InvalidRequestError, match="exactly one of"):
         eng.add(request("bad", BeamSearchParams(structured_outputs=StructuredOutputs())))
     plain = Engine(FakeRunner(fake_capacity(), VOCAB_SIZE), fake_facts(VOCAB_SIZE), EngineConfig())
-    with pytest.raises(InvalidRequest, match="need a model with a tokenizer"):
+    with pytest.raises(InvalidRequestError, match="need a model with a tokenizer"):
         plain.add(request("bad", MIXED["greedy"]))
     assert not eng.has_work() and not plain.has_work()
 
@@ -220,7 +220,7 @@ def test_requests_whose_grammar_is_compiled_are_part_of_their_tenants_share(monk
     eng = engine(max_num_waiting=4)
     for at in range(2):
         add(f"mine{at}", "a")
-    with pytest.raises(RateLimited):
+    with pytest.raises(RateLimitError):
         add("mine2", "a")
     add("theirs", "b")
     gate.set()

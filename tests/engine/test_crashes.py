@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chatcache.decoding.strategy import make_strategy
-from chatcache.types.actions import Advance, Candidates, DrawSpec, Dropped, Extend, Retire
+from chatcache.types.actions import Advance, Candidates, DrawSpec, Dropped, Extend, Release
 from chatcache.types.events import Failed, Finished, Started
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -100,7 +100,7 @@ class Odd:
             case "forgets its branch":
                 return Advance((), ())
             case "retires all without an end":
-                return Advance((Retire(0),), ())
+                return Advance((Release(0),), ())
             case _:
                 return Advance((Extend(7, 1),), ())
 

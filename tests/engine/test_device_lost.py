@@ -6,7 +6,7 @@ import pytest
 
 from chatcache.engine.engine import Engine
 from chatcache.engine.protocols import Launched
-from chatcache.errors import DeviceLost, Overloaded
+from chatcache.errors import DeviceLostError, OverloadedError
 from chatcache.types.events import EngineEvent, Failed, Finished
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -38,7 +38,7 @@ class Losing(FakeRunner):
 
     def _fail(self) -> None:
         self.num_asked_in_vain += 1
-        raise DeviceLost(REASON)
+        raise DeviceLostError(REASON)
 
 
 WAYS = {
@@ -65,7 +65,7 @@ def lose(eng: Engine) -> list[EngineEvent]:
         assert eng.has_work()
         try:
             events += eng.step()
-        except DeviceLost:
+        except DeviceLostError:
             return events
     raise AssertionError("the engine does not say that it is lost")
 
@@ -95,7 +95,7 @@ def test_afterwards_requests_are_refused_and_health_says_why() -> None:
     eng = engine(Losing(3, runs_ahead=True))
     eng.add(request("a", params=LONG))
     lose(eng)
-    with pytest.raises(Overloaded, match="illegal memory access") as caught:
+    with pytest.raises(OverloadedError, match="illegal memory access") as caught:
         eng.add(request("b"))
     assert (caught.value.code, caught.value.status) == ("engine_unavailable", 503)
     health = eng.health()
@@ -104,7 +104,7 @@ def test_afterwards_requests_are_refused_and_health_says_why() -> None:
     eng.pages.check()
     eng.abort("a")
     assert eng.pages.accounts().num_pages_in_use == 0
-    with pytest.raises(DeviceLost):
+    with pytest.raises(DeviceLostError):
         eng.step()
     eng.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chatcache.errors import ChatcacheError, ContextTooLong, InvalidRequest, Overloaded
+from chatcache.errors import ChatcacheError, ContextLengthError, InvalidRequestError, OverloadedError
 from chatcache.types.events import Finished
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.engine.driving import VOCAB, drain, engine, request
@@ -14,16 +14,20 @@ from tests.support.fake_runner import FakeRunner, fake_capacity
 @pytest.mark.parametrize(
     ("bad", "error", "words"),
     [
-        (request(prompt=()), InvalidRequest, "empty"),
-        (request(prompt=(1, VOCAB)), InvalidRequest, f"between 0 and {VOCAB - 1}, got {VOCAB}"),
-        (request(prompt=(-1,)), InvalidRequest, "got -1"),
-        (request(num_tokens=4096), ContextTooLong, "has 4096 tokens, and at least 1 .* 4096"),
-        (request(params=SamplingParams(max_tokens=4090)), ContextTooLong, "20 tokens.*4090.*4110.*4096"),
-        (request(params=SamplingParams(temperature=-1.0)), InvalidRequest, "temperature"),
-        (request(params=SamplingParams(n=17)), InvalidRequest, "n must be at most 16"),
-        (request(params=BeamSearchParams(beam_width=17)), InvalidRequest, "beam_width must be at most 16"),
-        (request(""), InvalidRequest, "request_id"),
-        (request(params=SamplingParams(n=16, max_tokens=1000)), ContextTooLong, "in 16 branches may need 1009 pages"),
+        (request(prompt=()), InvalidRequestError, "empty"),
+        (request(prompt=(1, VOCAB)), InvalidRequestError, f"between 0 and {VOCAB - 1}, got {VOCAB}"),
+        (request(prompt=(-1,)), InvalidRequestError, "got -1"),
+        (request(num_tokens=4096), ContextLengthError, "has 4096 tokens, and at least 1 .* 4096"),
+        (request(params=SamplingParams(max_tokens=4090)), ContextLengthError, "20 tokens.*4090.*4110.*4096"),
+        (request(params=SamplingParams(temperature=-1.0)), InvalidRequestError, "temperature"),
+        (request(params=SamplingParams(n=17)), InvalidRequestError, "n must be at most 16"),
+        (request(params=BeamSearchParams(beam_width=17)), InvalidRequestError, "beam_width must be at most 16"),
+        (request(""), InvalidRequestError, "request_id"),
+        (
+            request(params=SamplingParams(n=16, max_tokens=1000)),
+            ContextLengthError,
+            "in 16 branches may need 1009 pages",
+        ),
     ],
 )
 def test_what_is_refused_at_the_door(bad: GenerateRequest, error: type[ChatcacheError], words: str) -> None:
@@ -35,7 +39,7 @@ def test_what_is_refused_at_the_door(bad: GenerateRequest, error: type[Chatcache
 
 def test_a_number_in_the_refusal_can_be_used() -> None:
     eng = engine(FakeRunner(fake_capacity(num_pages=12), VOCAB))
-    with pytest.raises(ContextTooLong, match=r"KV memory has 11, enough for max_tokens 97"):
+    with pytest.raises(ContextLengthError, match=r"KV memory has 11, enough for max_tokens 97"):
         eng.add(request(num_tokens=80, params=SamplingParams(max_tokens=200)))
     eng.add(request(num_tokens=80, params=SamplingParams(max_tokens=97, ignore_eos=True)))
     assert isinstance(drain(eng)[-1], Finished)
@@ -52,7 +56,7 @@ def test_max_tokens_none_means_all_that_context_and_pool_allow(num_pages: int, e
 def test_an_active_id_is_refused_and_a_finished_one_welcome() -> None:
     eng = engine()
     eng.add(request())
-    with pytest.raises(InvalidRequest, match="already active"):
+    with pytest.raises(InvalidRequestError, match="already active"):
         eng.add(request())
     drain(eng)
     eng.add(request())
@@ -62,14 +66,14 @@ def test_an_active_id_is_refused_and_a_finished_one_welcome() -> None:
 def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
     eng = engine(max_waiting_tokens=100)
     eng.add(request("long", num_tokens=150))  # the first one is never too long
-    with pytest.raises(Overloaded, match="150 prompt tokens are waiting already, of at most 100"):
+    with pytest.raises(OverloadedError, match="150 prompt tokens are waiting already, of at most 100"):
         eng.add(request("a", num_tokens=1))
     eng.step()
     assert eng.health().num_waiting_tokens == 0
     eng.add(request("b", num_tokens=60))
     eng.add(request("c", num_tokens=40))
     assert (eng.health().num_waiting_tokens, eng.health().max_waiting_tokens) == (100, 100)
-    with pytest.raises(Overloaded):
+    with pytest.raises(OverloadedError):
         eng.add(request("d", num_tokens=1))
     eng.abort("b")
     eng.add(request("d", num_tokens=60))
@@ -81,7 +85,7 @@ def test_the_queue_is_bounded() -> None:
     eng = engine(max_num_waiting=2)
     eng.add(request("a"))
     eng.add(request("b"))
-    with pytest.raises(Overloaded, match="2 requests"):
+    with pytest.raises(OverloadedError, match="2 requests"):
         eng.add(request("c"))
     eng.step()
     eng.add(request("c"))

@@ -12,10 +12,10 @@ import pytest
 
 from chatcache.decoding.sampling import SamplingStrategy
 from chatcache.engine.engine import Engine
-from chatcache.errors import UnsupportedParameter
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.errors import UnsupportedParameterError
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.branches import Branches
-from chatcache.scheduler.decode_batch import SteadyBranches
+from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import Dropped
@@ -157,7 +157,7 @@ def test_what_is_settled_together_is_not_dropped(params: Params) -> None:
     for each in (eng, other):
         each.add(request(params=params))
     for _ in range(4):
-        with pytest.raises(UnsupportedParameter, match="one by one") as caught:
+        with pytest.raises(UnsupportedParameterError, match="one by one") as caught:
             eng.drop("a", 1)
         assert caught.value.param == "candidate"
         events += eng.step()
@@ -271,7 +271,7 @@ def steady_row_kept(patch: Patch) -> None:
 
     def drop(self: Branches, request: LiveRequest, branch_id: int) -> None:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(SteadyBranches, "leave", lambda *_, **__: None)
+            within.setattr(DecodeBatch, "leave", lambda *_, **__: None)
             original(self, request, branch_id)
 
     patch.setattr(Branches, "drop", drop)
@@ -364,7 +364,7 @@ BUGS: list[Callable[[Patch], None]] = [
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
-    with pytest.raises((AssertionError, AttributeError, BrokenInvariant, IndexError, KeyError)):
+    with pytest.raises((AssertionError, AttributeError, InvariantError, IndexError, KeyError)):
         every_moment()
 
 

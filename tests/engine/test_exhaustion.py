@@ -11,9 +11,9 @@ import pytest
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.errors import ContextTooLong
+from chatcache.errors import ContextLengthError
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.queue import WaitingQueue
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -81,7 +81,7 @@ class Trace:
         )
         try:
             self.engine.add(request)
-        except ContextTooLong as refusal:
+        except ContextLengthError as refusal:
             self._check_refusal(refusal.message, len(prompt), shared["max_tokens"])
         else:
             open_ids.add(name)
@@ -146,8 +146,8 @@ def pages_leak(patch: pytest.MonkeyPatch) -> None:
 
 def no_numbers(patch: pytest.MonkeyPatch) -> None:
     """What never fits is refused without a word of why."""
-    original = ContextTooLong.__init__
-    patch.setattr(ContextTooLong, "__init__", lambda self, *_, **__: original(self, "this does not fit"))
+    original = ContextLengthError.__init__
+    patch.setattr(ContextLengthError, "__init__", lambda self, *_, **__: original(self, "this does not fit"))
 
 
 @pytest.mark.parametrize(
@@ -163,5 +163,5 @@ def no_numbers(patch: pytest.MonkeyPatch) -> None:
 )
 def test_the_check_fails_on(bug: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    with pytest.raises((AssertionError, BrokenInvariant), match=words):
+    with pytest.raises((AssertionError, InvariantError), match=words):
         check(40, seed=17)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.errors import InvalidRequest
-from chatcache.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
+from chatcache.errors import InvalidRequestError
+from chatcache.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualTokenCounter
 from chatcache.scheduler.queue import MAX_EXAMINED
 from chatcache.types.events import Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -144,17 +144,19 @@ def idle_then_return(house: House) -> int:
 
 def test_who_was_away_has_saved_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert idle_then_return(House()) <= BOUND
-    monkeypatch.setattr(VirtualCounters, "arrive", lambda self, namespace, waiting: None)
+    monkeypatch.setattr(VirtualTokenCounter, "arrive", lambda self, namespace, waiting: None)
     assert idle_then_return(House()) > BOUND, "without the lift it would have"
 
 
 def charge_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VirtualCounters, "charge_output", lambda self, namespace, num_tokens: None)
+    monkeypatch.setattr(VirtualTokenCounter, "charge_output", lambda self, namespace, num_tokens: None)
 
 
 def charge_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = VirtualCounters.charge_output
-    monkeypatch.setattr(VirtualCounters, "charge_output", lambda self, _, num_tokens: original(self, "", num_tokens))
+    original = VirtualTokenCounter.charge_output
+    monkeypatch.setattr(
+        VirtualTokenCounter, "charge_output", lambda self, _, num_tokens: original(self, "", num_tokens)
+    )
 
 
 @pytest.mark.parametrize("bug", [charge_nothing, charge_everybody])
@@ -237,11 +239,11 @@ def test_priority_is_ignored_where_it_is_not_the_policy() -> None:
     ],
 )
 def test_unknown_policies_are_refused(settings: dict[str, str], words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words) as refusal:
+    with pytest.raises(InvalidRequestError, match=words) as refusal:
         Engine(FakeRunner(fake_capacity()), fake_facts(), EngineConfig(**settings))  # type: ignore[arg-type]
     assert refusal.value.param == next(iter(settings))
 
 
 def test_a_priority_out_of_range_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="priority must be between -2047 and 2047, got 9999"):
+    with pytest.raises(InvalidRequestError, match="priority must be between -2047 and 2047, got 9999"):
         House().ask("t", 4, 4, priority=9999)

@@ -8,7 +8,7 @@ import pytest
 from chatcache.scheduler.decode_batch import draws_of
 from chatcache.types.actions import DrawSpec
 from chatcache.types.plan import I32, NOT_YET, Rows, StepPlan
-from tests.support.fake_device import BrokenPlan
+from tests.support.fake_device import InvalidPlanError
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
 LAZY = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
@@ -69,7 +69,7 @@ def test_lazily_nothing_is_done_before_the_result_is_asked_for() -> None:
 def test_a_token_that_was_not_drawn_is_refused(lazy: bool, second: StepPlan) -> None:
     one = runner(lazy=lazy)
     one.launch(plan(1, [0, 1], 0, [5, 6, 7, 8], {0: DrawSpec()}))
-    with pytest.raises(BrokenPlan, match="not drawn in the step before"):
+    with pytest.raises(InvalidPlanError, match="not drawn in the step before"):
         one.launch(second)
     assert one.device.num_refused == 1
 
@@ -78,7 +78,7 @@ def test_a_token_that_was_not_drawn_is_refused(lazy: bool, second: StepPlan) -> 
 def test_only_single_draws_can_be_followed(specs: dict[int, DrawSpec]) -> None:
     one = runner()
     one.launch(plan(1, [0], 0, [5, 6], specs))
-    with pytest.raises(BrokenPlan):
+    with pytest.raises(InvalidPlanError):
         one.launch(plan(2, [0], 2, [NOT_YET]))
 
 
@@ -86,9 +86,9 @@ def test_only_single_draws_can_be_followed(specs: dict[int, DrawSpec]) -> None:
 def test_a_third_step_and_results_out_of_order_are_refused(lazy: bool) -> None:
     one = runner(lazy=lazy)
     first, second = one.launch(plan(1, [0], 0, [5])), one.launch(plan(2, [0], 1, [NOT_YET]))
-    with pytest.raises(BrokenPlan, match="behind 2 others"):
+    with pytest.raises(InvalidPlanError, match="behind 2 others"):
         one.launch(plan(3, [0], 2, [NOT_YET]))
-    with pytest.raises(BrokenPlan, match="ahead of it"):
+    with pytest.raises(InvalidPlanError, match="ahead of it"):
         second.result()
     first.result()
     second.result()

@@ -11,7 +11,7 @@ import pytest
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import Draws, StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
@@ -269,7 +269,7 @@ def test_fuzzed_requests_kill_nobody_and_disturb_no_canary() -> None:
         for _ in range(min(40 - len(eng.scheduler.waiting), 10_000 - number)):
             try:
                 eng.add(fuzzed(rng, number))
-            except InvalidRequest:
+            except InvalidRequestError:
                 num_refused += 1
             number += 1
         for event in eng.step():

@@ -9,7 +9,7 @@ import pytest
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import Chain
+from chatcache.kv_cache.page_hash import PageHasher
 from chatcache.types.events import EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, Params, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
@@ -92,7 +92,7 @@ def test_no_name_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[object] = []
     original = KVCache.chain
 
-    def chain(self: KVCache, *args: Any) -> Chain:
+    def chain(self: KVCache, *args: Any) -> PageHasher:
         named.append(args)
         return original(self, *args)
 

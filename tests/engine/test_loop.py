@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import CandidateDone, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, SamplingParams
 from tests.engine.driving import drain, engine, output, request
@@ -148,6 +148,6 @@ def test_best_of_draws_more_branches_than_it_returns() -> None:
     assert end.num_computed_tokens == 20 + 4 * 2
     scores = [event.score for event in events if isinstance(event, CandidateDone)]
     assert scores == sorted(scores, reverse=True) and len(scores) == 2
-    with pytest.raises(InvalidRequest, match="best_of must be at most 4 on this server, got 5") as caught:
+    with pytest.raises(InvalidRequestError, match="best_of must be at most 4 on this server, got 5") as caught:
         eng.add(request(params=SamplingParams(n=2, best_of=5)))
     assert caught.value.param == "best_of"

@@ -12,8 +12,8 @@ from functools import cache
 import pytest
 
 from chatcache.engine import admission as intake
-from chatcache.errors import Overloaded, RateLimited
-from chatcache.scheduler.fairness import VirtualCounters
+from chatcache.errors import OverloadedError, RateLimitError
+from chatcache.scheduler.fairness import VirtualTokenCounter
 from tests.engine.crowds import FLOOD, MOST, SLOTS, Crowd
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
@@ -51,8 +51,8 @@ def no_shares(patch: pytest.MonkeyPatch) -> str:
 
 
 def nothing_is_counted(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(VirtualCounters, "charge_output", lambda *_: None)
-    patch.setattr(VirtualCounters, "charge_input", lambda *_: None)
+    patch.setattr(VirtualTokenCounter, "charge_output", lambda *_: None)
+    patch.setattr(VirtualTokenCounter, "charge_input", lambda *_: None)
     return "fair"
 
 
@@ -78,7 +78,7 @@ def test_the_queue_never_overflows_and_the_engine_is_never_less_busy(num_floods:
     crowd = Crowd(num_polite=0, num_floods=num_floods, seed=SEED).run()
     assert crowd.widest[0] <= MOST and crowd.widest[1] <= MOST // 2
     assert crowd.widest[1 if num_floods == 1 else 0] == (MOST // 2 if num_floods == 1 else MOST), "it was full"
-    assert crowd.refusals[RateLimited if num_floods == 1 else Overloaded] > 100
+    assert crowd.refusals[RateLimitError if num_floods == 1 else OverloadedError] > 100
     assert crowd.tokens_per_step >= GOODPUT * SLOTS
 
 

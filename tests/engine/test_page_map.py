@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from chatcache.engine.engine import Engine
 from chatcache.engine.stats import MAX_SHARE, PageGauge
-from chatcache.errors import ContextTooLong
+from chatcache.errors import ContextLengthError
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.types.request import SamplingParams
 from tests.engine.driving import drain, engine, request
@@ -32,7 +32,7 @@ def test_the_map_is_what_the_pool_says_at_every_step(workload: Workload) -> None
     for arrival in workload.arrivals:
         try:
             engine.add(arrival.request)
-        except ContextTooLong:
+        except ContextLengthError:
             continue
     while engine.has_work():
         engine.step()

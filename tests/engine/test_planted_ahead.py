@@ -10,25 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatcache.engine.pipeline import Flights, Landed
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.engine.pipeline import CompletedStep, StepPipeline
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.batch import Step
-from chatcache.scheduler.decode_batch import NO_ROW, SteadyBranches, SteadyRows
+from chatcache.scheduler.decode_batch import NO_ROW, DecodeBatch, DecodeRows
 from chatcache.scheduler.request import LiveRequest
-from chatcache.scheduler.scheduler import Ahead, Scheduler
+from chatcache.scheduler.scheduler import AsyncScheduling, Scheduler
 from chatcache.types.plan import I32
 from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
-Steady = SteadyBranches
+Steady = DecodeBatch
 
 
 def tokens_noted_as_planned(patch: Patch) -> None:
     """What the plan said of a token, not what it turned out to be."""
     original = Steady.advance
 
-    def advance(self: Steady, rows: SteadyRows) -> None:
+    def advance(self: Steady, rows: DecodeRows) -> None:
         places = np.flatnonzero(self._is_taken & (self._row != NO_ROW))
         cells = self._cell[places].copy()
         original(self, rows)
@@ -38,13 +38,13 @@ def tokens_noted_as_planned(patch: Patch) -> None:
 
 
 def tokens_of_the_step_behind(patch: Patch) -> None:
-    original = Flights.collect
+    original = StepPipeline.collect
 
-    def collect(self: Flights) -> Landed:
+    def collect(self: StepPipeline) -> CompletedStep:
         self._flights.rotate(1)
         return original(self)
 
-    patch.setattr(Flights, "collect", collect)
+    patch.setattr(StepPipeline, "collect", collect)
 
 
 def rows_of_the_departed_kept(patch: Patch) -> None:
@@ -52,15 +52,15 @@ def rows_of_the_departed_kept(patch: Patch) -> None:
 
 
 def rows_noted_twice(patch: Patch) -> None:
-    original = Flights.collect
-    patch.setattr(Flights, "collect", lambda self: original(self)._replace(is_committed=False))
+    original = StepPipeline.collect
+    patch.setattr(StepPipeline, "collect", lambda self: original(self)._replace(is_committed=False))
 
 
 def rows_not_noted(patch: Patch) -> None:
     """A step whose rows were all decided behind another is taken for one that was noted then."""
-    original = Flights.collect
+    original = StepPipeline.collect
     patch.setattr(
-        Flights, "collect", lambda self: (landed := original(self))._replace(is_committed=not landed.step.granted)
+        StepPipeline, "collect", lambda self: (landed := original(self))._replace(is_committed=not landed.step.granted)
     )
 
 
@@ -70,12 +70,12 @@ def departures_overlooked(patch: Patch) -> None:
 
 
 def nobody_waits_for_the_step_behind_a_failed_one(patch: Patch) -> None:
-    def drop(self: Flights) -> list[Step]:
+    def drop(self: StepPipeline) -> list[Step]:
         steps = [flight.step for flight in self._flights]
         self._flights.clear()
         return steps
 
-    patch.setattr(Flights, "drop", drop)
+    patch.setattr(StepPipeline, "drop", drop)
 
 
 def others_go_on_behind_a_failed_step(patch: Patch) -> None:
@@ -95,10 +95,10 @@ def another_token_than_was_drawn(patch: Patch) -> None:
 
 
 def ahead_of_a_step_that_is_not_steady(patch: Patch) -> None:
-    def is_clear(self: Ahead, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
+    def is_clear(self: AsyncScheduling, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
         return self._steady.can_follow()
 
-    patch.setattr(Ahead, "is_clear", is_clear)
+    patch.setattr(AsyncScheduling, "is_clear", is_clear)
 
 
 def wide_draws_followed(patch: Patch) -> None:
@@ -152,5 +152,5 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> 
 
     bug(monkeypatch)
     # ValueError: arrays of different steps do not fit together.
-    with pytest.raises((AssertionError, BrokenInvariant, KeyError, IndexError, ValueError)):
+    with pytest.raises((AssertionError, InvariantError, KeyError, IndexError, ValueError)):
         property_holds()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 
-from chatcache.engine.invariants import SelfCheck
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.engine.invariants import InvariantChecker
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.batch import Batch, Step
-from chatcache.scheduler.branches import Slots
+from chatcache.scheduler.branches import RowAllocator
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 from tests.engine.generated import until_it_fails, workloads
@@ -33,7 +33,7 @@ def copy_never_made(patch: Patch) -> None:
 
 
 def row_fork_forgotten(patch: Patch) -> None:
-    patch.setattr(Slots, "take_forks", lambda self: [])
+    patch.setattr(RowAllocator, "take_forks", lambda self: [])
 
 
 def published_before_execution(patch: Patch) -> None:
@@ -77,7 +77,7 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], audit: bool, monkeypatc
         assert_equals_alone(workload, audit=audit)
 
     if not audit:  # nor does the engine look at its own books
-        monkeypatch.setattr(SelfCheck, "run_if_due", lambda self: None)
+        monkeypatch.setattr(InvariantChecker, "run_if_due", lambda self: None)
     bug(monkeypatch)
-    with pytest.raises((AssertionError, BrokenInvariant, IndexError, KeyError)):
+    with pytest.raises((AssertionError, InvariantError, IndexError, KeyError)):
         property_holds()

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_table import PageTable
-from chatcache.kv_cache.pool import BrokenInvariant
-from chatcache.scheduler.decode_batch import SteadyBranches, SteadyRows
+from chatcache.kv_cache.pool import InvariantError
+from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows
 from chatcache.scheduler.request import Branch
 from chatcache.types.plan import I32
 from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
-Steady = SteadyBranches
+Steady = DecodeBatch
 
 
 def table_not_told(patch: Patch) -> None:
@@ -84,9 +84,9 @@ def comers_overlooked(patch: Patch) -> None:
 def draws_of_before(patch: Patch) -> None:
     """The draws of an earlier step, while others are steady by now."""
     original = Steady.rows
-    kept: dict[tuple[Steady, int], SteadyRows] = {}
+    kept: dict[tuple[Steady, int], DecodeRows] = {}
 
-    def rows(self: Steady) -> SteadyRows:
+    def rows(self: Steady) -> DecodeRows:
         now = original(self)
         before = kept.setdefault((self, len(now.branches)), now)
         draws = before.draws
@@ -98,7 +98,7 @@ def draws_of_before(patch: Patch) -> None:
 def drawn_at_the_position_before(patch: Patch) -> None:
     original = Steady.rows
 
-    def rows(self: Steady) -> SteadyRows:
+    def rows(self: Steady) -> DecodeRows:
         rows = original(self)
         return replace(rows, draws=replace(rows.draws, position=rows.draws.position - 1))
 
@@ -108,7 +108,7 @@ def drawn_at_the_position_before(patch: Patch) -> None:
 def tokens_of_the_neighbour(patch: Patch) -> None:
     original = Steady.rows
 
-    def rows(self: Steady) -> SteadyRows:
+    def rows(self: Steady) -> DecodeRows:
         rows = original(self)
         return replace(rows, rows=replace(rows.rows, tokens=np.roll(rows.rows.tokens, 1)))
 
@@ -118,7 +118,7 @@ def tokens_of_the_neighbour(patch: Patch) -> None:
 def slots_not_in_the_order_of_the_branches(patch: Patch) -> None:
     original = Steady.rows
 
-    def rows(self: Steady) -> SteadyRows:
+    def rows(self: Steady) -> DecodeRows:
         rows = original(self)
         return replace(rows, rows=replace(rows.rows, slot=np.sort(rows.rows.slot)[::-1].copy()))
 
@@ -195,7 +195,7 @@ def first_tokens_of_the_page_unknown(patch: Patch) -> None:
 def last_token_of_the_page_unknown(patch: Patch) -> None:
     original = Steady.advance
 
-    def advance(self: Steady, rows: SteadyRows) -> None:
+    def advance(self: Steady, rows: DecodeRows) -> None:
         cells = self._cell[: len(rows.branches)].copy()
         original(self, rows)
         last = cells[(cells + 1) % self._kv.page_size == 0]
@@ -237,5 +237,5 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> 
 
     bug(monkeypatch)
     # KeyError: the queue is asked to remove a request that it no longer has.
-    with pytest.raises((AssertionError, BrokenInvariant, KeyError)):
+    with pytest.raises((AssertionError, InvariantError, KeyError)):
         property_holds()

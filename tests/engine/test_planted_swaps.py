@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
-from chatcache.kv_cache.host import HostTier, Load
+from chatcache.kv_cache.host import HostKVCache, PendingLoad
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageContent
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageHash
 from chatcache.kv_cache.page_table import PageTable
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.limits import worst_case_pages
-from chatcache.scheduler.preemption import Swaps
+from chatcache.scheduler.preemption import SwapTracker
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, num_branches
 from tests.engine.oracle import VOCAB
 from tests.engine.workloads import Arrival, Workload, assert_equals_alone, run
@@ -80,24 +80,24 @@ def leaving(ahead: str) -> Workload:
 
 
 def copies_out_never_made(patch: Patch) -> None:
-    original = HostTier.moves
-    patch.setattr(HostTier, "moves", lambda self: ([], original(self)[1]))
+    original = HostKVCache.moves
+    patch.setattr(HostKVCache, "moves", lambda self: ([], original(self)[1]))
 
 
 def copies_in_never_made(patch: Patch) -> None:
-    original = HostTier.moves
-    patch.setattr(HostTier, "moves", lambda self: (original(self)[0], []))
+    original = HostKVCache.moves
+    patch.setattr(HostKVCache, "moves", lambda self: (original(self)[0], []))
 
 
 def one_page_of_many_not_copied(patch: Patch) -> None:
-    original = HostTier.moves
-    patch.setattr(HostTier, "moves", lambda self: (original(self)[0][:-1], original(self)[1]))
+    original = HostKVCache.moves
+    patch.setattr(HostKVCache, "moves", lambda self: (original(self)[0][:-1], original(self)[1]))
 
 
 def neighbour_copied_instead(patch: Patch) -> None:
     original = KVCache.contents
 
-    def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageContent]:
+    def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageHash]:
         found = original(self, tables)
         pages = list(found)
         return dict(zip(pages[1:] + pages[:1], found.values(), strict=True))
@@ -109,7 +109,7 @@ def tails_mixed_up(patch: Patch) -> None:
     """Partly filled pages are copied under each other's names."""
     original = KVCache.contents
 
-    def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageContent]:
+    def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageHash]:
         found = original(self, tables)
         tails = [page for page, content in found.items() if len(content.tokens) < self.page_size * TOKEN_BYTES]
         names = [found[page] for page in tails]
@@ -119,32 +119,32 @@ def tails_mixed_up(patch: Patch) -> None:
 
 
 def host_pages_never_released(patch: Patch) -> None:
-    patch.setattr(Swaps, "drop", lambda self, request: None)
+    patch.setattr(SwapTracker, "drop", lambda self, request: None)
 
 
 def host_pages_released_at_once(patch: Patch) -> None:
     """Nobody holds what was copied out: the next one that is preempted overwrites it in the same plan."""
-    original = HostTier.hold
+    original = HostKVCache.hold
 
-    def hold(self: HostTier, contents: dict[int, PageContent]) -> list[int] | None:
+    def hold(self: HostKVCache, contents: dict[int, PageHash]) -> list[int] | None:
         host_pages = original(self, contents)
         if host_pages is not None:
             self.pool.release(host_pages)
         return [] if host_pages is not None else None
 
-    patch.setattr(HostTier, "hold", hold)
+    patch.setattr(HostKVCache, "hold", hold)
 
 
 def found_before_execution(patch: Patch) -> None:
-    original = HostTier.hold
+    original = HostKVCache.hold
 
-    def hold(self: HostTier, contents: dict[int, PageContent]) -> list[int] | None:
+    def hold(self: HostKVCache, contents: dict[int, PageHash]) -> list[int] | None:
         host_pages = original(self, contents)
         for _, host_page, content in self._leaving.values():
             self.pool.publish(host_page, content)
         return host_pages
 
-    patch.setattr(HostTier, "hold", hold)
+    patch.setattr(HostKVCache, "hold", hold)
 
 
 def abandoned_steps_count_as_executed(patch: Patch) -> None:
@@ -152,17 +152,17 @@ def abandoned_steps_count_as_executed(patch: Patch) -> None:
 
 
 def loads_outlive_an_abandoned_step(patch: Patch) -> None:
-    patch.setattr(HostTier, "abandon", lambda self: self._leaving.clear())
+    patch.setattr(HostKVCache, "abandon", lambda self: self._leaving.clear())
 
 
 def loaded_page_is_another(patch: Patch) -> None:
-    original = HostTier.load
+    original = HostKVCache.load
 
-    def load(self: HostTier, page: int, load: Load) -> None:
+    def load(self: HostKVCache, page: int, load: PendingLoad) -> None:
         others = [move for move in self._coming.values() if move.host_page != load.host_page]
-        original(self, page, Load(others[0].host_page, load.content) if others else load)
+        original(self, page, PendingLoad(others[0].host_page, load.content) if others else load)
 
-    patch.setattr(HostTier, "load", load)
+    patch.setattr(HostKVCache, "load", load)
 
 
 def siblings_forget_their_own_pages(patch: Patch) -> None:
@@ -209,7 +209,7 @@ def all_equal_alone() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
-    with pytest.raises((AssertionError, BrokenInvariant, IndexError, KeyError)):
+    with pytest.raises((AssertionError, InvariantError, IndexError, KeyError)):
         all_equal_alone()
 
 

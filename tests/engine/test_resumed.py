@@ -13,8 +13,8 @@ from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.sampling import SamplingStrategy
 from chatcache.decoding.stopping import START
 from chatcache.engine.engine import Engine
-from chatcache.engine_process.recovery import Told
-from chatcache.errors import EngineFault
+from chatcache.engine_process.recovery import RequestJournal
+from chatcache.errors import EngineError
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams, StructuredOutputs
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
@@ -59,7 +59,7 @@ def run(engine: Engine, *requests: GenerateRequest, most: int = 10_000) -> list[
 
 
 def resumed(request: GenerateRequest, events: list[EngineEvent]) -> GenerateRequest:
-    told = Told(request)
+    told = RequestJournal(request)
     for event in events:
         told.note(event)
     return told.resumed()
@@ -226,5 +226,5 @@ def _no_tokens(patch: pytest.MonkeyPatch) -> None:
 def test_planted_bugs_are_caught(bug: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuts = Cuts(kind)
     bug(monkeypatch)
-    with pytest.raises((AssertionError, EngineFault)):
+    with pytest.raises((AssertionError, EngineError)):
         cuts.check_each(cuts.at_steps[5::4])

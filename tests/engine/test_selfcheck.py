@@ -9,7 +9,7 @@ import pytest
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.invariants import MAX_PAGES
-from chatcache.kv_cache.pool import BrokenInvariant, Children, PagePool
+from chatcache.kv_cache.pool import ChildIndex, InvariantError, PagePool
 from chatcache.types.events import Finished
 from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
@@ -60,7 +60,7 @@ def idle_page_of_nobody(eng: Engine) -> None:
 
 def child_without_a_parent(eng: Engine) -> None:
     pool = eng.scheduler.kv.pool
-    pool._children = Children()
+    pool._children = ChildIndex()
 
 
 def blank_page_that_is_held(eng: Engine) -> None:
@@ -117,7 +117,7 @@ def test_a_strict_engine_raises(breakage: Callable[[Engine], None]) -> None:
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     eng.add(GenerateRequest(request_id="b", prompt=(50, 51), params=params))
     eng.step()
-    with pytest.raises(BrokenInvariant):
+    with pytest.raises(InvariantError):
         eng.step()
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from chatcache.engine import admission as intake
 from chatcache.engine.engine import Engine
-from chatcache.errors import ChatcacheError, Overloaded, RateLimited
+from chatcache.errors import ChatcacheError, OverloadedError, RateLimitError
 from chatcache.types.request import SamplingParams
 from tests.engine.driving import engine, request
 
@@ -45,10 +45,10 @@ def test_a_tenant_is_refused_at_half_and_everybody_at_the_whole() -> None:
     eng = engine(max_num_waiting=4)
     assert [ask(eng, "one", number) for number in range(2)] == [None, None]
     beyond = ask(eng, "one", 2)
-    assert isinstance(beyond, RateLimited) and beyond.status == 429 and "of this tenant" in beyond.message
+    assert isinstance(beyond, RateLimitError) and beyond.status == 429 and "of this tenant" in beyond.message
     assert [ask(eng, "two", number) for number in range(2)] == [None, None]
     full = ask(eng, "three", 0)
-    assert isinstance(full, Overloaded) and full.status == 503
+    assert isinstance(full, OverloadedError) and full.status == 503
     eng.abort("one-0")
     assert ask(eng, "three", 0) is None, "what an abort leaves is free"
     eng.step()
@@ -59,15 +59,15 @@ def test_by_tokens_too_and_the_first_is_never_too_long() -> None:
     eng = engine(max_waiting_tokens=200)
     assert ask(eng, "one", 0, 150) is None
     beyond = ask(eng, "one", 1, 1)
-    assert isinstance(beyond, RateLimited) and "150 prompt tokens of this tenant" in beyond.message
+    assert isinstance(beyond, RateLimitError) and "150 prompt tokens of this tenant" in beyond.message
     assert ask(eng, "two", 0, 50) is None
-    assert isinstance(ask(eng, "three", 0, 1), Overloaded)
+    assert isinstance(ask(eng, "three", 0, 1), OverloadedError)
 
 
 def test_an_open_server_has_no_shares() -> None:
     eng = engine(max_num_waiting=4)
     assert [ask(eng, "", number) for number in range(4)] == [None] * 4
-    assert isinstance(ask(eng, "", 4), Overloaded)
+    assert isinstance(ask(eng, "", 4), OverloadedError)
 
 
 def flood(seed: int) -> None:
@@ -90,7 +90,7 @@ def flood(seed: int) -> None:
             has_share = mine < MOST // 2 and (not mine or tokens[tenant] + num_tokens <= MOST_TOKENS // 2)
             has_room = everybody < MOST and (not everybody or tokens.total() + num_tokens <= MOST_TOKENS)
             error = ask(eng, tenant, number, num_tokens)
-            expected = RateLimited if not has_share else Overloaded if not has_room else type(None)
+            expected = RateLimitError if not has_share else OverloadedError if not has_room else type(None)
             assert type(error) is expected, f"{error!r} for who had {mine} of {everybody} waiting"
             if error is None:
                 alive.append(f"{tenant}-{number}")
@@ -107,5 +107,5 @@ def test_shares_hold_whatever_comes() -> None:
 
 def test_without_shares_the_flood_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "check_share", lambda *_: None)
-    with pytest.raises(AssertionError, match=r"(None|Overloaded\(.*\)) for who had"):
+    with pytest.raises(AssertionError, match=r"(None|OverloadedError\(.*\)) for who had"):
         flood(SEED)

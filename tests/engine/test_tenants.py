@@ -7,7 +7,7 @@ import pytest
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.stats import MAX_REMEMBERED_NAMESPACES
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import EngineEvent, Started
 from chatcache.types.request import ForkPoint, GenerateRequest, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
@@ -81,7 +81,7 @@ def test_a_live_fork_does_not_go_on_in_public() -> None:
 
 @pytest.mark.parametrize("num_public_tokens", [-1, 44])
 def test_more_public_tokens_than_there_are_is_refused(num_public_tokens: int) -> None:
-    with pytest.raises(InvalidRequest, match=rf"between 0 and the prompt's 43 tokens, got {num_public_tokens}"):
+    with pytest.raises(InvalidRequestError, match=rf"between 0 and the prompt's 43 tokens, got {num_public_tokens}"):
         engine().add(request("a", "tenant:a", (1, 2, 3), num_public_tokens))
 
 
@@ -96,9 +96,9 @@ def test_a_prompt_is_explained_without_being_run() -> None:
     assert eng.pages.explain((*PUBLIC, 7, 7), "tenant:b", 40).reason == "never_computed", "no word of another tenant"
     assert eng.pages.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "other_namespace"
     assert eng.health() == before
-    with pytest.raises(InvalidRequest, match="prompt"):
+    with pytest.raises(InvalidRequestError, match="prompt"):
         eng.pages.explain(())
-    with pytest.raises(InvalidRequest, match="num_public_tokens"):
+    with pytest.raises(InvalidRequestError, match="num_public_tokens"):
         eng.pages.explain((1, 2), num_public_tokens=3)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from chatcache.engine.engine import Engine
-from chatcache.errors import ContextTooLong
+from chatcache.errors import ContextLengthError
 from chatcache.kv_cache import manager as cache
 from chatcache.kv_cache.manager import FEW_PAGES
 from chatcache.kv_cache.page_hash import token_bytes
@@ -39,7 +39,7 @@ def test_counts_are_what_explain_says(few: int, workload: Workload) -> None:
     for arrival in workload.arrivals:
         try:
             engine.add(arrival.request)
-        except ContextTooLong:
+        except ContextLengthError:
             continue
         requests[arrival.request.request_id] = arrival.request
         lines[arrival.request.request_id] = list(arrival.request.prompt)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.errors import ContextTooLong, UnsupportedParameter
+from chatcache.errors import ContextLengthError, UnsupportedParameterError
 from chatcache.kv_cache.pool import PagePool
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
@@ -124,7 +124,7 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
             request = todo.pop(0).request
             try:
                 engine.add(request)
-            except ContextTooLong:
+            except ContextLengthError:
                 continue
             answers[request.request_id], events[request.request_id] = Answer(), []
         while aborts and aborts[0][0] <= step:
@@ -186,7 +186,7 @@ def drop_one(engine: Engine, request_id: str, index: int) -> None:
     num_in_use, num_ended = pool.num_in_use, len(engine._outbox)
     try:
         engine.drop(request_id, index)
-    except UnsupportedParameter:
+    except UnsupportedParameterError:
         assert (pool.num_in_use, len(engine._outbox)) == (num_in_use, num_ended)
         return
     news = engine._outbox._events[num_ended:]

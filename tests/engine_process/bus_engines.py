@@ -12,7 +12,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.engine_process.protocol import MAX_FRAME_BYTES
-from chatcache.errors import ContextTooLong, DeviceLost, ModelFolderError, UnsupportedParameter
+from chatcache.errors import ContextLengthError, DeviceLostError, ModelFolderError, UnsupportedParameterError
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -47,7 +47,7 @@ class CountingEngine:
 
     def add(self, request: GenerateRequest) -> None:
         if len(request.prompt) > 1000:
-            raise ContextTooLong(f"{len(request.prompt)} tokens do not fit", param="prompt")
+            raise ContextLengthError(f"{len(request.prompt)} tokens do not fit", param="prompt")
         resumed = request.resumed
         produced = len(resumed.candidates[0].tokens) // 4 if resumed is not None and resumed.candidates else 0
         self._running[request.request_id] = (request, produced, resumed.last_seq if resumed is not None else 0)
@@ -60,7 +60,7 @@ class CountingEngine:
     def drop(self, request_id: str, index: int) -> None:
         """Of its one candidate."""
         if index:
-            raise UnsupportedParameter(f"no {index}", param="candidate")
+            raise UnsupportedParameterError(f"no {index}", param="candidate")
         self.abort(request_id)
 
     def is_preparing(self, request_id: str) -> bool:
@@ -179,7 +179,7 @@ class _Losing(FakeRunner):
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.step >= 10:
-            raise DeviceLost(LOST)
+            raise DeviceLostError(LOST)
         return super().execute(plan)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from chatcache.engine_process.protocol import Abort, Answer, Command, Drop, Events, Reply, Scored, Submit
-from chatcache.engine_process.recovery import Survivors
-from chatcache.errors import EngineFault
+from chatcache.engine_process.recovery import RequestRecovery
+from chatcache.errors import EngineError
 from chatcache.types.events import EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 
@@ -21,7 +21,7 @@ class Bench:
         self.answers: list[Reply] = []
         self._calls = itertools.count(1)
         self._seqs: dict[str, int] = {}
-        self.survivors = Survivors(self._to_engine, self._to_board)
+        self.survivors = RequestRecovery(self._to_engine, self._to_board)
         self.survivors.up()
 
     def _to_engine(self, command: Command) -> None:
@@ -68,7 +68,7 @@ class Bench:
 
     def die(self, *, is_sure: bool = True) -> int:
         self.in_engine.clear()
-        return self.survivors.died(EngineFault("it died"), is_sure=is_sure)
+        return self.survivors.died(EngineError("it died"), is_sure=is_sure)
 
     def _seq(self, name: str) -> int:
         self._seqs[name] += 1

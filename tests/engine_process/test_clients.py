@@ -8,7 +8,7 @@ import pytest
 
 from chatcache.engine_process.process import EngineProcess
 from chatcache.engine_process.threaded import ThreadedEngine
-from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, NotFound
+from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError, NotFoundError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 from chatcache.types.stats import PackedPrompt, PageAccounts
 from tests.engine_process.bus_engines import CountingEngine, expected_tokens, request
@@ -66,22 +66,22 @@ async def test_abort_ends_the_stream_with_a_receipt(client: Client) -> None:
 
 async def test_unknown_aborts_are_ignored_and_unknown_events_are_not_found(client: Client) -> None:
     await client.abort("nobody")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await collect(client, "nobody")
 
 
 async def test_a_refused_request_raises_and_leaves_no_log(client: Client) -> None:
-    with pytest.raises(ContextTooLong, match="1001 tokens") as caught:
+    with pytest.raises(ContextLengthError, match="1001 tokens") as caught:
         await client.submit(request("r", prompt=(1,) * 1001))
     assert (caught.value.param, caught.value.status) == ("prompt", 400)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await collect(client, "r")
     await client.submit(request("r", 1))
 
 
 async def test_an_id_in_use_is_refused(client: Client) -> None:
     await client.submit(request("r", 1_000_000))
-    with pytest.raises(InvalidRequest, match="in use"):
+    with pytest.raises(InvalidRequestError, match="in use"):
         await client.submit(request("r"))
     await client.abort("r")
 
@@ -121,7 +121,7 @@ async def test_explain_and_accounts_cross_as_what_they_are(client: Client) -> No
 
 
 async def test_a_question_that_fails_is_answered_and_the_engine_goes_on(client: Client) -> None:
-    with pytest.raises(EngineFault) as caught:
+    with pytest.raises(EngineError) as caught:
         await client.explain([1], "bug")
     assert "planted" not in caught.value.message
     await client.submit(request("r", 3))
@@ -153,11 +153,11 @@ async def test_a_fault_in_the_thread_ends_requests_and_health_tells() -> None:
 
 async def test_a_factory_that_fails_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
     def factory() -> CountingEngine:
-        raise InvalidRequest("no such thing")
+        raise InvalidRequestError("no such thing")
 
     async with ThreadedEngine(factory) as engine:
-        with pytest.raises(InvalidRequest, match="no such thing"):
+        with pytest.raises(InvalidRequestError, match="no such thing"):
             await engine.submit(request("r"))
-        with pytest.raises(InvalidRequest, match="no such thing"):
+        with pytest.raises(InvalidRequestError, match="no such thing"):
             await engine.wait_loaded()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -13,7 +13,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine_process import protocol as codec
 from chatcache.engine_process import protocol as faults
 from chatcache.engine_process import protocol as messages
-from chatcache.errors import ContextTooLong, EngineFault, ModelFolderError, UnsupportedParameter
+from chatcache.errors import ContextLengthError, EngineError, ModelFolderError, UnsupportedParameterError
 from chatcache.types.events import Beams, Failed, Finished, LiveBeam, Miss, Started, StartReport, TokenLogprob, Tokens
 from chatcache.types.request import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROBS, BeamSearchParams, GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, PageAccounts, PageHit
@@ -28,7 +28,7 @@ COMMANDS: list[messages.Command] = [
 ]
 NOTICES: list[messages.Notice] = [
     messages.Loading(0.5, "weights"),
-    messages.LoadFailed(faults.Fault("ModelFolderError", "config.json: missing", "model_folder_error")),
+    messages.LoadFailed(faults.ErrorData("ModelFolderError", "config.json: missing", "model_folder_error")),
     messages.Answer(3, value={"a": [1, 2]}),
     messages.Explained(
         4, Explanation(num_tokens=3, num_cached_tokens=2, page_size=16, pages=(PageHit(0, 2, "partial"),))
@@ -124,22 +124,24 @@ def test_what_is_no_command_is_refused(body: bytes) -> None:
         codec.decode_command(body)
 
 
-@pytest.mark.parametrize("error", [ContextTooLong("9 > 8", param="prompt"), ModelFolderError("x: bad", code="other")])
-def test_catalogued_errors_survive(error: ContextTooLong | ModelFolderError) -> None:
-    back = faults.from_fault(faults.to_fault(error))
+@pytest.mark.parametrize(
+    "error", [ContextLengthError("9 > 8", param="prompt"), ModelFolderError("x: bad", code="other")]
+)
+def test_catalogued_errors_survive(error: ContextLengthError | ModelFolderError) -> None:
+    back = faults.decode_error(faults.encode_error(error))
     assert (type(back), back.message, back.param, back.code) == (type(error), error.message, error.param, error.code)
 
 
 def test_other_errors_become_engine_faults() -> None:
-    back = faults.from_fault(faults.to_fault(KeyError("k")))
-    assert isinstance(back, EngineFault) and "KeyError" in back.message
+    back = faults.decode_error(faults.encode_error(KeyError("k")))
+    assert isinstance(back, EngineError) and "KeyError" in back.message
     for kind in ("annotations", "ChatcacheError", "__builtins__"):
-        assert isinstance(faults.from_fault(faults.Fault(kind, "m", "c")), EngineFault)
+        assert isinstance(faults.decode_error(faults.ErrorData(kind, "m", "c")), EngineError)
 
 
 def test_an_error_of_a_room_crosses_as_the_nearest_one_of_the_catalogue() -> None:
-    class NoSuchGrammar(UnsupportedParameter):
+    class NoSuchGrammar(UnsupportedParameterError):
         pass
 
-    back = faults.from_fault(faults.to_fault(NoSuchGrammar("no", param="grammar")))
-    assert (type(back), back.param) == (UnsupportedParameter, "grammar")
+    back = faults.decode_error(faults.encode_error(NoSuchGrammar("no", param="grammar")))
+    assert (type(back), back.param) == (UnsupportedParameterError, "grammar")

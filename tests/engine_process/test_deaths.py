@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from chatcache.engine_process import process as children
-from chatcache.engine_process.process import Child, EngineProcess, RestartPolicy
+from chatcache.engine_process.process import ChildProcess, EngineProcess, RestartPolicy
 from chatcache.engine_process.protocol import Notice
-from chatcache.engine_process.recovery import Survivors, Told
+from chatcache.engine_process.recovery import RequestJournal, RequestRecovery
 from chatcache.types.events import Failed, Finished
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Resumed, SamplingParams
 from tests.engine_process.dying import Crowd, a_request, check_same, poison, process, undisturbed, until
@@ -55,7 +55,7 @@ async def test_fifty_kills_under_streams_disturb_nobody() -> None:
     await killed_under_streams(50)
 
 
-def _without_tokens(told: Told) -> GenerateRequest:
+def _without_tokens(told: RequestJournal) -> GenerateRequest:
     resumed = Resumed(last_seq=told.last_seq, num_cached_tokens=0)
     return GenerateRequest(
         request_id=told.request.request_id, prompt=told.request.prompt, params=told.request.params, resumed=resumed
@@ -64,7 +64,7 @@ def _without_tokens(told: Told) -> GenerateRequest:
 
 async def test_a_bus_that_forgets_what_was_told_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: everything is said twice."""
-    monkeypatch.setattr(Told, "resumed", _without_tokens)
+    monkeypatch.setattr(RequestJournal, "resumed", _without_tokens)
     with pytest.raises(AssertionError, match="not what an undisturbed run says"):
         await killed_under_streams(1, num_streams=3)
 
@@ -132,7 +132,7 @@ async def test_ten_poison_among_two_hundred_end_alone() -> None:
 
 async def test_without_quarantine_poison_takes_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: whatever was running is thought innocent."""
-    monkeypatch.setattr(Survivors, "_suspects", lambda self: iter(()))
+    monkeypatch.setattr(RequestRecovery, "_suspects", lambda self: iter(()))
     with pytest.raises(AssertionError, match=r"1 poison killed ([3-9]|[1-9][0-9]+) engines"):
         await poisoned(1, 5)
 
@@ -154,10 +154,10 @@ async def test_poison_that_hangs_is_ended_too() -> None:
 def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
     """Notices that were heard from a child which is not the present one."""
     heard: list[Notice] = []
-    children: list[Child] = []
-    spawn, receive = Child.spawn, EngineProcess._receive
+    children: list[ChildProcess] = []
+    spawn, receive = ChildProcess.spawn, EngineProcess._receive
 
-    async def spawned(self: Child, boot: object) -> None:
+    async def spawned(self: ChildProcess, boot: object) -> None:
         children.append(self)
         through = self._receive
 
@@ -170,10 +170,10 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
         self._receive = from_it
         await spawn(self, boot)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Child, "spawn", spawned)
+    monkeypatch.setattr(ChildProcess, "spawn", spawned)
     assert receive is EngineProcess._receive
     monkeypatch.setattr("chatcache.engine_process.process.KILL_GRACE_S", 0.01)
-    monkeypatch.setattr(Child, "kill", lambda self: None)  # it is stopped, and nothing reaches it
+    monkeypatch.setattr(ChildProcess, "kill", lambda self: None)  # it is stopped, and nothing reaches it
     return iter([heard])
 
 
@@ -224,13 +224,13 @@ async def test_a_bus_that_leaves_the_zombie_its_socket_is_caught(
     strangers: Iterator[list[Notice]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted bug: what hung is replaced, and not cut off."""
-    reap = Child.reap
+    reap = ChildProcess.reap
 
-    async def left(self: Child, grace_s: float) -> int | None:
+    async def left(self: ChildProcess, grace_s: float) -> int | None:
         return None if grace_s == 0.0 else await reap(self, grace_s)
 
-    monkeypatch.setattr(Child, "cut_off", lambda self: None)
-    monkeypatch.setattr(Child, "reap", left)
+    monkeypatch.setattr(ChildProcess, "cut_off", lambda self: None)
+    monkeypatch.setattr(ChildProcess, "reap", left)
     with pytest.raises(AssertionError, match="a zombie was heard"):
         await woken_zombies(1, next(strangers))
 

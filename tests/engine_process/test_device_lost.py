@@ -10,7 +10,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.engine_process.worker import EXIT_DEVICE_LOST
-from chatcache.errors import DeviceLost, Overloaded
+from chatcache.errors import DeviceLostError, OverloadedError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 from tests.engine_process.bus_engines import FAST, LOST, build_losing, request, until
 
@@ -44,7 +44,7 @@ async def test_the_process_ends_and_health_says_why_while_requests_wait(
         assert not health.ready and LOST in health.detail
         assert child.process.returncode == EXIT_DEVICE_LOST
         assert LOST in caplog.text
-        with pytest.raises(Overloaded, match="device is lost") as caught:
+        with pytest.raises(OverloadedError, match="device is lost") as caught:
             await engine.submit(request("late"))
         assert caught.value.code == "engine_unavailable"
         streams = [engine.events(name) for name in ("a", "b")]
@@ -75,7 +75,7 @@ async def test_a_row_of_lost_devices_is_given_up_and_told() -> None:
         await engine.submit(request("a", 1000))
         assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]
         error = await engine.wait_failed()
-        assert isinstance(error, DeviceLost) and error.message == LOST
+        assert isinstance(error, DeviceLostError) and error.message == LOST
 
 
 @AHEAD
@@ -85,9 +85,9 @@ async def test_an_engine_in_a_thread_raises_to_whoever_asks_next(model: str) -> 
         assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]
         assert engine._thread is not None
         engine._thread.join(60)
-        with pytest.raises((DeviceLost, Overloaded), match="device is lost"):
+        with pytest.raises((DeviceLostError, OverloadedError), match="device is lost"):
             await engine.submit(request("late"))
-        with pytest.raises(DeviceLost):
+        with pytest.raises(DeviceLostError):
             await engine.submit(request("later"))
         health = await engine.health()
         assert (health.ready, health.detail) == (False, LOST)

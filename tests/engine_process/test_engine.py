@@ -13,7 +13,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine_process.process import EngineProcess
 from chatcache.engine_process.threaded import ThreadedEngine
-from chatcache.errors import ContextTooLong, InvalidRequest, Overloaded, UnsupportedParameter
+from chatcache.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnsupportedParameterError
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from tests.engine_process.bus_engines import FAST, build_fake, build_patient
@@ -111,16 +111,16 @@ async def test_aborting_everything_frees_every_page(client: Client) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "kind", "param"),
     [
-        ((), SamplingParams(), InvalidRequest, "prompt"),
-        ((64,), SamplingParams(), InvalidRequest, "prompt"),
-        ((1,) * 4096, SamplingParams(), ContextTooLong, "prompt"),
-        ((1,), SamplingParams(max_tokens=4096), ContextTooLong, "max_tokens"),
-        ((1,), SamplingParams(n=0), InvalidRequest, "n"),
-        ((1,), SamplingParams(top_p=float("nan")), InvalidRequest, "top_p"),
+        ((), SamplingParams(), InvalidRequestError, "prompt"),
+        ((64,), SamplingParams(), InvalidRequestError, "prompt"),
+        ((1,) * 4096, SamplingParams(), ContextLengthError, "prompt"),
+        ((1,), SamplingParams(max_tokens=4096), ContextLengthError, "max_tokens"),
+        ((1,), SamplingParams(n=0), InvalidRequestError, "n"),
+        ((1,), SamplingParams(top_p=float("nan")), InvalidRequestError, "top_p"),
     ],
 )
 async def test_refusals_keep_kind_and_field(
-    client: Client, prompt: tuple[int, ...], params: Params, kind: type[InvalidRequest], param: str
+    client: Client, prompt: tuple[int, ...], params: Params, kind: type[InvalidRequestError], param: str
 ) -> None:
     with pytest.raises(kind) as caught:
         await client.submit(GenerateRequest(request_id="r", prompt=prompt, params=params))
@@ -136,7 +136,7 @@ async def test_a_full_queue_refuses_and_what_was_accepted_ends(client: Client) -
             await client.submit(long(number, max_tokens=4000))
             accepted.append(f"r{number}")
 
-    with pytest.raises(Overloaded, match="waiting"):
+    with pytest.raises(OverloadedError, match="waiting"):
         await submit_all()
     assert len(accepted) >= CONFIG.max_num_waiting
     for request_id in accepted:
@@ -185,7 +185,7 @@ async def test_drops_that_come_to_nothing(client: Client) -> None:
     await client.drop("nobody", 3)
     beams = GenerateRequest(request_id="b", prompt=(1, 2), params=BeamSearchParams(beam_width=3, max_tokens=2000))
     await client.submit(beams)
-    with pytest.raises(UnsupportedParameter, match="beams cannot be dropped"):
+    with pytest.raises(UnsupportedParameterError, match="beams cannot be dropped"):
         await client.drop("b", 0)
     await client.abort("b")
     await client.submit(long(0, max_tokens=3000))

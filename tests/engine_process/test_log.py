@@ -8,7 +8,7 @@ import random
 import pytest
 
 from chatcache.engine_process.client import FORGET_EVENTS, EventLog, EventLogs
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 
 
@@ -59,7 +59,7 @@ async def test_a_log_is_dropped_when_its_end_was_read() -> None:
     assert (len(logs), logs.num_open) == (1, 0)
     await collect(logs)
     assert len(logs) == 0
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await collect(logs)
 
 
@@ -90,7 +90,7 @@ async def test_a_cursor_past_the_end_ends() -> None:
 async def test_an_id_in_use_is_refused() -> None:
     logs = EventLogs()
     logs.open("r")
-    with pytest.raises(InvalidRequest, match="in use"):
+    with pytest.raises(InvalidRequestError, match="in use"):
         logs.open("r")
 
 
@@ -136,7 +136,7 @@ async def test_what_was_read_is_forgotten_and_reading_on_misses_nothing() -> Non
         assert heard == list(range(1, 4001))
     assert log.num_kept < 2 * FORGET_EVENTS and not log.scores
     assert [event.seq async for event in log.read(3990)] == list(range(3991, 4001))
-    with pytest.raises(NotFound, match="gone"):
+    with pytest.raises(NotFoundError, match="gone"):
         await anext(log.read(5))
 
 

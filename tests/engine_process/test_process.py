@@ -19,7 +19,7 @@ import pytest
 
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.engine_process.protocol import MAX_FRAME_BYTES
-from chatcache.errors import ContextTooLong, EngineFault, InvalidRequest, ModelFolderError, Overloaded
+from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError, ModelFolderError, OverloadedError
 from chatcache.types.events import Failed, Finished, Started, Tokens
 from tests.engine_process.bus_engines import FAST, expected_tokens, process, request, until
 
@@ -92,9 +92,9 @@ async def test_while_no_engine_runs_new_requests_are_refused_and_held_ones_can_b
         await until(told)
         health = await engine.health()
         assert not health.ready and "signal 9" in health.detail
-        with pytest.raises(Overloaded, match="signal 9"):
+        with pytest.raises(OverloadedError, match="signal 9"):
             await late_stats
-        with pytest.raises(Overloaded, match="signal 9"):
+        with pytest.raises(OverloadedError, match="signal 9"):
             await engine.submit(request("late"))
         await engine.abort("aborted")
         end = [event async for event in engine.events("aborted")][-1]
@@ -122,7 +122,7 @@ async def test_a_row_of_deaths_is_given_up_and_told() -> None:
         error = await asyncio.wait_for(engine.wait_failed(), 60)
         assert "exit status 9" in error.message
         assert engine.num_restarts == FAST.max_deaths - 1
-        with pytest.raises(EngineFault):
+        with pytest.raises(EngineError):
             await engine.wait_loaded()
 
 
@@ -156,7 +156,7 @@ def test_restart_delays_double_up_to_a_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "text"), [("broken", ModelFolderError, "config.json"), ("bug", EngineFault, "planted")]
+    ("model", "kind", "text"), [("broken", ModelFolderError, "config.json"), ("bug", EngineError, "planted")]
 )
 async def test_a_load_failure_is_final_and_told(
     model: str, kind: type[Exception], text: str, caplog: pytest.LogCaptureFixture
@@ -179,7 +179,7 @@ async def test_while_loading_requests_are_refused_and_progress_is_told() -> None
             return not health.ready and (health.load_fraction, health.detail) == (0.5, "half way")
 
         await until(half_way)
-        with pytest.raises(Overloaded) as caught:
+        with pytest.raises(OverloadedError) as caught:
             await engine.submit(request("r"))
         assert (caught.value.code, caught.value.status) == ("model_loading", 503)
         child = engine.pid or 0
@@ -189,7 +189,7 @@ async def test_while_loading_requests_are_refused_and_progress_is_told() -> None
 async def test_a_prompt_longer_than_the_context_never_reaches_the_pipe() -> None:
     async with process() as engine:
         facts = await engine.wait_loaded()
-        with pytest.raises(ContextTooLong, match=f"{facts.max_model_len}"):
+        with pytest.raises(ContextLengthError, match=f"{facts.max_model_len}"):
             await engine.submit(request("r", prompt=(2**31 - 1,) * 5_000_000))
         await engine.submit(request("r", 1))
 
@@ -203,17 +203,17 @@ async def test_what_is_no_command_or_does_not_fit_a_frame_harms_nobody() -> None
         assert engine._child is not None and engine._child._transport is not None
         for body in sends:
             engine._child._transport.write(struct.pack(">I", len(body)) + body)
-        with pytest.raises(EngineFault, match="too large"):
+        with pytest.raises(EngineError, match="too large"):
             await engine.explain([1], "big")
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequestError):
             await engine.explain([1], "\ud800")
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequestError):
             await engine.explain([2**70])
-        with pytest.raises(InvalidRequest, match="frame limit"):
+        with pytest.raises(InvalidRequestError, match="frame limit"):
             await engine.explain([1], "x" * MAX_FRAME_BYTES)
-        with pytest.raises(InvalidRequest, match="does not understand"):
+        with pytest.raises(InvalidRequestError, match="does not understand"):
             await engine.explain(["1"])  # type: ignore[list-item]
-        with pytest.raises(ContextTooLong):
+        with pytest.raises(ContextLengthError):
             await engine.explain([1] * 5_000_000)
         assert (await engine.explain([1])).num_tokens == 1
         assert isinstance([event async for event in engine.events("running")][-1], Finished)

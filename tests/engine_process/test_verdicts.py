@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from chatcache.config import EngineConfig
-from chatcache.engine_process.loop import Verdicts
+from chatcache.engine_process.loop import PendingSubmits
 from chatcache.engine_process.process import EngineProcess
 from chatcache.engine_process.protocol import Answer
 from chatcache.engine_process.threaded import ThreadedEngine
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import Failed, Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams, StructuredOutputs
 from tests.engine_process.bus_engines import FAST, build_spelling
@@ -47,14 +47,14 @@ async def test_a_grammar_is_judged_by_submit(client: Client) -> None:
     )
     assert verdicts[0] is None
     for refusal in verdicts[1:]:
-        assert isinstance(refusal, InvalidRequest)
+        assert isinstance(refusal, InvalidRequestError)
         assert refusal.param == "structured_outputs" and refusal.code == "invalid_constraint"
     events = [event async for event in client.events("good")]
     tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
     assert len(tokens) == 3 and set(tokens) <= {97, 98}
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     assert isinstance(events[-1], Finished)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequestError):
         await client.submit(asking("bad", "a(?=b)"))  # its name is free again
 
 
@@ -69,7 +69,7 @@ async def test_a_submit_given_up_while_compiling_is_withdrawn(client: Client) ->
 
 def test_only_failures_before_anything_else_are_verdicts() -> None:
     sent: list[Answer] = []
-    verdicts = Verdicts(sent.append)
+    verdicts = PendingSubmits(sent.append)
     for call, name in enumerate(("slow", "bad", "late", "good")):
         verdicts.await_for(name, call)
     later = Failed("late", 3, "too much", "constraint_too_complex", "structured_outputs", 400)

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-from chatcache.errors import InvalidRequest, QuotaExhausted, RateLimited
+from chatcache.errors import InvalidRequestError, QuotaExceededError, RateLimitError
 from chatcache.gateway.auth.principal import Limits, Principal
 from chatcache.gateway.limits import rate_limits as limits
-from chatcache.gateway.limits.rate_limits import MINUTE_NS, RESERVED_TOKENS, Bucket, Hold, Limiter, Work
-from chatcache.gateway.limits.usage import DayUsage
+from chatcache.gateway.limits.rate_limits import (
+    MINUTE_NS,
+    RESERVED_TOKENS,
+    Limiter,
+    RequestCost,
+    Reservation,
+    TokenBucket,
+)
+from chatcache.gateway.limits.usage import DailyUsage
 from tests.gateway.clocks import Clock
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
@@ -25,7 +32,7 @@ def keyed(name: str = "k", /, **most: int) -> Principal:
 
 
 def limiter_on(clock: Clock) -> Limiter:
-    return Limiter(DayUsage(wall_s=clock.wall_s), clock_ns=clock.now_ns)
+    return Limiter(DailyUsage(wall_s=clock.wall_s), clock_ns=clock.now_ns)
 
 
 def drive(seed: int) -> int:
@@ -38,7 +45,7 @@ def drive(seed: int) -> int:
     limiter = limiter_on(clock)
     most = {"requests_per_minute": rng.randint(1, 40), "tokens_per_minute": rng.randint(1, 5000)}
     principal = keyed(**{name: limit for name, limit in most.items() if rng.random() < 0.8} or most)
-    holds: list[tuple[Hold, Work]] = []
+    holds: list[tuple[Reservation, RequestCost]] = []
     num_requests = num_tokens = num_refused = largest = widest = 0
     for _ in range(300):
         clock.pass_ns(rng.choice([0, 1, rng.randrange(10**9), rng.randrange(20 * 10**9)]))
@@ -47,10 +54,10 @@ def drive(seed: int) -> int:
             spent = rng.randint(0, work.num_tokens)
             num_tokens += spent - work.num_tokens
             hold.settle(spent)
-        work = Work(rng.randint(0, 400), width=rng.randint(1, 6), max_tokens=rng.choice([None, 0, 1, 300]))
+        work = RequestCost(rng.randint(0, 400), width=rng.randint(1, 6), max_tokens=rng.choice([None, 0, 1, 300]))
         try:
             hold = limiter.admit(principal, work)
-        except RateLimited as error:
+        except RateLimitError as error:
             num_refused += 1
             clock.pass_s(error.retry_after_s)
             hold = limiter.admit(principal, work)  # what it said suffices
@@ -77,61 +84,61 @@ def test_who_waits_as_long_as_told_is_let_in_and_no_more_than_allowed() -> None:
 
 
 def tells_a_second_less(patch: pytest.MonkeyPatch) -> None:
-    def sooner(message: str, retry_after_s: int) -> RateLimited:
-        return RateLimited(message, retry_after_s=retry_after_s - 1)
+    def sooner(message: str, retry_after_s: int) -> RateLimitError:
+        return RateLimitError(message, retry_after_s=retry_after_s - 1)
 
-    patch.setattr(limits, "RateLimited", sooner)
+    patch.setattr(limits, "RateLimitError", sooner)
 
 
 def forgets_the_debt(patch: pytest.MonkeyPatch) -> None:
-    original = Bucket.take
+    original = TokenBucket.take
 
-    def take(self: Bucket, cost: int, now_ns: int) -> None:
+    def take(self: TokenBucket, cost: int, now_ns: int) -> None:
         original(self, min(cost, self.remaining(now_ns)), now_ns)
 
-    patch.setattr(Bucket, "take", take)
+    patch.setattr(TokenBucket, "take", take)
 
 
 @pytest.mark.parametrize("bug", [tells_a_second_less, forgets_the_debt])
 def test_the_check_sees_a_wrong_bucket(bug: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    with pytest.raises((AssertionError, RateLimited)):
+    with pytest.raises((AssertionError, RateLimitError)):
         sum(drive(SEED + turn) for turn in range(40))
 
 
 def test_a_request_counts_once_for_each_candidate() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=10)
-    limiter.admit(principal, Work(1, width=8))
-    with pytest.raises(RateLimited, match="10 requests a minute, and this needs 3; 2 are left; try again in 6 s"):
-        limiter.admit(principal, Work(1, width=3))
-    limiter.admit(principal, Work(1, width=2))
+    limiter.admit(principal, RequestCost(1, width=8))
+    with pytest.raises(RateLimitError, match="10 requests a minute, and this needs 3; 2 are left; try again in 6 s"):
+        limiter.admit(principal, RequestCost(1, width=3))
+    limiter.admit(principal, RequestCost(1, width=2))
 
 
 def test_a_request_for_more_than_a_minute_holds_waits_for_a_full_minute_and_leaves_a_debt() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(tokens_per_minute=600)
-    limiter.admit(principal, Work(0, max_tokens=1800)).settle(1800)
-    with pytest.raises(RateLimited) as refusal:
-        limiter.admit(principal, Work(10, max_tokens=0))
+    limiter.admit(principal, RequestCost(0, max_tokens=1800)).settle(1800)
+    with pytest.raises(RateLimitError) as refusal:
+        limiter.admit(principal, RequestCost(10, max_tokens=0))
     assert refusal.value.retry_after_s == 121  # 1200 tokens of debt and 10 more, at 10 a second
     clock.pass_s(120)
-    with pytest.raises(RateLimited):
-        limiter.admit(principal, Work(10, max_tokens=0))
+    with pytest.raises(RateLimitError):
+        limiter.admit(principal, RequestCost(10, max_tokens=0))
     clock.pass_s(1)
-    limiter.admit(principal, Work(10, max_tokens=0))
+    limiter.admit(principal, RequestCost(10, max_tokens=0))
 
 
 def test_what_was_reserved_and_not_used_comes_back() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(tokens_per_minute=1000)
-    hold = limiter.admit(principal, Work(100, max_tokens=800))
+    hold = limiter.admit(principal, RequestCost(100, max_tokens=800))
     assert limiter.headers(principal)["x-ratelimit-remaining-tokens"] == "100"
     hold.settle(150)
     hold.settle(150)
     hold.undo()
     assert limiter.headers(principal)["x-ratelimit-remaining-tokens"] == "850", "once"
-    limiter.admit(principal, Work(0)).settle(700)  # longer than anybody thought
+    limiter.admit(principal, RequestCost(0)).settle(700)  # longer than anybody thought
     assert limiter.headers(principal)["x-ratelimit-remaining-tokens"] == "150"
     assert RESERVED_TOKENS < 700
 
@@ -140,70 +147,70 @@ def test_what_the_server_could_not_take_costs_nothing() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=3, tokens_per_minute=900, max_concurrent=2)
     before = limiter.headers(principal)
-    limiter.admit(principal, Work(100, width=2, max_tokens=100)).undo()
+    limiter.admit(principal, RequestCost(100, width=2, max_tokens=100)).undo()
     assert limiter.headers(principal) == before
-    limiter.admit(principal, Work(0, width=2, max_tokens=1))
+    limiter.admit(principal, RequestCost(0, width=2, max_tokens=1))
 
 
 def test_so_many_at_once() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(max_concurrent=3)
-    with pytest.raises(InvalidRequest, match="3 candidates at once, and this asks for 4") as refusal:
-        limiter.admit(principal, Work(1, width=4))
+    with pytest.raises(InvalidRequestError, match="3 candidates at once, and this asks for 4") as refusal:
+        limiter.admit(principal, RequestCost(1, width=4))
     assert refusal.value.param == "n"
-    two, one = limiter.admit(principal, Work(1, width=2)), limiter.admit(principal, Work(1))
-    with pytest.raises(RateLimited, match="3 candidates of this key are running, of at most 3"):
-        limiter.admit(principal, Work(1))
-    limiter.admit(principal, Work(1, is_side=True))
+    two, one = limiter.admit(principal, RequestCost(1, width=2)), limiter.admit(principal, RequestCost(1))
+    with pytest.raises(RateLimitError, match="3 candidates of this key are running, of at most 3"):
+        limiter.admit(principal, RequestCost(1))
+    limiter.admit(principal, RequestCost(1, is_side=True))
     one.settle(0)
-    limiter.admit(principal, Work(1))
-    with pytest.raises(RateLimited):
-        limiter.admit(principal, Work(1))
+    limiter.admit(principal, RequestCost(1))
+    with pytest.raises(RateLimitError):
+        limiter.admit(principal, RequestCost(1))
     two.settle(None)
-    limiter.admit(principal, Work(1, width=2))
+    limiter.admit(principal, RequestCost(1, width=2))
 
 
 def test_a_day_ends_at_midnight() -> None:
     clock = Clock(wall_s=5 * DAY_S - 100)
     limiter, principal = limiter_on(clock), keyed(tokens_per_day=1000)
-    first = limiter.admit(principal, Work(500, max_tokens=500))
-    with pytest.raises(RateLimited, match="what is running") as refusal:
-        limiter.admit(principal, Work(1, max_tokens=1))
-    assert not isinstance(refusal.value, QuotaExhausted)
+    first = limiter.admit(principal, RequestCost(500, max_tokens=500))
+    with pytest.raises(RateLimitError, match="what is running") as refusal:
+        limiter.admit(principal, RequestCost(1, max_tokens=1))
+    assert not isinstance(refusal.value, QuotaExceededError)
     first.settle(999)
-    limiter.admit(principal, Work(1, max_tokens=500)).settle(400)  # the last one may go beyond
+    limiter.admit(principal, RequestCost(1, max_tokens=500)).settle(400)  # the last one may go beyond
     told = limiter.headers(principal)
     assert told == {
         "x-ratelimit-limit-tokens": "1000",
         "x-ratelimit-remaining-tokens": "0",
         "x-ratelimit-reset-tokens": "1m40s",
     }
-    with pytest.raises(QuotaExhausted, match="00:00 UTC") as used_up:
-        limiter.admit(principal, Work(1))
+    with pytest.raises(QuotaExceededError, match="00:00 UTC") as used_up:
+        limiter.admit(principal, RequestCost(1))
     assert (used_up.value.code, used_up.value.retry_after_s) == ("insufficient_quota", 100)
     clock.pass_s(99)
-    with pytest.raises(QuotaExhausted):
-        limiter.admit(principal, Work(1))
+    with pytest.raises(QuotaExceededError):
+        limiter.admit(principal, RequestCost(1))
     clock.pass_s(1)
-    limiter.admit(principal, Work(1))
+    limiter.admit(principal, RequestCost(1))
 
 
 def test_side_work_costs_its_tokens_only() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=1, tokens_per_minute=100, max_concurrent=1)
-    limiter.admit(principal, Work(0, max_tokens=0, is_side=True)).settle(150)
+    limiter.admit(principal, RequestCost(0, max_tokens=0, is_side=True)).settle(150)
     told = limiter.headers(principal)
     assert (told["x-ratelimit-remaining-requests"], told["x-ratelimit-remaining-tokens"]) == ("1", "0")
-    with pytest.raises(RateLimited):
-        limiter.admit(principal, Work(0, max_tokens=0, is_side=True))  # in debt
+    with pytest.raises(RateLimitError):
+        limiter.admit(principal, RequestCost(0, max_tokens=0, is_side=True))  # in debt
     clock.pass_s(30)
-    limiter.admit(principal, Work(0, max_tokens=0, is_side=True))
+    limiter.admit(principal, RequestCost(0, max_tokens=0, is_side=True))
 
 
 def test_headers_tell_what_can_be_had_and_when_all_of_it_is_back() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=60, tokens_per_minute=30)
-    limiter.admit(principal, Work(0, width=7, max_tokens=0))
+    limiter.admit(principal, RequestCost(0, width=7, max_tokens=0))
     clock.pass_ns(1)
     assert limiter.headers(principal) == {
         "x-ratelimit-limit-requests": "60",
@@ -214,16 +221,16 @@ def test_headers_tell_what_can_be_had_and_when_all_of_it_is_back() -> None:
         "x-ratelimit-reset-tokens": "0ms",
     }
     for _ in range(53):
-        limiter.admit(principal, Work(0, max_tokens=0))
-    with pytest.raises(RateLimited):
-        limiter.admit(principal, Work(0, max_tokens=0))
+        limiter.admit(principal, RequestCost(0, max_tokens=0))
+    with pytest.raises(RateLimitError):
+        limiter.admit(principal, RequestCost(0, max_tokens=0))
     assert limiter.headers(keyed("other")) == {}
 
 
 async def test_an_idle_key_is_forgotten_and_as_good_as_new() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=2, tokens_per_day=10)
-    hold = limiter.admit(principal, Work(0, max_tokens=5))
+    hold = limiter.admit(principal, RequestCost(0, max_tokens=5))
     clock.pass_s(3600)
     await limiter.tidy()
     assert limiter.num_accounts == 1, "its request runs"
@@ -231,6 +238,6 @@ async def test_an_idle_key_is_forgotten_and_as_good_as_new() -> None:
     await limiter.tidy()
     assert limiter.num_accounts == 0
     assert limiter.headers(principal)["x-ratelimit-remaining-requests"] == "2"
-    limiter.admit(principal, Work(0, max_tokens=5))
-    with pytest.raises(RateLimited):
-        limiter.admit(principal, Work(0, max_tokens=5))
+    limiter.admit(principal, RequestCost(0, max_tokens=5))
+    with pytest.raises(RateLimitError):
+        limiter.admit(principal, RequestCost(0, max_tokens=5))

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from websockets.sync.client import ClientConnection
 
-from chatcache.conversations.turns import Histories
+from chatcache.conversations.turns import ConversationPrompts
 from chatcache.types.stats import PackedPrompt
 from tests.gateway.frames import LONG, receive, send, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, post_bytes, slowed, tiny_tokenizer, wait_until
@@ -152,7 +152,7 @@ def test_nobody_learns_how_warm_others_are(shared: Server) -> None:
 def test_histories_are_kept_until_they_change_and_up_to_a_size(server: Server) -> None:
     model = server.gateway.model
     assert model is not None and server.gateway.store is not None
-    store, histories = server.gateway.store, Histories(model.conversations, max_kept_bytes=700)
+    store, histories = server.gateway.store, ConversationPrompts(model.conversations, max_kept_bytes=700)
     names = [
         converse(server, f"History {n}", max_output_tokens=9, ignore_eos=True)["conversation"]["id"] for n in range(9)
     ]

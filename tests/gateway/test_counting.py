@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from chatcache.conversations.prompt import ALWAYS_CHARS, MAX_PROMPT_CHARS, PromptBound
-from chatcache.errors import ContextTooLong, RateLimited
-from chatcache.gateway.limits.admission import MAX_AT_ONCE, MAX_WAITING_BYTES, SHORT_BYTES, Counting
+from chatcache.conversations.prompt import ALWAYS_CHARS, MAX_PROMPT_CHARS, PromptLimits
+from chatcache.errors import ContextLengthError, RateLimitError
+from chatcache.gateway.limits.admission import MAX_AT_ONCE, MAX_WAITING_BYTES, SHORT_BYTES, TokenizeThrottle
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.gateway.serving import Server
 
@@ -19,10 +19,10 @@ LONG = SHORT_BYTES + 1
 
 
 class Turns:
-    """Who has a turn now, each until `let_go`."""
+    """Who has a turn now, each until `release_pages`."""
 
     def __init__(self) -> None:
-        self.counting = Counting()
+        self.counting = TokenizeThrottle()
         self.owners: list[str] = []
         self._gates: dict[str, asyncio.Event] = {}
 
@@ -56,7 +56,7 @@ async def test_one_at_a_time_of_an_owner_and_few_of_all() -> None:
 
 
 async def test_short_texts_do_not_wait() -> None:
-    counting = Counting()
+    counting = TokenizeThrottle()
     async with asyncio.timeout(60), AsyncExitStack() as stack:  # whoever waited here, would wait for ever
         for owner in ("a", "b"):
             await stack.enter_async_context(counting.turn(owner, LONG))
@@ -66,9 +66,9 @@ async def test_short_texts_do_not_wait() -> None:
 
 async def test_an_owner_may_have_so_much_waiting() -> None:
     """The largest alone always; what is over, or was given up, is not counted."""
-    counting = Counting()
+    counting = TokenizeThrottle()
     async with counting.turn("a", 2 * MAX_WAITING_BYTES):
-        with pytest.raises(RateLimited):
+        with pytest.raises(RateLimitError):
             async with counting.turn("a", LONG):
                 pass
         async with counting.turn("b", LONG):
@@ -80,7 +80,7 @@ async def test_an_owner_may_have_so_much_waiting() -> None:
         pass
 
 
-async def enter(counting: Counting, owner: str) -> None:
+async def enter(counting: TokenizeThrottle, owner: str) -> None:
     async with counting.turn(owner, LONG):
         pass
 
@@ -98,11 +98,11 @@ def test_who_counts_takes_a_turn(server: Server, monkeypatch: pytest.MonkeyPatch
     taken: list[int] = []
 
     @asynccontextmanager
-    async def turn(self: Counting, owner: str, num_bytes: int) -> AsyncIterator[None]:
+    async def turn(self: TokenizeThrottle, owner: str, num_bytes: int) -> AsyncIterator[None]:
         taken.append(num_bytes)
         yield
 
-    monkeypatch.setattr(Counting, "turn", turn)
+    monkeypatch.setattr(TokenizeThrottle, "turn", turn)
     assert server.post(path, **ROUTES[path])[0] in (200, 400)
     assert len(taken) == 1 and taken[0] > SHORT_BYTES
 
@@ -118,9 +118,9 @@ def test_who_counts_takes_a_turn(server: Server, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_how_long_a_prompt_may_be(max_model_len: int, max_token_chars: int, most: int) -> None:
-    bound = PromptBound(max_model_len, max_token_chars)
+    bound = PromptLimits(max_model_len, max_token_chars)
     bound.check(most)
-    with pytest.raises(ContextTooLong):
+    with pytest.raises(ContextLengthError):
         bound.check(most + 1)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from chatcache.conversations.replies.service import ChatService, ReplyFailed
+from chatcache.conversations.replies.service import ChatService, ReplyFailedError
 from chatcache.gateway.api.generation import generation
 from chatcache.gateway.auth.principal import Limits, Principal
-from chatcache.gateway.errors import ShuttingDown, error_headers
-from chatcache.gateway.limits.admission import Door
-from chatcache.gateway.limits.rate_limits import Limiter, Work
+from chatcache.gateway.errors import ShuttingDownError, error_headers
+from chatcache.gateway.limits.admission import AdmissionController
+from chatcache.gateway.limits.rate_limits import Limiter, RequestCost
 from chatcache.gateway.metrics import Metrics
 from chatcache.types.events import EngineEvent, Failed, Finished
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -50,16 +50,16 @@ async def num_left(*events: EngineEvent) -> int:
     limiter = Limiter(clock_ns=lambda: 0)
     service = ChatService(engine, tokenizer_with(CHATML))
     asked = GenerateRequest(request_id="r", prompt=(1,) * 100, params=SamplingParams(max_tokens=10))
-    async with Door(engine, limiter).entering(WHO, Work(25, max_tokens=10)) as permit:
+    async with AdmissionController(engine, limiter).entering(WHO, RequestCost(25, max_tokens=10)) as permit:
         reply = await service.start(asked)
         permit.cover(reply)
     try:
         async with reply:
             async for _ in reply.events():
                 pass
-    except ReplyFailed:
+    except ReplyFailedError:
         pass
-    limiter.admit(WHO, Work(0, max_tokens=0)).undo()  # its place is free again
+    limiter.admit(WHO, RequestCost(0, max_tokens=0)).undo()  # its place is free again
     return int(limiter.headers(WHO)["x-ratelimit-remaining-tokens"])
 
 
@@ -80,7 +80,7 @@ async def test_whom_the_server_ends_is_told_to_come_back() -> None:
     engine: Any = OneReply(Finished("r", 1, 100, 0, 0, cancelled=True))
     asked = GenerateRequest(request_id="r", prompt=(1,) * 100, params=SamplingParams(max_tokens=10))
     reply = await ChatService(engine, tokenizer_with(CHATML)).start(asked)
-    with pytest.raises(ShuttingDown) as told:
+    with pytest.raises(ShuttingDownError) as told:
         async for _ in generation(reply, Metrics()):
             pass
     assert told.value.status == 503 and "retry-after" in error_headers(told.value)

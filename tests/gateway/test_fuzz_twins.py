@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.gateway import json_codec as jsonio
 from chatcache.gateway import middleware as body
 from chatcache.gateway.websocket.connection import Connection
@@ -24,7 +24,7 @@ def crashes(decode: Decode) -> Decode:
     def planted(data: bytes | str) -> dict[str, Any]:
         try:
             return decode(data)
-        except InvalidRequest as error:
+        except InvalidRequestError as error:
             raise KeyError("planted") from error
 
     return planted
@@ -36,8 +36,8 @@ def tells(decode: Decode) -> Decode:
     def planted(data: bytes | str) -> dict[str, Any]:
         try:
             return decode(data)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"Traceback (most recent call last): {error}") from None
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"Traceback (most recent call last): {error}") from None
 
     return planted
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chatcache.config import ServerConfig
-from chatcache.gateway.auth.middleware import Guard
+from chatcache.gateway.auth.middleware import AuthenticationMiddleware
 from tests.gateway.keyed import Keyed, keyed
 from tests.gateway.serving import Server, parse_head
 
@@ -188,12 +188,12 @@ def test_an_own_origin_is_served(keys: Keyed, origin: str) -> None:
 def test_a_prefix_test_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: names that begin with ours pass, as in devframe #319."""
 
-    def check(guard: Guard, headers: object) -> None:
+    def check(guard: AuthenticationMiddleware, headers: object) -> None:
         if not str(headers.get("host")).startswith(("127.", "localhost")):  # type: ignore[attr-defined]
             original(guard, headers)  # type: ignore[arg-type]
 
-    original = Guard._check_host
-    monkeypatch.setattr(Guard, "_check_host", check)
+    original = AuthenticationMiddleware._check_host
+    monkeypatch.setattr(AuthenticationMiddleware, "_check_host", check)
     with Server(ServerConfig(db=str(tmp_path / "c.db"))) as server:
         passed = [host for host in FOREIGN_HOSTS if status_of(server, "/livez", ("host", host)) == 200]
     assert "127.attacker.example" in passed

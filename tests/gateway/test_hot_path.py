@@ -19,7 +19,7 @@ from chatcache.conversations.replies.events import (
     ReplyStarted,
 )
 from chatcache.gateway.api.chat_completions import ChatShape
-from chatcache.gateway.api.generation import PlainChunks
+from chatcache.gateway.api.generation import FastChunks
 from chatcache.gateway.api.logprobs import EncodedLogprobs, chat_logprobs, encoded_logprobs, list_of
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.metrics import Tally
@@ -35,7 +35,7 @@ def test_a_spliced_chunk_is_the_encoded_one(model: str, text: str) -> None:
     def chunk(index: int, text: str) -> object:
         return {"model": model, "choices": [{"index": index, "delta": {"content": text}, "logprobs": None}]}
 
-    plain = PlainChunks(chunk)
+    plain = FastChunks(chunk)
     for index in (0, 3, 0):
         assert encode(plain.of(ReplyDelta(index, text, (1,)))) == encode(chunk(index, text))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.gateway.json_codec import MAX_DEPTH, MAX_NODES, MAX_VALUES, decode_object, encode
 from chatcache.gateway.middleware import parse_json
 from tests.gateway.serving import Server
@@ -54,7 +54,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         decode_object(REFUSED[name])
     assert caught.value.code == "invalid_json"
     caught.value.message.encode("ascii")
@@ -73,7 +73,7 @@ def test_most_nodes_allowed() -> None:
     """Refused at the first too many, by the oracle of what Python's own parser would build."""
     members: dict[str, object] = {str(number): [] for number in range((MAX_NODES - 1) // 2)}
     assert decode_object(json.dumps(members)) == members
-    with pytest.raises(InvalidRequest, match=str(MAX_NODES)):
+    with pytest.raises(InvalidRequestError, match=str(MAX_NODES)):
         decode_object(json.dumps({**members, "x": []}))
 
 
@@ -82,7 +82,7 @@ def test_most_values_allowed() -> None:
     inside = [0] * (MAX_VALUES - 4)
     body = {"a": inside, "b": ""}
     assert decode_object(json.dumps(body)) == body
-    with pytest.raises(InvalidRequest, match=str(MAX_VALUES)):
+    with pytest.raises(InvalidRequestError, match=str(MAX_VALUES)):
         decode_object(json.dumps({**body, "a": [*inside, 0, 0]}))
     text = {"a": ',"' * MAX_VALUES, "b": [","] * 5}
     assert decode_object(json.dumps(text)) == text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.gateway import json_codec as json_values
 from chatcache.gateway.json_codec import JsonValues
 
@@ -49,7 +49,7 @@ def test_every_form_in_any_pieces() -> None:
         sizes = generator.choices([1, 2, 3, 50], k=5)
         assert split(data, sizes) == objects, data
         if objects and not data.endswith(b"\n"):
-            with pytest.raises(InvalidRequest, match=r"ends within|where an object"):
+            with pytest.raises(InvalidRequestError, match=r"ends within|where an object"):
                 split(data[:-1], sizes)
 
 
@@ -62,13 +62,13 @@ def test_every_form_in_any_pieces() -> None:
 )
 def test_what_is_no_sequence_of_objects_is_named_by_its_byte(text: str, at: int) -> None:
     for sizes in ([1], [100]):
-        with pytest.raises(InvalidRequest, match=rf"at byte {at}\b"):
+        with pytest.raises(InvalidRequestError, match=rf"at byte {at}\b"):
             split(text.encode(), sizes)
 
 
 @pytest.mark.parametrize("text", ["[{}", '{"a', '[{"a": [1, 2', "{} {", "[", b"\xef\xbb".decode("latin-1")])
 def test_what_is_cut_short_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequestError):
         split(text.encode("latin-1"), [1])
 
 
@@ -78,6 +78,6 @@ def test_memory_is_bounded_by_one_object_and_brackets_are_counted(monkeypatch: p
         assert values.feed(b'{"a":"' + b"x" * 1000 + b'"}\n')
         assert len(values._buffer) < 10
     monkeypatch.setattr(json_values, "MAX_BRACKETS", 100)
-    with pytest.raises(InvalidRequest, match="at most 100"):
+    with pytest.raises(InvalidRequestError, match="at most 100"):
         JsonValues().feed(b'{"a":' + b"[" * 100)
     assert len(JsonValues().feed(b'{"a":[]}' * 100)) == 100  # counted by object

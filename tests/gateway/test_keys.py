@@ -25,7 +25,7 @@ from websockets.sync.client import ClientConnection, connect
 from chatcache.auth import new_key
 from chatcache.config import ServerConfig
 from chatcache.gateway import app as app_module
-from chatcache.gateway.auth.keys import Keyring
+from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.principal import LIFE_S, read_session, signed
 from chatcache.gateway.errors import revoked
 from chatcache.gateway.responses.event_log import ResponseLog
@@ -296,7 +296,7 @@ async def test_a_store_that_forgets_does_not_open_the_server() -> None:
         async def list(self) -> list[Any]:
             return self.records
 
-    store, ring = Forgetful(), Keyring()
+    store, ring = Forgetful(), ApiKeyCache()
     key, record = new_key("acme")
     store.records = [record]
     await ring.open(store)  # type: ignore[arg-type]
@@ -325,7 +325,7 @@ async def test_a_revocation_that_the_store_forgot_stays() -> None:
         async def list(self) -> list[Any]:
             return self.records
 
-    store, ring = Failover(), Keyring()
+    store, ring = Failover(), ApiKeyCache()
     await ring.open(store)  # type: ignore[arg-type]
     cookie = read_session(ring.session(ring.of_key(key))[0])
     assert cookie is not None and ring.of_session(cookie).tenant == "acme"

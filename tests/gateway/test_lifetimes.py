@@ -15,7 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 from chatcache.config import ServerConfig
 from chatcache.gateway.responses.event_log import TERMINAL as ENDS
 from chatcache.gateway.responses.event_log import ResponseLog
-from chatcache.gateway.responses.run import Lifetime, LiveResponse
+from chatcache.gateway.responses.run import DetachTimer, LiveResponse
 from chatcache.storage.sqlite import SqliteStore
 from tests.gateway.frames import LONG, Frame, ask, receive, send, until_end
 from tests.gateway.serving import Server, hurry, slowed, wait_until
@@ -226,7 +226,7 @@ def test_readers_that_come_and_go_before_the_time_is_up_keep_it_alive() -> None:
         async def end() -> None:
             ended.set()
 
-        lifetime = Lifetime(log, 0.1, end)
+        lifetime = DetachTimer(log, 0.1, end)
         lifetime.begin()
         for _ in range(4):
             with log.reader():
@@ -254,7 +254,7 @@ def test_no_time_limit_means_none() -> None:
         async def end() -> None:
             raise AssertionError("ended")
 
-        lifetime = Lifetime(log, None, end)
+        lifetime = DetachTimer(log, None, end)
         lifetime.begin()
         with log.reader():
             pass

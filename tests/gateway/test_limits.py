@@ -15,7 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
 from chatcache.gateway.auth.principal import Limits
-from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RESERVED_TOKENS, Hold
+from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RESERVED_TOKENS, Reservation
 from tests.gateway.clocks import Clock
 from tests.gateway.frames import receive, send, until_end
 from tests.gateway.keyed import give, take_away
@@ -364,6 +364,6 @@ def test_whoever_goes_on_beyond_what_was_reserved_pays_for_it(server: LimitedSer
 
 def test_a_check_left_out_would_be_seen(server: LimitedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One door for all: without it nothing counts, and the test of the ways in fails."""
-    monkeypatch.setattr(type(server.gateway.limiter), "admit", lambda self, principal, work: Hold(None, work))
+    monkeypatch.setattr(type(server.gateway.limiter), "admit", lambda self, principal, work: Reservation(None, work))
     with pytest.raises(AssertionError):
         test_every_way_in_counts_and_is_refused_with_a_wait_that_suffices(server, Clock())

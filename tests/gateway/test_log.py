@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.responses.event_log import MAX_BEHIND, LogFrame, LogReader, ResponseLog
 from chatcache.gateway.responses.registry import KEEP_ENDED_S, ResponseRegistry, Run
 
@@ -160,7 +160,7 @@ def test_acks_hold_a_reader_back_only_once_there_are_any() -> None:
         log.append("response.output_item.added", output_index=0, item={"id": "msg_0", "type": "message"})
         acking.ack(-1)
         await acking.next()
-        with pytest.raises(InvalidRequest, match="sequence_number"):
+        with pytest.raises(InvalidRequestError, match="sequence_number"):
             acking.ack(5000)
         for number in range(1000):
             log.append("response.output_text.delta", item_id="msg_0", output_index=0, delta=f"{number} ")
@@ -193,7 +193,7 @@ def test_nobody_reads_what_has_not_been_said() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         fill(log, 3)
-        with pytest.raises(InvalidRequest, match="starting_after"):
+        with pytest.raises(InvalidRequestError, match="starting_after"):
             log.reader(log.last_number + 1)
         log.close()
         assert not await read(log, log.last_number)
@@ -245,7 +245,7 @@ def test_the_registry_knows_owners_ages_and_bytes() -> None:
         assert [run.id for run in registry.running("a")] == ["r1", "r3"] and len(registry.running()) == 3
         assert registry.get("a", "r1").run is not None
         for owner, name in (("a", "r2"), ("b", "r1"), ("", "r1"), ("a", "r4")):
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFoundError):
                 registry.get(owner, name)
         gone.end_in(registry, keep=False)
         assert registry.find("a", "r3") is None

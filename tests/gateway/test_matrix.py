@@ -14,7 +14,7 @@ from starlette.routing import Route
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from chatcache.gateway.auth.keys import Keyring
+from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry
 from chatcache.gateway.routes import SOCKETS, Protected
@@ -242,10 +242,10 @@ def test_a_key_revoked_meanwhile_is_refused_at_the_next_message(keys: Keyed, kin
 def test_a_principal_of_the_handshake_alone_fails(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: asked at the handshake, and never again."""
 
-    async def never(ring: Keyring, principal: Principal) -> None:
+    async def never(ring: ApiKeyCache, principal: Principal) -> None:
         pass
 
-    monkeypatch.setattr(Keyring, "recheck", never)
+    monkeypatch.setattr(ApiKeyCache, "recheck", never)
     for _ in range(5):  # the poll may be faster once
         held = keys.give("acme", "ann")
         with socket_of(keys, held.bearer) as socket, contextlib.suppress(ConnectionClosed):

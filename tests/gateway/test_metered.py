@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from chatcache.config import ServerConfig
-from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import Conversation
-from chatcache.errors import ChatcacheError, NotFound
+from chatcache.errors import ChatcacheError, NotFoundError
 from chatcache.gateway.metrics import MAX_REASONS, Metrics, metered_store
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.types.stats import EngineHealth
@@ -25,7 +25,7 @@ class Failing(SqliteStore):
 
     async def get(self, owner: str, conversation_id: str) -> Conversation:
         if self.is_away:
-            raise StoreUnavailable("gone")
+            raise StoreUnavailableError("gone")
         return await super().get(owner, conversation_id)
 
 
@@ -43,14 +43,14 @@ async def test_calls_of_the_store_are_timed_and_its_outages_counted(tmp_path: Pa
 
     await store.create(Conversation("conv_1", "me", 1.0, 1.0))
     assert (await store.get("me", "conv_1")).id == "conv_1"
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await store.get("you", "conv_1")
     assert told('seconds_count{operation="create"}') == 1 and told('seconds_count{operation="get"}') == 2
     assert (told("up"), told("failures_total"), told("outages_total")) == (1, 0, 0)
     for _ in range(2):
         inner.is_away = True
         for _ in range(3):
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(StoreUnavailableError):
                 await store.get("me", "conv_1")
         assert told("up") == 0
         inner.is_away = False

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import connect
 
-from chatcache.gateway.responses.pending_saves import Unsaved
+from chatcache.gateway.responses.pending_saves import PendingSaves
 from tests.conversations.redis_servers import RedisServer, redis_server
 from tests.gateway.kept import server_on
 from tests.gateway.responding import Events, running_id
@@ -137,7 +137,7 @@ def _saved_later(server: Server, redis: RedisServer, timeout_s: float = 60.0) ->
 
 def test_a_reply_that_nobody_keeps_would_be_missed(mortal_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: the test above sees what is never saved."""
-    monkeypatch.setattr(Unsaved, "add", lambda *_: None)
+    monkeypatch.setattr(PendingSaves, "add", lambda *_: None)
     with server_on(mortal_redis) as server:
         server.wait_ready()
         with pytest.raises(AssertionError, match="to be stored"):
@@ -179,7 +179,7 @@ def test_what_is_acknowledged_before_it_is_unsaved_can_be_deleted(mortal_redis: 
         assert not server.gateway.unsaved._kept
 
 
-async def _hold(unsaved: Unsaved) -> None:
+async def _hold(unsaved: PendingSaves) -> None:
     """Let it not retry by itself."""
     assert unsaved._task is not None
     unsaved._task.cancel()

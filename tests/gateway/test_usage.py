@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from chatcache.conversations.store import StoreUnavailable
-from chatcache.gateway.limits.usage import DayUsage
+from chatcache.conversations.store import StoreUnavailableError
+from chatcache.gateway.limits.usage import DailyUsage
 from tests.gateway.clocks import Clock
 
 DAY_S = 86_400
@@ -30,22 +30,22 @@ class Store:
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
         self.before()
         if self.is_down:
-            raise StoreUnavailable("down")
+            raise StoreUnavailableError("down")
         if self.last.get(writer, 0) < number:
             self.last[writer] = number
             self.days.setdefault(day, Counter()).update(tokens)
         if self.is_mute:
-            raise StoreUnavailable("nobody knows")
+            raise StoreUnavailableError("nobody knows")
 
     async def usage(self, day: int) -> Mapping[str, int]:
         self.before()
         if self.is_down:
-            raise StoreUnavailable("down")
+            raise StoreUnavailableError("down")
         return dict(self.days.get(day, {}))
 
 
-def gateway_over(store: Store, clock: Clock) -> DayUsage:
-    usage = DayUsage(wall_s=clock.wall_s)
+def gateway_over(store: Store, clock: Clock) -> DailyUsage:
+    usage = DailyUsage(wall_s=clock.wall_s)
     usage.store = store
     return usage
 
@@ -123,7 +123,7 @@ async def test_a_flush_that_is_left_is_not_counted_twice() -> None:
     take = store.add_usage
 
     async def take_and_leave(day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
-        with contextlib.suppress(StoreUnavailable):
+        with contextlib.suppress(StoreUnavailableError):
             await take(day, tokens, writer=writer, number=number)
         raise Left
 
@@ -163,7 +163,7 @@ async def test_a_day_is_stored_as_that_day_though_it_is_over() -> None:
 
 async def test_without_a_store_only_today_is_kept() -> None:
     clock = Clock()
-    usage = DayUsage(wall_s=clock.wall_s)
+    usage = DailyUsage(wall_s=clock.wall_s)
     usage.add("k", 10)
     await usage.look()
     await usage.flush()

@@ -23,7 +23,7 @@ from chatcache.model.loading.memory_budget import CudaGauge, measure_budget
 from chatcache.model.runner import Ahead, Runner, Underway, ahead_on
 from chatcache.model.sampling.sampler import Sampler
 from chatcache.model.streams import CudaMark, Mark, streams_of
-from chatcache.model.swap import Swaps
+from chatcache.model.swap import SwapExecutor
 from chatcache.types.plan import KVCapacity, StepPlan
 from tests.model.drive import Driver, make_draws
 from tests.model.lives import MAX_LEN, NUM_SLOTS, VOCAB, Life, Reader, live, make_runner
@@ -128,7 +128,7 @@ def big_pages(device: torch.device) -> KVPages:
 def test_pages_leave_as_the_steps_before_left_them(device: torch.device) -> None:
     """The main stream is late in writing what leaves, and at once writes it again; then it all returns elsewhere."""
     pages, streams = big_pages(device), streams_of(device)
-    swaps = Swaps(triton, pages, 2000, streams)
+    swaps = SwapExecutor(triton, pages, 2000, streams)
     want = torch.randn_like(pages.k[:, 1:2001])
     away = np.stack((np.arange(1, 2001), np.arange(2000)), 1).astype(np.int32)
     back = np.stack((np.arange(2000), np.arange(2001, 4001)), 1).astype(np.int32)
@@ -150,7 +150,7 @@ def test_pages_leave_as_the_steps_before_left_them(device: torch.device) -> None
 def test_steps_do_not_wait_for_pages_that_nobody_writes(device: torch.device) -> None:
     """The copies run beside the steps of their plan: here behind work that the side stream has been given first."""
     pages, streams = big_pages(device), streams_of(device)
-    swaps = Swaps(triton, pages, 100, streams)
+    swaps = SwapExecutor(triton, pages, 100, streams)
     away = np.stack((np.arange(1, 101), np.arange(100)), 1).astype(np.int32)
     swaps.apply(away, away[:0])  # compiles
     torch.cuda.synchronize()
@@ -168,7 +168,7 @@ def test_steps_do_not_wait_for_pages_that_nobody_writes(device: torch.device) ->
 
 
 def test_host_pages_are_locked(device: torch.device) -> None:
-    swaps = Swaps(triton, big_pages(device), 10, streams_of(device))
+    swaps = SwapExecutor(triton, big_pages(device), 10, streams_of(device))
     assert swaps._host.k.is_pinned() and swaps._host.v.is_pinned()
     assert swaps.measure_page_s() > 0
     swaps.close()
@@ -178,7 +178,7 @@ def test_swap_room_that_nobody_closes_is_unlocked(device: torch.device) -> None:
     """Else the system gives the same memory again, and it cannot be locked twice."""
     pages = big_pages(device)
     for _ in range(5):
-        swaps = Swaps(triton, pages, 10, streams_of(device))
+        swaps = SwapExecutor(triton, pages, 10, streams_of(device))
         assert swaps.measure_page_s() > 0
         del swaps
 
@@ -250,7 +250,7 @@ LOST = """
     sys.path[:0] = [{root!r}, {kernels!r}]
     import torch
     from chatcache_kernels import triton
-    from chatcache.errors import DeviceLost
+    from chatcache.errors import DeviceLostError
     from chatcache.model.runner import Ahead
     from tests.model.drive import Driver
     from tests.model.lives import Reader, make_runner
@@ -260,11 +260,11 @@ LOST = """
     driver = Driver(runner)
     try:
         driver.feed({{0: [10**6]}})  # no such word: an assertion on the device
-    except DeviceLost as error:
+    except DeviceLostError as error:
         print("LOST:", error)
     try:
         driver.feed({{1: [1]}})
-    except DeviceLost as error:
+    except DeviceLostError as error:
         print("AGAIN:", error)
 """
 

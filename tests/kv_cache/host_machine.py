@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import Scope, token_bytes
+from chatcache.kv_cache.page_hash import CacheNamespace, token_bytes
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.stats import check
 
@@ -64,7 +64,7 @@ class Machine:
         self.kv.host.release(host_pages)
 
     def start(self, tokens: list[int], host_pages: list[int] | None = None) -> PageTable | None:
-        chain = self.kv.own_chain(tokens, Scope())
+        chain = self.kv.own_chain(tokens, CacheNamespace())
         return self.kv.restore(self.kv.match(chain, host_pages=host_pages or []))
 
     def evict_all(self) -> None:

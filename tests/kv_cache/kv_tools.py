@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import Scope, token_bytes
+from chatcache.kv_cache.page_hash import CacheNamespace, token_bytes
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.prefix_match import PrefixMatch
 
@@ -14,8 +14,8 @@ PUBLIC = "public"
 PageClass = str | tuple[str, int]
 
 
-def find(kv: KVCache, tokens: Sequence[int], scope: Scope | str = "") -> PrefixMatch:
-    return kv.match(kv.chain(tokens, Scope(scope) if isinstance(scope, str) else scope))
+def find(kv: KVCache, tokens: Sequence[int], scope: CacheNamespace | str = "") -> PrefixMatch:
+    return kv.match(kv.chain(tokens, CacheNamespace(scope) if isinstance(scope, str) else scope))
 
 
 def write(kv: KVCache, table: PageTable, tokens: Sequence[int]) -> tuple[PageCopy, ...]:
@@ -27,7 +27,7 @@ def write(kv: KVCache, table: PageTable, tokens: Sequence[int]) -> tuple[PageCop
     return copies
 
 
-def opened(kv: KVCache, tokens: Sequence[int], scope: Scope | str = "") -> PageTable:
+def opened(kv: KVCache, tokens: Sequence[int], scope: CacheNamespace | str = "") -> PageTable:
     """Open a table on what is known of `tokens` and compute the rest."""
     table = kv.open(find(kv, [*tokens, 0], scope))
     if table.num_tokens < len(tokens):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import Scope, token_bytes
+from chatcache.kv_cache.page_hash import CacheNamespace, token_bytes
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch
@@ -32,7 +32,7 @@ class Line:
     """A table and what it must hold. `row` is the runner's copy of the table, told by news only."""
 
     table: PageTable
-    scope: Scope
+    scope: CacheNamespace
     num_public: int
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Away:
 
     host_pages: list[int]
     tokens: list[int]
-    scope: Scope
+    scope: CacheNamespace
 
 
 class Machine:
@@ -78,7 +78,7 @@ class Machine:
         self.planned: list[tuple[Line, list[int]]] = []  # rows of the plan in the making
         self.fresh: list[Line] = []  # opened or brought back in it
         self.copies: list[PageCopy] = []
-        self.texts: list[tuple[list[int], Scope]] = [([], Scope())]
+        self.texts: list[tuple[list[int], CacheNamespace]] = [([], CacheNamespace())]
         self.num_steps = 0
         self.trace: list[str] = []
 
@@ -113,7 +113,7 @@ class Machine:
         known, scope = rng.choice(self.texts)
         prompt = known[: rng.randint(0, len(known))] + [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
         if rng.random() < 0.4:
-            scope = Scope(rng.choice(NAMESPACES), rng.choice([0, 0, rng.randint(0, len(prompt))]))
+            scope = CacheNamespace(rng.choice(NAMESPACES), rng.choice([0, 0, rng.randint(0, len(prompt))]))
         self.texts = [*self.texts[-7:], (prompt, scope)]
         match = self.kv.match(self.kv.chain(prompt, scope))
         self.verify_match(match, prompt)
@@ -125,7 +125,7 @@ class Machine:
             table = self.kv.open(match)
         self.begin(table, prompt[: match.num_tokens], scope)
 
-    def begin(self, table: PageTable, tokens: list[int], scope: Scope) -> None:
+    def begin(self, table: PageTable, tokens: list[int], scope: CacheNamespace) -> None:
         line = Line(table, scope, scope.num_public_tokens // self.page_size)
         for token in tokens:
             line.grow(token)
@@ -225,7 +225,7 @@ class Machine:
         """Another prompt with the same beginning takes over, which has public tokens of its own."""
         num_tokens = len(line.tokens)
         kept = self.rng.choice([num_tokens, self.rng.randint(0, num_tokens)])
-        line.scope = Scope(line.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
+        line.scope = CacheNamespace(line.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
         self.kv.truncate(line.table, kept, line.scope)
         line.cut(kept)
         del line.row[line.table.num_pages :]
@@ -286,9 +286,9 @@ class Machine:
         elif whole:
             assert match.num_tokens >= (len(tokens) if alone else num_full * self.page_size), "closed, yet not found"
 
-    def scope_of(self, line: Line) -> Scope:
+    def scope_of(self, line: Line) -> CacheNamespace:
         """Say in whose eyes the line's pages have the names they have; truncated public tokens are private again."""
-        return Scope(line.scope.namespace, line.num_public * self.page_size)
+        return CacheNamespace(line.scope.namespace, line.num_public * self.page_size)
 
     def swap_out(self) -> None:
         candidates = [line for line in self.lines if all(line is not other for other, _ in self.planned)]

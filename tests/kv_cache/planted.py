@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from chatcache.kv_cache.copy_on_write import PageCopy, Tails
+from chatcache.kv_cache.copy_on_write import CopyOnWrite, PageCopy
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.kv_cache.page_table import PageTable
@@ -36,19 +36,19 @@ def missed_decrement(patch: Patch) -> None:
 
 
 def shared_tail_written_in_place(patch: Patch) -> None:
-    patch.setattr(Tails, "to_copy", lambda self, tables: (set(), set()))
+    patch.setattr(CopyOnWrite, "to_copy", lambda self, tables: (set(), set()))
 
 
 def copied_page_not_told_to_the_runner(patch: Patch) -> None:
-    original = Tails.copy
+    original = CopyOnWrite.copy
 
-    def copy(self: Tails, table: PageTable, dst: int) -> PageCopy:
+    def copy(self: CopyOnWrite, table: PageTable, dst: int) -> PageCopy:
         known = table.changed_from
         page_copy = original(self, table, dst)
         table.changed_from = known
         return page_copy
 
-    patch.setattr(Tails, "copy", copy)
+    patch.setattr(CopyOnWrite, "copy", copy)
 
 
 def evicted_page_stays_in_the_index(patch: Patch) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import token_bytes
-from chatcache.kv_cache.pool import BrokenInvariant
+from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.stats import check, fractional_pages, page_usage
 from tests.kv_cache.kv_tools import find, opened, text, write
 
@@ -176,14 +176,14 @@ def test_truncate_and_go_on(num_kept: int) -> None:
     assert parent.pages() and find(kv, text(9)).num_tokens == 8
     kv.close(parent)
     check(kv, [])
-    with pytest.raises(BrokenInvariant, match="truncate"):
+    with pytest.raises(InvariantError, match="truncate"):
         kv.truncate(parent, 1)
 
 
 def test_committing_more_than_was_reserved_is_misuse() -> None:
     kv = cache()
     table = kv.open(find(kv, [1]))
-    with pytest.raises(BrokenInvariant, match="reserved"):
+    with pytest.raises(InvariantError, match="reserved"):
         kv.commit(table, token_bytes([1]))
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from chatcache.kv_cache.host import HostTier
-from chatcache.kv_cache.page_hash import PageContent, Scope, token_bytes
-from chatcache.kv_cache.pool import BrokenInvariant, PagePool
+from chatcache.kv_cache.host import HostKVCache
+from chatcache.kv_cache.page_hash import CacheNamespace, PageHash, token_bytes
+from chatcache.kv_cache.pool import InvariantError, PagePool
 from tests.kv_cache.host_machine import TOKENS, Machine, opened
 
 
@@ -91,7 +91,7 @@ def test_a_fork_is_lengthened_by_its_own_pages() -> None:
     assert again is not None and machine.step() == (0, 3)
     child = machine.kv.fork(again)
     machine.kv.truncate(child, 8)
-    match = machine.kv.match(machine.kv.own_chain([*TOKENS, 50, 51, 52, 53], Scope()), host_pages=host_pages)
+    match = machine.kv.match(machine.kv.own_chain([*TOKENS, 50, 51, 52, 53], CacheNamespace()), host_pages=host_pages)
     assert match.num_tokens == 14 and machine.kv.extend(child, match)
     assert machine.step() == (0, 2)
     assert machine.read(child) == [*TOKENS, 50, 51, 52] and machine.read(again) == TOKENS
@@ -211,34 +211,34 @@ def test_held_pages_that_were_dropped_are_seen() -> None:
     machine.swap_out([table])
     machine.step()
     machine.held.clear()
-    with pytest.raises(BrokenInvariant, match="host page"):
+    with pytest.raises(InvariantError, match="host page"):
         machine.check([])
 
 
 def loads_outlive_their_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostTier, "cancel_unheld", lambda self, refs: None)
+    patch.setattr(HostKVCache, "cancel_unheld", lambda self, refs: None)
 
 
 def pages_yet_to_come_are_copied_out(patch: pytest.MonkeyPatch) -> None:
-    original = HostTier._sort
+    original = HostKVCache._sort
 
-    def sort(self: HostTier, contents: dict[int, PageContent]) -> object:
+    def sort(self: HostKVCache, contents: dict[int, PageHash]) -> object:
         coming, self._coming = self._coming, {}
         try:
             return original(self, contents)
         finally:
             self._coming = coming
 
-    def find(self: PagePool, content: PageContent) -> None:
+    def find(self: PagePool, content: PageHash) -> None:
         """As if the host had let go of it meanwhile."""
 
-    patch.setattr(HostTier, "_sort", sort)
+    patch.setattr(HostKVCache, "_sort", sort)
     patch.setattr(PagePool, "find", find)
 
 
 def page_being_read_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostTier, "load", lambda self, page, load: self._coming.update({page: load}))
-    patch.setattr(HostTier, "abandon", lambda self: self._coming.clear())
+    patch.setattr(HostKVCache, "load", lambda self, page, load: self._coming.update({page: load}))
+    patch.setattr(HostKVCache, "abandon", lambda self: self._coming.clear())
 
 
 def beginnings_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -258,5 +258,5 @@ def test_planted_bugs_are_caught(
     bug: Callable[[pytest.MonkeyPatch], None], check_of_it: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    with pytest.raises((AssertionError, BrokenInvariant)):
+    with pytest.raises((AssertionError, InvariantError)):
         check_of_it()

@@ -15,7 +15,7 @@ from chatcache.kv_cache import manager as restoring
 from chatcache.kv_cache import stats as audit
 from chatcache.kv_cache import stats as page_map
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import Scope
+from chatcache.kv_cache.page_hash import CacheNamespace
 from chatcache.kv_cache.page_table import PageTable, note_owner
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.stats import LETTERS, PageStates, page_cells, page_states
@@ -34,7 +34,7 @@ def cells(kv: KVCache, tables: Sequence[PageTable], namespace: str | None = None
 def test_each_state_has_its_letter() -> None:
     kv = KVCache(12, 4, "digest")
     idle = opened(kv, text(8, 50))
-    first, own = idle.pages(), opened(kv, text(6), Scope("a", 4))
+    first, own = idle.pages(), opened(kv, text(6), CacheNamespace("a", 4))
     kv.close(idle)
     shared = opened(kv, text(9, 20), "b")
     twin = kv.fork(shared)

@@ -16,12 +16,12 @@ from chatcache.kv_cache import page_hash as chain
 from chatcache.kv_cache import page_table as tables
 from chatcache.kv_cache import prefix_match as matching
 from chatcache.kv_cache import stats as audit
-from chatcache.kv_cache.copy_on_write import PageCopy, Tails
-from chatcache.kv_cache.host import HostTier, Load
+from chatcache.kv_cache.copy_on_write import CopyOnWrite, PageCopy
+from chatcache.kv_cache.host import HostKVCache, PendingLoad
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, Chain, PageContent
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageHash, PageHasher
 from chatcache.kv_cache.page_table import PageTable
-from chatcache.kv_cache.pool import BrokenInvariant, PagePool
+from chatcache.kv_cache.pool import InvariantError, PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from tests.kv_cache.machine import live
 from tests.kv_cache.planted import (
@@ -52,15 +52,15 @@ def copy_skipped(patch: Patch) -> None:
 def last_holder_not_counted(patch: Patch) -> None:
     """Two that write into one tail in the same step each take the other for the one who keeps it."""
 
-    def to_copy(self: Tails, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
+    def to_copy(self: CopyOnWrite, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
         tables = [table for table in tables if table.tail and table.num_reserved == table.num_tokens]
         return {id(table) for table in tables if self._num_holders(self.page_of(table)) > 2}, set()
 
-    patch.setattr(Tails, "to_copy", to_copy)
+    patch.setattr(CopyOnWrite, "to_copy", to_copy)
 
 
 def copy_source_not_kept(patch: Patch) -> None:
-    def copy(self: Tails, table: PageTable, dst: int) -> PageCopy:
+    def copy(self: CopyOnWrite, table: PageTable, dst: int) -> PageCopy:
         index = table.num_tokens // self._page_size
         src = table.own[index - table.num_base_pages]
         self._pool.release((src,))
@@ -68,11 +68,11 @@ def copy_source_not_kept(patch: Patch) -> None:
         table.changed_from = min(table.changed_from, index)
         return PageCopy(src, dst)
 
-    patch.setattr(Tails, "copy", copy)
+    patch.setattr(CopyOnWrite, "copy", copy)
 
 
 def written_page_still_published(patch: Patch) -> None:
-    patch.setattr(Tails, "withdraw", lambda self, table: None)
+    patch.setattr(CopyOnWrite, "withdraw", lambda self, table: None)
 
 
 def held_page_evicted(patch: Patch) -> None:
@@ -120,7 +120,7 @@ def truncated_public_tokens_stay_public(patch: Patch) -> None:
 def fork_keeps_the_public_part_of_its_source(patch: Patch) -> None:
     original = KVCache.truncate
 
-    def truncate(self: KVCache, table: PageTable, num_tokens: int, scope: chain.Scope | None = None) -> None:
+    def truncate(self: KVCache, table: PageTable, num_tokens: int, scope: chain.CacheNamespace | None = None) -> None:
         original(self, table, num_tokens, scope if num_tokens < table.num_tokens else None)
 
     patch.setattr(KVCache, "truncate", truncate)
@@ -153,26 +153,26 @@ def fork_keeps_the_parents_reservation(patch: Patch) -> None:
 def last_token_matched(patch: Patch) -> None:
     original = matching.longest_match
 
-    def longest_match(pool: PagePool, chain: Chain, most: int | None = None) -> PrefixMatch:
+    def longest_match(pool: PagePool, chain: PageHasher, most: int | None = None) -> PrefixMatch:
         data = chain.data + chain.data[-TOKEN_BYTES:]
-        return original(pool, Chain(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), most)
+        return original(pool, PageHasher(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), most)
 
     patch.setattr(cache, "longest_match", longest_match)
 
 
 def namespace_not_mixed_in(patch: Patch) -> None:
     for module in (audit, cache, chain, tables):
-        patch.setattr(module, "private_key", lambda key, namespace: key)
+        patch.setattr(module, "private_hash", lambda key, namespace: key)
 
 
 def border_page_public(patch: Patch) -> None:
     """The page that is only partly within the public tokens is named for everybody."""
     original = chain.name_pages
 
-    def name_pages(root: bytes, data: bytes, page_bytes: int, scope: chain.Scope) -> Chain:
+    def name_pages(root: bytes, data: bytes, page_bytes: int, scope: chain.CacheNamespace) -> PageHasher:
         page_size = page_bytes // TOKEN_BYTES
         num_public = -(-scope.num_public_tokens // page_size) * page_size
-        return original(root, data, page_bytes, chain.Scope(scope.namespace, num_public))
+        return original(root, data, page_bytes, chain.CacheNamespace(scope.namespace, num_public))
 
     patch.setattr(cache, "name_pages", name_pages)
 
@@ -182,45 +182,45 @@ def forgotten_page_still_found(patch: Patch) -> None:
 
 
 def published_before_the_copy_to_the_host(patch: Patch) -> None:
-    original = HostTier.hold
+    original = HostKVCache.hold
 
-    def hold(self: HostTier, contents: Mapping[int, PageContent]) -> list[int] | None:
+    def hold(self: HostKVCache, contents: Mapping[int, PageHash]) -> list[int] | None:
         host_pages = original(self, contents)
         for _, host_page, content in self._leaving.values():
             self.pool.publish(host_page, content)
         return host_pages
 
-    patch.setattr(HostTier, "hold", hold)
+    patch.setattr(HostKVCache, "hold", hold)
 
 
 def published_before_the_copy_from_the_host(patch: Patch) -> None:
-    def load(pool: PagePool, host: HostTier, page: int, host_page: int, *, is_full: bool) -> None:
+    def load(pool: PagePool, host: HostKVCache, page: int, host_page: int, *, is_full: bool) -> None:
         content = host.pool.content(host_page) if is_full else None
         if content is not None:
             pool.publish(page, content)
-        host.load(page, Load(host_page, content))
+        host.load(page, PendingLoad(host_page, content))
 
     patch.setattr(restoring, "load", load)
 
 
 def tail_published_before_it_came_from_the_host(patch: Patch) -> None:
-    patch.setattr(HostTier, "is_coming", lambda self, page: False)
+    patch.setattr(HostKVCache, "is_coming", lambda self, page: False)
 
 
 def host_page_overwritten_while_it_is_read(patch: Patch) -> None:
-    def load(self: HostTier, page: int, load: Load) -> None:
+    def load(self: HostKVCache, page: int, load: PendingLoad) -> None:
         self._coming[page] = load  # and the host page is not held
 
-    def cancel_unheld(self: HostTier, refs: Sequence[int]) -> None:
+    def cancel_unheld(self: HostKVCache, refs: Sequence[int]) -> None:
         self._coming = {page: load for page, load in self._coming.items() if refs[page]}
 
-    def abandon(self: HostTier) -> None:
+    def abandon(self: HostKVCache) -> None:
         self._leaving.clear()
         self._coming.clear()
 
-    patch.setattr(HostTier, "load", load)
-    patch.setattr(HostTier, "cancel_unheld", cancel_unheld)
-    patch.setattr(HostTier, "abandon", abandon)
+    patch.setattr(HostKVCache, "load", load)
+    patch.setattr(HostKVCache, "cancel_unheld", cancel_unheld)
+    patch.setattr(HostKVCache, "abandon", abandon)
 
 
 BUGS: list[Callable[[Patch], None]] = [
@@ -260,7 +260,7 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], audit: bool, monkeypatc
     for num_lives in range(MAX_STEPS // NUM_STEPS):
         try:
             live(num_lives, NUM_STEPS, audit=audit)
-        except (AssertionError, BrokenInvariant, IndexError, KeyError, ValueError) as error:
+        except (AssertionError, InvariantError, IndexError, KeyError, ValueError) as error:
             print(f"{bug.__name__} after {num_lives} lives and {error.__notes__[0]}: {error}")
             return
     pytest.fail(f"{bug.__name__} went unnoticed for {MAX_STEPS} steps")

@@ -9,36 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.kv_cache.page_hash import (
-    Chain,
-    PageContent,
-    Scope,
-    page_content,
+    CacheNamespace,
+    PageHash,
+    PageHasher,
+    page_hash,
     page_keys,
-    private_key,
-    root_key,
+    private_hash,
+    root_hash,
     token_bytes,
 )
-from chatcache.kv_cache.pool import NULL_PAGE, BrokenInvariant, PagePool
+from chatcache.kv_cache.pool import NULL_PAGE, InvariantError, PagePool
 
-ROOT = private_key(root_key("digest", 4), "")
+ROOT = private_hash(root_hash("digest", 4), "")
 
 
-def chain(*pages: tuple[int, ...], parent: bytes = ROOT) -> list[PageContent]:
-    contents: list[PageContent] = []
+def chain(*pages: tuple[int, ...], parent: bytes = ROOT) -> list[PageHash]:
+    contents: list[PageHash] = []
     for tokens in pages:
-        contents.append(page_content(parent, token_bytes(tokens)))
+        contents.append(page_hash(parent, token_bytes(tokens)))
         parent = contents[-1].key
     return contents
 
 
-def lookup(pool: PagePool, contents: list[PageContent]) -> list[int]:
+def lookup(pool: PagePool, contents: list[PageHash]) -> list[int]:
     data = b"".join(content.tokens for content in contents)
     parents = [content.parent for content in contents] + [contents[-1].key]
-    chain = Chain(data, len(contents[0].tokens), Scope(), [content.key for content in contents], parents)
+    chain = PageHasher(data, len(contents[0].tokens), CacheNamespace(), [content.key for content in contents], parents)
     return pool.lookup(chain, len(contents))
 
 
-def published(pool: PagePool, contents: list[PageContent]) -> list[int]:
+def published(pool: PagePool, contents: list[PageHash]) -> list[int]:
     pages = pool.allocate(len(contents))
     assert pages is not None
     for page, content in zip(pages, contents, strict=True):
@@ -154,7 +154,7 @@ def test_the_first_of_equals_wins_and_the_other_becomes_blank_when_released() ->
 def test_equal_keys_do_not_hit_when_the_tokens_differ() -> None:
     """A hash of one bit: collisions everywhere, wrong hits nowhere."""
     pool = PagePool(64)
-    weak = [PageContent(bytes([t % 2]), ROOT, token_bytes([t])) for t in range(40)]
+    weak = [PageHash(bytes([t % 2]), ROOT, token_bytes([t])) for t in range(40)]
     for content in weak:
         published(pool, [content])
     hits = [content for content in weak if lookup(pool, [content])]
@@ -175,11 +175,11 @@ def test_partial_lookup_finds_the_longest_common_beginning() -> None:
 @pytest.mark.parametrize("other", [("digest", 4, "tenant"), ("digest", 8, ""), ("other", 4, ""), ("digest4", 4, "")])
 def test_keys_differ_by_model_page_size_and_namespace(other: tuple[str, int, str]) -> None:
     digest, page_size, namespace = other
-    assert private_key(root_key(digest, page_size), namespace) != ROOT
+    assert private_hash(root_hash(digest, page_size), namespace) != ROOT
 
 
 def test_keys_are_the_same_in_every_process() -> None:
-    content = page_content(ROOT, token_bytes([1, 2, 3, 4]))
+    content = page_hash(ROOT, token_bytes([1, 2, 3, 4]))
     assert content.key.hex() == "27d3eec07908dd7ca8845f788fa49e4d4b71ed40568d7cdfd75372ea018293ba"
 
 
@@ -190,7 +190,7 @@ def test_a_run_of_pages_is_named_as_one_by_one() -> None:
 
 def test_namespaces_that_look_alike_are_kept_apart() -> None:
     names = ["", "?", "\ud800", "\ud801", "a", "A", "a\0", "page", "\ufffd"]
-    assert len({private_key(ROOT, name) for name in names}) == len(names)
+    assert len({private_hash(ROOT, name) for name in names}) == len(names)
 
 
 def test_misuse_is_named() -> None:
@@ -198,11 +198,11 @@ def test_misuse_is_named() -> None:
     pages = pool.allocate(1)
     assert pages is not None
     pool.release(pages)
-    with pytest.raises(BrokenInvariant, match="released more often"):
+    with pytest.raises(InvariantError, match="released more often"):
         pool.release(pages)
-    with pytest.raises(BrokenInvariant, match="nobody holds it"):
+    with pytest.raises(InvariantError, match="nobody holds it"):
         pool.retain(pages)
-    with pytest.raises(BrokenInvariant, match="nobody holds it"):
+    with pytest.raises(InvariantError, match="nobody holds it"):
         pool.publish(pages[0], chain((1,))[0])
     with pytest.raises(ValueError, match="at least 2"):
         PagePool(1)
@@ -212,7 +212,7 @@ def test_check_sees_a_wrong_count() -> None:
     pool = PagePool(4)
     assert pool.allocate(2) is not None
     pool.refs[1] = 0
-    with pytest.raises(BrokenInvariant, match="page 1"):
+    with pytest.raises(InvariantError, match="page 1"):
         pool.check()
 
 

@@ -11,7 +11,7 @@ import pytest
 from chatcache import LLM, BeamSearchParams, SamplingParams
 from chatcache import factory as compose
 from chatcache.config import EngineConfig
-from chatcache.errors import DeviceLost
+from chatcache.errors import DeviceLostError
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Ahead, Runner, Underway
 from chatcache.types.plan import StepPlan
@@ -67,12 +67,12 @@ def test_a_lost_device_is_raised_to_the_caller_for_good(ahead: LLM, monkeypatch:
 
     def launch(self: Runner, plan: StepPlan) -> Underway:
         if plan.step >= 6:
-            raise DeviceLost("the device is lost: an illegal memory access")
+            raise DeviceLostError("the device is lost: an illegal memory access")
         return original(self, plan)
 
     monkeypatch.setattr(Runner, "launch", launch)
     for _ in range(2):
-        with pytest.raises(DeviceLost, match="illegal memory access"):
+        with pytest.raises(DeviceLostError, match="illegal memory access"):
             ahead.generate(PROMPTS, PARAMS)
     health = ahead.health()
     assert not health.ready and "illegal memory access" in health.detail

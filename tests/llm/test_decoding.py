@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chatcache import LLM, BeamSearchParams, SamplingParams
-from chatcache.errors import InvalidRequest, ModelFolderError
+from chatcache.errors import InvalidRequestError, ModelFolderError
 
 PROMPT = [7, 8, 9, *range(30, 60)]
 
@@ -79,7 +79,7 @@ def test_explain_tells_what_generate_then_finds(llm: LLM) -> None:
     told = llm.explain({"prompt_token_ids": longer})
     assert llm.generate([longer], SamplingParams(max_tokens=1))[0].num_cached_tokens == told.num_cached_tokens >= 32
     assert llm.explain("Hello").num_tokens == len(llm.get_tokenizer().encode("Hello", add_special_tokens=True))
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequestError):
         llm.explain([])
 
 
@@ -92,7 +92,7 @@ def test_accounts_and_health_between_calls(llm: LLM) -> None:
 
 
 def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
-    with pytest.raises(InvalidRequest, match="scheduling_policy"):
+    with pytest.raises(InvalidRequestError, match="scheduling_policy"):
         llm.generate([PROMPT], priority=[1])
     options: dict[str, Any] = {"dtype": "float32", "attention": "reference", "kv_memory": "4MiB"}
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -101,7 +101,7 @@ def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
         assert [each.outputs[0].token_ids for each in outputs] == [
             each.outputs[0].token_ids for each in llm.generate([PROMPT, PROMPT[:5]], params, use_tqdm=False)
         ]
-        with pytest.raises(InvalidRequest, match="2 prompts but 1"):
+        with pytest.raises(InvalidRequestError, match="2 prompts but 1"):
             ranked.generate([PROMPT, PROMPT], params, priority=[1])
 
 
@@ -115,7 +115,7 @@ def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
     ],
 )
 def test_policies_that_are_none_are_refused(folder: Any, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidRequest, match=text):
+    with pytest.raises(InvalidRequestError, match=text):
         LLM(str(folder), dtype="float32", attention="reference", kv_memory="4MiB", **options)
 
 

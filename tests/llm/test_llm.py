@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chatcache import LLM, BeamSearchParams, SamplingParams
-from chatcache.errors import ContextTooLong, InvalidRequest
+from chatcache.errors import ContextLengthError, InvalidRequestError
 
 PROMPTS = [[7, 8, 9], [100] * 40, list(range(30, 95))]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -78,7 +78,7 @@ def test_outputs_come_in_the_order_of_the_prompts_each_with_its_params(llm: LLM)
     outputs = llm.generate(PROMPTS, [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths])
     assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
-    with pytest.raises(InvalidRequest, match="3 prompts but 2 params"):
+    with pytest.raises(InvalidRequestError, match="3 prompts but 2 params"):
         llm.generate(PROMPTS, [GREEDY] * 2)
 
 
@@ -134,12 +134,12 @@ def test_chat_renders_the_template(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "kind", "text"),
     [
-        ([], GREEDY, InvalidRequest, "empty"),
-        ([1] * 300, GREEDY, ContextTooLong, "300"),
-        ([999], GREEDY, InvalidRequest, "999"),
-        ([1], SamplingParams(temperature=-1), InvalidRequest, "temperature"),
-        ([1], SamplingParams(n=0), InvalidRequest, "n"),
-        ({"text": "x"}, GREEDY, InvalidRequest, "a prompt is"),
+        ([], GREEDY, InvalidRequestError, "empty"),
+        ([1] * 300, GREEDY, ContextLengthError, "300"),
+        ([999], GREEDY, InvalidRequestError, "999"),
+        ([1], SamplingParams(temperature=-1), InvalidRequestError, "temperature"),
+        ([1], SamplingParams(n=0), InvalidRequestError, "n"),
+        ({"text": "x"}, GREEDY, InvalidRequestError, "a prompt is"),
     ],
 )
 def test_what_can_never_run_is_refused_before_anything_runs(
@@ -153,7 +153,7 @@ def test_what_can_never_run_is_refused_before_anything_runs(
 
 @pytest.mark.parametrize("page_size", [7, 0, 128])
 def test_a_page_size_no_kernel_has_is_refused_before_anything_loads(page_size: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"8, 16, 32, 64, got {page_size}"):
+    with pytest.raises(InvalidRequestError, match=f"8, 16, 32, 64, got {page_size}"):
         LLM("no/such/model", page_size=page_size)
 
 
@@ -168,13 +168,13 @@ def test_a_folder_without_tokenizer_takes_token_ids(oracle: Any, tmp_path: Path)
     oracle.save_pretrained(tmp_path)
     with LLM(str(tmp_path), dtype="float32", attention="reference", kv_memory="4MiB") as llm:
         assert llm.generate([[1, 2]], GREEDY)[0].outputs[0].text == ""
-        with pytest.raises(InvalidRequest, match="no tokenizer"):
+        with pytest.raises(InvalidRequestError, match="no tokenizer"):
             llm.generate("Hello", GREEDY)
 
 
 def test_after_close_nothing_runs(llm: LLM) -> None:
     llm.close()
-    with pytest.raises(InvalidRequest, match="closed"):
+    with pytest.raises(InvalidRequestError, match="closed"):
         llm.generate([[1]], GREEDY)
 
 

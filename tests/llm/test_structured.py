@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from chatcache import LLM, BeamSearchParams, SamplingParams
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.request import StructuredOutputs
 
 
@@ -49,7 +49,7 @@ def test_choices_regexes_and_beams(builtin: LLM) -> None:
 
 
 def test_a_bad_grammar_is_an_invalid_request(builtin: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="unclosed group") as caught:
+    with pytest.raises(InvalidRequestError, match="unclosed group") as caught:
         builtin.generate(["x"], SamplingParams(structured_outputs=StructuredOutputs(regex="(a")), use_tqdm=False)
     assert caught.value.param == "structured_outputs"
     (after,) = builtin.generate(["x"], SamplingParams(max_tokens=1), use_tqdm=False)

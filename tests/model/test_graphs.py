@@ -20,7 +20,7 @@ from chatcache.model.cuda_graphs import DecodeSteps, batch_sizes
 from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import Ahead
 from chatcache.model.sampling.graph_sampler import TorchDraws, is_plain
-from chatcache.model.static_steps import Replay, WorkRoom
+from chatcache.model.static_steps import Replay, WorkListBuffers
 from chatcache.types.plan import NOT_YET, Rows, StepPlan
 from tests.model import listed
 from tests.model.drive import make_draws
@@ -142,15 +142,15 @@ def test_planted_slot_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_planted_leftover_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of the step before are carried out again, and may be the last to write."""
-    fill = WorkRoom.fill
+    fill = WorkListBuffers.fill
 
-    def leave_more(self: WorkRoom, given: Any, work: Any, count: int) -> int | None:
+    def leave_more(self: WorkListBuffers, given: Any, work: Any, count: int) -> int | None:
         before = given["num_items"].copy()
         num_lists = fill(self, given, work, count)
         np.maximum(given["num_items"], before, out=given["num_items"])
         return num_lists
 
-    monkeypatch.setattr(WorkRoom, "fill", leave_more)
+    monkeypatch.setattr(WorkListBuffers, "fill", leave_more)
     assert is_broken(), f"seed {SEED}"
 
 
@@ -192,7 +192,7 @@ def test_a_list_that_is_too_long_does_not_fit() -> None:
     tables = rng.integers(1, 30, (6, MAX_LEN // SIZE)).astype(np.int32)
     start = np.full(6, MAX_LEN - 1, np.int32)
     work = plan_work(tables, start, np.ones(6, np.int32), SIZE, 1, share="never")
-    whole = WorkRoom.of(8, 1, MAX_LEN, 10**6)
+    whole = WorkListBuffers.of(8, 1, MAX_LEN, 10**6)
     arrays = {name: np.full(shape, -7, kind) for name, (kind, shape) in whole.parts().items()}
     assert whole.fill(arrays, work, 6) == 1
     assert arrays["num_items"][0, 0] == len(work.lists[0].items) + 2
@@ -201,9 +201,9 @@ def test_a_list_that_is_too_long_does_not_fit() -> None:
 
 
 def test_a_step_without_room_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = WorkRoom.of
+    original = WorkListBuffers.of
     _, num_plain = run()
-    monkeypatch.setattr(WorkRoom, "of", lambda *args: replace(original(*args), num_items=14, num_states=6))
+    monkeypatch.setattr(WorkListBuffers, "of", lambda *args: replace(original(*args), num_items=14, num_states=6))
     outcome, num_replays = run()
     assert outcome.differing() is None, f"seed {SEED}"
     assert 0 < num_replays < num_plain, f"seed {SEED}"

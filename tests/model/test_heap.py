@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from chatcache.model.host_memory import ALIGNMENT, Arena
+from chatcache.model.host_memory import ALIGNMENT, HostArena
 from chatcache.model.linear import PanelLinear, TwofoldLinears
 
 
 def test_an_arena_keeps_what_it_is_given_apart_and_aligned() -> None:
-    arena = Arena()
+    arena = HostArena()
     generator = torch.Generator().manual_seed(torch.seed() % 2**31)
     sizes = torch.randint(1, 2000, (60,), generator=generator).tolist()
     given = [torch.randn(size, 3, generator=generator).to(torch.bfloat16) for size in sizes]
@@ -23,7 +23,7 @@ def test_an_arena_keeps_what_it_is_given_apart_and_aligned() -> None:
 
 
 def test_an_arena_takes_what_is_larger_than_its_pieces() -> None:
-    arena = Arena()
+    arena = HostArena()
     small, large = arena.empty((8,), torch.float32), arena.empty((70 * 2**20,), torch.uint8)
     small.fill_(1.0)
     large.fill_(7)

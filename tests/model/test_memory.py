@@ -13,12 +13,12 @@ import torch
 from chatcache_kernels import reference
 
 from chatcache.config import EngineConfig
-from chatcache.errors import DeviceLost, ModelFolderError
+from chatcache.errors import DeviceLostError, ModelFolderError
 from chatcache.model import eager
 from chatcache.model import eager as halving
 from chatcache.model.attention import choose_backend
 from chatcache.model.device_errors import device_lost, is_out_of_memory
-from chatcache.model.eager import Part, halve
+from chatcache.model.eager import Part, split_step
 from chatcache.model.loading.loader import plan_capacity
 from chatcache.model.loading.memory_budget import GRAPH_BYTES, SLACK_SHARE, Budget, measure_budget
 from chatcache.model.runner import Ahead, Runner
@@ -94,10 +94,10 @@ def test_planted_halves_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> N
     """The second half of a row reads what the first has not written yet."""
 
     def backwards(part: Part) -> tuple[Part, Part] | None:
-        halves = halve(part)
+        halves = split_step(part)
         return halves[::-1] if halves is not None else None
 
-    monkeypatch.setattr(eager, "halve", backwards)
+    monkeypatch.setattr(eager, "split_step", backwards)
     got = everything(np.random.default_rng(SEED), short(5)[0])
     assert not equal(got, everything(np.random.default_rng(SEED), make_runner())), f"seed {SEED}"
 
@@ -196,7 +196,7 @@ def alive() -> None:
 )
 def test_a_sticky_error_is_the_end(error: Exception) -> None:
     lost = device_lost(error, "NVIDIA H200 (cuda:0)", 17, dead)
-    assert isinstance(lost, DeviceLost)
+    assert isinstance(lost, DeviceLostError)
     assert lost.message.startswith("NVIDIA H200 (cuda:0) answers no more; step 17 met: ")
     assert lost.message.endswith("an illegal memory access was encountered"), "one line"
     assert device_lost(error, "NVIDIA H200 (cuda:0)", 17, alive) is None, "a launch that was refused"
@@ -237,7 +237,7 @@ def test_a_step_on_a_lost_device_says_so_and_is_not_retried(
     driver = Driver(runner)
     driver.feed({0: [1, 2], 1: [3]})
     network.broken = True
-    with pytest.raises(DeviceLost, match="step 1 met: CUDA error: an illegal memory access") as caught:
+    with pytest.raises(DeviceLostError, match="step 1 met: CUDA error: an illegal memory access") as caught:
         driver.feed({0: [4], 1: [5]})
     assert isinstance(caught.value.__cause__, torch.AcceleratorError)
     assert network.sizes[-2:].count(-1) == 1
@@ -268,10 +268,10 @@ def test_a_plan_of_single_tokens_halves_to_the_last() -> None:
     none = np.zeros((0, 3), np.int32)
     rows = Rows(slot, slot, np.ones(3, np.int32), slot + 7)
     part = Part.whole(StepPlan(1, none, none, none[:, :2], rows, make_draws([{"row": 2}, {"row": 0}])))
-    halves = halve(part)
+    halves = split_step(part)
     assert halves is not None
     first, second = halves
     assert (first.rows.tokens.tolist(), second.rows.tokens.tolist()) == ([7], [8, 9])
     assert (first.drawn.tolist(), second.drawn.tolist()) == ([1], [0])
     assert (first.first_token, second.first_token, second.draws.row.tolist()) == (0, 1, [1])
-    assert halve(first) is None
+    assert split_step(first) is None

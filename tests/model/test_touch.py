@@ -11,7 +11,7 @@ import torch
 from chatcache_kernels import cpu
 from chatcache_kernels.types import KVPages
 
-from chatcache.model.host_memory import TouchAhead
+from chatcache.model.host_memory import PagePrefaulter
 
 LAYERS, HEADS, DIM, SIZE = 3, 2, 64, 16
 PAGE_BYTES = 2 * LAYERS * HEADS * DIM * SIZE * 2  # of keys and values in all layers, bf16
@@ -32,7 +32,7 @@ def resident(pages: KVPages, page: int) -> bool:
     return True
 
 
-def settle(touch: TouchAhead) -> None:
+def settle(touch: PagePrefaulter) -> None:
     while (thread := touch.thread) is not None:
         thread.join()
 
@@ -43,7 +43,7 @@ def pages() -> KVPages:
 
 
 def test_memory_is_there_before_it_is_used(pages: KVPages) -> None:
-    touch = TouchAhead(pages, ahead_bytes=1000 * PAGE_BYTES)
+    touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
     assert not resident(pages, 500)
     touch.reach(0)
     settle(touch)
@@ -61,14 +61,14 @@ def test_memory_is_there_before_it_is_used(pages: KVPages) -> None:
 def test_what_pages_hold_stays(pages: KVPages) -> None:
     pages.k[:, 3] = 1.5
     pages.v[:, 7] = -2.0
-    touch = TouchAhead(pages, ahead_bytes=100 * PAGE_BYTES)
+    touch = PagePrefaulter(pages, ahead_bytes=100 * PAGE_BYTES)
     touch.reach(0)
     settle(touch)
     assert (pages.k[:, 3] == 1.5).all() and (pages.v[:, 7] == -2.0).all()
 
 
 def test_a_closed_one_touches_nothing_more(pages: KVPages) -> None:
-    touch = TouchAhead(pages, ahead_bytes=1000 * PAGE_BYTES)
+    touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
     touch.close()
     touch.reach(0)
     settle(touch)
@@ -76,7 +76,7 @@ def test_a_closed_one_touches_nothing_more(pages: KVPages) -> None:
 
 
 def test_nobody_is_left_behind_when_it_closes(pages: KVPages) -> None:
-    touch = TouchAhead(pages, ahead_bytes=15_000 * PAGE_BYTES)
+    touch = PagePrefaulter(pages, ahead_bytes=15_000 * PAGE_BYTES)
     touch.reach(0)
     thread = touch.thread
     touch.close()
@@ -91,9 +91,9 @@ def test_a_program_that_never_closes_ends_well() -> None:
     program = f"""
 import torch
 from chatcache_kernels import cpu
-from chatcache.model.host_memory import TouchAhead
+from chatcache.model.host_memory import PagePrefaulter
 pages = cpu.allocate_pages(30, 20_000, {SIZE}, {HEADS}, {DIM}, torch.bfloat16)
-touch = TouchAhead(pages)
+touch = PagePrefaulter(pages)
 touch.reach(0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

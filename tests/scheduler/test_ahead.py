@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from chatcache.kv_cache.page_hash import Scope
+from chatcache.kv_cache.page_hash import CacheNamespace
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.request import LiveRequest
-from chatcache.types.actions import DrawSpec, Extend, Fork, Retire
+from chatcache.types.actions import DrawSpec, Extend, Fork, Release
 from chatcache.types.plan import NOT_YET
 from chatcache.types.request import ForkPoint
 from tests.scheduler.sched_driver import Bench, P, Plain
@@ -43,7 +43,7 @@ def extend_all(bench: Bench, step: Step, token: int) -> None:
 
 
 def num_cached(bench: Bench, tokens: list[int]) -> int:
-    return bench.kv.match(bench.kv.chain([*tokens, 99], Scope())).num_tokens
+    return bench.kv.match(bench.kv.chain([*tokens, 99], CacheNamespace())).num_tokens
 
 
 def test_steps_behind_one_another_are_those_that_would_have_been_planned() -> None:
@@ -89,7 +89,7 @@ def test_rows_of_the_departed_do_not_count() -> None:
     requests = steadily(bench, [1, 2], [11, 12], [21, 22], [31, 32])
     step = planned(bench)
     following = follow(bench, step)
-    bench.scheduler.apply(requests[1], [Retire(0)])
+    bench.scheduler.apply(requests[1], [Release(0)])
     bench.scheduler.finish(requests[1])
     for request in (requests[0], requests[2], requests[3]):
         bench.scheduler.apply(request, [Extend(0, 43)])

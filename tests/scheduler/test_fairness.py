@@ -6,18 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.scheduler import fairness
-from chatcache.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
+from chatcache.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualTokenCounter
 
 
 def test_prompts_and_outputs_have_weights() -> None:
-    counters = VirtualCounters()
+    counters = VirtualTokenCounter()
     counters.charge_input("a", 100)
     counters.charge_output("a", 7)
     assert counters["a"] == 100 * INPUT_WEIGHT + 7 * OUTPUT_WEIGHT and counters["b"] == 0
 
 
 def test_who_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
-    counters = VirtualCounters()
+    counters = VirtualTokenCounter()
     for name, amount in (("a", 500), ("b", 300), ("c", 900)):
         counters.charge_input(name, amount)
     counters.arrive("d", {"a", "b", "c"})
@@ -27,7 +27,7 @@ def test_who_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
 
 
 def test_into_an_empty_queue_one_comes_level_with_the_last_that_left_it() -> None:
-    counters = VirtualCounters()
+    counters = VirtualTokenCounter()
     counters.charge_input("a", 500)
     counters.charge_input("b", 300)
     counters.leave("b")
@@ -39,7 +39,7 @@ def test_into_an_empty_queue_one_comes_level_with_the_last_that_left_it() -> Non
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3), st.integers(1, 50)), max_size=120))
 def test_forgetting_the_absent_changes_nothing(acts: list[tuple[str, int, int]]) -> None:
-    remembering, forgetting = VirtualCounters(), VirtualCounters()
+    remembering, forgetting = VirtualTokenCounter(), VirtualTokenCounter()
     forgetting._most = 1
     fairness_limit, fairness.MAX_REMEMBERED = fairness.MAX_REMEMBERED, 1
     try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineError
 from chatcache.kv_cache.stats import check
 from chatcache.scheduler.request import LiveRequest
-from chatcache.types.actions import Extend, Fork, Retire
+from chatcache.types.actions import Extend, Fork, Release
 from tests.scheduler.sched_driver import Bench, Plain, drawn, rows
 
 
@@ -147,7 +147,7 @@ def test_the_first_child_of_a_retired_branch_inherits_its_row() -> None:
     request = bench.add([1, 2, 3], max_branches=3)
     bench.step()
     slot = request.leader.slot
-    bench.scheduler.apply(request, [Fork(0, 1, 7), Fork(0, 2, 8), Retire(0)])
+    bench.scheduler.apply(request, [Fork(0, 1, 7), Fork(0, 2, 8), Release(0)])
     assert request.branches[1].slot == slot != request.branches[2].slot
     step = bench.step()
     assert step.plan.forks.tolist() == [[slot, request.branches[2].slot, 1]]
@@ -160,18 +160,18 @@ def test_the_first_child_of_a_retired_branch_inherits_its_row() -> None:
         ([Extend(3, 7)], "had not been drawn"),
         ([Extend(0, 7), Extend(0, 8)], "had not been drawn"),
         ([Extend(0, 7), Fork(0, 1, 8)], "had not been drawn"),
-        ([Retire(1)], "does not exist"),
+        ([Release(1)], "does not exist"),
         ([Fork(0, 1, 7), Fork(0, 2, 7), Fork(0, 3, 7), Extend(0, 7)], "at most 3"),
         ([Fork(0, 1, 7)], "left without a next token"),
     ],
 )
 def test_broken_strategies_are_named_and_leave_nothing_behind(
-    actions: list[Fork | Extend | Retire], message: str
+    actions: list[Fork | Extend | Release], message: str
 ) -> None:
     bench = Bench()
     request = bench.add([1, 2, 3], max_branches=3)
     bench.step()
-    with pytest.raises(EngineFault, match=message):
+    with pytest.raises(EngineError, match=message):
         bench.scheduler.apply(request, actions)
     bench.scheduler.finish(request, forget=True)
     check(bench.kv, [])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from chatcache.kv_cache.page_hash import Scope
+from chatcache.kv_cache.page_hash import CacheNamespace
 from chatcache.scheduler.request import LiveRequest
-from chatcache.types.actions import DrawSpec, Extend, Fork, Retire
+from chatcache.types.actions import DrawSpec, Extend, Fork, Release
 from tests.scheduler.sched_driver import Bench, P, Plain, drawn, rows
 
 
 def num_cached(bench: Bench, tokens: list[int]) -> int:
-    return bench.kv.match(bench.kv.chain([*tokens, 99], Scope())).num_tokens
+    return bench.kv.match(bench.kv.chain([*tokens, 99], CacheNamespace())).num_tokens
 
 
 class Asked(Plain):
@@ -118,7 +118,7 @@ def test_a_steady_branch_can_be_forked_and_all_go_on() -> None:
     assert [branch.is_steady for branch in request.branches.values()] == [True] * 3
     assert [branch.id for branch in bench.decode(audit=False).steady.branches] == [0, 1, 2]
     bench.step(audit=False)
-    bench.scheduler.apply(request, [Extend(0, 4), Retire(1), Extend(2, 4)])
+    bench.scheduler.apply(request, [Extend(0, 4), Release(1), Extend(2, 4)])
     assert [branch.id for branch in bench.decode(audit=False).steady.branches] == [0, 2]
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from chatcache.engine.engine import Engine
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
 from tests.security.hostile import Adversary
@@ -102,7 +102,7 @@ class Run:
             request = self._adversary.request()
             try:
                 self._engine.add(request)
-            except InvalidRequest as error:
+            except InvalidRequestError as error:
                 self.crowd.refused[error.code] += 1
             else:
                 self._open.add(request.request_id)

@@ -96,7 +96,7 @@ TWINS: dict[str, tuple[Callable[[Patch], None], str]] = {
         "template mro",
     ),
     "values are not weighed": (
-        lambda patch: patch.setattr(template_weight, "weight", lambda value: 1),
+        lambda patch: patch.setattr(template_weight, "estimate_size", lambda value: 1),
         "template list in itself twice",
     ),
     "tokenizers are not tried": (lambda patch: patch.setattr(tokenizers, "_PROBES", ()), "tokenizer panics"),

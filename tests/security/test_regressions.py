@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.gateway.openapi import document
 from chatcache.tokenizer.tokenizer import read_tokenizer
 from chatcache.types.events import Finished
@@ -245,7 +245,7 @@ def test_a_tokenizer_that_panics_ends_the_request_only(tmp_path: Path, monkeypat
     write_tokenizer(tmp_path)
     pattern("^(?:(z+)+)+$")(tmp_path)
     tokenizer = read_tokenizer(tmp_path)
-    with pytest.raises(InvalidRequest, match="cannot encode this text"):
+    with pytest.raises(InvalidRequestError, match="cannot encode this text"):
         tokenizer.encode("z" * 64 + "!")
     assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
 

@@ -17,7 +17,7 @@ from chatcache.types.plan import I32, NOT_YET, Rows, StepPlan, StepResult
 MAX_STEPS = 2
 
 
-class BrokenPlan(RuntimeError):
+class InvalidPlanError(RuntimeError):
     """A plan or a call that no device could follow."""
 
 
@@ -33,7 +33,7 @@ class Queued:
         self._device.finish(self)
         if isinstance(self.outcome, StepResult):
             return self.outcome
-        raise self.outcome or BrokenPlan("the step was never executed")
+        raise self.outcome or InvalidPlanError("the step was never executed")
 
 
 class FakeDevice:
@@ -51,7 +51,7 @@ class FakeDevice:
         self._drawn: dict[int, int] = {}  # by slot, in the step executed last
 
     def launch(self, plan: StepPlan) -> Queued:
-        """Raises: BrokenPlan."""
+        """Raises: InvalidPlanError."""
         if len(self._steps) == MAX_STEPS:
             self._refuse(f"step {plan.step} was launched behind {MAX_STEPS} others")
         row_of = np.repeat(np.arange(len(plan.rows.slot)), plan.rows.num_tokens)
@@ -67,7 +67,7 @@ class FakeDevice:
         return step
 
     def finish(self, step: Queued) -> None:
-        """Carry out the step, if that has not been done. Raises: BrokenPlan unless its turn has come."""
+        """Carry out the step, if that has not been done. Raises: InvalidPlanError unless its turn has come."""
         if step not in self._steps:
             return
         if step is not self._steps[0]:
@@ -97,7 +97,7 @@ class FakeDevice:
 
     def _refuse(self, reason: str) -> None:
         self.num_refused += 1
-        raise BrokenPlan(reason)
+        raise InvalidPlanError(reason)
 
 
 def slots_drawn(plan: StepPlan) -> dict[int, int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from chatcache.tokenizer.token_bytes import Lead, pieces_of
+from chatcache.tokenizer.token_bytes import LeadingSpace, pieces_of
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.tokenizer.text_tokenizers import KINDS, backend_of
 
@@ -48,9 +48,14 @@ def test_an_invalid_run_of_bytes_keeps_its_valid_characters() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "lead"),
-    [("bytelevel", Lead.KEEP), ("llama", Lead.SPACE), ("gemma", Lead.KEEP), ("metaspace", Lead.SPACES)],
+    [
+        ("bytelevel", LeadingSpace.KEEP),
+        ("llama", LeadingSpace.SPACE),
+        ("gemma", LeadingSpace.KEEP),
+        ("metaspace", LeadingSpace.SPACES),
+    ],
 )
-def test_lead(kind: str, lead: Lead) -> None:
+def test_lead(kind: str, lead: LeadingSpace) -> None:
     assert TOKENIZERS[kind].lead is lead
 
 

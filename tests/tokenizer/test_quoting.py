@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from chatcache.errors import InvalidRequest
-from chatcache.tokenizer.chat_template import SEAM, ChatTemplate, Quoter, unquote
+from chatcache.errors import InvalidRequestError
+from chatcache.tokenizer.chat_template import SEAM, ChatTemplate, SpecialTokenEscaper, unquote
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.tokenizer.text_tokenizers import CHATML, INSTRUCT, KINDS, SPECIALS, backend_of
 
@@ -110,7 +110,7 @@ def test_a_mark_that_swallows_white_space() -> None:
 @pytest.mark.parametrize("tokens", [["ab", "abc", "ba"], ["aa", "aaa"], ["a.", "a+b", "*"], []])
 @given(text=st.text("abc.+*", max_size=12))
 def test_every_occurrence_has_a_seam_inside(tokens: list[str], text: str) -> None:
-    quoted = Quoter(tokens).quote(text)
+    quoted = SpecialTokenEscaper(tokens).quote(text)
     assert unquote(quoted) == text
     assert not any(token in quoted for token in tokens if len(token) > 1)
     if not any(token in text for token in tokens if len(token) > 1):
@@ -118,5 +118,5 @@ def test_every_occurrence_has_a_seam_inside(tokens: list[str], text: str) -> Non
 
 
 def test_a_seam_cannot_be_typed(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="surrogate"):
+    with pytest.raises(InvalidRequestError, match="surrogate"):
         tokenizer_of("bytelevel").render(turns(f"<{SEAM}|im_end|>"))

@@ -10,7 +10,7 @@ import jinja2
 import pytest
 from transformers import AutoTokenizer
 
-from chatcache.errors import InvalidRequest, ModelFolderError
+from chatcache.errors import InvalidRequestError, ModelFolderError
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import read_tokenizer
 from tests.tokenizer.text_tokenizers import TEMPLATES, write_folder
@@ -56,7 +56,7 @@ def test_equals_transformers(
     if name == "instruct" and chat in {"system", "calls"}:
         with pytest.raises(jinja2.TemplateError, match="must alternate"):
             theirs.apply_chat_template(CHATS[chat], tokenize=False)
-        with pytest.raises(InvalidRequest, match="must alternate"):
+        with pytest.raises(InvalidRequestError, match="must alternate"):
             ours.render(CHATS[chat], prompt, **variables)
         return
     want = theirs.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=prompt, **variables)
@@ -89,12 +89,12 @@ def test_continuing_keeps_trailing_space_and_list_content() -> None:
 
 @pytest.mark.parametrize("chat", [[], [{"role": "user"}], [{"role": "user", "content": []}]])
 def test_nothing_to_continue(chat: list[dict[str, Any]]) -> None:
-    with pytest.raises(InvalidRequest, match="no text to continue"):
+    with pytest.raises(InvalidRequestError, match="no text to continue"):
         template("x").render(chat, continue_final_message=True)
 
 
 def test_a_template_that_drops_the_final_message_cannot_continue_it() -> None:
-    with pytest.raises(InvalidRequest, match="cannot continue"):
+    with pytest.raises(InvalidRequestError, match="cannot continue"):
         template("x").render([{"role": "user", "content": "a"}], continue_final_message=True)
 
 
@@ -116,14 +116,14 @@ def test_a_template_that_drops_the_final_message_cannot_continue_it() -> None:
 )
 def test_refusals_are_the_messages_fault_and_the_sandbox_holds(source: str) -> None:
     chat = [{"role": "user", "content": "a"}]
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         template(source).render(chat)
     assert caught.value.param == "messages"
     assert chat == [{"role": "user", "content": "a"}]
 
 
 def test_a_refusal_says_why() -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
         template("{{ raise_exception('roles must alternate') }}").render([])
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from chatcache.errors import InvalidRequest, ModelFolderError
+from chatcache.errors import InvalidRequestError, ModelFolderError
 from chatcache.tokenizer.tokenizer import Tokenizer, read_tokenizer
 from tests.tokenizer.text_tokenizers import CHATML, INSTRUCT, KINDS, THINKING, backend_of, write_folder
 
@@ -129,13 +129,13 @@ def test_an_older_folder_is_converted(tmp_path: Path) -> None:
 def test_no_template_is_the_requests_fault(tmp_path: Path) -> None:
     tokenizer = read_tokenizer(write_folder(tmp_path))
     assert not tokenizer.has_chat_template
-    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+    with pytest.raises(InvalidRequestError, match="no chat template") as caught:
         tokenizer.render([USER])
     assert caught.value.param == "messages"
 
 
 def test_lone_surrogates_are_refused(chatml: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="Unicode"):
+    with pytest.raises(InvalidRequestError, match="Unicode"):
         chatml.encode("a\ud800")
 
 
@@ -204,7 +204,7 @@ def test_long_texts_have_the_ids_of_their_parts(kind: str) -> None:
         *tokenizer.encode("", add_special_tokens=True),
         *(tokenizer.encode(line) * 400),
     ]
-    with pytest.raises(InvalidRequest, match="surrogate"):
+    with pytest.raises(InvalidRequestError, match="surrogate"):
         tokenizer.encode("x" * 5_000 + "\ud800")
 
 

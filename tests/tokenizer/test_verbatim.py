@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chatcache.tokenizer.chat_template import ChatTemplate, VerbatimJson, arguments_of
+from chatcache.tokenizer.chat_template import ChatTemplate, RawJson, arguments_of
 
 DEEP = '{"a":' * 300 + "1" + "}" * 300
 SOURCE = '{"a":  1.0,"b": "\\u00e9"}'
@@ -34,4 +34,4 @@ def test_templates_read_it_as_the_object_it_is() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", '"x"', "[" * 5000, DEEP, '{"a": "\\udcff"}'])
 def test_what_is_no_object_is_text(text: str) -> None:
-    assert arguments_of(text) == text and not isinstance(arguments_of(text), VerbatimJson)
+    assert arguments_of(text) == text and not isinstance(arguments_of(text), RawJson)

@@ -16,7 +16,7 @@ class Call(NamedTuple):
     arguments: str
 
 
-class NoCall(Exception):
+class NoCallError(Exception):
     """`args[0]`: where that was found out."""
 
 
@@ -71,13 +71,13 @@ def decoded(quoted: str) -> str | None:
 
 
 def read_object(text: str, at: int) -> tuple[Call, int]:
-    """(the call, where it ends). Raises: NoCall."""
+    """(the call, where it ends). Raises: NoCallError."""
     name, arguments = None, None
     first = True
 
     def stop(where: int, cut: bool) -> tuple[Call, int]:
         if name is None:
-            raise NoCall(where)
+            raise NoCallError(where)
         if not cut and not arguments:
             return Call(name, "{}"), where
         return Call(name, arguments or ""), where
@@ -107,7 +107,7 @@ def read_object(text: str, at: int) -> tuple[Call, int]:
         if how == "whole" and key == "name" and name is None:
             said = decoded(text[at:end]) if text[at] == '"' else None
             if not said or len(said) > 256:
-                raise NoCall(end)
+                raise NoCallError(end)
             name = said
         if how != "whole":
             return stop(end, how == "cut")
@@ -140,7 +140,7 @@ def llama3(text: str, names: frozenset[str]) -> tuple[str, list[Call]]:
         return _split(text, marker, _llama_calls, 0)
     try:
         found = _joined(text, start, ";", names)
-    except NoCall as no:
+    except NoCallError as no:
         keep = _without_space(text, 0, no.args[0])
         shown, more = _split(text, marker, _llama_calls, keep)
         return text[:keep] + shown, more
@@ -159,7 +159,7 @@ def _split(text: str, marker: str, calls_at: Callable[[str, int], Found], at: in
         return text[at:], []
     try:
         found = calls_at(text, opened + len(marker))
-    except NoCall as no:
+    except NoCallError as no:
         keep = _without_space(text, at, no.args[0])
         shown, calls = _split(text, marker, calls_at, keep)
         return text[at:keep] + shown, calls
@@ -184,7 +184,7 @@ def _without_space(text: str, start: int, end: int) -> int:
 def _object_at(text: str, at: int) -> tuple[Call, int]:
     at = skip(text, at)
     if text[at : at + 1] != "{":
-        raise NoCall(at)
+        raise NoCallError(at)
     return read_object(text, at)
 
 
@@ -202,8 +202,8 @@ def _joined(text: str, at: int, joint: str, names: frozenset[str] | None = None)
         try:
             call, after = _object_at(text, at)
             if names is not None and call.name not in names:
-                raise NoCall(_behind_name(text, at))
-        except NoCall as no:
+                raise NoCallError(_behind_name(text, at))
+        except NoCallError as no:
             if not calls:
                 raise
             return Found(calls, end, no.args[0])
@@ -217,7 +217,7 @@ def _joined(text: str, at: int, joint: str, names: frozenset[str] | None = None)
 def _behind_name(text: str, at: int) -> int:
     """The shortest beginning of the object that has its name."""
     for end in range(at, len(text)):
-        with contextlib.suppress(NoCall):
+        with contextlib.suppress(NoCallError):
             _object_at(text[:end], at)
             return end
     return len(text)
@@ -240,7 +240,7 @@ def _mistral_calls(text: str, at: int) -> Found:
         return Found([call], end, end)
     at = name.end()
     if len(name[0]) > 256 or not (text.startswith("[ARGS]", at) or text.startswith("{", at)):
-        raise NoCall(at)
+        raise NoCallError(at)
     at += len("[ARGS]") if text[at] == "[" else 0
     value = skip(text, at)
     end, how = end_of_value(text, value)

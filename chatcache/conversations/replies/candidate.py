@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chatcache.conversations.fork_points import ReplyStart, begun, check_fork_at, forked_ids
 from chatcache.conversations.prompt import said
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone
-from chatcache.conversations.replies.parser import TAIL_TOKENS, Heard, Speech
+from chatcache.conversations.replies.parser import TAIL_TOKENS, ParsedDelta, ReplyContext
 from chatcache.conversations.tree import Turn
 from chatcache.tokenizer.detokenizer import TextStream
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, Tokens
@@ -21,7 +21,9 @@ class Candidate:
     character in its middle, if it ends in one, is text of this candidate.
     """
 
-    def __init__(self, index: int, speech: Speech, request: GenerateRequest, prefix: ReplyStart | None = None) -> None:
+    def __init__(
+        self, index: int, speech: ReplyContext, request: GenerateRequest, prefix: ReplyStart | None = None
+    ) -> None:
         params = request.params
         self.index = index
         self.done = False
@@ -80,7 +82,7 @@ class Candidate:
     def first_ids(self, num_tokens: int | None, fork_with: int | None = None) -> tuple[int, ...]:
         """The settled ids so far, or the first `num_tokens` of them, and a token that goes on instead.
 
-        Raises: InvalidRequest naming `fork_at` or `fork_with`.
+        Raises: InvalidRequestError naming `fork_at` or `fork_with`.
         """
         ids = self.settled_ids
         if num_tokens is not None:
@@ -107,12 +109,12 @@ class Candidate:
         if not self._speech.is_read:
             text = self._stream.push(event.token_ids)
             if self._untold:
-                text, self._untold = self._untold.text + text, Heard()
+                text, self._untold = self._untold.text + text, ParsedDelta()
             return ReplyDelta(self.index, text, ids, logprobs) if shown or text else None
         heard = self._hear(event.token_ids)
         if not shown and not heard:
             return None
-        heard, self._untold = self._untold.then(heard), Heard()
+        heard, self._untold = self._untold.then(heard), ParsedDelta()
         return ReplyDelta(self.index, heard.text, ids, logprobs, heard.reasoning, heard.calls)
 
     def finish(self, event: CandidateDone | None) -> tuple[ReplyDelta | ReplyDone, ...]:
@@ -120,7 +122,7 @@ class Candidate:
         self.done = True
         self.dropped = event is not None and event.finish_reason == FINISH_CANCELLED
         rest = self._untold.then(self._reading.push(self._stream.finish()).then(self._reading.finish()))
-        self._untold = Heard()
+        self._untold = ParsedDelta()
         done = ReplyDone(
             index=self.index,
             text=self._text,
@@ -136,11 +138,11 @@ class Candidate:
             return (done,)
         return ReplyDelta(self.index, rest.text, (), (), rest.reasoning, rest.calls), done
 
-    def _hear(self, token_ids: Sequence[int]) -> Heard:
+    def _hear(self, token_ids: Sequence[int]) -> ParsedDelta:
         """Read token by token: which of them are thought is counted."""
         if self._is_past_thought and len(token_ids) == 1:
             return self._reading.push(self._stream.push(token_ids))
-        heard = Heard()
+        heard = ParsedDelta()
         for number, token in enumerate(token_ids, len(self._ids) - len(token_ids) + 1):
             thought = self._reading.is_thinking
             heard = heard.then(self._reading.push(self._stream.push((token,))))

@@ -152,7 +152,7 @@ Told = ReplyDelta | ReplyBeams
 _HELD_BACK = (False, False, False)
 
 
-class Coalescer:
+class DeltaBatcher:
     """Hands events to `tell` in order, joining those of one candidate that come within `window_s` of its last one.
 
     What is said, thought and called is told apart. Reports of live beams are joined likewise. Nothing is awaited and no

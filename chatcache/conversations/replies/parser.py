@@ -11,7 +11,7 @@ from functools import cached_property
 from chatcache.conversations.replies.events import CallDelta
 from chatcache.conversations.tree import ReplyParts, ToolCall, new_id
 from chatcache.tokenizer.detokenizer import TextStream
-from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, Said, prompt_end
+from chatcache.tokenizer.reply_format import ParsedText, ReplyFormat, ReplyParser, prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
 
 TAIL_TOKENS = 8  # of a prompt: they tell whether the first word of a reply keeps its space
@@ -19,7 +19,7 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
-class Speech:
+class ReplyContext:
     """How replies of one request are to be read. `names`: the functions that may be called (None: nothing is a call).
 
     `is_read`: whether there is anything to tell apart at all.
@@ -48,17 +48,17 @@ class Speech:
             visible_ids=self.mark_ids,
         )
 
-    def reading(self, prompt: Sequence[int], call_ids: Sequence[str] = ()) -> Reading:
+    def reading(self, prompt: Sequence[int], call_ids: Sequence[str] = ()) -> CandidateParser:
         """A new candidate's. `call_ids`: ids that its first calls have already."""
         if not self.is_read:
-            return Reading(None, 0, ())
+            return CandidateParser(None, 0, ())
         syntax = self.form.syntax
         parser = ReplyParser(self.form, prompt_end(self.tokenizer, prompt), self.names)
-        return Reading(parser, syntax.id_chars if syntax is not None else 0, call_ids)
+        return CandidateParser(parser, syntax.id_chars if syntax is not None else 0, call_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ParsedDelta:
     """What is new."""
 
     text: str = ""
@@ -68,13 +68,13 @@ class Heard:
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
-    def then(self, other: Heard) -> Heard:
+    def then(self, other: ParsedDelta) -> ParsedDelta:
         if not self:
             return other
-        return Heard(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
+        return ParsedDelta(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
-class Reading:
+class CandidateParser:
     """One candidate's, as far as it goes. Without a parser all is text."""
 
     def __init__(self, parser: ReplyParser | None, id_chars: int, call_ids: Sequence[str]) -> None:
@@ -111,20 +111,20 @@ class Reading:
         reasoning, calls = "".join(self._thoughts), self.calls
         return ReplyParts(reasoning, calls, raw if reasoning or calls or raw != self.text else "")
 
-    def push(self, text: str) -> Heard:
+    def push(self, text: str) -> ParsedDelta:
         if self._parser is None:
             self._texts.append(text)
-            return Heard(text)
+            return ParsedDelta(text)
         return self._take(self._parser.push(text))
 
-    def finish(self) -> Heard:
+    def finish(self) -> ParsedDelta:
         """Return what was held back."""
-        return self._take(self._parser.finish()) if self._parser is not None else Heard()
+        return self._take(self._parser.finish()) if self._parser is not None else ParsedDelta()
 
-    def _take(self, said: Said) -> Heard:
+    def _take(self, said: ParsedText) -> ParsedDelta:
         self._texts.append(said.text)
         if not (said.calls or said.reasoning):
-            return Heard(said.text)
+            return ParsedDelta(said.text)
         if said.reasoning:
             self._thoughts.append(said.reasoning)
         deltas: list[CallDelta] = []
@@ -138,7 +138,7 @@ class Reading:
                 last = deltas.pop()
                 delta = CallDelta(part.number, last.arguments + part.arguments, last.call_id, last.name)
             deltas.append(delta)
-        return Heard(said.text, said.reasoning, tuple(deltas))
+        return ParsedDelta(said.text, said.reasoning, tuple(deltas))
 
     def _begin_call(self, name: str) -> None:
         self._names.append(name)

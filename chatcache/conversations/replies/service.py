@@ -16,8 +16,8 @@ from chatcache.conversations.prompt import (
     Known,
     Message,
     Prompt,
-    PromptBound,
-    PublicPrompts,
+    PromptLimits,
+    SharedSystemPrompts,
     assemble,
     calls_of,
     linked,
@@ -33,8 +33,8 @@ from chatcache.conversations.replies.events import (
     ReplyFinished,
     ReplyStarted,
 )
-from chatcache.conversations.replies.parser import Speech
-from chatcache.conversations.token_memo import Transcripts
+from chatcache.conversations.replies.parser import ReplyContext
+from chatcache.conversations.token_memo import TokenMemo
 from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.tokenizer.reply_format import NONE, ReplyFormat
@@ -49,7 +49,7 @@ _INLINE_FUNCTIONS = 2
 _ABORT_TIMEOUT_S = 5.0
 
 
-class ReplyFailed(ChatcacheError):
+class ReplyFailedError(ChatcacheError):
     """The engine ended the request in an error; fields as the engine gave them."""
 
     def __init__(self, event: Failed) -> None:
@@ -77,23 +77,23 @@ class ChatService:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        transcripts: Transcripts | None = None,
-        public: PublicPrompts | None = None,
+        transcripts: TokenMemo | None = None,
+        public: SharedSystemPrompts | None = None,
         form: ReplyFormat | None = None,
-        bound: PromptBound | None = None,
+        bound: PromptLimits | None = None,
     ) -> None:
         self.engine = engine
-        self.bound = bound if bound is not None else PromptBound()
+        self.bound = bound if bound is not None else PromptLimits()
         self.tokenizer = tokenizer
         self.form = form if form is not None else ReplyFormat()
-        self.transcripts = transcripts if transcripts is not None else Transcripts()
-        self._public = public if public is not None else PublicPrompts()
+        self.transcripts = transcripts if transcripts is not None else TokenMemo()
+        self._public = public if public is not None else SharedSystemPrompts()
         self._live: dict[str, tuple[str, GenerateRequest]] = {}  # by request id, with the owner
 
     async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
         """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had.
 
-        Raises: InvalidRequest for the output of a call that was not made, or what the template refuses.
+        Raises: InvalidRequestError for the output of a call that was not made, or what the template refuses.
         """
         messages = linked(messages, "messages")
 
@@ -111,7 +111,7 @@ class ChatService:
         return await asyncio.to_thread(assembled)
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """Tokenise raw text. Raises: ContextTooLong."""
+        """Tokenise raw text. Raises: ContextLengthError."""
         self.bound.check(len(text))
         if len(text) <= _INLINE_CHARS:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -136,7 +136,7 @@ class ChatService:
         await self.engine.submit(request)
         self._live[request.request_id] = request.namespace if owner is None else owner, request
         form = self.form if rendering is not None else ReplyFormat()
-        speech = Speech(self.tokenizer, form if thinks else replace(form, reasoning=NONE), functions)
+        speech = ReplyContext(self.tokenizer, form if thinks else replace(form, reasoning=NONE), functions)
         return Reply(self, request, rendering, prefix, speech)
 
     def live_of(self, owner: str) -> dict[str, str]:
@@ -187,7 +187,7 @@ class Reply:
         request: GenerateRequest,
         rendering: str | None,
         prefix: ReplyStart | None,
-        speech: Speech,
+        speech: ReplyContext,
     ) -> None:
         self.request = request
         self._service = service
@@ -211,7 +211,7 @@ class Reply:
         await self.close()
 
     async def events(self) -> AsyncIterator[ReplyEvent]:
-        """Yield until `ReplyFinished`. Raises: ReplyFailed."""
+        """Yield until `ReplyFinished`. Raises: ReplyFailedError."""
         beams = BeamReader(self._service.tokenizer.token_bytes)
         async for event in self._service.engine.events(self.request.request_id):
             if isinstance(event, Tokens):
@@ -234,7 +234,7 @@ class Reply:
                     yield each
             elif isinstance(event, Failed):
                 self._end()
-                raise ReplyFailed(event)
+                raise ReplyFailedError(event)
             elif isinstance(event, Finished):
                 if not self._has_started:
                     self.num_computed_prompt_tokens = event.num_prompt_tokens - event.num_cached_tokens

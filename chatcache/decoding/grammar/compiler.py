@@ -31,7 +31,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from chatcache.decoding.grammar.sandbox import GrammarChecker
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.types.plan import U32
 from chatcache.types.request import StructuredOutputs
 from chatcache.types.stats import ModelFacts
@@ -90,29 +90,29 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 
 
 def check_structured_outputs(outputs: object) -> None:
-    """Verify kinds and sizes. Raises: InvalidRequest naming the field and the limit."""
+    """Verify kinds and sizes. Raises: InvalidRequestError naming the field and the limit."""
     if not isinstance(outputs, StructuredOutputs):
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"{PARAM} must be a chatcache.StructuredOutputs, got {type(outputs).__name__}", param=PARAM
         )
     if not isinstance(outputs.json_object, bool):
-        raise InvalidRequest(f"{PARAM}.json_object must be true or false", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.json_object must be true or false", param=PARAM)
     given = [name for name in _FIELDS if getattr(outputs, name) not in (None, False, ())]
     if len(given) != 1:
         found = ", ".join(given) or "none"
-        raise InvalidRequest(f"{PARAM} needs exactly one of {', '.join(_FIELDS)}; got {found}", param=PARAM)
+        raise InvalidRequestError(f"{PARAM} needs exactly one of {', '.join(_FIELDS)}; got {found}", param=PARAM)
     _text("json", outputs.json, MAX_SCHEMA_BYTES)
     _text("regex", outputs.regex, MAX_REGEX_BYTES)
     _text("grammar", outputs.grammar, MAX_GRAMMAR_BYTES)
     _choices(outputs.choice)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in outputs.special_token_ids):
-        raise InvalidRequest(f"{PARAM}.special_token_ids must be token ids", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.special_token_ids must be token ids", param=PARAM)
 
 
 def lark_of(outputs: StructuredOutputs) -> str:
     """Return the grammar of outputs that `check_structured_outputs` has accepted.
 
-    Raises: InvalidRequest for a schema that is not JSON, or not a schema at all; for a grammar that names tokens.
+    Raises: InvalidRequestError for a schema that is not JSON, or not a schema at all; for a grammar that names tokens.
     """
     if outputs.grammar is not None:
         _refuse_tokens(outputs.grammar, outputs.special_token_ids)
@@ -134,34 +134,36 @@ def _refuse_tokens(grammar: str, allowed: Collection[int]) -> None:
     for named in re.finditer(r"<[^<>\s]+>", _QUOTED.sub(" ", grammar)):
         if named[0] in symbols:
             continue
-        raise InvalidRequest(f"{PARAM}.grammar names the token {named[0]:.40}; it must describe text", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.grammar names the token {named[0]:.40}; it must describe text", param=PARAM)
 
 
 def _text(name: str, value: object, limit: int) -> None:
     if value is None:
         return
     if not isinstance(value, str):
-        raise InvalidRequest(f"{PARAM}.{name} must be text, got {type(value).__name__}", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.{name} must be text, got {type(value).__name__}", param=PARAM)
     size = _num_bytes(name, value)
     if not 1 <= size <= limit:
-        raise InvalidRequest(f"{PARAM}.{name} must have 1 to {limit} bytes, got {size}", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.{name} must have 1 to {limit} bytes, got {size}", param=PARAM)
 
 
 def _choices(value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
-        raise InvalidRequest(f"{PARAM}.choice must be a list of texts that are not empty", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.choice must be a list of texts that are not empty", param=PARAM)
     if len(value) > MAX_CHOICES:
-        raise InvalidRequest(f"{PARAM}.choice must have at most {MAX_CHOICES} texts, got {len(value)}", param=PARAM)
+        raise InvalidRequestError(
+            f"{PARAM}.choice must have at most {MAX_CHOICES} texts, got {len(value)}", param=PARAM
+        )
     size = sum(_num_bytes("choice", text) for text in value)
     if size > MAX_CHOICE_BYTES:
-        raise InvalidRequest(f"{PARAM}.choice must have at most {MAX_CHOICE_BYTES} bytes, got {size}", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.choice must have at most {MAX_CHOICE_BYTES} bytes, got {size}", param=PARAM)
 
 
 def _num_bytes(name: str, text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"{PARAM}.{name} must be valid Unicode (a lone surrogate was found)", param=PARAM
         ) from None
 
@@ -170,11 +172,11 @@ def _schema(text: str) -> str:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{PARAM}.json is not JSON: {error!s:.200}", param=PARAM) from None
+        raise InvalidRequestError(f"{PARAM}.json is not JSON: {error!s:.200}", param=PARAM) from None
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{PARAM}.json must be a JSON schema: an object, true or false", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.json must be a JSON schema: an object, true or false", param=PARAM)
     return _inline(schema)
 
 
@@ -193,7 +195,7 @@ def _slashed(regex: str) -> str:
     """Make a regular expression fit between slashes."""
     escaped = re.sub(r"\\.|[/\\]", lambda match: "\\/" if match[0] == "/" else match[0], regex, flags=re.DOTALL)
     if re.sub(r"\\.", "", regex, flags=re.DOTALL).endswith("\\"):
-        raise InvalidRequest(f"{PARAM}.regex ends in a backslash that escapes nothing", param=PARAM)
+        raise InvalidRequestError(f"{PARAM}.regex ends in a backslash that escapes nothing", param=PARAM)
     return escaped
 
 
@@ -229,7 +231,7 @@ class Compiled:
     growth_bytes: int = 0
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles and remembers. Used from the engine's thread; the thread within is its own affair.
 
     `token_bytes[id]` is what a token adds to the text; `special_ids` are never part of it.
@@ -266,16 +268,16 @@ class Grammars:
         named = bits_of([token for token in self._special_ids if token not in ends], self._facts.vocab_size)
         return self.ordinary | named
 
-    def start(self, outputs: StructuredOutputs, namespace: str = "") -> Ticket:
+    def start(self, outputs: StructuredOutputs, namespace: str = "") -> GrammarFuture:
         """Begin to compile, or find it done. Namespaces take turns.
 
-        Raises: InvalidRequest for what can be told at once, or where llguidance or a tokenizer is missing.
+        Raises: InvalidRequestError for what can be told at once, or where llguidance or a tokenizer is missing.
         """
         grammar = lark_of(outputs)
         if self._token_bytes is None:
-            raise InvalidRequest(f"{PARAM} need a model with a tokenizer", param=PARAM)
+            raise InvalidRequestError(f"{PARAM} need a model with a tokenizer", param=PARAM)
         if not self._has_library():
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"{PARAM} need the package llguidance, which is not installed on this server", param=PARAM
             )
         future = self._cache.get(grammar)
@@ -288,7 +290,7 @@ class Grammars:
         self._cache.move_to_end(grammar)
         while len(self._cache) > MAX_GRAMMARS:
             self._drop(next(iter(self._cache)))
-        return Ticket(self, grammar, future)
+        return GrammarFuture(self, grammar, future)
 
     def prepare(self) -> None:
         """Learn the vocabulary now, if that is possible: it takes the interpreter's lock for up to a second, which
@@ -304,7 +306,7 @@ class Grammars:
     def compile(self, grammar: str) -> Compiled:
         """Compile a grammar that was found harmless.
 
-        Raises: InvalidRequest with the library's reason.
+        Raises: InvalidRequestError with the library's reason.
         """
         began = time.perf_counter()
         limits = self._library.LLParserLimits(**LIMITS)
@@ -319,7 +321,7 @@ class Grammars:
             what = (
                 "nothing but the empty text matches" if accepting else "no token of this model begins a text that does"
             )
-            raise InvalidRequest(f"{PARAM}: {what}", param=PARAM)
+            raise InvalidRequestError(f"{PARAM}: {what}", param=PARAM)
         return Compiled(matcher, words, accepting, time.perf_counter() - began)
 
     def look(self, matcher: Any) -> U32 | None:
@@ -381,10 +383,10 @@ class Grammars:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ticket:
+class GrammarFuture:
     """A grammar on its way."""
 
-    grammars: Grammars
+    grammars: GrammarCompiler
     grammar: str
     future: Future[Compiled]
 
@@ -426,8 +428,8 @@ def bits_of(ids: Collection[int], vocab_size: int) -> U32:
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _refusal(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{PARAM} cannot be used: {one_line(reason)}", param=PARAM, code="invalid_constraint")
+def _refusal(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{PARAM} cannot be used: {one_line(reason)}", param=PARAM, code="invalid_constraint")
 
 
 def one_line(text: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from chatcache.decoding.grammar import sandbox_process as constraint_child
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineError
 
 _NAMED = re.compile(r"<\[(\d+)\]>")
 COMPILE_CPU_S = 1.0
@@ -39,7 +39,7 @@ class GrammarChecker:
     def check(self, grammar: str) -> str:
         """Return "" for a grammar that compiles within bounds, else why not.
 
-        Raises: EngineFault if no child can be started.
+        Raises: EngineError if no child can be started.
         """
         grammar = _renamed(grammar)
         for _ in range(2):
@@ -51,7 +51,7 @@ class GrammarChecker:
         return _obituary(status, late=late)
 
     def _ask(self, grammar: str) -> tuple[str | None, int, bool]:
-        """The answer; without one the child's exit status, and whether it took too long. Raises: EngineFault."""
+        """The answer; without one the child's exit status, and whether it took too long. Raises: EngineError."""
         status = 0
         for _ in range(2):  # a child that was idle for long, or that the system was short of memory for, may have left
             try:
@@ -61,7 +61,7 @@ class GrammarChecker:
             except OSError:
                 status = self.close()
         else:
-            raise EngineFault(f"the grammar checker did not start (exit status {status})")
+            raise EngineError(f"the grammar checker did not start (exit status {status})")
         late = threading.Event()
 
         def give_up() -> None:
@@ -97,7 +97,7 @@ class GrammarChecker:
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
                 )
             except OSError as error:
-                raise EngineFault(f"the grammar checker did not start: {error}") from error
+                raise EngineError(f"the grammar checker did not start: {error}") from error
             self._process = process
             self._ending = weakref.finalize(self, _end, process)  # also when the engine is forgotten
             if constraint_child.read_frame(_pipe(process.stdout)) != "ready":
@@ -144,5 +144,5 @@ def _obituary(status: int, *, late: bool) -> str:
 
 def _pipe(stream: Any) -> Any:
     if stream is None:
-        raise EngineFault("the grammar checker has no pipe")
+        raise EngineError("the grammar checker has no pipe")
     return stream

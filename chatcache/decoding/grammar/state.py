@@ -1,6 +1,6 @@
 """Keep candidates within a grammar: which tokens a branch may draw, and when it has to end.
 
-A branch's state is a `Guide`: forked with the branch, advanced by its tokens. Preemption does not touch it.
+A branch's state is a `GrammarState`: forked with the branch, advanced by its tokens. Preemption does not touch it.
 
 - EOS, and stop ids that are no text (special tokens), may be drawn exactly where the grammar may stop.
 - A candidate ends (finish reason "stop") when nothing may follow; no EOS is drawn for that. So it does under
@@ -16,9 +16,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from chatcache.decoding.grammar.compiler import PARAM, Compiled, Ticket, bits_of, one_line
+from chatcache.decoding.grammar.compiler import PARAM, Compiled, GrammarFuture, bits_of, one_line
 from chatcache.decoding.stopping import Ended, StopRules, Trail
-from chatcache.errors import EngineFault, InvalidRequest
+from chatcache.errors import EngineError, InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 from chatcache.types.plan import U32
 
@@ -29,13 +29,13 @@ MAX_GROWTH_BYTES = 256 << 20
 MAX_REBUILD_S = 0.1
 
 
-class DeadEnd(InvalidRequest):
+class GrammarDeadEndError(InvalidRequestError):
     """The grammar goes on, but with text that no token of the vocabulary begins with."""
 
     code = "constraint_dead_end"
 
 
-class _Broken(Exception):
+class _GrammarError(Exception):
     """A matcher is of no use any more: it, or a copy of it elsewhere, has hit a limit."""
 
 
@@ -47,7 +47,7 @@ class _Path:
     before: _Path | None
 
 
-class Guide:
+class GrammarState:
     """Where one branch is in the grammar. `words`: the tokens that may follow; `accepting`: it may stop."""
 
     __slots__ = ("_compiled", "_constraint", "_matcher", "_path", "accepting", "words")
@@ -60,24 +60,26 @@ class Guide:
         self.words: U32 = compiled.words
         self.accepting = compiled.accepting
 
-    def fork(self) -> Guide:
+    def fork(self) -> GrammarState:
         """Return a guide that goes its own way from here."""
-        twin = Guide(self._constraint, self._compiled, self._matcher.deep_copy())
+        twin = GrammarState(self._constraint, self._compiled, self._matcher.deep_copy())
         twin._path, twin.words, twin.accepting = self._path, self.words, self.accepting
         return twin
 
     def consume(self, token: int) -> bool:
         """Take a token; say whether anything may follow it.
 
-        Raises: DeadEnd; InvalidRequest for a grammar that takes too much time or memory.
+        Raises: GrammarDeadEndError; InvalidRequestError for a grammar that takes too much time or memory.
         """
         self._path = _Path(token, self._path)
         try:
             self._constraint.spend(self._compiled, lambda: self._step([token]))
-        except _Broken as broken:
+        except _GrammarError as broken:
             self._start_over(str(broken))
         if not self.words.any() and not self.accepting:
-            raise DeadEnd(f"{PARAM}: no token of this model continues the text that was generated", param=PARAM)
+            raise GrammarDeadEndError(
+                f"{PARAM}: no token of this model continues the text that was generated", param=PARAM
+            )
         return bool(self.words.any())
 
     def _step(self, tokens: list[int]) -> None:
@@ -86,7 +88,7 @@ class Guide:
         accepting = consumed and matcher.is_accepting()
         words = self._constraint.look(matcher) if consumed else None
         if words is None:
-            raise _Broken(matcher.get_error())
+            raise _GrammarError(matcher.get_error())
         self.words, self.accepting = words, accepting
 
     def _start_over(self, reason: str) -> None:
@@ -101,14 +103,14 @@ class Guide:
             step = step.before
         try:
             constraint.spend(compiled, lambda: self._step(tokens[::-1]))
-        except _Broken as broken:
+        except _GrammarError as broken:
             raise _too_complex(str(broken)) from None
 
 
 class Constraint:
     """The grammar of one request, and what all its branches together have spent on it."""
 
-    def __init__(self, ticket: Ticket, rules: StopRules) -> None:
+    def __init__(self, ticket: GrammarFuture, rules: StopRules) -> None:
         self._ticket = ticket
         self._rules = rules
         ordinary = ticket.grammars.ordinary
@@ -120,14 +122,14 @@ class Constraint:
         self._growth_bytes = 0
         self._num_steps = 0
 
-    def fork(self, guide: Guide | None) -> Guide:
+    def fork(self, guide: GrammarState | None) -> GrammarState:
         """Return a guide that goes on from where `guide` is, from the start if that is None.
 
         From here on the ticket must be ready, and no failure.
         """
-        return guide.fork() if guide is not None else Guide(self, self._begin, self._begin.matcher.deep_copy())
+        return guide.fork() if guide is not None else GrammarState(self, self._begin, self._begin.matcher.deep_copy())
 
-    def mask(self, guide: Guide | None, num_tokens: int) -> U32:
+    def mask(self, guide: GrammarState | None, num_tokens: int) -> U32:
         """Return what a branch, `num_tokens` long, may draw next, as the words of a `LogitMask`."""
         here = self._begin if guide is None else guide
         words: U32 = here.words | self._ending if here.accepting else here.words
@@ -148,16 +150,16 @@ class Constraint:
     def spend(self, compiled: Compiled, walk: Any) -> None:
         """Run a walk through the grammar and charge the request for it.
 
-        Raises: InvalidRequest once that is too much; EngineFault if the library breaks.
+        Raises: InvalidRequestError once that is too much; EngineError if the library breaks.
         """
         memory = self._ticket.grammars.resident_bytes
         began, before = time.thread_time(), memory()
         try:
             walk()
-        except (_Broken, KeyboardInterrupt, SystemExit):
+        except (_GrammarError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library is no Exception
-            raise EngineFault(f"{PARAM}: the grammar could not be followed") from error
+            raise EngineError(f"{PARAM}: the grammar could not be followed") from error
         finally:
             self._num_steps += 1
             self._cpu_s += time.thread_time() - began
@@ -176,7 +178,7 @@ class Constraint:
     def rebuilt(self, broken: Compiled, reason: str) -> Compiled:
         """Return a fresh compilation in place of one that broke.
 
-        Raises: InvalidRequest if this has been tried, or would hold up others for long.
+        Raises: InvalidRequestError if this has been tried, or would hold up others for long.
         """
         self._ticket.grammars.retire(self._ticket.grammar, broken)
         if self._begin is broken:
@@ -187,10 +189,10 @@ class Constraint:
         return self._begin
 
 
-def follow(rules: StopRules, trail: Trail, token: int, guide: Guide | None) -> tuple[Trail, Ended | None]:
+def follow(rules: StopRules, trail: Trail, token: int, guide: GrammarState | None) -> tuple[Trail, Ended | None]:
     """Let stop rules and grammar, if there is one, take a token: the trail after it, and why the candidate ends.
 
-    Raises: what `Guide.consume` raises.
+    Raises: what `GrammarState.consume` raises.
     """
     trail, ended = rules.follow(trail, token)
     stopped = ended is not None and ended.finish_reason != FINISH_LENGTH
@@ -199,8 +201,8 @@ def follow(rules: StopRules, trail: Trail, token: int, guide: Guide | None) -> t
     return trail, ended
 
 
-def _too_complex(reason: str) -> InvalidRequest:
-    return InvalidRequest(
+def _too_complex(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
         f"{PARAM}: following the grammar took too much: {one_line(reason)}",
         param=PARAM,
         code="constraint_too_complex",

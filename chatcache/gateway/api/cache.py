@@ -15,10 +15,10 @@ from starlette.responses import Response
 from chatcache.conversations.fork_points import TurnRequest
 from chatcache.conversations.offsets import message_ends
 from chatcache.conversations.prompt import Function, Message, Prompt, variables
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.api.messages import input_messages, to_messages
-from chatcache.gateway.api.params import check_tokens, conversation_id, tool_use
+from chatcache.gateway.api.params import check_tokens, conversation_id, parse_tool_choice
 from chatcache.gateway.auth.principal import Principal, principal_of, tenant_of
 from chatcache.gateway.context import Model, gateway_of
 from chatcache.gateway.errors import json_response
@@ -40,7 +40,7 @@ async def explain(request: Request) -> Response:
     fields = read(body, ExplainFields)
     ignored = unknown_fields(body, ExplainFields)
     model = await gateway.ready(fields.model)
-    functions = tool_use(model.service.form, fields.tools, "none", None).functions
+    functions = parse_tool_choice(model.service.form, fields.tools, "none", None).functions
     ends = None
     async with gateway.counting.turn(principal.owner, len(await request.body())):
         messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
@@ -80,16 +80,19 @@ async def accounts(request: Request) -> Response:
 async def _prompt(
     fields: ExplainFields, model: Model, principal: Principal, model_name: str, functions: tuple[Function, ...]
 ) -> tuple[Sequence[Message], Prompt]:
-    """The prompt that a request with these fields would have, and its messages. Raises: InvalidRequest, NotFound."""
+    """The prompt that a request with these fields would have, and its messages.
+
+    Raises: InvalidRequestError, NotFoundError.
+    """
     place = fields.conversation or fields.previous_response_id or fields.previous_item_id
     given = [fields.prompt is not None, fields.messages is not None, fields.input is not None or place is not None]
     if sum(given) != 1:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             "send one of prompt, messages, or the fields of a response.create (input, previous_response_id ...)",
             param="messages",
         )
     if fields.instructions is not None and not given[2]:
-        raise InvalidRequest("instructions go with input; messages have a system message", param="instructions")
+        raise InvalidRequestError("instructions go with input; messages have a system message", param="instructions")
     if fields.messages is not None:
         messages = to_messages(fields.messages, "messages")
         return messages, await model.service.prompt(messages, principal.tenant, functions)
@@ -231,7 +234,7 @@ async def warmth(request: Request) -> Response:
     model, store = await gateway.ready(None), store_of(request)
     prompts: dict[str, PackedPrompt] = {}
     for stored_id in fields.conversations:
-        with suppress(NotFound):
+        with suppress(NotFoundError):
             prompts[stored_id] = await model.histories.of(store, principal.owner, stored_id)
     most = gateway.max_model_len * TOKEN_BYTES  # what lies behind can never have been computed
     cut = [PackedPrompt(prompt.tokens[:most], prompt.num_public_tokens) for prompt in prompts.values()]

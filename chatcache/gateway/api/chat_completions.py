@@ -13,19 +13,19 @@ from starlette.responses import Response
 from chatcache.conversations.replies.events import CallDelta, ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
 from chatcache.conversations.replies.service import is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
-from chatcache.errors import InvalidRequest
-from chatcache.gateway.api.generation import Heard, PlainChunks, generation, is_plain, respond, usage
+from chatcache.errors import InvalidRequestError
+from chatcache.gateway.api.generation import FastChunks, Heard, generation, is_plain, respond, usage
 from chatcache.gateway.api.logprobs import chat_logprobs, prompt_logprobs
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.params import (
     Asked,
     check_stream,
-    held_to,
-    known_as,
-    named_after,
+    constrain_to_tools,
+    parse_tool_choice,
+    rename_param_errors,
+    rename_params,
     structured_outputs,
     to_params,
-    tool_use,
 )
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import gateway_of
@@ -48,12 +48,12 @@ async def chat_completions(request: Request) -> Response:
     model = await gateway.ready(base.model)
     asked = to_params(sampling, _asked(base, chat, sampling), model.tokenizer.vocab_size)
     form = model.service.form
-    use = tool_use(form, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    use = parse_tool_choice(form, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     principal = principal_of(request)
     work = work_of(asked, sum(len(message["content"]) for message in messages))
     async with gateway.door.entering(principal, work) as permit:
         prompt = await model.service.prompt(messages, principal.tenant, use.functions)
-        params = held_to(asked, use, form, model.tokenizer, prompt.token_ids)
+        params = constrain_to_tools(asked, use, form, model.tokenizer, prompt.token_ids)
         engine_request = GenerateRequest(
             request_id=new_id("chatcmpl", "-"),
             prompt=prompt.token_ids,
@@ -75,12 +75,15 @@ async def chat_completions(request: Request) -> Response:
             prompt=prompt.token_ids,
             with_token_ids=bool(base.return_token_ids),
         )
-        names = known_as(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
+        names = rename_params(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
         thinks = asked.structured_outputs is None or params is not asked
         starting = model.service.start(
             engine_request, prompt.text, functions=use.names, thinks=thinks, owner=principal.owner
         )
-        with names, named_after(sampling.structured_outputs, "response_format", "tools" if use.limits else None):
+        with (
+            names,
+            rename_param_errors(sampling.structured_outputs, "response_format", "tools" if use.limits else None),
+        ):
             reply = await until_disconnect(request, starting)
         permit.cover(reply)
     return await respond(
@@ -107,7 +110,7 @@ def _logprobs(chat: ChatFields) -> int | None:
     if chat.logprobs:
         return chat.top_logprobs or 0
     if chat.top_logprobs is not None:
-        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     return None
 
 
@@ -131,7 +134,7 @@ class ChatShape:
         """Role chunks of all candidates in index order with the first token, text, an end for each, usage."""
         begun = False
         num_sent = [0] * self.num_candidates
-        plain = PlainChunks(lambda index, text: self._chunk(self._choice(index, {"content": text})))
+        plain = FastChunks(lambda index, text: self._chunk(self._choice(index, {"content": text})))
         only_text = not (self.with_logprobs or self.with_token_ids)
         async for event in events:
             if begun and only_text and isinstance(event, ReplyDelta) and is_plain(event):

@@ -14,15 +14,15 @@ from starlette.responses import Response
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
 from chatcache.conversations.replies.service import ChatService, Reply, is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
-from chatcache.errors import InvalidRequest, UnsupportedParameter
-from chatcache.gateway.api.generation import Heard, PlainChunks, generation, is_plain, merged, respond, usage
+from chatcache.errors import InvalidRequestError, UnsupportedParameterError
+from chatcache.gateway.api.generation import FastChunks, Heard, generation, is_plain, merged, respond, usage
 from chatcache.gateway.api.logprobs import CompletionLogprobs, cut_tops, joined, prompt_logprobs
 from chatcache.gateway.api.params import (
     Asked,
     check_stream,
     check_tokens,
-    known_as,
-    named_after,
+    rename_param_errors,
+    rename_params,
     structured_outputs,
     to_params,
 )
@@ -52,7 +52,7 @@ async def completions(request: Request) -> Response:
         prompts = await _prompts(fields, model.service)
         width = num_candidates(params)
         _check_width(len(prompts), width, sampling)
-        with known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
+        with rename_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
             _check_prompt_logprobs(prompts, width, asked.prompt_logprobs)
         priority = gateway.priority(base.priority)
         completion_id = new_id("cmpl", "-")
@@ -82,8 +82,8 @@ async def completions(request: Request) -> Response:
             )
             for at, prompt in enumerate(prompts)
         ]
-        echoed = known_as(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
-        with echoed, named_after(sampling.structured_outputs, "response_format"):
+        echoed = rename_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
+        with echoed, rename_param_errors(sampling.structured_outputs, "response_format"):
             replies = await until_disconnect(request, _start(model.service, requests, principal.owner))
         permit.cover(*replies)
 
@@ -97,7 +97,7 @@ def _asked(base: CompletionBase, fields: CompletionFields, sampling: SamplingFie
     check_stream(base, sampling)
     echoed_logprobs = fields.logprobs if fields.echo else None
     if echoed_logprobs is not None and base.stream:
-        raise UnsupportedParameter("echo with logprobs cannot be streamed", param="echo")
+        raise UnsupportedParameterError("echo with logprobs cannot be streamed", param="echo")
     return Asked(
         max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
         logprobs=fields.logprobs,
@@ -110,16 +110,21 @@ def _check_width(num_prompts: int, width: int, sampling: SamplingFields) -> None
     most = max(width, sampling.best_of or 1)
     if num_prompts * most > MAX_N:
         name = "n" if most == width else "best_of"
-        raise InvalidRequest(f"prompts x {name} must be at most {MAX_N}, got {num_prompts} x {most}", param="prompt")
+        raise InvalidRequestError(
+            f"prompts x {name} must be at most {MAX_N}, got {num_prompts} x {most}", param="prompt"
+        )
 
 
 def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_top: int | None) -> None:
-    """Every choice shows its prompt's: bound them all, as the engine bounds one prompt's. Raises: InvalidRequest."""
+    """Every choice shows its prompt's: bound them all, as the engine bounds one prompt's.
+
+    Raises: InvalidRequestError.
+    """
     if num_top is None:
         return
     num_tokens = width * sum(map(len, prompts))
     if num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"prompt logprobs ({num_top}) of {num_tokens} prompt tokens, each prompt n times, are more than one "
             f"answer carries: prompt tokens x n x (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
             param="prompt_logprobs",
@@ -139,7 +144,7 @@ def _num_prompts(prompt: Sequence[object]) -> int:
 
 
 async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:
-    """The prompts as token ids. Raises: InvalidRequest."""
+    """The prompts as token ids. Raises: InvalidRequestError."""
     given = fields.prompt
     kinds = set(map(type, given))
     if isinstance(given, str):
@@ -147,11 +152,11 @@ async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple
     elif kinds == {int}:
         entries = [cast(list[int], given)]
     elif int in kinds:
-        raise InvalidRequest("prompt: token ids and texts do not mix in one list", param="prompt")
+        raise InvalidRequestError("prompt: token ids and texts do not mix in one list", param="prompt")
     else:
         entries = cast(list[str | list[int]], given)
     if len(entries) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts, got {len(entries)}", param="prompt")
+        raise InvalidRequestError(f"prompt: at most {MAX_PROMPTS} prompts, got {len(entries)}", param="prompt")
     prompts: list[tuple[int, ...]] = []
     for entry in entries:
         if isinstance(entry, str):
@@ -160,7 +165,7 @@ async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple
             ids = tuple(entry)
             check_tokens(ids, service.tokenizer.vocab_size, "prompt")
         if not ids:
-            raise InvalidRequest("prompt must hold at least one token", param="prompt")
+            raise InvalidRequestError("prompt must hold at least one token", param="prompt")
         prompts.append(ids)
     return prompts
 
@@ -208,7 +213,7 @@ class CompletionShape:
         begun = False
         tables = [CompletionLogprobs(self.tokenizer) for _ in range(self.num_choices)]
         num_sent = [0] * self.num_choices
-        plain = PlainChunks(lambda index, text: self._chunk(self._choice(index, text)))
+        plain = FastChunks(lambda index, text: self._chunk(self._choice(index, text)))
         only_text = self.with_logprobs is None and not self.with_token_ids
         async for event in events:
             if begun and only_text and isinstance(event, ReplyDelta) and is_plain(event):

@@ -21,20 +21,20 @@ from chatcache.conversations import turns as additions
 from chatcache.conversations.replies.events import ReplyDone, ReplyFinished
 from chatcache.conversations.replies.service import Reply
 from chatcache.conversations.search import Hit, SearchQuery
-from chatcache.conversations.store import ConversationStore, KeyTaken, StaleRevision, cursor_of
+from chatcache.conversations.store import ConversationStore, IdempotencyConflictError, StaleRevisionError, cursor_of
 from chatcache.conversations.titles import TITLE, SideTasks, clean_title
 from chatcache.conversations.tree import (
     FORKED,
     Conversation,
     ConversationTree,
     Item,
-    TreeEdit,
+    MessageDeletion,
     Turn,
     Usage,
     without_item,
 )
-from chatcache.errors import EngineFault, InvalidRequest, NotFound
-from chatcache.gateway.api.idempotency import REPLAYED, Once
+from chatcache.errors import EngineError, InvalidRequestError, NotFoundError
+from chatcache.gateway.api.idempotency import REPLAYED, IdempotencyCache
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.pagination import PageQuery, page, paged, read_limit
 from chatcache.gateway.auth.principal import owner_of, principal_of
@@ -42,8 +42,8 @@ from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import conversation_json, json_response
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.admission import CHARS_PER_TOKEN
-from chatcache.gateway.limits.rate_limits import Work
-from chatcache.gateway.metrics import Metrics, metered
+from chatcache.gateway.limits.rate_limits import RequestCost
+from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.middleware import read_json, read_json_or_nothing, until_disconnect
 from chatcache.gateway.responses.objects import output_items, usage_json
 from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
@@ -133,17 +133,17 @@ class OneConversation(HTTPEndpoint):
 
 
 def read_rev(request: Request) -> int | None:
-    """`rev` of a query. Raises: InvalidRequest."""
+    """`rev` of a query. Raises: InvalidRequestError."""
     text = request.query_params.get("rev")
     if text is None:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise InvalidRequest("rev must be a whole number, the one the conversation was read with", param="rev")
+        raise InvalidRequestError("rev must be a whole number, the one the conversation was read with", param="rev")
     return int(text)
 
 
 def store_of(request: Request) -> ConversationStore:
-    """Raises: Overloaded before it is open."""
+    """Raises: OverloadedError before it is open."""
     return gateway_of(request).opened_store()
 
 
@@ -165,7 +165,7 @@ class Conversations(HTTPEndpoint):
         ignored = unknown_fields(body, ConversationFields)
         messages = to_messages(fields.items or (), "items")
         gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
-        once = Once.of_request(request, "conversation", body)
+        once = IdempotencyCache.of_request(request, "conversation", body)
         if once is None:
             conversation = await additions.create(store, owner, messages, fields.metadata, fields.title)
             gateway.hub.changed(conversation)
@@ -177,7 +177,7 @@ class Conversations(HTTPEndpoint):
                     conversation = await additions.create(
                         store, owner, messages, fields.metadata, fields.title, once.claim
                     )
-            except KeyTaken as taken:  # through another gateway
+            except IdempotencyConflictError as taken:  # through another gateway
                 found = once.same(taken.claim)
         if found is not None:
             return json_response(conversation_json(await store.get(owner, found)), headers=REPLAYED)
@@ -192,7 +192,7 @@ class Items(HTTPEndpoint):
         """A page of one path, newest first; with `branches=all` the whole tree, oldest first and in one piece."""
         query = request.query_params
         if query.get("branches", "all") != "all":
-            raise InvalidRequest('branches must be "all"', param="branches")
+            raise InvalidRequestError('branches must be "all"', param="branches")
         tree = await store_of(request).load(owner_of(request), request.path_params["id"])
         data = (
             _listed(tree, query) if len(tree.items) <= _INLINE_ITEMS else await asyncio.to_thread(_listed, tree, query)
@@ -240,22 +240,22 @@ async def edited(
     store: ConversationStore,
     owner: str,
     conversation_id: str,
-    edit: Callable[[ConversationTree], TreeEdit],
+    edit: Callable[[ConversationTree], MessageDeletion],
     *,
     expect: int | None = None,
 ) -> Conversation:
     """Apply an edit to the tree as it is, whatever else is written meanwhile; or (`expect`) only as it was read.
 
-    Raises: what `edit` raises, NotFound, StaleRevision.
+    Raises: what `edit` raises, NotFoundError, StaleRevisionError.
     """
     tries = 0
     while True:
         tree = await store.load(owner, conversation_id)
         if expect is not None and tree.conversation.rev != expect:
-            raise StaleRevision(tree.conversation, expect)
+            raise StaleRevisionError(tree.conversation, expect)
         try:
             return await store.edit(owner, conversation_id, edit(tree), expect=tree.conversation.rev)
-        except StaleRevision:
+        except StaleRevisionError:
             tries += 1
             if tries == _TRIES:
                 raise
@@ -292,12 +292,15 @@ def _place(item: Item) -> dict[str, object]:
 
 def _path(tree: ConversationTree, leaf: str | None) -> tuple[Item, ...]:
     if leaf is not None and leaf not in tree.items:
-        raise NotFound(f"no message {leaf[:128]!r} in this conversation", param="leaf")
+        raise NotFoundError(f"no message {leaf[:128]!r} in this conversation", param="leaf")
     return tree.path(leaf if leaf is not None else tree.conversation.active_leaf)
 
 
 def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, dict[str, object]]:
-    """The message, and the form of it that has this id: all of it, or one of the calls it makes. Raises: NotFound."""
+    """The message, and the form of it that has this id: all of it, or one of the calls it makes.
+
+    Raises: NotFoundError.
+    """
     known = tree.items.get(item_id)
     for item in (known,) if known is not None else tree.items.values():
         for entry in _wire_item(tree, item):
@@ -305,7 +308,7 @@ def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, dict[str, obj
                 return item, entry
     if known is not None:
         return known, item_json(known, tree.turn_of(known))
-    raise NotFound(f"no item {item_id[:128]!r} in this conversation", param="item_id")
+    raise NotFoundError(f"no item {item_id[:128]!r} in this conversation", param="item_id")
 
 
 async def name_conversation(request: Request) -> Response:
@@ -319,9 +322,9 @@ async def name_conversation(request: Request) -> Response:
     tree = await store.load(owner, request.path_params["id"])
     before = tree.conversation
     if fields.rev is not None and fields.rev != before.rev:
-        raise StaleRevision(before, fields.rev)
+        raise StaleRevisionError(before, fields.rev)
     tasks = SideTasks(model.conversations, model.service)
-    work = Work(len(TITLE.question) // CHARS_PER_TOKEN, max_tokens=TITLE.max_tokens)
+    work = RequestCost(len(TITLE.question) // CHARS_PER_TOKEN, max_tokens=TITLE.max_tokens)
     async with gateway.door.entering(principal, work) as permit:
         reply = await tasks.start(TITLE, tree, gateway.model_name, gateway.lowest_priority)
         permit.cover(reply)
@@ -344,12 +347,12 @@ async def _heard(reply: Reply, metrics: Metrics) -> tuple[str, Usage]:
     """What was said, and what it took."""
     text = ""
     async with reply:
-        async for event in metered(reply, metrics):
+        async for event in record_reply_metrics(reply, metrics):
             if isinstance(event, ReplyDone):
                 text = event.text
             elif isinstance(event, ReplyFinished):
                 return text, Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
-    raise EngineFault("the engine stopped without saying why")
+    raise EngineError("the engine stopped without saying why")
 
 
 async def _named(store: ConversationStore, before: Conversation, title: str) -> Conversation:
@@ -358,6 +361,6 @@ async def _named(store: ConversationStore, before: Conversation, title: str) -> 
     while present.title == before.title != title:
         try:
             return await store.update(before.owner, before.id, title=title, expect=present.rev)
-        except StaleRevision as stale:
+        except StaleRevisionError as stale:
             present = stale.present
     return present

@@ -12,17 +12,17 @@ from starlette.responses import Response, StreamingResponse
 
 from chatcache.conversations.store import ConversationStore
 from chatcache.conversations.tree import ConversationTree, Item
-from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.errors import UnsupportedMediaType, error_body, json_response
+from chatcache.gateway.errors import UnsupportedMediaTypeError, error_body, json_response
 from chatcache.gateway.json_codec import JsonValues
 from chatcache.gateway.middleware import refuse_encoding
 from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.format import Draft, end_of_export, portable
-from chatcache.transfer.importer import Adopted, adopt, read_draft
+from chatcache.transfer.importer import ImportResult, import_draft, read_draft
 from chatcache.transfer.markdown import branch_markdown, tree_markdown
 
 JSON_LINES = "application/x-ndjson"
@@ -39,7 +39,7 @@ async def export_one(request: Request) -> Response:
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     form = request.query_params.get("format", "json")
     if form not in ("json", "markdown"):
-        raise InvalidRequest('format must be "json" or "markdown"', param="format")
+        raise InvalidRequestError('format must be "json" or "markdown"', param="format")
     items = _branch(tree, request.query_params.get("branch"), whole=form == "json")
     if form == "json":
         digest = await _digest(request)
@@ -69,7 +69,7 @@ class Imports(HTTPEndpoint):
     async def post(self, request: Request) -> Response:
         """Our own files or ChatGPT's, read as they arrive, each conversation all or nothing.
 
-        Raises: InvalidRequest where nothing at all could be imported.
+        Raises: InvalidRequestError where nothing at all could be imported.
         """
         _check_media_type(request)
         dry_run = _flag(request, "dry_run")
@@ -85,7 +85,7 @@ class Imports(HTTPEndpoint):
                     waiting.clear()
             await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
             values.end()
-        except InvalidRequest as error:
+        except InvalidRequestError as error:
             importer.refuse(error)
         return json_response(importer.report())
 
@@ -113,8 +113,8 @@ class Importer:
             try:
                 draft = await asyncio.to_thread(read_draft, data, self._owner, self._tokenizer)
                 if draft is not None:
-                    self._done(draft, await adopt(self._store, draft, dry_run=self._dry_run))
-            except (InvalidRequest, NotFound) as error:
+                    self._done(draft, await import_draft(self._store, draft, dry_run=self._dry_run))
+            except (InvalidRequestError, NotFoundError) as error:
                 self.refuse(error)
 
     def refuse(self, error: ChatcacheError) -> None:
@@ -124,7 +124,7 @@ class Importer:
         self._enter("failed", {"error": error_body(error)})
 
     def report(self) -> dict[str, object]:
-        """The answer. Raises: InvalidRequest if nothing was imported and something failed."""
+        """The answer. Raises: InvalidRequestError if nothing was imported and something failed."""
         num_done = sum(self._counts.values()) - self._counts["failed"]
         if self._first_error is not None and not num_done:
             raise self._first_error
@@ -138,7 +138,7 @@ class Importer:
             "has_more": sum(self._counts.values()) > len(self._entries),
         }
 
-    def _done(self, draft: Draft, adopted: Adopted) -> None:
+    def _done(self, draft: Draft, adopted: ImportResult) -> None:
         self._num_items += adopted.num_items
         self._skipped.update(draft.skipped)
         if adopted.status != "unchanged" and not self._dry_run:
@@ -169,7 +169,7 @@ async def _lines(store: ConversationStore, owner: str, digest: str) -> AsyncIter
         for conversation_id in ids:
             try:
                 tree = await store.load(owner, conversation_id)
-            except NotFound:  # deleted meanwhile
+            except NotFoundError:  # deleted meanwhile
                 continue
             num_conversations += 1
             yield await asyncio.to_thread(portable, tree, tuple(tree.items.values()), digest) + b"\n"
@@ -182,7 +182,7 @@ def _branch(tree: ConversationTree, branch: str | None, *, whole: bool) -> tuple
     if branch == ALL or (branch is None and whole):
         return None
     if branch is not None and branch not in tree.items:
-        raise NotFound(f"no message {branch[:128]!r} in this conversation", param="branch")
+        raise NotFoundError(f"no message {branch[:128]!r} in this conversation", param="branch")
     return tree.path(branch if branch is not None else tree.conversation.active_leaf)
 
 
@@ -199,12 +199,12 @@ def _file(data: bytes, media_type: str, name: str) -> Response:
 def _check_media_type(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _IMPORTED_TYPES:
-        raise UnsupportedMediaType(f"send the file with one of these content types: {', '.join(_IMPORTED_TYPES)}")
+        raise UnsupportedMediaTypeError(f"send the file with one of these content types: {', '.join(_IMPORTED_TYPES)}")
     refuse_encoding(request)
 
 
 def _flag(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
-        raise InvalidRequest(f"{name} must be true or false", param=name)
+        raise InvalidRequestError(f"{name} must be true or false", param=name)
     return text == "true"

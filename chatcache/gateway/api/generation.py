@@ -19,13 +19,13 @@ from starlette.responses import Response
 
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.conversations.replies.service import Reply
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineError
 from chatcache.gateway.api.logprobs import max_top
 from chatcache.gateway.api.sse import EventStream, framed
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.errors import ShuttingDown
+from chatcache.gateway.errors import ShuttingDownError
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.metrics import Metrics, metered
+from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.middleware import until_disconnect
 from chatcache.types.events import TokenLogprob
 
@@ -119,7 +119,7 @@ async def collect(events: AsyncIterator[ReplyEvent], shape: Shape) -> bytes:
             if num_logprobs <= _INLINE_LOGPROBS:
                 return _encode(shape, heard)
             return await asyncio.to_thread(_encode, shape, heard)
-    raise EngineFault("the engine ended without a result")
+    raise EngineError("the engine ended without a result")
 
 
 def _encode(shape: Shape, heard: Heard) -> bytes:
@@ -127,10 +127,10 @@ def _encode(shape: Shape, heard: Heard) -> bytes:
 
 
 async def generation(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
-    """A reply's events, metered. Raises: ShuttingDown when the server, not the client, ended it."""
-    async for event in metered(reply, metrics):
+    """A reply's events, metered. Raises: ShuttingDownError when the server, not the client, ended it."""
+    async for event in record_reply_metrics(reply, metrics):
         if isinstance(event, ReplyFinished) and event.cancelled:
-            raise ShuttingDown("the server is shutting down and ended this generation; try again in a moment")
+            raise ShuttingDownError("the server is shutting down and ended this generation; try again in a moment")
         yield event
 
 
@@ -183,7 +183,7 @@ async def merged(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> As
 _SEAM = "\ue000"  # private use, and the last of its kind in any chunk
 
 
-class PlainChunks:
+class FastChunks:
     """`chunk(index, text)` is the chunk as an object; `of` gives the same as JSON."""
 
     def __init__(self, chunk: Callable[[int, str], object]) -> None:

@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 import msgspec
 from starlette.requests import Request
 
-from chatcache.conversations.store import Claim, ConversationStore, KeyTaken
-from chatcache.errors import InvalidRequest
+from chatcache.conversations.store import Claim, ConversationStore, IdempotencyConflictError
+from chatcache.errors import InvalidRequestError
 
 HEADER = "Idempotency-Key"
 REPLAYED = {"idempotent-replayed": "true"}
@@ -23,17 +23,17 @@ _ENVELOPE = frozenset({"type", "stream", "stream_id", "idempotency_key"})  # how
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
+class IdempotencyCache:
     """A key, and the digest of the request that came with it."""
 
     key: str
     digest: str
 
     @classmethod
-    def of(cls, key: str, what: str, body: Mapping[str, Any]) -> Once:
-        """`what`: a name for the kind of request. Raises: InvalidRequest for what is no key."""
+    def of(cls, key: str, what: str, body: Mapping[str, Any]) -> IdempotencyCache:
+        """`what`: a name for the kind of request. Raises: InvalidRequestError for what is no key."""
         if not KEY.fullmatch(key):
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 "an Idempotency-Key has 1 to 255 visible ASCII characters, no spaces", param="idempotency_key"
             )
         said = {name: value for name, value in body.items() if name not in _ENVELOPE and value is not None}
@@ -41,8 +41,8 @@ class Once:
         return cls(key, hashlib.sha256(data).hexdigest())
 
     @classmethod
-    def of_request(cls, request: Request, what: str, body: Mapping[str, Any]) -> Once | None:
-        """Of a request that has the header. Raises: InvalidRequest."""
+    def of_request(cls, request: Request, what: str, body: Mapping[str, Any]) -> IdempotencyCache | None:
+        """Of a request that has the header. Raises: InvalidRequestError."""
         key = request.headers.get(HEADER)
         return cls.of(key, what, body) if key is not None else None
 
@@ -50,13 +50,13 @@ class Once:
         return Claim(self.key, self.digest, target)
 
     def same(self, claim: Claim) -> str:
-        """What the same request made. Raises: KeyTaken where it was another one."""
+        """What the same request made. Raises: IdempotencyConflictError where it was another one."""
         if claim.digest != self.digest:
-            raise KeyTaken(claim)
+            raise IdempotencyConflictError(claim)
         return claim.target
 
     async def earlier(self, store: ConversationStore, owner: str) -> str | None:
-        """The id of what this request made before. Raises: KeyTaken."""
+        """The id of what this request made before. Raises: IdempotencyConflictError."""
         claim = await store.claimed(owner, self.key)
         return self.same(claim) if claim is not None else None
 
@@ -67,7 +67,7 @@ class KeyLocks:
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
-    def of(self, owner: str, once: Once) -> asyncio.Lock:
+    def of(self, owner: str, once: IdempotencyCache) -> asyncio.Lock:
         lock = self._locks.get((owner, once.key))
         if lock is None:
             lock = self._locks[owner, once.key] = asyncio.Lock()

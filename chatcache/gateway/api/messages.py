@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from chatcache.conversations.prompt import Message, assistant_message, tool_message
 from chatcache.conversations.tree import ToolCall
-from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 from chatcache.gateway.schemas.requests import CallFields, MessageFields, Part
 
 Value = TypeVar("Value")
@@ -23,7 +23,7 @@ _THOUGHT_PARTS = ("text", "reasoning_text", "summary_text")
 
 
 def to_messages(fields: Sequence[MessageFields], param: str) -> tuple[Message, ...]:
-    """Read messages. Raises: InvalidRequest, UnsupportedParameter naming `param[i]...`."""
+    """Read messages. Raises: InvalidRequestError, UnsupportedParameterError naming `param[i]...`."""
     reader = _Reader()
     for at, each in enumerate(fields):
         reader.take(each, f"{param}[{at}]")
@@ -32,7 +32,7 @@ def to_messages(fields: Sequence[MessageFields], param: str) -> tuple[Message, .
 
 
 def input_messages(given: str | Sequence[MessageFields] | None) -> tuple[Message, ...]:
-    """A Responses `input` as messages. Raises: InvalidRequest, UnsupportedParameter."""
+    """A Responses `input` as messages. Raises: InvalidRequestError, UnsupportedParameterError."""
     if isinstance(given, str):
         return (Message(role="user", content=given),)
     return to_messages(given or (), "input")
@@ -67,7 +67,9 @@ class _Reader:
                 call_id = _required(item.call_id, f"{where}.call_id")
                 self.messages.append(tool_message(_text(item.output, where, _TEXT_PARTS, "output"), call_id))
             case _:
-                raise UnsupportedParameter(f"{where}.type {item.type[:40]!r} is not supported", param=f"{where}.type")
+                raise UnsupportedParameterError(
+                    f"{where}.type {item.type[:40]!r} is not supported", param=f"{where}.type"
+                )
 
     def flush(self) -> None:
         """An assistant's message is complete. Thoughts that nothing came of are dropped."""
@@ -82,14 +84,16 @@ class _Reader:
             return
         self.flush()
         if item.tool_calls:
-            raise InvalidRequest(f"{where}.tool_calls: only an assistant calls", param=f"{where}.tool_calls")
+            raise InvalidRequestError(f"{where}.tool_calls: only an assistant calls", param=f"{where}.tool_calls")
         if role == "tool":
             call_id = _required(item.tool_call_id, f"{where}.tool_call_id")
             self.messages.append(tool_message(_text(item.content, where, _TEXT_PARTS), call_id))
         elif role == "function":
-            raise UnsupportedParameter(f'{where}.role "function" is not supported: use tools', param=f"{where}.role")
+            raise UnsupportedParameterError(
+                f'{where}.role "function" is not supported: use tools', param=f"{where}.role"
+            )
         elif role not in ROLES:
-            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}, tool", param=f"{where}.role")
+            raise InvalidRequestError(f"{where}.role must be one of {', '.join(ROLES)}, tool", param=f"{where}.role")
         else:
             self.messages.append(Message(role=ROLES[role], content=_text(item.content, where, _TEXT_PARTS)))
 
@@ -111,14 +115,14 @@ class _Reader:
         call_id = _required(item.call_id, f"{where}.call_id")
         name, arguments = _required(item.name, f"{where}.name"), _required(item.arguments, f"{where}.arguments")
         if not 1 <= len(name) <= 256:
-            raise InvalidRequest(f"{where}.name must have 1 to 256 characters", param=f"{where}.name")
+            raise InvalidRequestError(f"{where}.name must have 1 to 256 characters", param=f"{where}.name")
         self._open = self._open if self._open is not None else _Assistant()
         self._open.calls.append(ToolCall(call_id, name, arguments))
 
 
 def _tool_call(call: CallFields, where: str) -> ToolCall:
     if call.type != "function":
-        raise UnsupportedParameter(f"{where}.type {call.type[:40]!r} is not supported", param=f"{where}.type")
+        raise UnsupportedParameterError(f"{where}.type {call.type[:40]!r} is not supported", param=f"{where}.type")
     function = _required(call.function, f"{where}.function")
     return ToolCall(call.id, function.name, function.arguments)
 
@@ -131,7 +135,7 @@ def _text(content: str | Sequence[Part] | None, where: str, kinds: Sequence[str]
     texts: list[str] = []
     for at, part in enumerate(content):
         if part.type not in kinds:
-            raise UnsupportedParameter(
+            raise UnsupportedParameterError(
                 f"{where}.{name}[{at}]: only text parts are supported", param=f"{where}.{name}[{at}].type"
             )
         texts.append(_required(part.text, f"{where}.{name}[{at}].text"))
@@ -144,5 +148,5 @@ def _required(value: Value | None, param: str) -> Value:
     return value
 
 
-def _missing(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
+def _missing(param: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} is required", param=param, code="missing_required_parameter")

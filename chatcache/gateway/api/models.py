@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.conversations.prompt import Function, linked, variables
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.messages import to_messages
-from chatcache.gateway.api.params import check_tokens, tool_use
+from chatcache.gateway.api.params import check_tokens, parse_tool_choice
 from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
@@ -58,8 +58,8 @@ async def tokenize(request: Request) -> Response:
     ignored = unknown_fields(body, TokenizeFields)
     model = await gateway.ready(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
-        raise InvalidRequest("send either prompt or messages", param="prompt")
-    functions = tool_use(model.service.form, fields.tools, "none", None).functions
+        raise InvalidRequestError("send either prompt or messages", param="prompt")
+    functions = parse_tool_choice(model.service.form, fields.tools, "none", None).functions
     async with gateway.counting.turn(owner_of(request), len(await request.body())):
         answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer, functions)
     return json_response({**answer, "max_model_len": gateway.max_model_len}, headers=ignored_header(ignored))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequestError, NotFoundError
 
 MAX_LIMIT = 100
 DEFAULT_LIMIT = 20
@@ -24,29 +24,32 @@ class PageQuery:
 
     @classmethod
     def read(cls, query: Mapping[str, str], *, order: str = "desc", limit: int | None = DEFAULT_LIMIT) -> PageQuery:
-        """Parse a query string; `order` and `limit` are the defaults. Raises: InvalidRequest."""
+        """Parse a query string; `order` and `limit` are the defaults. Raises: InvalidRequestError."""
         wanted = query.get("order", order)
         if wanted not in ORDERS:
-            raise InvalidRequest("order must be asc or desc", param="order")
+            raise InvalidRequestError("order must be asc or desc", param="order")
         text = query.get("limit")
         return cls(read_limit(text) if text is not None else limit, wanted, query.get("after"))
 
 
 def read_limit(text: str) -> int:
-    """Raises: InvalidRequest."""
+    """Raises: InvalidRequestError."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LIMIT:
-        raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}", param="limit")
+        raise InvalidRequestError(f"limit must be between 1 and {MAX_LIMIT}", param="limit")
     return int(text)
 
 
 def paged(entries: Sequence[Entry], query: PageQuery) -> dict[str, object]:
-    """One page of `entries`, which are in ascending order. Raises: NotFound for an `after` that is not among them."""
+    """One page of `entries`, which are in ascending order.
+
+    Raises: NotFoundError for an `after` that is not among them.
+    """
     ordered = entries if query.order == "asc" else entries[::-1]
     start = 0
     if query.after is not None:
         at = next((at for at, entry in enumerate(ordered) if entry["id"] == query.after), None)
         if at is None:
-            raise NotFound(f"after: this list has no {query.after[:128]!r}", param="after")
+            raise NotFoundError(f"after: this list has no {query.after[:128]!r}", param="after")
         start = at + 1
     end = len(ordered) if query.limit is None else start + query.limit
     return page(ordered[start:end], has_more=end < len(ordered))

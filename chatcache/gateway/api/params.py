@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from chatcache.conversations.prompt import Function
-from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 from chatcache.gateway.schemas.requests import (
     CompletionBase,
     ConversationRef,
@@ -70,21 +70,21 @@ class Asked(NamedTuple):
 
 
 def to_params(fields: SamplingFields, asked: Asked, vocab_size: int) -> Params:
-    """Build the engine's parameters. Raises: InvalidRequest, UnsupportedParameter."""
+    """Build the engine's parameters. Raises: InvalidRequestError, UnsupportedParameterError."""
     max_tokens = asked.max_tokens
     if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
+        raise InvalidRequestError(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
     check_tokens(fields.stop_token_ids or (), vocab_size, "stop_token_ids")
     if fields.beam_width is not None or fields.use_beam_search:
         return _beams(fields, asked)
     for name, neutral in _NEUTRAL_FOR_SAMPLING.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
-            raise UnsupportedParameter(f"{name} is for beam search (beam_width)", param=name)
+            raise UnsupportedParameterError(f"{name} is for beam search (beam_width)", param=name)
     if asked.stream_beams:
-        raise UnsupportedParameter("stream_beams is for beam search (beam_width)", param="stream_beams")
+        raise UnsupportedParameterError("stream_beams is for beam search (beam_width)", param="stream_beams")
     if fields.best_of is not None and fields.best_of < _or(fields.n, 1):
-        raise InvalidRequest(f"best_of must be at least n ({_or(fields.n, 1)})", param="best_of")
+        raise InvalidRequestError(f"best_of must be at least n ({_or(fields.n, 1)})", param="best_of")
     return SamplingParams(
         n=_or(fields.n, 1),
         best_of=fields.best_of,
@@ -122,13 +122,13 @@ def _beams(fields: SamplingFields, asked: Asked) -> BeamSearchParams:
     for name, neutral in _NEUTRAL_FOR_BEAMS.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
-            raise UnsupportedParameter(f"{name} has no meaning in beam search; leave it out", param=name)
+            raise UnsupportedParameterError(f"{name} has no meaning in beam search; leave it out", param=name)
     if fields.beam_width is not None:
         width, num_returned = fields.beam_width, _or(fields.n, 1)
     else:
         width = num_returned = _or(fields.n, 1)
     if num_returned > width:
-        raise InvalidRequest(f"n must be at most beam_width ({width})", param="n")
+        raise InvalidRequestError(f"n must be at most beam_width ({width})", param="n")
     return BeamSearchParams(
         beam_width=width,
         n=num_returned,
@@ -142,21 +142,23 @@ def _beams(fields: SamplingFields, asked: Asked) -> BeamSearchParams:
 
 
 def check_stream(base: CompletionBase, sampling: SamplingFields) -> None:
-    """Refuse to stream what is only known at the end. Raises: UnsupportedParameter."""
+    """Refuse to stream what is only known at the end. Raises: UnsupportedParameterError."""
     if not base.stream:
         return
     if sampling.best_of is not None and sampling.best_of > _or(sampling.n, 1):
-        raise UnsupportedParameter("best_of cannot be streamed: which are best is known at the end", param="best_of")
+        raise UnsupportedParameterError(
+            "best_of cannot be streamed: which are best is known at the end", param="best_of"
+        )
     if base.prompt_logprobs is not None:
-        raise UnsupportedParameter("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        raise UnsupportedParameterError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
 
 
 @contextlib.contextmanager
-def known_as(**names: str | None) -> Iterator[None]:
+def rename_params(**names: str | None) -> Iterator[None]:
     """Rename the engine's fields in refusals to what the client called them (None: as they are)."""
     try:
         yield
-    except InvalidRequest as error:
+    except InvalidRequestError as error:
         error.param = names.get(error.param or "") or error.param
         raise
 
@@ -167,16 +169,18 @@ def conversation_id(conversation: str | ConversationRef | None) -> str | None:
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: InvalidRequest unless all are ids of the model. Fast: there may be a million."""
+    """Raises: InvalidRequestError unless all are ids of the model. Fast: there may be a million."""
     if tokens:
         check_token(min(tokens), vocab_size, param)
         check_token(max(tokens), vocab_size, param)
 
 
 def check_token(token: int, vocab_size: int, param: str) -> None:
-    """Raises: InvalidRequest unless `token` is an id of the model."""
+    """Raises: InvalidRequestError unless `token` is an id of the model."""
     if not 0 <= token < vocab_size:
-        raise InvalidRequest(f"{param}: token ids must be between 0 and {vocab_size - 1}, got {token}", param=param)
+        raise InvalidRequestError(
+            f"{param}: token ids must be between 0 and {vocab_size - 1}, got {token}", param=param
+        )
 
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
@@ -185,7 +189,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
     found: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+            raise InvalidRequestError(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
         check_token(int(key), vocab_size, "logit_bias")
         found[int(key)] = value
     return found
@@ -209,7 +213,7 @@ def structured_outputs(
     response_format: ResponseFormat | None = None,
     text_format: TextFormat | None = None,
 ) -> StructuredOutputs | None:
-    """The constraint of a request, None for free text. Raises: InvalidRequest naming the field."""
+    """The constraint of a request, None for free text. Raises: InvalidRequestError naming the field."""
     if structured is None:
         if response_format is not None:
             return _format(response_format.type, response_format.json_schema, "response_format", ".json_schema")
@@ -218,11 +222,11 @@ def structured_outputs(
         return None
     if response_format is not None or text_format is not None:
         other = "response_format" if response_format is not None else "text"
-        raise InvalidRequest(f"structured_outputs and {other} exclude each other", param="structured_outputs")
+        raise InvalidRequestError(f"structured_outputs and {other} exclude each other", param="structured_outputs")
     chosen = [name for name in structured.__struct_fields__ if getattr(structured, name) not in (None, False)]
     if len(chosen) != 1:
         names = ", ".join(structured.__struct_fields__)
-        raise InvalidRequest(f"structured_outputs must have exactly one of {names}", param="structured_outputs")
+        raise InvalidRequestError(f"structured_outputs must have exactly one of {names}", param="structured_outputs")
     return StructuredOutputs(
         json=structured.json if structured.json is None or isinstance(structured.json, str) else _text(structured.json),
         json_object=bool(structured.json_object),
@@ -233,14 +237,14 @@ def structured_outputs(
 
 
 @contextlib.contextmanager
-def named_after(structured: StructuredFields | None, field: str, tools: str | None = None) -> Iterator[None]:
+def rename_param_errors(structured: StructuredFields | None, field: str, tools: str | None = None) -> Iterator[None]:
     """Call the constraint in refusals what the client called it: `field`, unless it used `structured_outputs`.
 
     `tools`: the field that the constraint comes from, where it is not one of these.
     """
     try:
         yield
-    except InvalidRequest as error:
+    except InvalidRequestError as error:
         if (tools is not None or structured is None) and error.param == "structured_outputs":
             error.param = tools or field
             error.message = error.message.replace("structured_outputs", error.param)
@@ -255,10 +259,10 @@ def _format(
     if kind == "json_object":
         return StructuredOutputs(json_object=True)
     if kind != "json_schema":
-        raise InvalidRequest(f"{name}.type must be one of {', '.join(_FORMATS)}", param=f"{name}.type")
+        raise InvalidRequestError(f"{name}.type must be one of {', '.join(_FORMATS)}", param=f"{name}.type")
     for field in ("name", "schema"):
         if schema is None or getattr(schema, field) is None:
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"{name}{inside}.{field} is required",
                 param=f"{name}{inside}.{field}",
                 code="missing_required_parameter",
@@ -292,19 +296,22 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-def tool_use(
+def parse_tool_choice(
     form: ReplyFormat,
     tools: Sequence[ToolFields] | None,
     choice: str | ToolChoiceFields | None,
     parallel: bool | None,
 ) -> ToolUse:
-    """Read the three fields for a model with that format. Raises: InvalidRequest, UnsupportedParameter by field."""
+    """Read the three fields for a model with that format.
+
+    Raises: InvalidRequestError, UnsupportedParameterError by field.
+    """
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise UnsupportedParameter("tool_choice needs tools", param="tool_choice")
+            raise UnsupportedParameterError("tool_choice needs tools", param="tool_choice")
         return NO_TOOLS
     if not form.shows_tools:
-        raise UnsupportedParameter("tools: this model's chat template has no place for them", param="tools")
+        raise UnsupportedParameterError("tools: this model's chat template has no place for them", param="tools")
     functions = tuple(_function(tool, f"tools[{at}]") for at, tool in enumerate(tools))
     _check(functions)
     mode, names = _chosen(choice, functions)
@@ -315,7 +322,7 @@ def tool_use(
     if mode == "none":
         return ToolUse(functions, None, echo, None, parallel)
     if form.syntax is None:
-        raise UnsupportedParameter(
+        raise UnsupportedParameterError(
             "tools: how this model writes calls is not known to this server (--tool-call-parser)", param="tools"
         )
     held = mode == "required"
@@ -325,8 +332,10 @@ def tool_use(
     return ToolUse(functions, names, echo, limits, parallel)
 
 
-def held_to(params: Params, use: ToolUse, form: ReplyFormat, tokenizer: Tokenizer, prompt: Sequence[int]) -> Params:
-    """Hold a reply to what may be called, and what else it may be. Raises: InvalidRequest naming the field."""
+def constrain_to_tools(
+    params: Params, use: ToolUse, form: ReplyFormat, tokenizer: Tokenizer, prompt: Sequence[int]
+) -> Params:
+    """Hold a reply to what may be called, and what else it may be. Raises: InvalidRequestError naming the field."""
     end = prompt_end(tokenizer, prompt)
     asked = params.structured_outputs
     limits = use.limits
@@ -334,7 +343,7 @@ def held_to(params: Params, use: ToolUse, form: ReplyFormat, tokenizer: Tokenize
         answer = _answer(asked)
         if answer is None:
             if limits is not None:
-                raise InvalidRequest(
+                raise InvalidRequestError(
                     "tools go with json and json_object only, not with other structured_outputs", param="tools"
                 )
             return params
@@ -366,13 +375,13 @@ def _answer(outputs: StructuredOutputs) -> str | None:
 
 def _function(tool: ToolFields, where: str) -> Function:
     if tool.type != "function":
-        raise UnsupportedParameter(
+        raise UnsupportedParameterError(
             f"{where}.type {tool.type[:40]!r} is not supported: only functions are", param=f"{where}.type"
         )
     given = tool.function
     if given is None:
         if tool.name is None:
-            raise InvalidRequest(f"{where}.function is required", param=f"{where}.function")
+            raise InvalidRequestError(f"{where}.function is required", param=f"{where}.function")
         given = FunctionFields(tool.name, tool.description, tool.parameters, tool.strict)
     parameters = given.parameters
     if parameters is not None:
@@ -382,20 +391,20 @@ def _function(tool: ToolFields, where: str) -> Function:
 
 def _check_schema(schema: Mapping[str, Any], param: str) -> None:
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(f'{param}.type must be "object"', param=f"{param}.type")
+        raise InvalidRequestError(f'{param}.type must be "object"', param=f"{param}.type")
     size = len(msgspec.json.encode(schema))
     if size > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(f"{param} must have at most {MAX_SCHEMA_BYTES} bytes, got {size}", param=param)
+        raise InvalidRequestError(f"{param} must have at most {MAX_SCHEMA_BYTES} bytes, got {size}", param=param)
 
 
 def _check(functions: Sequence[Function]) -> None:
     names = [function.name for function in functions]
     for at, name in enumerate(names):
         if name in names[:at]:
-            raise InvalidRequest(f"tools[{at}]: there are two functions {name!r}", param="tools")
+            raise InvalidRequestError(f"tools[{at}]: there are two functions {name!r}", param="tools")
     size = len(msgspec.json.encode([function.echo() for function in functions]))
     if size > MAX_TOOLS_BYTES:
-        raise InvalidRequest(f"tools must have at most {MAX_TOOLS_BYTES} bytes, got {size}", param="tools")
+        raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes, got {size}", param="tools")
 
 
 def _chosen(choice: str | ToolChoiceFields | None, functions: Sequence[Function]) -> tuple[str, frozenset[str]]:
@@ -403,29 +412,31 @@ def _chosen(choice: str | ToolChoiceFields | None, functions: Sequence[Function]
     known = frozenset(function.name for function in functions)
     if choice is None or isinstance(choice, str):
         if choice is not None and choice not in _MODES:
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"tool_choice must be one of {', '.join(_MODES)}, or name a function", param="tool_choice"
             )
         return choice or "auto", known
     if choice.type == "function":
         return "required", frozenset([_named(choice, known)])
     if choice.type != "allowed_tools":
-        raise UnsupportedParameter(f"tool_choice.type {choice.type[:40]!r} is not supported", param="tool_choice.type")
+        raise UnsupportedParameterError(
+            f"tool_choice.type {choice.type[:40]!r} is not supported", param="tool_choice.type"
+        )
     inner = choice.allowed_tools
     mode, tools = (inner.mode, inner.tools) if inner is not None else (choice.mode, choice.tools)
     if mode not in ("auto", "required"):
-        raise InvalidRequest("tool_choice.mode must be auto or required", param="tool_choice.mode")
+        raise InvalidRequestError("tool_choice.mode must be auto or required", param="tool_choice.mode")
     if not tools:
-        raise InvalidRequest("tool_choice.tools is required", param="tool_choice.tools")
+        raise InvalidRequestError("tool_choice.tools is required", param="tool_choice.tools")
     return mode, frozenset(_named(tool, known) for tool in tools)
 
 
 def _named(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) -> str:
     name = tool.function.name if tool.function is not None else tool.name
     if tool.type != "function" or name is None:
-        raise InvalidRequest("tool_choice must name a function", param="tool_choice")
+        raise InvalidRequestError("tool_choice must name a function", param="tool_choice")
     if name not in known:
-        raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
+        raise InvalidRequestError(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
     return name
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from chatcache.gateway.auth.middleware import offered_key, offered_session
 from chatcache.gateway.auth.principal import LIFE_S, Principal, principal_of, set_cookie
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.errors import Unauthorized, json_response
+from chatcache.gateway.errors import AuthenticationError, json_response
 
 
 class Sessions(HTTPEndpoint):
@@ -27,7 +27,7 @@ class Sessions(HTTPEndpoint):
         if not principal.key_id:  # an open server
             return json_response(_session_json(principal, None))
         if offered_key(request.scope, request.headers) is None:
-            raise Unauthorized("send the API key itself: Authorization: Bearer KEY")
+            raise AuthenticationError("send the API key itself: Authorization: Bearer KEY")
         value, expires_at = gateway_of(request).keyring.session(principal)
         headers = {"set-cookie": _cookie(request, value, LIFE_S), "cache-control": "no-store"}
         return json_response(_session_json(principal, expires_at), headers=headers)

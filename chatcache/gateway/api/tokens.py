@@ -10,13 +10,13 @@ from starlette.responses import Response
 from chatcache.conversations.alternatives import Alternatives, Look, heard
 from chatcache.conversations.fork_points import generated
 from chatcache.conversations.tree import ConversationTree, Item
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.conversations import find_item, store_of
 from chatcache.gateway.api.logprobs import FLOOR, token_text
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
-from chatcache.gateway.limits.rate_limits import Work
+from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.middleware import until_disconnect
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.request import MAX_TOP_LOGPROBS
@@ -44,7 +44,7 @@ async def one_token(request: Request) -> Response:
     tree, item = await _message(request)
     generated(tree, item, "item_id")
     index = _number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
-    async with gateway_of(request).door.entering(principal_of(request), Work(0, max_tokens=1)) as permit:
+    async with gateway_of(request).door.entering(principal_of(request), RequestCost(0, max_tokens=1)) as permit:
         reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
         permit.cover(reply)
     look = await until_disconnect(request, heard(reply, item.token_ids[index]))
@@ -52,16 +52,16 @@ async def one_token(request: Request) -> Response:
 
 
 async def _message(request: Request) -> tuple[ConversationTree, Item]:
-    """Raises: NotFound."""
+    """Raises: NotFoundError."""
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     return tree, find_item(tree, request.path_params["item_id"])[0]
 
 
 def _number(text: str, name: str, least: int, most: int) -> int:
-    """Raises: InvalidRequest naming the bounds."""
+    """Raises: InvalidRequestError naming the bounds."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
     if not is_number or not least <= int(text) <= most:
-        raise InvalidRequest(f"{name} must be between {least} and {most}", param=name)
+        raise InvalidRequestError(f"{name} must be between {least} and {most}", param=name)
     return int(text)
 
 

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from chatcache.auth import KeyRecord, KeyStore, digest_of, id_of
-from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.gateway.auth.principal import EVERYBODY, LIFE_S, Limits, Principal, Session, signature, signed
-from chatcache.gateway.errors import Unauthorized, revoked, session_expired
+from chatcache.gateway.errors import AuthenticationError, revoked, session_expired
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Key:
     is_revoked: bool = False
 
 
-class Keyring:
+class ApiKeyCache:
     """Who a key or a session is of. Belongs to one event loop."""
 
     def __init__(self, api_keys: Sequence[str] = ()) -> None:
@@ -62,9 +62,9 @@ class Keyring:
         return self._version is not None
 
     def check_known(self) -> None:
-        """Raises: StoreUnavailable unless `is_known`."""
+        """Raises: StoreUnavailableError unless `is_known`."""
         if not self.is_known:
-            raise StoreUnavailable("the API keys cannot be read now")
+            raise StoreUnavailableError("the API keys cannot be read now")
 
     @property
     def num_keys(self) -> int:
@@ -87,7 +87,7 @@ class Keyring:
         store = self._store
         if store is None:
             return
-        with contextlib.suppress(StoreUnavailable, TimeoutError):
+        with contextlib.suppress(StoreUnavailableError, TimeoutError):
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 if await store.version() != self._version:
                     async with self._reading:
@@ -96,15 +96,15 @@ class Keyring:
                         self._take(version, records)
 
     async def recheck(self, principal: Principal) -> None:
-        """Look once more where it may have changed. Raises: Unauthorized for one that is let in no more."""
+        """Look once more where it may have changed. Raises: AuthenticationError for one that is let in no more."""
         if principal.key_id and principal.key_id not in self._given:
             await self.look()
         self.check(principal)
 
     def check(self, principal: Principal) -> None:
-        """Raises: Unauthorized for one that is let in no more."""
+        """Raises: AuthenticationError for one that is let in no more."""
         if not self.lets_in(principal):
-            raise revoked() if principal.key_id else Unauthorized(_WANTED)
+            raise revoked() if principal.key_id else AuthenticationError(_WANTED)
         if self.expires_in_s(principal) <= 0:
             raise session_expired()
 
@@ -119,7 +119,7 @@ class Keyring:
         return key is not None and not key.is_revoked
 
     def of_key(self, offered: str) -> Principal:
-        """Raises: Unauthorized; StoreUnavailable for a stored key while none could be read."""
+        """Raises: AuthenticationError; StoreUnavailableError for a stored key while none could be read."""
         digest, found = digest_of(offered), None
         # Each is compared, whichever matches: the time taken tells nothing.
         for key in self._given.values():
@@ -133,7 +133,7 @@ class Keyring:
         return self._admitted(found)
 
     def of_session(self, session: Session) -> Principal:
-        """Raises: Unauthorized; StoreUnavailable as `of_key`."""
+        """Raises: AuthenticationError; StoreUnavailableError as `of_key`."""
         key = self._key(session.key_id)
         right = signature(session.key_id, session.expires_at, key.digest if key is not None else _NOBODY)
         is_right = hmac.compare_digest(right, session.signature)
@@ -142,14 +142,17 @@ class Keyring:
         return principal
 
     def nobody(self) -> Principal:
-        """Who comes without a key. Raises: Unauthorized; StoreUnavailable while nobody can say if keys are needed."""
+        """Who comes without a key.
+
+        Raises: AuthenticationError; StoreUnavailableError while nobody can say if keys are needed.
+        """
         return EVERYBODY if self.is_open else self._admitted(None)
 
     def session(self, principal: Principal) -> tuple[str, int]:
-        """The value of a new cookie, and until when (since 1970) it is good. Raises: Unauthorized."""
+        """The value of a new cookie, and until when (since 1970) it is good. Raises: AuthenticationError."""
         key = self._key(principal.key_id)
         if key is None or key.is_revoked:
-            raise Unauthorized(_WANTED)
+            raise AuthenticationError(_WANTED)
         expires_at = int(time.time()) + LIFE_S
         return signed(principal.key_id, expires_at, key.digest), expires_at
 
@@ -172,7 +175,7 @@ class Keyring:
         if key is not None and not key.is_revoked:
             return key.principal
         self.check_known()
-        raise Unauthorized(_WANTED) if key is None else revoked()
+        raise AuthenticationError(_WANTED) if key is None else revoked()
 
     def _take(self, version: int, records: Sequence[KeyRecord]) -> None:
         self._revoked |= {record.id for record in records if record.revoked_at is not None}

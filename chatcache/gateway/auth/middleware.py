@@ -19,9 +19,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.api.sse import EventStream, stream_in
-from chatcache.gateway.auth.keys import Keyring
-from chatcache.gateway.auth.principal import EVERYBODY, NAME, Principal, Session, admit, read_session, who
-from chatcache.gateway.errors import Forbidden, revoked
+from chatcache.gateway.auth.keys import ApiKeyCache
+from chatcache.gateway.auth.principal import (
+    EVERYBODY,
+    NAME,
+    Principal,
+    Session,
+    current_principal,
+    read_session,
+    set_principal,
+)
+from chatcache.gateway.errors import PermissionDeniedError, revoked
 
 KEY_PROTOCOL = "openai-insecure-api-key."
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -29,13 +37,14 @@ _HOST = re.compile(r"(?:\[(?P<ip>[0-9a-f:.]+)\]|(?P<name>[^\s:\[\]/?#@\\]+))(?::
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-class Guard:
-    """Refuses foreign hosts and origins before routing. Raises: Forbidden (the request context makes it an answer).
+class AuthenticationMiddleware:
+    """Refuses foreign hosts and origins before routing. Raises: PermissionDeniedError (the request context makes it an
+    answer).
 
     Sets who asks (`principal.who`): derived from the key, so that the key itself goes no further.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: ApiKeyCache) -> None:
         self._app = app
         self._keyring = keyring
         self._hosts = frozenset(host.lower() for host in (*_LOOPBACK_HOSTS, *config.allowed_hosts))
@@ -52,9 +61,9 @@ class Guard:
             self._check_host(headers)
             self._check_origin(headers)
             try:
-                admit(scope, self._principal(scope, headers))
+                set_principal(scope, self._principal(scope, headers))
             except ChatcacheError as error:  # of no account where everybody may go
-                admit(scope, error)
+                set_principal(scope, error)
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
@@ -62,7 +71,9 @@ class Guard:
         name = _host_name(given[0]) if len(given) == 1 else ""
         if self._any_host or name in self._hosts or (self._any_address and _is_address(name)):
             return
-        raise Forbidden("this Host is not served here; allow it with --allowed-host", code="host_not_allowed")
+        raise PermissionDeniedError(
+            "this Host is not served here; allow it with --allowed-host", code="host_not_allowed"
+        )
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
@@ -70,10 +81,12 @@ class Guard:
             return
         if _netloc(origin) == headers.get("host", "").lower():
             return
-        raise Forbidden("this Origin is not allowed; allow it with --cors-origin", code="origin_not_allowed")
+        raise PermissionDeniedError(
+            "this Origin is not allowed; allow it with --cors-origin", code="origin_not_allowed"
+        )
 
     def _principal(self, scope: Scope, headers: Headers) -> Principal:
-        """Raises: Unauthorized, Forbidden, StoreUnavailable."""
+        """Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError."""
         if self._keyring.is_open:
             return EVERYBODY
         offered = offered_key(scope, headers)
@@ -85,7 +98,7 @@ class Guard:
         principal = self._keyring.of_session(session)
         # The browser adds the cookie to whatever a page asks for: what changes something must be this server's page.
         if (scope["type"] == "websocket" or scope["method"] not in _SAFE) and not _is_same_origin(headers):
-            raise Forbidden("a session needs the Origin of this server's page", code="origin_not_allowed")
+            raise PermissionDeniedError("a session needs the Origin of this server's page", code="origin_not_allowed")
         return principal
 
 
@@ -140,10 +153,10 @@ def _is_wildcard(host: str) -> bool:
     return host in ("", "*") or (_is_address(host) and ipaddress.ip_address(host).is_unspecified)
 
 
-class EndRevoked:
+class RevocationMiddleware:
     """To what is inside, a key that was revoked looks like a client that has left. Sockets see to it themselves."""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+    def __init__(self, app: ASGIApp, keyring: ApiKeyCache) -> None:
         self._app = app
         self._keyring = keyring
 
@@ -152,7 +165,7 @@ class EndRevoked:
             await self._app(scope, receive, send)
             return
         try:
-            principal = who(scope)
+            principal = current_principal(scope)
         except ChatcacheError:  # nobody's: there is nothing to revoke
             await self._app(scope, receive, send)
             return

@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.errors import Unauthorized
+from chatcache.gateway.errors import AuthenticationError
 
 _IN_SCOPE = "chatcache.principal"
 
@@ -48,17 +48,17 @@ class Principal:
 EVERYBODY = Principal("", "", "", is_admin=True)  # on an open server
 
 
-def admit(scope: Scope, found: Principal | ChatcacheError) -> None:
+def set_principal(scope: Scope, found: Principal | ChatcacheError) -> None:
     """Note who a connection is of, or why nobody: doors that are open to all let those in too."""
     scope[_IN_SCOPE] = found
 
 
-def who(scope: Scope) -> Principal:
-    """Who asks. Raises: why nobody is known to (Unauthorized, Forbidden, StoreUnavailable)."""
+def current_principal(scope: Scope) -> Principal:
+    """Who asks. Raises: why nobody is known to (AuthenticationError, PermissionDeniedError, StoreUnavailableError)."""
     found = scope.get(_IN_SCOPE)
     if isinstance(found, Principal):
         return found
-    raise found if isinstance(found, ChatcacheError) else Unauthorized("nobody looked at who asks")
+    raise found if isinstance(found, ChatcacheError) else AuthenticationError("nobody looked at who asks")
 
 
 def admitted(scope: Scope) -> Principal | None:
@@ -73,17 +73,17 @@ def signed_in(connection: HTTPConnection) -> Principal | None:
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
-    """Who asks. Raises: as `who`."""
-    return who(connection.scope)
+    """Who asks. Raises: as `current_principal`."""
+    return current_principal(connection.scope)
 
 
 def owner_of(connection: HTTPConnection) -> str:
-    """Whose conversations are meant; "" on an open server. Raises: as `who`."""
+    """Whose conversations are meant; "" on an open server. Raises: as `current_principal`."""
     return principal_of(connection).owner
 
 
 def tenant_of(connection: HTTPConnection) -> str:
-    """The namespace of pages; "" on an open server. Raises: as `who`."""
+    """The namespace of pages; "" on an open server. Raises: as `current_principal`."""
     return principal_of(connection).tenant
 
 

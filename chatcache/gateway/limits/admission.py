@@ -21,32 +21,32 @@ from weakref import WeakValueDictionary
 
 from chatcache.conversations.replies.service import Reply, is_ranked, num_candidates
 from chatcache.engine.protocols import EngineClient
-from chatcache.errors import Overloaded, RateLimited
+from chatcache.errors import OverloadedError, RateLimitError
 from chatcache.gateway.auth.principal import Principal
-from chatcache.gateway.errors import ShuttingDown
-from chatcache.gateway.limits.rate_limits import Hold, Limiter, Work
-from chatcache.types.queue_limits import Queued, check_queue, check_share
+from chatcache.gateway.errors import ShuttingDownError
+from chatcache.gateway.limits.rate_limits import Limiter, RequestCost, Reservation
+from chatcache.types.queue_limits import QueueSize, check_queue, check_tenant_share
 from chatcache.types.request import Params, num_branches
 from chatcache.types.stats import EngineHealth
 
 CHARS_PER_TOKEN = 4  # of text that nobody has tokenised yet; the engine counts again, exactly
-NOTHING = Queued(0, 0)
+NOTHING = QueueSize(0, 0)
 
 
-def work_of(params: Params, num_chars: int, num_prompts: int = 1) -> Work:
+def work_of(params: Params, num_chars: int, num_prompts: int = 1) -> RequestCost:
     """What these parameters ask for, of so much text."""
     width = num_prompts * num_branches(params)
-    return Work(num_chars // CHARS_PER_TOKEN, num_prompts, width, params.max_tokens)
+    return RequestCost(num_chars // CHARS_PER_TOKEN, num_prompts, width, params.max_tokens)
 
 
-class Permit:
+class AdmissionTicket:
     """Leave to submit: good for the block that it was got in, or until the replies that it covers are over."""
 
-    def __init__(self, door: Door, tenant: str, work: Work, hold: Hold) -> None:
+    def __init__(self, door: AdmissionController, tenant: str, work: RequestCost, hold: Reservation) -> None:
         self._door = door
         self._tenant = tenant
         self._hold = hold
-        self._waiting = NOTHING if work.is_side else Queued(work.num_prompts, work.num_prompt_tokens)
+        self._waiting = NOTHING if work.is_side else QueueSize(work.num_prompts, work.num_prompt_tokens)
         self._replies: set[Reply] = set()
         self._unstarted: set[Reply] = set()
         self._num_tokens: int | None = 0
@@ -72,7 +72,7 @@ class Permit:
         """The reply waits no more."""
         if reply in self._unstarted:
             self._unstarted.remove(reply)
-            self._leave(Queued(1, 0) if self._unstarted else self._waiting)
+            self._leave(QueueSize(1, 0) if self._unstarted else self._waiting)
 
     def ended(self, reply: Reply, *, is_whole: bool) -> None:
         """The reply is over. A search that is cut short has not told what it took: it costs what was reserved."""
@@ -97,14 +97,14 @@ class Permit:
         self._leave(self._waiting)
         self._hold.undo()
 
-    def _leave(self, some: Queued) -> None:
-        self._waiting = Queued(
+    def _leave(self, some: QueueSize) -> None:
+        self._waiting = QueueSize(
             self._waiting.num_requests - some.num_requests, self._waiting.num_tokens - some.num_tokens
         )
-        self._door.move(self._tenant, Queued(-some.num_requests, -some.num_tokens))
+        self._door.move(self._tenant, QueueSize(-some.num_requests, -some.num_tokens))
 
 
-class Door:
+class AdmissionController:
     """Counts what has come in: until it is the engine's, and for each tenant until it has started."""
 
     def __init__(self, engine: EngineClient, limiter: Limiter) -> None:
@@ -112,31 +112,32 @@ class Door:
         self._limiter = limiter
         self._entering = NOTHING
         self.is_closed = False
-        self._tenants: dict[str, Queued] = {}
+        self._tenants: dict[str, QueueSize] = {}
 
     @asynccontextmanager
-    async def entering(self, principal: Principal, work: Work) -> AsyncIterator[Permit]:
+    async def entering(self, principal: Principal, work: RequestCost) -> AsyncIterator[AdmissionTicket]:
         """Make a prompt of so much text and submit it, inside the block; the permit must `cover` what comes of it.
 
-        Raises, before it is entered: RateLimited for the key's or the tenant's share, InvalidRequest for more at once
-        than the key may ever have, Overloaded when the queue is full, ShuttingDown.
+        Raises, before it is entered: RateLimitError for the key's or the tenant's share, InvalidRequestError for more
+        at once
+        than the key may ever have, OverloadedError when the queue is full, ShuttingDownError.
         """
         if self.is_closed:
-            raise ShuttingDown("the server is shutting down; try again in a moment")
+            raise ShuttingDownError("the server is shutting down; try again in a moment")
         await self._limiter.know(principal)
         health = await self._engine.health()
         if not work.is_side:
             self._check_room(principal.tenant, work, health)
-        permit = Permit(self, principal.tenant, work, self._limiter.admit(principal, work))
-        arriving = NOTHING if work.is_side else Queued(work.num_prompts, work.num_prompt_tokens)
+        permit = AdmissionTicket(self, principal.tenant, work, self._limiter.admit(principal, work))
+        arriving = NOTHING if work.is_side else QueueSize(work.num_prompts, work.num_prompt_tokens)
         self._entering = _sum(self._entering, arriving)
         try:
             yield permit
-        except (Overloaded, RateLimited):
+        except (OverloadedError, RateLimitError):
             permit.undo()
             raise
         finally:
-            self._entering = _sum(self._entering, Queued(*(-number for number in arriving)))
+            self._entering = _sum(self._entering, QueueSize(*(-number for number in arriving)))
             if not permit.is_used:
                 permit.close()
 
@@ -149,11 +150,11 @@ class Door:
         """Whether nobody is between the door and the engine."""
         return self._entering == NOTHING
 
-    def waiting_of(self, tenant: str) -> Queued:
+    def waiting_of(self, tenant: str) -> QueueSize:
         """What of a tenant has come in and not started."""
         return self._tenants.get(tenant, NOTHING)
 
-    def move(self, tenant: str, some: Queued) -> None:
+    def move(self, tenant: str, some: QueueSize) -> None:
         """Add to what waits of a tenant, or take from it."""
         waiting = _sum(self.waiting_of(tenant), some)
         if waiting == NOTHING:
@@ -161,21 +162,21 @@ class Door:
         else:
             self._tenants[tenant] = waiting
 
-    def _check_room(self, tenant: str, work: Work, health: EngineHealth) -> None:
-        """Raises: RateLimited, Overloaded."""
-        most = Queued(health.max_num_waiting, health.max_waiting_tokens)
+    def _check_room(self, tenant: str, work: RequestCost, health: EngineHealth) -> None:
+        """Raises: RateLimitError, OverloadedError."""
+        most = QueueSize(health.max_num_waiting, health.max_waiting_tokens)
         if not health.num_waiting or not most.num_requests:  # an idle engine takes what comes, and counts itself
-            most = Queued(2**63, most.num_tokens)
+            most = QueueSize(2**63, most.num_tokens)
         if not most.num_tokens:
-            most = Queued(most.num_requests, 2**63)
+            most = QueueSize(most.num_requests, 2**63)
         if tenant:
-            check_share(self.waiting_of(tenant), work.num_prompt_tokens, most)
-        here = Queued(health.num_waiting, health.num_waiting_tokens)
+            check_tenant_share(self.waiting_of(tenant), work.num_prompt_tokens, most)
+        here = QueueSize(health.num_waiting, health.num_waiting_tokens)
         check_queue(_sum(here, self._entering), work.num_prompt_tokens, most)
 
 
-def _sum(a: Queued, b: Queued) -> Queued:
-    return Queued(a.num_requests + b.num_requests, a.num_tokens + b.num_tokens)
+def _sum(a: QueueSize, b: QueueSize) -> QueueSize:
+    return QueueSize(a.num_requests + b.num_requests, a.num_tokens + b.num_tokens)
 
 
 SHORT_BYTES = 16_384
@@ -183,7 +184,7 @@ MAX_AT_ONCE = 2
 MAX_WAITING_BYTES = 32 << 20  # of an owner, the one whose turn it is included
 
 
-class Counting:
+class TokenizeThrottle:
     """One at a time for each owner, `MAX_AT_ONCE` for all."""
 
     def __init__(self) -> None:
@@ -195,13 +196,13 @@ class Counting:
     async def turn(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
         """Wait for it, with a text of so many bytes; a short one need not.
 
-        Raises: RateLimited when too much of the owner waits already.
+        Raises: RateLimitError when too much of the owner waits already.
         """
         if num_bytes <= SHORT_BYTES:
             yield
             return
         if self._num_bytes[owner] + num_bytes > MAX_WAITING_BYTES and self._num_bytes[owner]:
-            raise RateLimited(f"{self._num_bytes[owner]} bytes of text are being counted already; try again later")
+            raise RateLimitError(f"{self._num_bytes[owner]} bytes of text are being counted already; try again later")
         line = self._lines.get(owner)
         if line is None:
             line = self._lines[owner] = asyncio.Lock()

@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from chatcache.errors import InvalidRequest, QuotaExhausted, RateLimited
+from chatcache.errors import InvalidRequestError, QuotaExceededError, RateLimitError
 from chatcache.gateway.auth.principal import Limits, Principal
-from chatcache.gateway.limits.usage import DayUsage
+from chatcache.gateway.limits.usage import DailyUsage
 
 MINUTE_NS = 60_000_000_000
 
 
-class Bucket:
+class TokenBucket:
     """Full at first. Times are nanoseconds of a clock that never goes back."""
 
     def __init__(self, limit: int, now_ns: int) -> None:
@@ -73,7 +73,7 @@ RATE_HEADERS = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RequestCost:
     """What is asked for, as far as can be told before the text is tokenised.
 
     `width`: candidates or beams, of all prompts; `max_tokens` of each, None for as many as go. `is_side`: computed
@@ -97,10 +97,10 @@ class Work:
         return 0 if self.is_side else self.width
 
 
-class Hold:
+class Reservation:
     """Work that was admitted, until it is settled. Every method may be called again, and then does nothing."""
 
-    def __init__(self, account: KeyAccount | None, work: Work) -> None:
+    def __init__(self, account: KeyAccount | None, work: RequestCost) -> None:
         self._account = account
         self._work = work
 
@@ -120,7 +120,7 @@ class Hold:
 class KeyAccount:
     """What one key has taken lately. Nothing here waits: deciding and taking are one step."""
 
-    def __init__(self, key_id: str, limits: Limits, usage: DayUsage, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, key_id: str, limits: Limits, usage: DailyUsage, clock_ns: Callable[[], int]) -> None:
         self.limits = limits
         self._key_id = key_id
         self._usage = usage
@@ -138,10 +138,10 @@ class KeyAccount:
         is_full = all(bucket is None or not bucket.full_in_ns(now_ns) for bucket in buckets)
         return is_full and not self._num_running and not self._num_reserved
 
-    def admit(self, work: Work) -> None:
+    def admit(self, work: RequestCost) -> None:
         """Reserve what the work may come to, or nothing.
 
-        Raises: InvalidRequest for more candidates than may ever run at once, QuotaExhausted, RateLimited.
+        Raises: InvalidRequestError for more candidates than may ever run at once, QuotaExceededError, RateLimitError.
         """
         now_ns = self._clock_ns()
         self._check_running(work)
@@ -155,12 +155,12 @@ class KeyAccount:
         self._num_running += work.num_requests
         self._num_reserved += work.num_tokens
 
-    def settle(self, work: Work, num_tokens: int) -> None:
+    def settle(self, work: RequestCost, num_tokens: int) -> None:
         self._release(work, num_tokens)
         if self.limits.tokens_per_day is not None:
             self._usage.add(self._key_id, num_tokens)
 
-    def undo(self, work: Work) -> None:
+    def undo(self, work: RequestCost) -> None:
         self._release(work, 0)
         if self._requests is not None:
             self._requests.give_back(work.num_requests, self._clock_ns())
@@ -177,22 +177,22 @@ class KeyAccount:
             told |= _told("tokens", most, left, self._usage.day_ends_in_s() * SECOND_NS)
         return told
 
-    def _release(self, work: Work, num_tokens: int) -> None:
+    def _release(self, work: RequestCost, num_tokens: int) -> None:
         self._num_running -= work.num_requests
         self._num_reserved -= work.num_tokens
         if self._tokens is not None:
             self._tokens.give_back(work.num_tokens - num_tokens, self._clock_ns())
 
-    def _check_running(self, work: Work) -> None:
+    def _check_running(self, work: RequestCost) -> None:
         most = self.limits.max_concurrent
         if most is None or not work.num_requests:
             return
         if work.width > most:
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"this key may have {most} candidates at once, and this asks for {work.width}", param="n"
             )
         if self._num_running + work.width > most:
-            raise RateLimited(
+            raise RateLimitError(
                 f"{self._num_running} candidates of this key are running, of at most {most} at once; "
                 "try again when one has ended"
             )
@@ -204,26 +204,26 @@ class KeyAccount:
             return
         used = self._usage.used(self._key_id)
         if used >= most:
-            raise QuotaExhausted(
+            raise QuotaExceededError(
                 f"this key's {most} tokens of the day are used up; the next day begins at 00:00 UTC",
                 retry_after_s=max(self._usage.day_ends_in_s(), wait_s),
             )
         if used + self._num_reserved >= most:
-            raise RateLimited(
+            raise RateLimitError(
                 f"what is running may use up this key's {most} tokens of the day; try again when it has ended"
             )
 
-    def _check_minute(self, waits_s: Sequence[tuple[int, str, Bucket, int]]) -> None:
-        """Raises: RateLimited for the limit that takes longest."""
+    def _check_minute(self, waits_s: Sequence[tuple[int, str, TokenBucket, int]]) -> None:
+        """Raises: RateLimitError for the limit that takes longest."""
         wait_s, kind, bucket, cost = max(waits_s, key=itemgetter(0), default=(0, "", None, 0))
         if bucket is not None and wait_s:
-            raise RateLimited(
+            raise RateLimitError(
                 f"this key may take {bucket.limit} {kind} a minute, and this needs {cost}; "
                 f"{bucket.remaining(self._clock_ns())} are left; try again in {wait_s} s",
                 retry_after_s=wait_s,
             )
 
-    def _waits_s(self, work: Work, now_ns: int) -> list[tuple[int, str, Bucket, int]]:
+    def _waits_s(self, work: RequestCost, now_ns: int) -> list[tuple[int, str, TokenBucket, int]]:
         """Of each limit of the minute: how long to wait, whole seconds, and for what."""
         wanted = (("requests", self._requests, work.num_requests), ("tokens", self._tokens, work.num_tokens))
         return [
@@ -236,8 +236,8 @@ class KeyAccount:
 class Limiter:
     """The accounts of all keys that have limits."""
 
-    def __init__(self, usage: DayUsage | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self.usage = usage if usage is not None else DayUsage()
+    def __init__(self, usage: DailyUsage | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.usage = usage if usage is not None else DailyUsage()
         self.clock_ns = clock_ns
         self._accounts: dict[str, KeyAccount] = {}
 
@@ -251,13 +251,13 @@ class Limiter:
         if principal.limits.tokens_per_day is not None:
             await self.usage.look()
 
-    def admit(self, principal: Principal, work: Work) -> Hold:
+    def admit(self, principal: Principal, work: RequestCost) -> Reservation:
         """Raises: as `KeyAccount.admit`."""
         if principal.limits == Limits():
-            return Hold(None, work)
+            return Reservation(None, work)
         account = self._account(principal)
         account.admit(work)
-        return Hold(account, work)
+        return Reservation(account, work)
 
     def headers(self, principal: Principal) -> dict[str, str]:
         """`x-ratelimit-*` of an answer; none for a key without limits."""
@@ -283,8 +283,8 @@ class Limiter:
         return account
 
 
-def _bucket(limit: int | None, now_ns: int) -> Bucket | None:
-    return Bucket(limit, now_ns) if limit is not None else None
+def _bucket(limit: int | None, now_ns: int) -> TokenBucket | None:
+    return TokenBucket(limit, now_ns) if limit is not None else None
 
 
 def _told(kind: str, limit: int, remaining: int, reset_ns: int) -> dict[str, str]:

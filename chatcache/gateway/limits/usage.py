@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from chatcache.auth import DAY_S, day_of
-from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class UsageStore(Protocol):
     async def usage(self, day: int) -> Mapping[str, int]: ...
 
 
-class DayUsage:
+class DailyUsage:
     """One gateway's books. Without a `store`, kept until the process ends."""
 
     def __init__(self, *, wall_s: Callable[[], float] = time.time) -> None:
@@ -68,7 +68,7 @@ class DayUsage:
                 return
             try:
                 await self._read(self.store)
-            except StoreUnavailable:
+            except StoreUnavailableError:
                 log.warning("the store does not tell what keys have used today")
 
     async def flush(self) -> None:
@@ -86,7 +86,7 @@ class DayUsage:
                     if day in self._unstored:
                         await self._send(self.store, day)
                 await self._read(self.store)
-            except StoreUnavailable:
+            except StoreUnavailableError:
                 log.warning("the store takes no usage of keys just now; it is kept")
 
     async def _send(self, store: UsageStore, day: int) -> None:

@@ -10,21 +10,21 @@ from typing import Any
 from chatcache.conversations.fork_points import ReplyStart, TurnRequest
 from chatcache.conversations.prompt import Function
 from chatcache.conversations.replies.service import Reply, num_candidates
-from chatcache.conversations.store import Claim, KeyTaken
+from chatcache.conversations.store import Claim, IdempotencyConflictError
 from chatcache.conversations.turns import PlannedTurn
-from chatcache.errors import InvalidRequest, UnsupportedParameter
-from chatcache.gateway.api.idempotency import Once
+from chatcache.errors import InvalidRequestError, UnsupportedParameterError
+from chatcache.gateway.api.idempotency import IdempotencyCache
 from chatcache.gateway.api.messages import input_messages
 from chatcache.gateway.api.params import (
     Asked,
     ToolUse,
+    constrain_to_tools,
     conversation_id,
-    held_to,
-    known_as,
-    named_after,
+    parse_tool_choice,
+    rename_param_errors,
+    rename_params,
     structured_outputs,
     to_params,
-    tool_use,
 )
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
@@ -40,13 +40,18 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 async def start_response(
-    gateway: Gateway, principal: Principal, body: Mapping[str, Any], *, watched: bool = False, once: Once | None = None
+    gateway: Gateway,
+    principal: Principal,
+    body: Mapping[str, Any],
+    *,
+    watched: bool = False,
+    once: IdempotencyCache | None = None,
 ) -> LiveResponse:
     """Validate, plan, submit, store the input; from here on the run goes by itself.
 
     `watched`: whoever asked reads `chatcache.v1` frames too. Once the engine has the request, it begins even if whoever
     asked stops waiting for it. Steering input that waits for the same previous response comes in front of the body's.
-    Raises: any ChatcacheError; then nothing was stored (StoreUnavailable: perhaps) and nothing runs.
+    Raises: any ChatcacheError; then nothing was stored (StoreUnavailableError: perhaps) and nothing runs.
     """
     steered = _steered_before(gateway, principal.owner, body)
     if steered is None:
@@ -62,31 +67,31 @@ async def start_response(
 
 
 async def start_once(
-    gateway: Gateway, principal: Principal, body: Mapping[str, Any], once: Once, *, watched: bool = False
+    gateway: Gateway, principal: Principal, body: Mapping[str, Any], once: IdempotencyCache, *, watched: bool = False
 ) -> LiveResponse | str:
     """`start_response`, or the id of the response that the same request started before.
 
-    Raises: KeyTaken for a key that came with another request.
+    Raises: IdempotencyConflictError for a key that came with another request.
     """
     if body.get("store") is False:
-        raise InvalidRequest("an Idempotency-Key needs store: nothing else can be answered again", param="store")
+        raise InvalidRequestError("an Idempotency-Key needs store: nothing else can be answered again", param="store")
     async with gateway.keys.of(principal.owner, once):
         found = await once.earlier(gateway.opened_store(), principal.owner)
         if found is not None:
             return found
         try:
             return await start_response(gateway, principal, body, watched=watched, once=once)
-        except KeyTaken as taken:  # through another gateway
+        except IdempotencyConflictError as taken:  # through another gateway
             return once.same(taken.claim)
 
 
 async def _start(
-    gateway: Gateway, principal: Principal, body: Mapping[str, Any], watched: bool, once: Once | None = None
+    gateway: Gateway, principal: Principal, body: Mapping[str, Any], watched: bool, once: IdempotencyCache | None = None
 ) -> LiveResponse:
     fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     if fields.background and fields.store is False:
-        raise InvalidRequest("background needs store: nobody could read the response", param="background")
+        raise InvalidRequestError("background needs store: nobody could read the response", param="background")
     model = await gateway.ready(fields.model)
     await gateway.unsaved.settle(
         fields.previous_response_id, fields.previous_item_id, conversation_id(fields.conversation)
@@ -102,7 +107,7 @@ async def _start(
         planned = await model.conversations.plan(request)
         if planned.prefix is not None:  # a reply goes on as it began
             use = replace(use, names=frozenset(each.name for each in planned.request.functions) or None, limits=None)
-        params = held_to(asked, use, model.service.form, model.tokenizer, planned.prompt.token_ids)
+        params = constrain_to_tools(asked, use, model.service.form, model.tokenizer, planned.prompt.token_ids)
         thinks = asked.structured_outputs is None or params is not asked
         planned = replace(planned, turn=replace(planned.turn, echo=_echo(fields, params, planned, use, ignored)))
         engine_request = GenerateRequest(
@@ -117,8 +122,8 @@ async def _start(
             explain=bool(fields.explain),
         )
         start = model.service.start
-        named = named_after(sampling.structured_outputs, "text", "tools" if use.limits else None)
-        with known_as(max_tokens="max_output_tokens"), named:
+        named = rename_param_errors(sampling.structured_outputs, "text", "tools" if use.limits else None)
+        with rename_params(max_tokens="max_output_tokens"), named:
             reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks, principal.owner)
         permit.cover(reply)
 
@@ -155,7 +160,7 @@ def _ttl_s(gateway: Gateway, fields: ResponseFields) -> float | None:
 def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> Asked:
     for name in ("stream_beams", "explain"):
         if getattr(fields, name) and not watched:
-            raise UnsupportedParameter(f"{name} needs the subprotocol chatcache.v1", param=name)
+            raise UnsupportedParameterError(f"{name} needs the subprotocol chatcache.v1", param=name)
     return Asked(
         max_tokens=fields.max_output_tokens,
         logprobs=_logprobs(fields),
@@ -169,7 +174,7 @@ def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> A
 async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyStart | None:
     """The reply to continue, where it is still being generated: as far as it goes, or up to `fork_at`.
 
-    Raises: InvalidRequest.
+    Raises: InvalidRequestError.
     """
     _check_fork(fields)
     found: tuple[Run, int] | None = None
@@ -187,19 +192,19 @@ async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) ->
     start = await found[0].start_of(found[1], fields.fork_at, fields.fork_with)
     if not start.ids:
         name = "previous_item_id" if fields.previous_item_id is not None else "previous_response_id"
-        raise InvalidRequest(f"{name}: nothing has been said there yet", param=name, code="nothing_to_fork")
+        raise InvalidRequestError(f"{name}: nothing has been said there yet", param=name, code="nothing_to_fork")
     return start
 
 
 def _check_fork(fields: ResponseFields) -> None:
-    """Raises: InvalidRequest for fields of a fork that do not go together."""
+    """Raises: InvalidRequestError for fields of a fork that do not go together."""
     if fields.fork_with is None:
         if fields.fork_at == 0:
-            raise InvalidRequest("fork_at must be at least 1, or 0 with fork_with", param="fork_at")
+            raise InvalidRequestError("fork_at must be at least 1, or 0 with fork_with", param="fork_at")
     elif fields.fork_at is None:
-        raise InvalidRequest("fork_with needs fork_at: behind how many tokens", param="fork_with")
+        raise InvalidRequestError("fork_with needs fork_at: behind how many tokens", param="fork_with")
     elif fields.input is not None and fields.input != []:
-        raise InvalidRequest("fork_with goes on with a reply: leave input out", param="fork_with")
+        raise InvalidRequestError("fork_with goes on with a reply: leave input out", param="fork_with")
 
 
 def _steered_before(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> LoggedResponse | None:
@@ -210,8 +215,8 @@ def _steered_before(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> Lo
 
 
 def response_tools(model: Model, fields: ResponseFields) -> ToolUse:
-    """What the request says of tools. Raises: InvalidRequest, UnsupportedParameter."""
-    return tool_use(model.service.form, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    """What the request says of tools. Raises: InvalidRequestError, UnsupportedParameterError."""
+    return parse_tool_choice(model.service.form, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
 
 
 def turn_request(
@@ -221,7 +226,7 @@ def turn_request(
     functions: tuple[Function, ...] = (),
     running: ReplyStart | None = None,
 ) -> TurnRequest:
-    """Where and what. Raises: InvalidRequest, UnsupportedParameter."""
+    """Where and what. Raises: InvalidRequestError, UnsupportedParameterError."""
     _check_fork(fields)
     return TurnRequest(
         owner=owner,
@@ -244,7 +249,7 @@ def _logprobs(fields: ResponseFields) -> int | None:
     if LOGPROBS in (fields.include or ()):
         return fields.top_logprobs or 0
     if fields.top_logprobs:
-        raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
+        raise InvalidRequestError(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
     return None
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Raw
 
-from chatcache.errors import InvalidRequest
+from chatcache.errors import InvalidRequestError
 from chatcache.gateway.json_codec import encode
 
 SEGMENT = 64  # frames
@@ -306,10 +306,12 @@ class ResponseLog:
     def reader(self, after: int = -1, *, extended: bool = False) -> LogReader:
         """Read from the frame numbered `after` + 1 on. `extended`: as `chatcache.v1`, with notes and snapshots.
 
-        Raises: InvalidRequest for a number that has not been given yet.
+        Raises: InvalidRequestError for a number that has not been given yet.
         """
         if after > self.last_number:
-            raise InvalidRequest(f"starting_after: the last event so far is {self.last_number}", param="starting_after")
+            raise InvalidRequestError(
+                f"starting_after: the last event so far is {self.last_number}", param="starting_after"
+            )
         return LogReader(self, self._frames, after, extended)
 
     def milestones(self) -> list[LogFrame]:
@@ -431,9 +433,12 @@ class LogReader:
             await self._opened.wait()
 
     def ack(self, number: int) -> None:
-        """The client has seen everything up to that number. Raises: InvalidRequest for what it cannot have seen."""
+        """The client has seen everything up to that number.
+
+        Raises: InvalidRequestError for what it cannot have seen.
+        """
         if number > self.sent_number:
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"sequence_number: the last one sent here is {self.sent_number}", param="sequence_number"
             )
         self._acked = max(number, self._acked if self._acked is not None else -1)

@@ -19,11 +19,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chatcache.conversations.store import ConversationStore, StaleRevision
+from chatcache.conversations.store import ConversationStore, StaleRevisionError
 from chatcache.conversations.tree import ConversationTree, without_response
-from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.conversations import edited, store_of, wire_items
-from chatcache.gateway.api.idempotency import REPLAYED, Once
+from chatcache.gateway.api.idempotency import REPLAYED, IdempotencyCache
 from chatcache.gateway.api.pagination import PageQuery, paged
 from chatcache.gateway.api.sse import EventStream
 from chatcache.gateway.auth.principal import owner_of, principal_of
@@ -49,7 +49,7 @@ async def create(request: Request) -> Response:
     body = await read_json(request)
     delivery = read(body, DeliveryFields)
     headers = ignored_header(unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields))
-    principal, once = principal_of(request), Once.of_request(request, "response", body)
+    principal, once = principal_of(request), IdempotencyCache.of_request(request, "response", body)
     # One that is stored is started even if the client is gone by then: resending it could only double it.
     if once is not None:
         run = await start_once(gateway, principal, body, once)
@@ -69,7 +69,7 @@ async def create(request: Request) -> Response:
 
 
 async def _again(request: Request, response_id: str, delivery: DeliveryFields, headers: dict[str, str]) -> Response:
-    """Answer a request that comes again with what the first one made. Raises: NotFound where that was deleted."""
+    """Answer a request that comes again with what the first one made. Raises: NotFoundError where that was deleted."""
     gateway, owner = gateway_of(request), owner_of(request)
     logged = gateway.responses.find(owner, response_id)
     if logged is None:  # of long ago, or another gateway's
@@ -163,7 +163,7 @@ class OneResponse(HTTPEndpoint):
         await gateway.unsaved.settle(response_id)
         try:
             tree = await find_stored(store, owner, response_id)
-        except NotFound:
+        except NotFoundError:
             if logged is None:
                 raise
         else:
@@ -235,7 +235,7 @@ async def _remove(gateway: Gateway, store: ConversationStore, tree: Conversation
     conversation = await edited(store, owner, conversation_id, lambda now: without_response(now, response_id))
     if tree.turns[response_id].created_at == tree.conversation.created_at:
         left = await store.load(owner, conversation_id)
-        with contextlib.suppress(StaleRevision):  # somebody goes on in it
+        with contextlib.suppress(StaleRevisionError):  # somebody goes on in it
             if not left.items:
                 await store.delete(owner, conversation_id, expect=left.conversation.rev)
                 gateway.hub.deleted(owner, conversation_id)
@@ -245,14 +245,14 @@ async def _remove(gateway: Gateway, store: ConversationStore, tree: Conversation
 
 def _flag(text: str) -> bool:
     if text not in ("true", "false"):
-        raise InvalidRequest("stream must be true or false", param="stream")
+        raise InvalidRequestError("stream must be true or false", param="stream")
     return text == "true"
 
 
 def _number(text: str | None) -> int:
-    """`starting_after`; -1, which is before all events, where there is none. Raises: InvalidRequest."""
+    """`starting_after`; -1, which is before all events, where there is none. Raises: InvalidRequestError."""
     if text is None:
         return -1
     if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
-        raise InvalidRequest("starting_after must be the sequence_number of an event", param="starting_after")
+        raise InvalidRequestError("starting_after must be the sequence_number of an event", param="starting_after")
     return int(text)

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from chatcache.conversations.store import StoreUnavailable
-from chatcache.errors import NotFound
+from chatcache.conversations.store import StoreUnavailableError
+from chatcache.errors import NotFoundError
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class _Kept:
     save: Save
 
 
-class Unsaved:
+class PendingSaves:
     """Belongs to one event loop. Beyond `MAX_KEPT` the oldest are given up."""
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class Unsaved:
             self._task = asyncio.create_task(self._retry())
 
     async def settle(self, *names: str | None) -> None:
-        """Save what can be saved now. Raises: StoreUnavailable if what has one of these names still cannot."""
+        """Save what can be saved now. Raises: StoreUnavailableError if what has one of these names still cannot."""
         if not self._kept:
             return
         try:
             await self._save_all()
-        except StoreUnavailable:
+        except StoreUnavailableError:
             if any(name in kept.names for kept in self._kept.values() for name in names):
                 raise
 
@@ -70,14 +70,14 @@ class Unsaved:
             await self.settle()
 
     async def _save_all(self) -> None:
-        """Raises: StoreUnavailable at the first that cannot be saved."""
+        """Raises: StoreUnavailableError at the first that cannot be saved."""
         async with self._saving:
             for response_id, kept in list(self._kept.items()):
                 try:
                     await kept.save()
-                except StoreUnavailable:
+                except StoreUnavailableError:
                     raise
-                except NotFound:
+                except NotFoundError:
                     log.info("%s: its conversation was deleted before it could be saved", response_id)
                 except Exception:
                     log.exception("%s is not saved", response_id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chatcache.conversations.fork_points import ReplyStart
-from chatcache.errors import NotFound
+from chatcache.errors import NotFoundError
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.steering import Steer
 
@@ -33,11 +33,14 @@ class Run(Protocol):
         ...
 
     async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyStart:
-        """Candidate `index` as far as it goes now, or its first tokens, and another token. Raises: InvalidRequest."""
+        """Candidate `index` as far as it goes now, or its first tokens, and another token.
+
+        Raises: InvalidRequestError.
+        """
         ...
 
     async def steer(self, given: object) -> None:
-        """Queue input for a successor, which follows at once. Raises: SteerRefused."""
+        """Queue input for a successor, which follows at once. Raises: SteerRefusedError."""
         ...
 
     @property
@@ -50,7 +53,10 @@ class Run(Protocol):
         ...
 
     async def drop(self, candidate: int) -> Receipt | None:
-        """End one of several candidates within one engine step, and wait for that. Raises: NotFound if it had ended."""
+        """End one of several candidates within one engine step, and wait for that.
+
+        Raises: NotFoundError if it had ended.
+        """
         ...
 
     async def cancel(self) -> Receipt | None:
@@ -121,10 +127,10 @@ class ResponseRegistry:
         return found if found is not None and found.owner == owner else None
 
     def get(self, owner: str, response_id: str, param: str = "response_id") -> LoggedResponse:
-        """Raises: NotFound for what `find` does not find."""
+        """Raises: NotFoundError for what `find` does not find."""
         found = self.find(owner, response_id)
         if found is None:
-            raise NotFound(f"no response {response_id[:128]!r} is running or has lately ended", param=param)
+            raise NotFoundError(f"no response {response_id[:128]!r} is running or has lately ended", param=param)
         return found
 
     def running(self, owner: str | None = None) -> tuple[Run, ...]:

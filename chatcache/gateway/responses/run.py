@@ -16,7 +16,7 @@ from typing import Any
 
 from chatcache.conversations.fork_points import ReplyStart
 from chatcache.conversations.replies.events import (
-    Coalescer,
+    DeltaBatcher,
     ReplyBeams,
     ReplyDelta,
     ReplyDone,
@@ -24,21 +24,21 @@ from chatcache.conversations.replies.events import (
     ReplyStarted,
 )
 from chatcache.conversations.replies.service import Reply, is_ranked
-from chatcache.conversations.store import StoreUnavailable
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import COMPLETED, FAILED, Conversation, Usage, main_output
 from chatcache.conversations.turns import PlannedTurn
-from chatcache.errors import ChatcacheError, EngineFault, InvalidRequest, NotFound, UnsupportedParameter
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.errors import INTERNAL, conversation_json
-from chatcache.gateway.metrics import Metrics, metered
+from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.events import ResponseFrames, usage_of
 from chatcache.gateway.responses.registry import Receipt
 from chatcache.gateway.responses.steering import (
     Steer,
     SteerQueue,
-    SteerRefused,
+    SteerRefusedError,
     failure,
     not_steerable,
     required_input,
@@ -57,7 +57,7 @@ class _Drop:
     receipt: asyncio.Future[Receipt | None]
 
 
-class Drops:
+class CandidateCancellations:
     """Of one response. Belongs to one event loop."""
 
     def __init__(self, reply: Reply, log: ResponseLog, metrics: Metrics) -> None:
@@ -78,13 +78,13 @@ class Drops:
         return kept[0] if kept else 0
 
     def check(self, index: int) -> None:
-        """Raises: InvalidRequest, UnsupportedParameter, NotFound for a candidate that cannot be dropped."""
+        """Raises: InvalidRequestError, UnsupportedParameterError or NotFoundError if a candidate cannot be dropped."""
         candidates = self._reply.candidates
         if is_ranked(self._reply.request.params):
             message = "beams, best_of and distinct candidates are settled together: cancel the response"
-            raise UnsupportedParameter(message, param="candidate")
+            raise UnsupportedParameterError(message, param="candidate")
         if index >= len(candidates):
-            raise InvalidRequest(f"candidate must be between 0 and {len(candidates) - 1}", param="candidate")
+            raise InvalidRequestError(f"candidate must be between 0 and {len(candidates) - 1}", param="candidate")
         if candidates[index].done:
             raise _ended(index)
 
@@ -95,7 +95,7 @@ class Drops:
     async def drop(self, index: int, response: asyncio.Task[None]) -> Receipt | None:
         """End a candidate that may be dropped, and wait for that; None where the whole `response` ended under it.
 
-        Raises: NotFound if it came to its end by itself.
+        Raises: NotFoundError if it came to its end by itself.
         """
         drop = self._waiting.get(index)
         if drop is None:
@@ -139,14 +139,14 @@ def dropped(response_id: str, candidate: int, receipt: Receipt) -> dict[str, obj
     return {"response_id": response_id, "candidate": candidate, "receipt": receipt}
 
 
-def _ended(index: int) -> NotFound:
-    return NotFound(f"candidate {index} has ended", param="candidate")
+def _ended(index: int) -> NotFoundError:
+    return NotFoundError(f"candidate {index} has ended", param="candidate")
 
 
 _FIRST_READER_S = 2.0  # whoever asked for a response needs a moment to begin reading it
 
 
-class Lifetime:
+class DetachTimer:
     """Ends a response `ttl_s` after the last reader of its log left; None lets it run. Belongs to one event loop."""
 
     def __init__(self, log: ResponseLog, ttl_s: float | None, end: Callable[[], Awaitable[object]]) -> None:
@@ -236,8 +236,8 @@ class LiveResponse:
         self._reply = reply
         self._frames = ResponseFrames(self.log, planned, model.tokenizer, reply)
         self._order = order
-        self._drops = Drops(reply, self.log, gateway.metrics)
-        self._lifetime = Lifetime(self.log, order.ttl_s, self.cancel)
+        self._drops = CandidateCancellations(reply, self.log, gateway.metrics)
+        self._lifetime = DetachTimer(self.log, order.ttl_s, self.cancel)
         self._steers = SteerQueue()
         self._cancelled_s: float | None = None
         self._interrupted = False
@@ -258,7 +258,10 @@ class LiveResponse:
         return self._frames.item_ids.index(item_id) if item_id in self._frames.item_ids else None
 
     async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyStart:
-        """Candidate `index` as far as it goes now, or its first tokens, and another token. Raises: InvalidRequest."""
+        """Candidate `index` as far as it goes now, or its first tokens, and another token.
+
+        Raises: InvalidRequestError.
+        """
         candidate = self._reply.candidates[index]
         ids = candidate.first_ids(num_tokens, fork_with)  # now; it grows meanwhile
         return await asyncio.to_thread(candidate.start, self._planned.turn, ids, is_exact=fork_with is not None)
@@ -286,7 +289,7 @@ class LiveResponse:
     def check_drop(self, candidate: int) -> bool:
         """Whether all other candidates have ended: dropping this one is a cancel.
 
-        Raises: InvalidRequest, UnsupportedParameter, NotFound where it cannot be dropped.
+        Raises: InvalidRequestError, UnsupportedParameterError, NotFoundError where it cannot be dropped.
         """
         self._drops.check(candidate)
         return self._drops.is_last(candidate)
@@ -294,14 +297,15 @@ class LiveResponse:
     async def drop(self, candidate: int) -> Receipt | None:
         """End one of several candidates within one engine step, and wait for that; all readers are told.
 
-        The receipt; None if the whole response ended under it. Raises: NotFound if the candidate had ended by itself.
+        The receipt; None if the whole response ended under it. Raises: NotFoundError if the candidate had ended by
+        itself.
         """
         return await self._drops.drop(candidate, self.task)
 
     async def steer(self, given: object) -> None:
-        """Queue input, and end the response so that a successor can answer it. Raises: SteerRefused."""
+        """Queue input, and end the response so that a successor can answer it. Raises: SteerRefusedError."""
         if self._conversation is None or not self._order.generate:
-            raise SteerRefused("only stored responses that generate can be steered", code="steering_not_supported")
+            raise SteerRefusedError("only stored responses that generate can be steered", code="steering_not_supported")
         if self.log.terminal is not None or self._cancelled_s is not None:
             raise not_steerable(self.log.terminal)
         steer = self._steers.add(given)
@@ -319,7 +323,7 @@ class LiveResponse:
         try:
             await self._listen()
             if self.log.terminal is None:
-                raise EngineFault("the engine stopped without saying why")
+                raise EngineError("the engine stopped without saying why")
         except Exception as error:
             await self._fail(error)
         finally:
@@ -335,9 +339,9 @@ class LiveResponse:
 
     async def _listen(self) -> None:
         """Take the reply's events to the last, those that many readers draw a few at a time."""
-        drawn = Coalescer(self._draw, _COALESCE_S)
+        drawn = DeltaBatcher(self._draw, _COALESCE_S)
         try:
-            async for event in metered(self._reply, self._gateway.metrics):
+            async for event in record_reply_metrics(self._reply, self._gateway.metrics):
                 if isinstance(event, (ReplyDelta, ReplyBeams)):
                     drawn.take(event)
                 else:
@@ -407,7 +411,7 @@ class LiveResponse:
             self._return(steers, error.message if isinstance(error, ChatcacheError) else INTERNAL.message)
 
     def _return(self, steers: Sequence[Steer], why: str) -> None:
-        error = SteerRefused(why, code="successor_creation_failed")
+        error = SteerRefusedError(why, code="successor_creation_failed")
         for steer in steers:
             self.log.append("response.steer.failed", **failure(error, steer.given, self.id, steer.id))
 
@@ -424,7 +428,7 @@ class LiveResponse:
         """Store that it failed, if anything can be stored: the store itself may be what failed."""
         try:
             await self._store(FAILED, None)
-        except NotFound:
+        except NotFoundError:
             log.info("%s: its conversation was deleted under it", self.id)
         except Exception:
             log.exception("%s: that it failed could not be stored", self.id)
@@ -443,7 +447,7 @@ class LiveResponse:
 
         try:
             conversation = await conversations.settle(*end)
-        except StoreUnavailable:
+        except StoreUnavailableError:
             names = (self._conversation.id, *(item.id for item in self._frames.outputs))
             self.log.unsaved = True
             self._gateway.unsaved.add(self.id, names, store_late)

@@ -9,7 +9,7 @@ import msgspec
 
 from chatcache.conversations.store import ConversationStore
 from chatcache.conversations.tree import DELETED, IN_PROGRESS, ConversationTree
-from chatcache.errors import InvalidRequest, NotFound
+from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.responses.event_log import TERMINAL, ResponseLog
 from chatcache.gateway.responses.objects import (
@@ -62,17 +62,17 @@ def as_stored(tree: ConversationTree, response_id: str) -> dict[str, Any]:
     return response_object(turn, items, why_incomplete(turn, outputs))
 
 
-def stream_expired(response_id: str) -> InvalidRequest:
+def stream_expired(response_id: str) -> InvalidRequestError:
     message = f"the events of {response_id[:128]} are not kept here any more: retrieve it without stream"
-    return InvalidRequest(message, param="stream", code="stream_expired")
+    return InvalidRequestError(message, param="stream", code="stream_expired")
 
 
 async def find_stored(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:
-    """The tree that holds a stored response. Raises: NotFound, also for one that was deleted."""
-    missing = NotFound(f"no response {response_id[:128]!r}", param="response_id")
+    """The tree that holds a stored response. Raises: NotFoundError, also for one that was deleted."""
+    missing = NotFoundError(f"no response {response_id[:128]!r}", param="response_id")
     try:
         tree = await store.load(owner, await store.locate(owner, response_id))
-    except NotFound:
+    except NotFoundError:
         raise missing from None
     turn = tree.turns.get(response_id)
     if turn is None or turn.status == DELETED:

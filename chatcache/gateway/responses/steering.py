@@ -22,7 +22,7 @@ _MESSAGE_FIELDS = frozenset({"type", "role", "content"})
 _PLACE = ("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "fork_with", "rev")
 
 
-class SteerRefused(ChatcacheError):
+class SteerRefusedError(ChatcacheError):
     """Steering input that was not accepted, or could not be committed; `code` is OpenAI's."""
 
     status = 400
@@ -49,14 +49,14 @@ class SteerQueue:
         return bool(self._waiting)
 
     def add(self, given: object) -> Steer:
-        """Raises: SteerRefused for input that is none, or too much of it."""
+        """Raises: SteerRefusedError for input that is none, or too much of it."""
         messages = steer_messages(given)
         steer = Steer(new_id("steer"), given, messages, len(encode(given)))
         if (
             len(self._waiting) >= MAX_PENDING
             or sum(each.num_bytes for each in self._waiting) + steer.num_bytes > MAX_PENDING_BYTES
         ):
-            raise SteerRefused(
+            raise SteerRefusedError(
                 f"at most {MAX_PENDING} submissions of {MAX_PENDING_BYTES} bytes together may wait for a response",
                 code="too_many_pending_steers",
             )
@@ -70,25 +70,25 @@ class SteerQueue:
 
 
 def check_fields(body: Mapping[str, Any]) -> None:
-    """Raises: SteerRefused for a field that `response.steer` does not have."""
+    """Raises: SteerRefusedError for a field that `response.steer` does not have."""
     for name in body:
         if name not in _FIELDS:
-            raise SteerRefused(f"response.steer does not take {name[:64]!r}", code="invalid_input")
+            raise SteerRefusedError(f"response.steer does not take {name[:64]!r}", code="invalid_input")
 
 
 def steer_messages(given: object) -> tuple[Mapping[str, Any], ...]:
-    """Steering input as messages. Raises: SteerRefused."""
+    """Steering input as messages. Raises: SteerRefusedError."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}] if given else []
     if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
-        raise SteerRefused("input must be a text or a list of user messages, and not empty", code="invalid_input")
+        raise SteerRefusedError("input must be a text or a list of user messages, and not empty", code="invalid_input")
     for at, message in enumerate(given):
         if not isinstance(message, dict) or not message.keys() <= _MESSAGE_FIELDS:
-            raise SteerRefused(f"input[{at}] must be a message of type, role and content", code="invalid_input")
+            raise SteerRefusedError(f"input[{at}] must be a message of type, role and content", code="invalid_input")
         if message.get("type", "message") != "message" or message.get("role") != "user":
-            raise SteerRefused(f"input[{at}] must be a message of role user", code="invalid_input")
+            raise SteerRefusedError(f"input[{at}] must be a message of role user", code="invalid_input")
         if not _is_content(message.get("content")):
-            raise SteerRefused(f"input[{at}].content must be text or input_text parts", code="invalid_input")
+            raise SteerRefusedError(f"input[{at}].content must be text or input_text parts", code="invalid_input")
     return tuple(given)
 
 
@@ -122,11 +122,11 @@ def required_input(output: Item) -> list[dict[str, str]]:
     ]
 
 
-def not_steerable(terminal: str | None) -> SteerRefused:
+def not_steerable(terminal: str | None) -> SteerRefusedError:
     """Why a response that has ended, or is about to, takes no more."""
     if terminal == "response.completed":
-        return SteerRefused("the response has completed", code="response_already_completed")
-    return SteerRefused("the response takes no more input", code="response_not_active")
+        return SteerRefusedError("the response has completed", code="response_already_completed")
+    return SteerRefusedError("the response takes no more input", code="response_not_active")
 
 
 def steer_json(steer: Steer, response_id: str) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from chatcache.errors import InvalidRequest, UnsupportedParameter
+from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
@@ -84,7 +84,7 @@ _MAX_NAMED = 16
 def read(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
     """Check `body` against a struct; fields that it does not have are left to others.
 
-    Raises: InvalidRequest naming the field and the limit.
+    Raises: InvalidRequestError naming the field and the limit.
     """
     try:
         return msgspec.convert(body, kind)
@@ -95,20 +95,20 @@ def read(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
         param = path.group(1) if path else ""
         if missing:
             param = f"{param}.{missing.group(1)}" if param else missing.group(1)
-            raise InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter") from None
+            raise InvalidRequestError(f"{param} is required", param=param, code="missing_required_parameter") from None
         param = param.replace("[...]", "")
-        raise InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None) from None
+        raise InvalidRequestError(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None) from None
 
 
 def unknown_fields(body: Mapping[str, Any], *kinds: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Names nobody reads, for the `x-chatcache-ignored` header. Raises: UnsupportedParameter."""
+    """Names nobody reads, for the `x-chatcache-ignored` header. Raises: UnsupportedParameterError."""
     read_here = frozenset(name for kind in kinds for name in kind.__struct_fields__)
     rest = [name for name in body if name not in read_here]
     for name in rest:
         value = body[name]
         if name in UNSUPPORTED and value is not None and not any(_same(value, off) for off in UNSUPPORTED[name]):
             hint = f"; send {_KNOWN_HERE_AS[name]}" if name in _KNOWN_HERE_AS else ""
-            raise UnsupportedParameter(f"{name} is not supported here{hint}", param=name)
+            raise UnsupportedParameterError(f"{name} is not supported here{hint}", param=name)
     return tuple(name for name in rest if name not in HARMLESS and name not in UNSUPPORTED)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
-from chatcache.errors import ChatcacheError, InvalidRequest, NotFound
+from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import conversation_json
@@ -19,13 +19,13 @@ from chatcache.gateway.limits.rate_limits import Pace
 from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.registry import Run
 from chatcache.gateway.responses.run import dropped
-from chatcache.gateway.responses.steering import SteerRefused, check_fields, failure, not_steerable
+from chatcache.gateway.responses.steering import SteerRefusedError, check_fields, failure, not_steerable
 from chatcache.gateway.schemas.fields import read
 from chatcache.gateway.schemas.requests import AckFields, CancelFields, DropFields, ResumeFields, SteerFields
-from chatcache.gateway.websocket.frames import GONE, Outbox
+from chatcache.gateway.websocket.frames import GONE, FrameSender
 from chatcache.gateway.websocket.notifications import Subscription
 from chatcache.gateway.websocket.prefill import Prewarmer
-from chatcache.gateway.websocket.streams import MAX_LANES, Lanes
+from chatcache.gateway.websocket.streams import MAX_LANES, StreamMultiplexer
 from chatcache.types.request import MAX_N
 
 PROTOCOL = "chatcache.v1"
@@ -66,8 +66,8 @@ class Connection:
         self._extended = extended
         principal = principal_of(socket)
         self._principal, self._owner = principal, principal.owner
-        self._outbox = Outbox(socket)
-        self._lanes = Lanes(gateway, principal, self._outbox, extended)
+        self._outbox = FrameSender(socket)
+        self._lanes = StreamMultiplexer(gateway, principal, self._outbox, extended)
         self._prewarmer = Prewarmer(gateway, principal, self._outbox)
         self._cancelling: dict[str, asyncio.Task[None]] = {}
         self._dropping: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -119,9 +119,9 @@ class Connection:
             try:
                 text = message.get("text")
                 if text is None:
-                    raise InvalidRequest("send text frames", code="invalid_json")
+                    raise InvalidRequestError("send text frames", code="invalid_json")
                 body = await parse_json(text)
-            except InvalidRequest as error:
+            except InvalidRequestError as error:
                 await self._outbox.refuse(error)
                 await self._outbox.close(BAD_MESSAGE, "bad message")
                 return
@@ -161,7 +161,7 @@ class Connection:
         handler = self._handlers.get(kind) if isinstance(kind, str) else None
         try:
             if handler is None:
-                raise InvalidRequest(f"type must be one of {', '.join(self._handlers)}", param="type")
+                raise InvalidRequestError(f"type must be one of {', '.join(self._handlers)}", param="type")
             await handler(body)
         except ChatcacheError as error:
             await self._outbox.refuse(error, body.get("stream_id"))
@@ -173,10 +173,10 @@ class Connection:
         self._end(self._running(read(body, CancelFields).response_id))
 
     def _running(self, response_id: str) -> Run:
-        """Raises: NotFound."""
+        """Raises: NotFoundError."""
         run = self._gateway.responses.get(self._owner, response_id).run
         if run is None:
-            raise NotFound(f"response {response_id!r} has ended", param="response_id")
+            raise NotFoundError(f"response {response_id!r} has ended", param="response_id")
         return run
 
     def _end(self, run: Run) -> None:
@@ -227,18 +227,18 @@ class Connection:
         try:
             check_fields(body)
             await self._steerable(response_id).steer(given)
-        except SteerRefused as error:
+        except SteerRefusedError as error:
             failed = failure(error, given, response_id)
             await self._outbox.send({"type": "response.steer.failed", "sequence_number": 0, **failed}, lane)
 
     def _steerable(self, response_id: str) -> Run:
-        """A response that this connection reads. Raises: SteerRefused."""
+        """A response that this connection reads. Raises: SteerRefusedError."""
         sent, terminal = self._lanes.ending_of(response_id)
         if sent:
             raise not_steerable(terminal)
         logged = self._gateway.responses.find(self._owner, response_id)
         if logged is None or self._lanes.reader_of(response_id) is None:
-            raise SteerRefused("no such response on this connection", code="response_not_found")
+            raise SteerRefusedError("no such response on this connection", code="response_not_found")
         if logged.run is None:
             raise not_steerable(logged.log.terminal)
         return logged.run
@@ -311,5 +311,5 @@ def flat(body: Body) -> Body:
     if nested is None:
         return body
     if not isinstance(nested, dict):
-        raise InvalidRequest("response must be an object", param="response")
+        raise InvalidRequestError("response must be an object", param="response")
     return {**{name: value for name, value in body.items() if name != "response"}, **nested}

@@ -23,7 +23,7 @@ MAX_LANE_NAME = 128
 GONE = (WebSocketDisconnect, ConnectionError)
 
 
-class Outbox:
+class FrameSender:
     """Sends whole frames in turn, whoever sends.
 
     A send waits for a client that takes nothing; the server's protocol (`cli.http`) cuts such a one off.

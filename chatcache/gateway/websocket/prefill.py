@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from chatcache.conversations.tree import new_id
-from chatcache.errors import ChatcacheError, RateLimited
+from chatcache.errors import ChatcacheError, RateLimitError
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
-from chatcache.gateway.limits.rate_limits import Work
+from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.responses.create import response_tools, turn_request
 from chatcache.gateway.schemas.fields import read, unknown_fields
 from chatcache.gateway.schemas.requests import ResponseFields
-from chatcache.gateway.websocket.frames import GONE, Outbox
+from chatcache.gateway.websocket.frames import GONE, FrameSender
 from chatcache.types.events import Failed, Finished, Started
 from chatcache.types.request import MAX_PRIORITY, GenerateRequest, SamplingParams
 
@@ -29,7 +29,7 @@ PIECE_TOKENS = 512  # a request that comes meanwhile waits for one piece at most
 class Prewarmer:
     """The prewarming of one connection: one prompt at a time, a newer one replaces it. Nothing is stored."""
 
-    def __init__(self, gateway: Gateway, principal: Principal, outbox: Outbox) -> None:
+    def __init__(self, gateway: Gateway, principal: Principal, outbox: FrameSender) -> None:
         self._gateway = gateway
         self._principal = principal
         self._outbox = outbox
@@ -72,11 +72,13 @@ class Prewarmer:
         while num_done < len(prompt.token_ids) and (idle := await self._is_idle()):
             piece = prompt.token_ids[: num_done + PIECE_TOKENS]
             try:
-                async with self._gateway.door.entering(self._principal, Work(0, max_tokens=0, is_side=True)) as permit:
+                async with self._gateway.door.entering(
+                    self._principal, RequestCost(0, max_tokens=0, is_side=True)
+                ) as permit:
                     permit.count(len(piece))
                     num_cached_here = await self._compute(piece, prompt.num_public_tokens)
                     permit.count(-num_cached_here)
-            except RateLimited:  # nobody asked for this: it is left out, and not worth an error
+            except RateLimitError:  # nobody asked for this: it is left out, and not worth an error
                 idle = False
                 break
             num_cached = num_cached_here if num_done == 0 else num_cached

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from chatcache.errors import ChatcacheError, InvalidRequest, Overloaded, UnsupportedParameter
-from chatcache.gateway.api.idempotency import Once
+from chatcache.errors import ChatcacheError, InvalidRequestError, OverloadedError, UnsupportedParameterError
+from chatcache.gateway.api.idempotency import IdempotencyCache
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
@@ -19,7 +19,7 @@ from chatcache.gateway.responses.registry import LoggedResponse
 from chatcache.gateway.responses.state import stream_expired
 from chatcache.gateway.schemas.fields import read
 from chatcache.gateway.schemas.requests import CreateFields
-from chatcache.gateway.websocket.frames import GONE, Outbox, lane_suffix
+from chatcache.gateway.websocket.frames import GONE, FrameSender, lane_suffix
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ _MAX_UNACKED_S = 30.0
 Lane = str | None
 
 
-class Lanes:
+class StreamMultiplexer:
     """Responses that one connection asked for or resumed, on their way out of it."""
 
-    def __init__(self, gateway: Gateway, principal: Principal, outbox: Outbox, extended: bool) -> None:
+    def __init__(self, gateway: Gateway, principal: Principal, outbox: FrameSender, extended: bool) -> None:
         self._gateway = gateway
         self._principal = principal
         self._outbox = outbox
@@ -47,29 +47,29 @@ class Lanes:
         self._ended: dict[str, str | None] = {}
 
     def enqueue(self, body: dict[str, Any]) -> None:
-        """Have a `response.create` done after those of its lane. Raises: InvalidRequest, Overloaded."""
+        """Have a `response.create` done after those of its lane. Raises: InvalidRequestError, OverloadedError."""
         lane = read(body, CreateFields).stream_id
         if body.get("background"):
-            raise UnsupportedParameter("background is not supported over WebSocket", param="background")
+            raise UnsupportedParameterError("background is not supported over WebSocket", param="background")
         queue = self._queues.get(lane)
         if queue is None:
             if len(self._queues) >= MAX_LANES:
-                raise Overloaded(f"at most {MAX_LANES} lanes at once", param="stream_id")
+                raise OverloadedError(f"at most {MAX_LANES} lanes at once", param="stream_id")
             queue = self._queues[lane] = deque()
             self._begin(self._run_lane(lane, queue))
         if len(queue) >= MAX_QUEUED:
-            raise Overloaded(f"at most {MAX_QUEUED} responses may wait in a lane", param="stream_id")
+            raise OverloadedError(f"at most {MAX_QUEUED} responses may wait in a lane", param="stream_id")
         queue.append(body)
 
     def resume(self, logged: LoggedResponse, after: int, lane: Lane) -> None:
         """Send a response from behind that number on, beside what goes on already.
 
-        Raises: InvalidRequest for one that is being sent already, or a number it has not reached; Overloaded.
+        Raises: InvalidRequestError for one that is being sent already, or a number it has not reached; OverloadedError.
         """
         if logged.id in self._reading:
-            raise InvalidRequest("the response is being sent on this connection already", param="response_id")
+            raise InvalidRequestError("the response is being sent on this connection already", param="response_id")
         if self._num_resumed >= MAX_RESUMED:
-            raise Overloaded(f"at most {MAX_RESUMED} responses may be resumed at once", param="response_id")
+            raise OverloadedError(f"at most {MAX_RESUMED} responses may be resumed at once", param="response_id")
         reader = logged.log.reader(after, extended=self._extended)
         self._num_resumed += 1
         self._reading[logged.id] = reader, lane
@@ -134,7 +134,7 @@ class Lanes:
         if key is None:
             return (await start_response(self._gateway, self._principal, body, watched=self._extended)).logged
         body = {name: value for name, value in body.items() if name != "idempotency_key"}
-        once = Once.of(key, "response", body)
+        once = IdempotencyCache.of(key, "response", body)
         run = await start_once(self._gateway, self._principal, body, once, watched=self._extended)
         if not isinstance(run, str):
             return run.logged
@@ -142,7 +142,7 @@ class Lanes:
         if found is None:
             raise stream_expired(run)
         if found.id in self._reading:
-            raise InvalidRequest("the response is being sent on this connection already", param="idempotency_key")
+            raise InvalidRequestError("the response is being sent on this connection already", param="idempotency_key")
         return found
 
     async def _forward(self, logged: LoggedResponse, lane: Lane, reader: LogReader) -> None:

@@ -30,7 +30,7 @@ from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate, choose_backend
 from chatcache.model.batch_invariant import InvariantLinears, TokenByToken, check_determinism
 from chatcache.model.decoder import Decoder, check_unused, load_decoder
-from chatcache.model.host_memory import TouchAhead, keep_freed_memory
+from chatcache.model.host_memory import PagePrefaulter, keep_freed_memory
 from chatcache.model.linear import (
     Int8Linears,
     MakeLinear,
@@ -51,7 +51,7 @@ from chatcache.model.loading.files import (
 from chatcache.model.loading.memory_budget import Budget, CudaGauge, free_host_bytes, host_kv_bytes, measure_budget
 from chatcache.model.loading.weights import Weights, WeightSource
 from chatcache.model.runner import Ahead, Runner, ahead_on
-from chatcache.model.sampling.graph_sampler import PlainDraws, TorchDraws
+from chatcache.model.sampling.graph_sampler import GraphSampler, TorchDraws
 from chatcache.model.sampling.sampler import AnySampler, Sampler
 from chatcache.types.plan import KVCapacity
 from chatcache.types.stats import ModelFacts
@@ -91,7 +91,7 @@ def choose_sampler(backend: str, vocab_size: int, device: torch.device) -> AnySa
     return DeviceSampler(vocab_size, device)
 
 
-def choose_plain(backend: str, vocab_size: int, device: torch.device) -> PlainDraws:
+def choose_plain(backend: str, vocab_size: int, device: torch.device) -> GraphSampler:
     """Return what draws within captured steps."""
     if backend != "triton":
         return TorchDraws(vocab_size, device)
@@ -204,7 +204,7 @@ def _load(
     if config.deterministic:
         say(0.93, "checking that results do not depend on the batch")
         check_determinism(network, kernels, config.page_size, max_model_len)
-    touch = TouchAhead(pages) if device.type == "cpu" else None
+    touch = PagePrefaulter(pages) if device.type == "cpu" else None
     runner = Runner(network, kernels, pages, capacity, facts, ahead, sampler=sampler, touch=touch)
     say(0.94, "warming up; the first start compiles kernels")
     runner.warm_up(lambda fraction, what: say(0.94 + 0.06 * fraction, what))

@@ -16,7 +16,7 @@ from chatcache.model.attention import AttentionBackend, Network, allocate
 from chatcache.model.eager import EagerSteps
 from chatcache.model.page_tables import PageTables
 from chatcache.model.sampling.sampler import AnySampler
-from chatcache.model.static_steps import WorkRoom
+from chatcache.model.static_steps import WorkListBuffers
 from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan
 
 CPU_KV_SHARE = 0.25
@@ -104,7 +104,7 @@ def measure_budget(
     if num_graphs:
         geometry = network.geometry
         num_tokens = free_bytes // geometry.page_bytes(page_size) * page_size
-        room = WorkRoom.of(max_num_seqs, geometry.group, max_model_len, num_tokens)
+        room = WorkListBuffers.of(max_num_seqs, geometry.group, max_model_len, num_tokens)
         states = 4 * room.num_states * geometry.num_heads * (geometry.head_dim + 1)
         graph_bytes = step_bytes + states + num_graphs * GRAPH_BYTES
     return Budget(free_bytes, step_bytes, graph_bytes)

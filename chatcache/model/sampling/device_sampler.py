@@ -410,7 +410,7 @@ class DeviceSampler:
 
 
 class KernelDraws:
-    """Plain draws in Triton. Satisfies `plain.PlainDraws`; the same draws as `Sampler`'s. Kind 1 has filters."""
+    """Plain draws in Triton. Satisfies `plain.GraphSampler`; the same draws as `Sampler`'s. Kind 1 has filters."""
 
     num_kinds = 2
 

@@ -22,7 +22,7 @@ from chatcache.types.plan import I64, Draws, StepPlan, StepResult
 Parts = dict[str, tuple[DTypeLike, tuple[int, ...]]]
 
 
-class PlainDraws(Protocol):
+class GraphSampler(Protocol):
     """How plain draws are made.
 
     `num_kinds`: kinds of steps that are captured apart, because they do not launch the same work.

@@ -18,7 +18,7 @@ from chatcache.bench.drivers import EngineDriver, Prompt
 from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.errors import EngineFault
+from chatcache.errors import EngineError
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.events import Failed, Started
@@ -163,11 +163,11 @@ def start_all(engine: Engine, prompts: Sequence[Prompt], params: Params) -> None
 
 
 def step(engine: Engine) -> list[Any]:
-    """Run one step. Raises: EngineFault if a request failed."""
+    """Run one step. Raises: EngineError if a request failed."""
     events = engine.step()
     for event in events:
         if isinstance(event, Failed):
-            raise EngineFault(event.message, code=event.code)
+            raise EngineError(event.message, code=event.code)
     return events
 
 

@@ -17,7 +17,7 @@ from bench.check.context import Context
 from bench.check.figures import Figure, rate
 from bench.check.timing import Work, measure, wall_s
 from bench.check.workload import PAGE, Heads, choose_kernels
-from chatcache.model.swap import Swaps
+from chatcache.model.swap import SwapExecutor
 
 LAUNCH_BYTES = 64 * 2**20  # below this a launch is judged by its time alone
 
@@ -124,7 +124,7 @@ def _swaps(context: Context, sizes: Sizes, kernels: ModuleType) -> None:
     """Both ways over the bus as a runner does it, beside torch's copy of as many bytes of pinned memory."""
     for count in sizes.swaps:
         pages = _pages(context, kernels, sizes.heads, sizes.num_layers, count + 1)
-        swaps = Swaps(kernels, pages, count)
+        swaps = SwapExecutor(kernels, pages, count)
         away = np.stack((1 + np.random.default_rng(0).permutation(count), np.arange(count)), 1).astype(np.int32)
         back, none = away[:, ::-1].copy(), away[:0]
         num_bytes = count * pages.page_bytes

@@ -43,7 +43,7 @@ SILU_JOB, _PACK_SILU = record("gate_up out num_rows width rows_each")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root mean square, then by `weight`. Shapes: x [..., C], weight [C]."""
+    """Scale each row to unit root mean square, then by `estimate_size`. Shapes: x [..., C], weight [C]."""
     if not norm_fits(x, weight):
         return reference.rms_norm(x, weight, eps)
     x = x.contiguous()

@@ -297,7 +297,7 @@ def _tile_kernel(tables: bool, native: bool) -> Launch:
 def _first_group(
     native: bool, tables: bool, job: Any, token: int, panel: int, weight: int, sums: int, keep: int
 ) -> None:
-    """Multiply a group of tokens with a panel, widening it on the way; to `weight`, as a whole if `keep`."""
+    """Multiply a group of tokens with a panel, widening it on the way; to `estimate_size`, as a whole if `keep`."""
     stride = 2 * job.num_inputs
     x, codes = job.x + token * stride, job.weight + panel * PANEL * job.num_inputs
     more, num_steps = job.num_tokens - token > TILE_ROWS, job.num_inputs // PANEL

@@ -58,7 +58,7 @@ NORM_TILE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root mean square, then by `weight`. Shapes: x [..., C], weight [C]."""
+    """Scale each row to unit root mean square, then by `estimate_size`. Shapes: x [..., C], weight [C]."""
     if weight.dtype != x.dtype:
         return reference.rms_norm(x, weight, eps)
     x = x.contiguous()

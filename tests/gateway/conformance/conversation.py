@@ -65,7 +65,7 @@ class Outcome:
     told: str
 
 
-class BrokenFrame(Exception):
+class BrokenFrameError(Exception):
     """No server may send such a frame."""
 
 
@@ -137,7 +137,7 @@ class _Line:
 
 @contextlib.asynccontextmanager
 async def _connected(port: int, path: str, protocol: str) -> AsyncIterator[_Line]:
-    """Raises: BrokenFrame for a handshake that is none."""
+    """Raises: BrokenFrameError for a handshake that is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -149,7 +149,7 @@ async def _connected(port: int, path: str, protocol: str) -> AsyncIterator[_Line
         answer = (await line.until(b"\r\n\r\n")).lower()
         accepted = base64.b64encode(hashlib.sha1(_NONCE + _GUID, usedforsecurity=False).digest())
         if not answer.startswith(b"http/1.1 101 ") or b"\r\nsec-websocket-accept: " + accepted.lower() not in answer:
-            raise BrokenFrame(f"a handshake was answered with {answer!r}")
+            raise BrokenFrameError(f"a handshake was answered with {answer!r}")
         yield line
 
 
@@ -162,7 +162,7 @@ class _Talk:
         self.is_over = False
 
     async def hear(self, num_events: float) -> None:
-        """Read until so many events were heard, or it is over. Raises: BrokenFrame."""
+        """Read until so many events were heard, or it is over. Raises: BrokenFrameError."""
         try:
             while len(self.heard) < num_events:
                 await self._hear_frame()
@@ -170,24 +170,24 @@ class _Talk:
             self.is_over = True
 
     async def _hear_frame(self) -> None:
-        """Raises: BrokenFrame, EOFError."""
+        """Raises: BrokenFrameError, EOFError."""
         first, size = await self._line.exactly(2)
         opcode, is_last = first & 15, bool(first >> 7)
         if first & 0x70 or size & 0x80:
-            raise BrokenFrame("reserved bits or a mask")
+            raise BrokenFrameError("reserved bits or a mask")
         if size > 125:
             num_octets, least = (2, 126) if size == 126 else (8, 1 << 16)
             size = int.from_bytes(await self._line.exactly(num_octets))
             if opcode >= CLOSE or size < least:
-                raise BrokenFrame("too long a control frame, or a length in too many octets")
+                raise BrokenFrameError("too long a control frame, or a length in too many octets")
         payload = await self._line.exactly(size)
         if self.code is not None:
-            raise BrokenFrame("a frame behind the Close")
+            raise BrokenFrameError("a frame behind the Close")
         if opcode >= CLOSE:
             self._hear_control(opcode, payload, is_last)
             return
         if (opcode == CONT) != (self._message is not None) or opcode > BINARY:
-            raise BrokenFrame(f"opcode {opcode} out of turn")
+            raise BrokenFrameError(f"opcode {opcode} out of turn")
         kind, begun = self._message or (opcode, b"")
         self._message = (kind, begun + payload)
         if is_last:
@@ -195,9 +195,9 @@ class _Talk:
             self.heard.append((NAMES[kind], begun + payload))
 
     def _hear_control(self, opcode: int, payload: bytes, is_last: bool) -> None:
-        """Raises: BrokenFrame."""
+        """Raises: BrokenFrameError."""
         if opcode > PONG or not is_last or (opcode == CLOSE and len(payload) == 1):
-            raise BrokenFrame(f"no such control frame: opcode {opcode}")
+            raise BrokenFrameError(f"no such control frame: opcode {opcode}")
         if opcode == PONG:
             self.heard.append((NAMES[PONG], payload))
         elif opcode == CLOSE:
@@ -222,7 +222,7 @@ async def hold(
                 else:
                     await talk.hear(step)
             await talk.hear(float("inf"))
-    except (BrokenFrame, EOFError, OSError) as error:  # a timeout is an OSError too
+    except (BrokenFrameError, EOFError, OSError) as error:  # a timeout is an OSError too
         return Outcome(case, Verdict.FAILED, f"{error!r} after {_short(talk.heard if talk else ())}")
     verdict = case.judge(tuple(talk.heard), talk.code)
     return Outcome(case, verdict, f"{_short(talk.heard)}, close {talk.code}; expected {_short(case.events)}")

@@ -33,7 +33,7 @@ Rule = Literal[
 FORBIDDEN = {1004, 1005, 1006, *range(1015, 3000)}
 
 
-class Fault(Exception):
+class InjectedFaultError(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
@@ -75,7 +75,7 @@ class _Peer:
         try:
             while not self._has_closed or self._broken == "silence after close":
                 await self._take()
-        except Fault as fault:
+        except InjectedFaultError as fault:
             self._send(CLOSE, struct.pack("!H", fault.code))
         if self._broken == "an end":
             await self._reader.read()
@@ -84,7 +84,7 @@ class _Peer:
     def _check(self, rule: Rule, is_kept: bool, code: int = 1002) -> None:
         """Raises: Fault, unless this rule is the broken one."""
         if not is_kept and rule != self._broken:
-            raise Fault(code)
+            raise InjectedFaultError(code)
 
     async def _take(self) -> None:
         """Raises: Fault, EOFError, ConnectionError."""
@@ -130,7 +130,7 @@ class _Peer:
         kind, whole, self._kind, self._pieces = self._kind or TEXT, self._pieces, CONT, b""
         self._check("text", kind != TEXT or _is_text(whole), 1007)
         if self._broken == "large messages" and len(whole) > 65535:
-            raise Fault(1009)
+            raise InjectedFaultError(1009)
         self._send(kind, whole[:-1] if self._broken == "whole echoes" else whole)
 
     def _send(self, opcode: int, payload: bytes) -> None:
