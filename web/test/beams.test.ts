@@ -1,7 +1,7 @@
 import { describe, expect, test } from "vitest";
-import { type BeamDrawing, CURVE, cutOut, drawBeams } from "../src/draw/beams";
-import { CELL, cells, clipped, visible } from "../src/draw/text";
-import { type BeamNode, BeamTree, likelihood, pathTo, percentPerToken } from "../src/state/beams";
+import { type BeamDrawing, CURVE, clipDrawing, drawBeams } from "../src/draw/beams";
+import { CELL_PX, countCells, truncate, singleLine } from "../src/draw/text";
+import { type BeamNode, BeamTree, describeLikelihood, pathTo, percentPerToken } from "../src/state/beams";
 
 /** A tree from lines of "id parent text". */
 function treeOf(lines: string, live: number[]): BeamTree {
@@ -79,11 +79,11 @@ describe("the tree", () => {
   });
 
   test("scores in words", () => {
-    expect(likelihood(-1, -1)).toBe("as likely as the best");
-    expect(likelihood(-1.05, -1)).toBe("almost as likely as the best");
-    expect(likelihood(-1 - Math.log(2.5), -1)).toBe("2.5 times less likely than the best");
-    expect(likelihood(-1 - Math.log(40), -1)).toBe("40 times less likely than the best");
-    expect(likelihood(-20, -1)).toBe("over 1,000 times less likely than the best");
+    expect(describeLikelihood(-1, -1)).toBe("as likely as the best");
+    expect(describeLikelihood(-1.05, -1)).toBe("almost as likely as the best");
+    expect(describeLikelihood(-1 - Math.log(2.5), -1)).toBe("2.5 times less likely than the best");
+    expect(describeLikelihood(-1 - Math.log(40), -1)).toBe("40 times less likely than the best");
+    expect(describeLikelihood(-20, -1)).toBe("over 1,000 times less likely than the best");
     const tree = treeOf("5 0 a\n9 5 b", [9]);
     expect(percentPerToken(tree.live[0]!)).toBe(Math.round(1000 * Math.exp(-0.45)) / 10);
   });
@@ -99,7 +99,7 @@ describe("the drawing", () => {
       ["open", 1, " day y"],
       ["dead", 1, " I"],
     ]);
-    expect(pieces.filter(({ lit }) => lit).map(({ text }) => text)).toEqual(["Once upon a", " day y"]);
+    expect(pieces.filter(({ highlighted }) => highlighted).map(({ text }) => text)).toEqual(["Once upon a", " day y"]);
     expect(joins.map(({ from, to, kind }) => [from, to, kind])).toEqual([[0, 1, "open"], [0, 1, "dead"]]);
     expect([ticks.length, lanes]).toEqual([0, 2]);
   });
@@ -117,7 +117,7 @@ describe("the drawing", () => {
     const tree = grown(seed, width, steps);
     const drawing = drawBeams(tree);
     expectNothingOverlaps(drawing);
-    for (const end of tree.live) expect(drawnText(drawing, end)).toBe(visible(tree.textOf(end)));
+    for (const end of tree.live) expect(drawnText(drawing, end)).toBe(singleLine(tree.textOf(end)));
     const open = new Set(drawing.pieces.filter(({ kind }) => kind !== "dead").map(({ lane }) => lane));
     expect(open.size).toBe(tree.live.length);
     expect(drawing.pieces.filter(({ kind }) => kind === "agreed").every(({ lane }) => lane === 0)).toBe(true);
@@ -126,12 +126,12 @@ describe("the drawing", () => {
 
   test.each([[0, 200], [150, 400], [900, 1100], [0, 1e6], [5000, 6000]])("cut out from %i to %i it shows the same", (from, to) => {
     const whole = drawBeams(grown(3, 6, 60));
-    const part = cutOut(whole, from, to);
+    const part = clipDrawing(whole, from, to);
     for (const piece of part.pieces) {
       const original = whole.pieces.find(({ key }) => key === piece.key)!;
-      const at = Math.round((piece.x - original.x) / CELL);
+      const at = Math.round((piece.x - original.x) / CELL_PX);
       expect(original.text.slice(at, at + piece.text.length)).toBe(piece.text);
-      expect(piece.width).toBeCloseTo(piece.text.length * CELL, 5);
+      expect(piece.width).toBeCloseTo(piece.text.length * CELL_PX, 5);
       expect(piece.x).toBeLessThanOrEqual(Math.max(from, original.x));
       expect(piece.x + piece.width).toBeGreaterThanOrEqual(Math.min(to, original.x + original.width) - 0.01);
     }
@@ -141,12 +141,12 @@ describe("the drawing", () => {
   });
 
   test("wide characters take two cells, breaks one", () => {
-    expect(cells("ab")).toBe(2);
-    expect(cells("日本")).toBe(4);
-    expect(cells("🦉")).toBe(2);
-    expect(visible("a\nb\tc")).toBe("a⏎b⇥c");
-    expect(clipped("abcdef", 4)).toBe("abc…");
-    expect(clipped("🦉🦉", 2)).toBe("🦉🦉");
+    expect(countCells("ab")).toBe(2);
+    expect(countCells("日本")).toBe(4);
+    expect(countCells("🦉")).toBe(2);
+    expect(singleLine("a\nb\tc")).toBe("a⏎b⇥c");
+    expect(truncate("abcdef", 4)).toBe("abc…");
+    expect(truncate("🦉🦉", 2)).toBe("🦉🦉");
   });
 });
 
@@ -174,7 +174,7 @@ function drawnText({ pieces, joins, ends }: BeamDrawing, end: BeamNode): string 
   for (;;) {
     const piece = pieces.find((other) => other.kind !== "dead" && other.lane === lane && other.x < x - 0.01 && other.x + other.width > x - 0.01);
     if (piece) {
-      const upTo = Math.round((x - piece.x) / CELL);
+      const upTo = Math.round((x - piece.x) / CELL_PX);
       text = [...piece.text].slice(0, upTo).join("") + text;
       x = piece.x;
       continue;

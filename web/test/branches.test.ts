@@ -14,7 +14,7 @@ function treeOf(lines: string): Tree {
 }
 
 function places(tree: Tree): Record<string, [number, number]> {
-  return Object.fromEntries([...drawBranches(tree).spots].map(([key, { depth, lane }]) => [key, [depth, lane]]));
+  return Object.fromEntries([...drawBranches(tree).nodes].map(([key, { depth, lane }]) => [key, [depth, lane]]));
 }
 
 const TALK = "u1 -\na1 u1\nu2 a1\na2 u2\na2b u2\na2c u2\nu3 a2\na3 u3\nu2x a1\na2x u2x";
@@ -48,10 +48,10 @@ describe("the branch map", () => {
       const parent = index === 0 || next(40) === 0 ? null : `m${next(3) ? index - 1 : next(index)}`;
       tree.add({ key: `m${index}`, parent, role: index % 2 ? "assistant" : "user" });
     }
-    const { spots, rows, lanes } = drawBranches(tree);
-    expect(spots.size).toBe(1000);
-    expect(new Set([...spots.values()].map(({ depth, lane }) => `${depth} ${lane}`)).size).toBe(1000);
-    for (const { message, depth, lane, parent } of spots.values()) {
+    const { nodes, rows, lanes } = drawBranches(tree);
+    expect(nodes.size).toBe(1000);
+    expect(new Set([...nodes.values()].map(({ depth, lane }) => `${depth} ${lane}`)).size).toBe(1000);
+    for (const { message, depth, lane, parent } of nodes.values()) {
       expect(parent?.message.key ?? null).toBe(message.parent);
       expect(depth).toBe(parent ? parent.depth + 1 : 0);
       expect(lane).toBeGreaterThanOrEqual(parent?.lane ?? 0);
@@ -76,8 +76,8 @@ describe("the branch map", () => {
   test("every line is drawn once, the shown path apart", () => {
     const tree = treeOf(TALK);
     tree.reveal(tree.get("a2x")!);
-    const { spots } = drawBranches(tree);
-    const lines = branchLines([...spots.values()], new Set(tree.path.value.map(({ key }) => key)), laneWidth(4));
+    const { nodes } = drawBranches(tree);
+    const lines = branchLines([...nodes.values()], new Set(tree.path.value.map(({ key }) => key)), laneWidth(4));
     expect(lines.shown.split("M").length - 1).toBe(3);
     expect(lines.other.split("M").length - 1).toBe(6);
   });

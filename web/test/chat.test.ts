@@ -115,7 +115,7 @@ describe("Chat", () => {
     const turn = chat.thread.value.turnOf(leaf())!;
     expect(turn.candidates.map((message) => message.text.value)).toEqual(["aa", "bbb", "c"]);
     chat.pick(turn.candidates[1]!);
-    expect(turn.open.value).toBe(false);
+    expect(turn.showsCandidates.value).toBe(false);
     expect(calls.at(-1)).toMatchObject({ method: "POST", path: "/v1/conversations/conv_1", body: { active_leaf: "msg_a11" } });
     chat.send("More");
     expect(sent()["previous_item_id"]).toBe("msg_a11");
@@ -293,12 +293,12 @@ describe("Chat", () => {
     expect(chat.conversations.state.value).toBe("locked");
     expect(chat.socket.state.value).toBe("refused");
     statuses["/v1/session"] = 401;
-    await chat.unlock("sk-0");
+    await chat.signIn("sk-0");
     expect(chat.socket.state.value).toBe("refused");
     delete statuses["/v1/session"];
     delete statuses["/v1/conversations"];
     replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
-    await chat.unlock("sk-1");
+    await chat.signIn("sk-1");
     const told = calls.filter((call) => JSON.stringify(call.headers ?? {}).includes("sk-1"));
     expect(told.map(({ method, path }) => [method, path])).toEqual([["POST", "/v1/session"]]);
     expect(chat.socket.state.value).toBe("connecting");
@@ -315,7 +315,7 @@ describe("Chat", () => {
     await page.start();
     await vi.advanceTimersByTimeAsync(0);
     replies["/v1/session"] = { key_id: "key_2", tenant: "acme", user: "ann" };
-    await page.unlock("sk-2");
+    await page.signIn("sk-2");
     expect(startOver).not.toHaveBeenCalled();
     replies["/v1/session"] = { key_id: "key_3", tenant: "acme", user: "bob" };
     FakeSocket.last.open();
@@ -323,7 +323,7 @@ describe("Chat", () => {
     await vi.advanceTimersByTimeAsync(0);
     expect(startOver).toHaveBeenCalled();
     startOver.mockClear();
-    await page.unlock("sk-3");
+    await page.signIn("sk-3");
     expect(startOver).toHaveBeenCalledOnce();
   });
 
@@ -345,14 +345,14 @@ describe("Chat", () => {
   it("tells how far the model is loaded, until it is", async () => {
     statuses["/readyz"] = 503;
     replies["/readyz"] = { status: "loading", progress: 0.4, detail: "weights" };
-    chat.readiness.now.value = { phase: "unknown" };
-    void chat.readiness.watch();
+    chat.readiness.status.value = { phase: "unknown" };
+    void chat.readiness.pollUntilReady();
     await vi.advanceTimersByTimeAsync(800);
-    expect(chat.readiness.now.value).toEqual({ phase: "loading", progress: 0.4, detail: "weights" });
+    expect(chat.readiness.status.value).toEqual({ phase: "loading", progress: 0.4, detail: "weights" });
     delete statuses["/readyz"];
     replies["/readyz"] = { status: "ready", max_model_len: 2048 };
     await vi.advanceTimersByTimeAsync(800);
-    expect(chat.readiness.now.value.phase).toBe("ready");
+    expect(chat.readiness.status.value.phase).toBe("ready");
     expect(chat.readiness.contextTokens.value).toBe(2048);
   });
 

@@ -98,7 +98,7 @@ describe("Follower", () => {
     await openIt(["resp_2"]);
     const stream_id = sent("response.resume")[0]!["stream_id"];
     const response = { id: "resp_2", status: "in_progress", conversation: { id: "conv_1" }, parent_item_id: "msg_u2", n: 2 };
-    expect(chat.thread.value.settling.value).toBe(true); // no "No answer is stored"
+    expect(chat.thread.value.awaitingServer.value).toBe(true); // no "No answer is stored"
     push({ type: "response.created", sequence_number: 0, response, stream_id });
     const outputs = ["a", "b"].map((text, at) => ({ item_id: `msg_${text}`, output_index: at, type: "message", text }));
     push({ type: "response.snapshot", sequence_number: 9, outputs, stream_id });

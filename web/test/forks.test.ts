@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { Chat } from "../src/state/chat";
-import { DEFAULT_SAMPLING, draftAhead, sampling, systemPrompt } from "../src/state/settings";
+import { DEFAULT_SAMPLING, prefillWhileTyping, sampling, systemPrompt } from "../src/state/settings";
 import { toasts } from "../src/state/toast";
 import { FakeServer, FakeSocket, fakeWires } from "./fakes";
 
@@ -11,7 +11,7 @@ beforeEach(() => {
   server = fakeWires();
   sampling.value = DEFAULT_SAMPLING;
   systemPrompt.value = "";
-  draftAhead.value = true;
+  prefillWhileTyping.value = true;
   toasts.value = [];
   chat = new Chat("ws://test/v1/responses");
   chat.socket.connect();
@@ -68,30 +68,30 @@ describe("forks inside an answer", () => {
     end("The fox");
     const original = leaf();
     await chat.forks.open(original);
-    const inside = chat.forks.inside.value!;
+    const inside = chat.forks.inspector.value!;
     expect(inside.spans.value!.map((span) => span.text)).toEqual(["The", " fox"]);
-    await inside.look(1);
-    chat.forks.branch(inside.found.value!.alternatives[0]!);
+    await inside.select(1);
+    chat.forks.branch(inside.alternatives.value!.alternatives[0]!);
     expect(sent()).toMatchObject({ type: "response.create", input: [], previous_item_id: "msg_a0", fork_at: 1, fork_with: 4, explain: true });
     expect(sent()).not.toHaveProperty("instructions"); // an answer goes on under its own
     expect(sent()).not.toHaveProperty("n");
-    expect(chat.forks.inside.value).toBeNull();
+    expect(chat.forks.inspector.value).toBeNull();
     begin(1, "b");
     push({ type: "response.progress", phase: "decode", input_tokens: 41, cached_tokens: 40, copied_pages: 0, miss: null });
     end("The owl", "stop", "b");
     expect(leaf().text.value).toBe("The owl");
-    expect([turn().start?.lookedPages, turn().copiedPages.value]).toEqual([1, 0]);
+    expect([turn().start?.inspectedPages, turn().copiedPages.value]).toEqual([1, 0]);
     expect(chat.thread.value.tree.value.siblings(leaf())).toEqual([original, leaf()]);
   });
 
   it("asks for the alternatives of one place once", async () => {
     answer("The fox");
     await chat.forks.open(leaf());
-    const inside = chat.forks.inside.value!;
-    await inside.look(1);
-    await inside.look(null);
-    await inside.look(1);
-    expect(inside.found.value?.token.id).toBe(9);
+    const inside = chat.forks.inspector.value!;
+    await inside.select(1);
+    await inside.select(null);
+    await inside.select(1);
+    expect(inside.alternatives.value?.token.id).toBe(9);
     expect(server.calls.filter((call) => call.path.endsWith("/tokens/1")).length).toBe(1);
   });
 
@@ -99,7 +99,7 @@ describe("forks inside an answer", () => {
     answer("The fox");
     const at = async (offset: number) => {
       await chat.forks.open(leaf(), { offset, box: () => null });
-      return chat.forks.inside.value!.at.value;
+      return chat.forks.inspector.value!.selected.value;
     };
     expect([await at(0), await at(2), await at(3), await at(4)]).toEqual([0, 0, 1, 1]);
   });
@@ -109,7 +109,7 @@ describe("forks inside an answer", () => {
     server.statuses[`${ITEM}/tokens`] = 400;
     server.replies[`${ITEM}/tokens`] = { error: { message: "no tokens are stored" } };
     await chat.forks.open(leaf());
-    expect(chat.forks.inside.value).toBeNull();
+    expect(chat.forks.inspector.value).toBeNull();
     expect(toasts.value.at(-1)?.text).toBe("no tokens are stored");
   });
 
@@ -117,7 +117,7 @@ describe("forks inside an answer", () => {
     chat.send("Hello");
     begin(1);
     await chat.forks.open(leaf());
-    expect(chat.forks.inside.value).toBeNull();
+    expect(chat.forks.inspector.value).toBeNull();
   });
 
   it("does not open an earlier answer while another is being written", async () => {
@@ -130,7 +130,7 @@ describe("forks inside an answer", () => {
   it("continues a cut answer from its last token", async () => {
     answer("The fox", "length");
     server.replies[ITEM] = { num_tokens: 12 };
-    await chat.forks.goOn(leaf());
+    await chat.forks.continueAnswer(leaf());
     expect(sent()).toMatchObject({ input: [], previous_item_id: "msg_a0", fork_at: 12 });
     expect(sent()).not.toHaveProperty("fork_with");
   });
@@ -188,13 +188,13 @@ describe("figures of a turn", () => {
     push({ type: "response.reasoning_text.delta", output_index: 0, delta: "Hm, " });
     push({ type: "response.reasoning_text.delta", output_index: 0, delta: "well" });
     vi.advanceTimersByTime(20);
-    expect(leaf().thought.value).toBe("Hm, well");
+    expect(leaf().reasoning.value).toBe("Hm, well");
     push({ type: "response.reasoning_text.done", output_index: 0, text: "Hm, well" });
     push({ type: "response.output_item.added", output_index: 1, item: { id: "msg_a0", type: "message", candidate: 0 } });
     push({ type: "response.output_text.done", output_index: 1, text: "Hi" });
     const thoughtful = { ...usage, output_tokens_details: { reasoning_tokens: 7 } };
     push({ type: "response.completed", response: { ...response, status: "completed", usage: thoughtful } });
-    expect([leaf().thought.value, leaf().text.value]).toEqual(["Hm, well", "Hi"]);
+    expect([leaf().reasoning.value, leaf().text.value]).toEqual(["Hm, well", "Hi"]);
     expect(turn().usage.value?.reasoningTokens).toBe(7);
   });
 });
@@ -205,9 +205,9 @@ describe("thoughts of a stored answer", () => {
     server.replies["/v1/conversations/conv_1/items"] = {
       data: [{ type: "message" }, { type: "reasoning", content: [{ text: "Hm, " }, { text: "well" }] }],
     };
-    await chat.forks.recallThought(leaf());
-    await chat.forks.recallThought(leaf());
-    expect(leaf().thought.value).toBe("Hm, well");
+    await chat.forks.loadReasoning(leaf());
+    await chat.forks.loadReasoning(leaf());
+    expect(leaf().reasoning.value).toBe("Hm, well");
     expect(server.calls.filter((call) => call.path.endsWith("/items")).length).toBe(1);
   });
 });
@@ -220,30 +220,30 @@ describe("draft-ahead", () => {
 
   it("sends the draft when the reader pauses, once", () => {
     for (const text of ["T", "Te", "Tell me"]) {
-      chat.drafts.text.value = text;
+      chat.prefill.text.value = text;
       vi.advanceTimersByTime(100);
     }
     expect(prewarms()).toEqual([]);
     vi.advanceTimersByTime(1000);
     expect(prewarms()).toEqual([{ type: "prompt.prewarm", input: [{ role: "user", content: "Tell me" }] }]);
-    expect(chat.drafts.warm.value).toBeNull();
+    expect(chat.prefill.progress.value).toBeNull();
     warmed(40);
     vi.advanceTimersByTime(5000);
     expect(prewarms().length).toBe(1);
-    expect(chat.drafts.warm.value).toMatchObject({ warmTokens: 40 });
-    chat.drafts.text.value = "Tell me a story";
-    expect(chat.drafts.warm.value).toMatchObject({ warmTokens: 40 }); // what was read is still its beginning
+    expect(chat.prefill.progress.value).toMatchObject({ warmTokens: 40 });
+    chat.prefill.text.value = "Tell me a story";
+    expect(chat.prefill.progress.value).toMatchObject({ warmTokens: 40 }); // what was read is still its beginning
     systemPrompt.value = "Be brief."; // then it is another prompt
-    expect(chat.drafts.warm.value).toBeNull();
+    expect(chat.prefill.progress.value).toBeNull();
     systemPrompt.value = "";
-    chat.drafts.text.value = "Sing";
-    expect(chat.drafts.warm.value).toBeNull();
+    chat.prefill.text.value = "Sing";
+    expect(chat.prefill.progress.value).toBeNull();
   });
 
   it("asks about one draft at a time", () => {
-    chat.drafts.text.value = "Tell";
+    chat.prefill.text.value = "Tell";
     vi.advanceTimersByTime(1000);
-    chat.drafts.text.value = "Tell me";
+    chat.prefill.text.value = "Tell me";
     vi.advanceTimersByTime(1000);
     expect(prewarms().length).toBe(1);
     warmed(30);
@@ -252,7 +252,7 @@ describe("draft-ahead", () => {
   });
 
   it("waits longer where somebody is being answered", () => {
-    chat.drafts.text.value = "Tell";
+    chat.prefill.text.value = "Tell";
     vi.advanceTimersByTime(1000);
     warmed(0, "busy");
     vi.advanceTimersByTime(1000);
@@ -262,7 +262,7 @@ describe("draft-ahead", () => {
   });
 
   it("says nothing of a draft that was refused", () => {
-    chat.drafts.text.value = "Tell";
+    chat.prefill.text.value = "Tell";
     vi.advanceTimersByTime(1000);
     FakeSocket.last.push({ type: "error", status: 400, error: { message: "too long", param: "input" } });
     expect(toasts.value).toEqual([]);
@@ -275,19 +275,19 @@ describe("draft-ahead", () => {
   it("asks for the place that the draft would have, and not while an answer runs", () => {
     answer("The fox");
     systemPrompt.value = "Be brief.";
-    chat.drafts.text.value = "Why?";
+    chat.prefill.text.value = "Why?";
     vi.advanceTimersByTime(1000);
     expect(sent()).toMatchObject({ type: "prompt.prewarm", previous_item_id: "msg_a0", instructions: "Be brief." });
     warmed(30);
     chat.send("Other");
-    chat.drafts.text.value = "Why not?";
+    chat.prefill.text.value = "Why not?";
     vi.advanceTimersByTime(5000);
     expect(prewarms().length).toBe(1);
   });
 
   it("can be turned off", () => {
-    draftAhead.value = false;
-    chat.drafts.text.value = "Tell";
+    prefillWhileTyping.value = false;
+    chat.prefill.text.value = "Tell";
     vi.advanceTimersByTime(5000);
     expect(prewarms()).toEqual([]);
   });

@@ -1,14 +1,14 @@
 import { describe, expect, it } from "vitest";
-import { choicesOf, spansOf } from "../src/state/inside";
-import { percent, visible } from "../src/ui/choiceText";
-import { prefilledTokens, why } from "../src/ui/Figures";
-import { offsetIn, type Word } from "../src/ui/wordAt";
+import { rankChoices, toTokenSpans } from "../src/state/inside";
+import { formatPercent, showWhitespace } from "../src/ui/choiceText";
+import { prefilledTokens, describeMiss } from "../src/ui/Figures";
+import { wordOffset, type Word } from "../src/ui/wordAt";
 
 const token = (index: number, start: number | null, end: number | null) => ({ index, start, end });
 
 describe("spansOf", () => {
   it("counts characters as the wire does, not as strings here do", () => {
-    const spans = spansOf("a😀bé", [token(0, 0, 1), token(1, 1, 1), token(2, 1, 2), token(3, 2, 4)]);
+    const spans = toTokenSpans("a😀bé", [token(0, 0, 1), token(1, 1, 1), token(2, 1, 2), token(3, 2, 4)]);
     expect(spans).toEqual([
       { index: 0, text: "a", start: 0 },
       { index: 2, text: "😀", start: 1 }, // of two tokens: the last has it
@@ -16,7 +16,7 @@ describe("spansOf", () => {
     ]);
   });
   it("leaves out what shows nothing, and keeps everybody's own index", () => {
-    expect(spansOf("ab", [token(0, null, null), token(1, 0, 1), token(2, 1, 2), token(3, null, null)]).map((span) => span.index)).toEqual([1, 2]);
+    expect(toTokenSpans("ab", [token(0, null, null), token(1, 0, 1), token(2, 1, 2), token(3, null, null)]).map((span) => span.index)).toEqual([1, 2]);
   });
 });
 
@@ -29,19 +29,19 @@ describe("choicesOf", () => {
     usage: { input_tokens: 4, cached_tokens: 3, copied_pages: 0 },
   });
   it("marks what was said", () => {
-    expect(choicesOf(found(9, 2)).map((choice) => [choice.id, choice.rank, choice.said])).toEqual([[7, 1, false], [9, 2, true]]);
+    expect(rankChoices(found(9, 2)).map((choice) => [choice.id, choice.rank, choice.isOriginal])).toEqual([[7, 1, false], [9, 2, true]]);
   });
   it("adds what was said where it is none of the likeliest", () => {
-    expect(choicesOf(found(5, 40)).map((choice) => [choice.id, choice.rank, choice.said])).toEqual([[7, 1, false], [9, 2, false], [5, 40, true]]);
+    expect(rankChoices(found(5, 40)).map((choice) => [choice.id, choice.rank, choice.isOriginal])).toEqual([[7, 1, false], [9, 2, false], [5, 40, true]]);
   });
 });
 
 describe("figures in words", () => {
   it("writes shares that can be told apart", () => {
-    expect([1, 0.414, 0.0961, 0.0012, 0.0000001].map(percent)).toEqual(["100 %", "41 %", "9.6 %", "0.1 %", "< 0.1 %"]);
+    expect([1, 0.414, 0.0961, 0.0012, 0.0000001].map(formatPercent)).toEqual(["100 %", "41 %", "9.6 %", "0.1 %", "< 0.1 %"]);
   });
   it("shows white space", () => {
-    expect([" the", "\n\n", "", "a b"].map(visible)).toEqual(["·the", "↵↵", "(nothing)", "a b"]);
+    expect([" the", "\n\n", "", "a b"].map(showWhitespace)).toEqual(["·the", "↵↵", "(nothing)", "a b"]);
   });
   it("does not call the step that writes the next token prefill", () => {
     const usage = { inputTokens: 37, cachedTokens: 36, outputTokens: 5 };
@@ -49,8 +49,8 @@ describe("figures in words", () => {
     expect(prefilledTokens({ ...usage, cachedTokens: 20 })).toBe(16);
   });
   it("says why the first miss", () => {
-    expect(why({ reason: "evicted", at_token: 32, detail: "" })).toBe("from token 32: evicted: its pages were needed elsewhere");
-    expect(why({ reason: "of_tomorrow", at_token: 0, detail: "" })).toBe("from token 0: of_tomorrow");
+    expect(describeMiss({ reason: "evicted", at_token: 32, detail: "" })).toBe("from token 32: evicted: its pages were needed elsewhere");
+    expect(describeMiss({ reason: "of_tomorrow", at_token: 0, detail: "" })).toBe("from token 0: of_tomorrow");
   });
 });
 
@@ -75,10 +75,10 @@ describe("offsetIn", () => {
   it("finds the same word of the same place under markdown", () => {
     const source = "# The fox\n\nA **fox** and a `fox`.";
     const root = drawn("<h1>The fox</h1><p>A <strong>fox</strong> and a <code>fox</code>.</p>");
-    expect([0, 1, 2].map((nth) => offsetIn(source, root, word(root, "fox", nth)))).toEqual([6, source.indexOf("fox**"), source.indexOf("fox`")]);
+    expect([0, 1, 2].map((nth) => wordOffset(source, root, word(root, "fox", nth)))).toEqual([6, source.indexOf("fox**"), source.indexOf("fox`")]);
   });
   it("says nothing where the drawing has other words than the text", () => {
     const root = drawn('<p>see <a href="https://fox.example">fox</a></p>');
-    expect(offsetIn("see [fox](https://fox.example)", root, word(root, "fox", 0))).toBeNull();
+    expect(wordOffset("see [fox](https://fox.example)", root, word(root, "fox", 0))).toBeNull();
   });
 });

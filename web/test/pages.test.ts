@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, numDrawn, pagePaths } from "../src/draw/pages";
-import { sharedStart } from "../src/state/compare";
-import { PageMapWatch } from "../src/state/pagemap";
+import { commonPrefix } from "../src/state/compare";
+import { KvPageMapPoller } from "../src/state/pagemap";
 
 const CELLS = "sapiof".repeat(20);
 
@@ -71,19 +71,19 @@ describe("looking at it", () => {
   });
 
   test("once a second, with what was there before, until nobody looks", async () => {
-    const watch = new PageMapWatch();
-    const stop = watch.watch();
+    const watch = new KvPageMapPoller();
+    const stop = watch.start();
     await vi.advanceTimersByTimeAsync(2500);
     expect(asked).toBe(3);
-    expect([watch.now.value?.cells, watch.before.value]).toEqual(["fa", "aa"]);
+    expect([watch.current.value?.cells, watch.previousCells.value]).toEqual(["fa", "aa"]);
     stop();
     await vi.advanceTimersByTimeAsync(5000);
     expect(asked).toBe(3);
   });
 
   test("not while the tab is hidden, and at once when it is back", async () => {
-    const watch = new PageMapWatch();
-    const stop = watch.watch();
+    const watch = new KvPageMapPoller();
+    const stop = watch.start();
     await vi.advanceTimersByTimeAsync(100);
     show(false);
     await vi.advanceTimersByTimeAsync(5000);
@@ -97,32 +97,32 @@ describe("looking at it", () => {
   });
 
   test("an answer that comes after the end asks for no other", async () => {
-    const watch = new PageMapWatch();
-    watch.watch()(); // looked, and gone before the answer
+    const watch = new KvPageMapPoller();
+    watch.start()(); // looked, and gone before the answer
     await vi.advanceTimersByTimeAsync(5000);
     expect(asked).toBe(1);
   });
 
   test("a failure is told, the last map stays, and it goes on asking", async () => {
-    const watch = new PageMapWatch();
-    const stop = watch.watch();
+    const watch = new KvPageMapPoller();
+    const stop = watch.start();
     await vi.advanceTimersByTimeAsync(100);
     const works = globalThis.fetch;
     vi.stubGlobal("fetch", () => Promise.reject(new Error("no network")));
     await vi.advanceTimersByTimeAsync(1000);
-    expect([watch.failure.value, watch.now.value?.cells]).toEqual(["no network", "fa"]);
+    expect([watch.error.value, watch.current.value?.cells]).toEqual(["no network", "fa"]);
     vi.stubGlobal("fetch", works);
     await vi.advanceTimersByTimeAsync(1000);
-    expect([watch.failure.value, watch.now.value?.cells]).toEqual([null, "aa"]);
+    expect([watch.error.value, watch.current.value?.cells]).toEqual([null, "aa"]);
     stop();
   });
 });
 
 test("what several answers share is told up to a whole word", () => {
-  expect(sharedStart(["Once upon a time", "Once upon a hill"])).toBe("Once upon a ");
-  expect(sharedStart(["Once upon", "Once under"])).toBe("Once ");
-  expect(sharedStart(["Once", "Once more"])).toBe("Once");
-  expect(sharedStart(["One", "Two"])).toBe("");
-  expect(sharedStart(["same", "same"])).toBe("same");
-  expect(sharedStart([])).toBe("");
+  expect(commonPrefix(["Once upon a time", "Once upon a hill"])).toBe("Once upon a ");
+  expect(commonPrefix(["Once upon", "Once under"])).toBe("Once ");
+  expect(commonPrefix(["Once", "Once more"])).toBe("Once");
+  expect(commonPrefix(["One", "Two"])).toBe("");
+  expect(commonPrefix(["same", "same"])).toBe("same");
+  expect(commonPrefix([])).toBe("");
 });

@@ -1,16 +1,16 @@
 import { describe, expect, it } from "vitest";
-import { guessHeight, Heights, rowsAt, slotsOf, startsOf, WHOLE } from "../src/ui/rows";
+import { estimateHeight, RowHeights, visibleRows, toSlots, rowOffsets, MAX_UNVIRTUALIZED_ROWS } from "../src/ui/rows";
 import { Tree } from "../src/state/tree";
 
-const starts = (count: number, px = 100) => startsOf(Array.from({ length: count }, () => px));
+const starts = (count: number, px = 100) => rowOffsets(Array.from({ length: count }, () => px));
 
 describe("rowsAt", () => {
   it("has a short thread as a whole", () => {
-    expect(rowsAt(starts(WHOLE), 0, 500, [])).toEqual(Array.from({ length: WHOLE }, (_, index) => index));
+    expect(visibleRows(starts(MAX_UNVIRTUALIZED_ROWS), 0, 500, [])).toEqual(Array.from({ length: MAX_UNVIRTUALIZED_ROWS }, (_, index) => index));
   });
 
   it("covers the screen and some around it, the last two, and what must stay", () => {
-    const rows = rowsAt(starts(1000), 50_000, 500, [3, -1, 5000]);
+    const rows = visibleRows(starts(1000), 50_000, 500, [3, -1, 5000]);
     for (let index = 500; index <= 504; index++) expect(rows).toContain(index);
     expect(rows[0]).toBe(3);
     expect(rows.slice(-2)).toEqual([998, 999]);
@@ -20,39 +20,39 @@ describe("rowsAt", () => {
 
   it("agrees with a search row by row, wherever the reader is", () => {
     const heights = Array.from({ length: 300 }, (_, index) => 20 + ((index * 7919) % 400));
-    const all = startsOf(heights);
+    const all = rowOffsets(heights);
     for (let top = -100; top < all.at(-1)! + 1000; top += 977) {
       const at = Math.max(0, Math.min(top, all.at(-1)! - 600));
       const brute = heights.flatMap((height, index) => {
         const near = all[index]! + height > at - 900 && all[index]! < at + 1500;
         return near || index >= 298 ? [index] : [];
       });
-      expect(rowsAt(all, top, 600, []), `top ${top}`).toEqual(brute);
+      expect(visibleRows(all, top, 600, []), `top ${top}`).toEqual(brute);
     }
   });
 
   it("begins at the end", () => {
-    expect(rowsAt(starts(1000), Infinity, 500, []).at(-1)).toBe(999);
-    expect(rowsAt(starts(1000), Infinity, 0, []).length).toBeLessThan(40);
+    expect(visibleRows(starts(1000), Infinity, 500, []).at(-1)).toBe(999);
+    expect(visibleRows(starts(1000), Infinity, 0, []).length).toBeLessThan(40);
   });
 });
 
 describe("slotsOf", () => {
   it("fills what is left out with space: nothing moves", () => {
-    const at = startsOf([10, 20, 30, 40, 50]);
-    expect(slotsOf([1, 4], at)).toEqual([{ spacePx: 10, before: 1 }, { index: 1 }, { spacePx: 70, before: 4 }, { index: 4 }]);
-    expect(slotsOf([], at)).toEqual([]);
+    const at = rowOffsets([10, 20, 30, 40, 50]);
+    expect(toSlots([1, 4], at)).toEqual([{ spacePx: 10, before: 1 }, { index: 1 }, { spacePx: 70, before: 4 }, { index: 4 }]);
+    expect(toSlots([], at)).toEqual([]);
   });
 });
 
 describe("Heights", () => {
   it("guesses from the text until measured", () => {
     const message = new Tree().add({ key: "a", parent: null, role: "user", text: "x".repeat(1000) });
-    const heights = new Heights();
-    expect(heights.of(message)).toBe(guessHeight(message.text.value));
-    expect(guessHeight("x".repeat(1000))).toBeGreaterThan(guessHeight("x"));
-    expect(heights.measured("a", 321)).toBe(true);
-    expect(heights.measured("a", 321.4)).toBe(false);
+    const heights = new RowHeights();
+    expect(heights.of(message)).toBe(estimateHeight(message.text.value));
+    expect(estimateHeight("x".repeat(1000))).toBeGreaterThan(estimateHeight("x"));
+    expect(heights.record("a", 321)).toBe(true);
+    expect(heights.record("a", 321.4)).toBe(false);
     expect(heights.of(message)).toBe(321.4);
   });
 });

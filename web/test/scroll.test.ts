@@ -45,8 +45,8 @@ function atTheEnd() {
   const scroll = new ThreadScroll();
   scroll.attach(box as unknown as HTMLElement, document.createElement("div"));
   scroll.slots([{ key: "a", text: signal("a") } as unknown as Message]);
-  scroll.settle();
-  scroll.scrolled();
+  scroll.restorePosition();
+  scroll.onScroll();
   expect(box.belowPx).toBe(0);
   return { box, scroll };
 }
@@ -57,7 +57,7 @@ describe("ThreadScroll at the end", () => {
     box.becomes(4000);
     box.becomes(9100);
     expect(box.belowPx).toBe(5100);
-    scroll.scrolled();
+    scroll.onScroll();
     expect([box.belowPx, scroll.pinned.value]).toEqual([0, true]);
   });
 
@@ -66,14 +66,14 @@ describe("ThreadScroll at the end", () => {
     box.dispatchEvent(new Event("wheel"));
     box.scrollTop -= 240;
     box.becomes(9100);
-    scroll.scrolled();
+    scroll.onScroll();
     expect([box.belowPx, scroll.pinned.value]).toEqual([340, false]);
   });
 
   it("lets a reader go whom nothing announced while rows are as they were", () => {
     const { box, scroll } = atTheEnd();
     box.scrollTop -= 240;
-    scroll.scrolled();
+    scroll.onScroll();
     expect([box.belowPx, scroll.pinned.value]).toEqual([240, false]);
   });
 });

@@ -1,49 +1,49 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { fileName, summary } from "../src/state/files";
+import { toFileName, summarizeImport } from "../src/state/files";
 import { groupByDay } from "../src/state/groups";
-import { isPinned, MAX_SYSTEM_CHARS, readProfile, withPin, withProfile } from "../src/state/metadata";
-import { allPrompts, keepPrompt, ownPrompts, promptOf, removePrompt, restorePrompt } from "../src/state/prompts";
-import { Revisions } from "../src/state/revisions";
-import { pieces } from "../src/state/search";
-import { asSampling, DEFAULT_SAMPLING } from "../src/state/settings";
-import { watchSleep } from "../src/state/sleep";
-import { degreeOf } from "../src/state/warmth";
+import { isPinned, MAX_SYSTEM_CHARS, readSettings, withPin, withSettings } from "../src/state/metadata";
+import { allPrompts, savePrompt, customPrompts, findPrompt, removePrompt, restorePrompt } from "../src/state/prompts";
+import { StaleCheck } from "../src/state/revisions";
+import { splitAtMarks } from "../src/state/search";
+import { parseSampling, DEFAULT_SAMPLING } from "../src/state/settings";
+import { watchWake } from "../src/state/sleep";
+import { describeCoverage } from "../src/state/warmth";
 import type { WireConversation } from "../src/wire/frames";
 
 describe("Revisions", () => {
   it("tells what others changed, in whatever order our own changes are heard of", () => {
-    const revisions = new Revisions();
-    revisions.read(3);
-    expect(revisions.isNews(3)).toBe(false);
-    expect(revisions.isNews(4)).toBe(true);
-    revisions.know(5); // ours, but 4 was not
-    expect(revisions.isNews(5)).toBe(true);
-    revisions.know(4);
-    expect(revisions.isNews(5)).toBe(false);
-    revisions.read(9);
-    revisions.know(7);
-    expect(revisions.isNews(9)).toBe(false);
-    expect(revisions.isNews(10)).toBe(true);
+    const revisions = new StaleCheck();
+    revisions.markRead(3);
+    expect(revisions.isStale(3)).toBe(false);
+    expect(revisions.isStale(4)).toBe(true);
+    revisions.markSeen(5); // ours, but 4 was not
+    expect(revisions.isStale(5)).toBe(true);
+    revisions.markSeen(4);
+    expect(revisions.isStale(5)).toBe(false);
+    revisions.markRead(9);
+    revisions.markSeen(7);
+    expect(revisions.isStale(9)).toBe(false);
+    expect(revisions.isStale(10)).toBe(true);
   });
 
   it("agrees with a list of what was seen", () => {
     let seed = 7;
     const random = (below: number) => (seed = (seed * 48271) % 2147483647) % below;
     for (let round = 0; round < 200; round++) {
-      const revisions = new Revisions();
+      const revisions = new StaleCheck();
       const seen = new Set<number>();
       for (let step = 0; step < 20; step++) {
         const rev = 1 + random(12);
         if (random(5) === 0) {
-          revisions.read(rev);
+          revisions.markRead(rev);
           for (let below = 1; below <= rev; below++) seen.add(below);
         } else {
-          revisions.know(rev);
+          revisions.markSeen(rev);
           seen.add(rev);
         }
         for (let head = 1; head <= 13; head++) {
           const news = Array.from({ length: head }, (_, at) => at + 1).some((below) => !seen.has(below));
-          expect(revisions.isNews(head)).toBe(news);
+          expect(revisions.isStale(head)).toBe(news);
         }
       }
     }
@@ -82,22 +82,22 @@ describe("metadata", () => {
   it("gives back the prompt that it was given, of any length that fits, and leaves other entries alone", () => {
     for (const length of [0, 1, 511, 512, 513, 1024, MAX_SYSTEM_CHARS]) {
       const system = [..."🎵é".repeat(length)].slice(0, length).join("");
-      const metadata = withProfile({ other: "x", system_3: "old" }, { system, sampling: null });
-      expect(readProfile(metadata).system).toBe(system);
+      const metadata = withSettings({ other: "x", system_3: "old" }, { system, sampling: null });
+      expect(readSettings(metadata).system).toBe(system);
       expect(metadata["other"]).toBe("x");
       expect(Object.values(metadata).every((value) => [...value].length <= 512)).toBe(true);
     }
   });
 
   it("forgets a prompt that is too long rather than keep a part of it", () => {
-    expect(readProfile(withProfile({ system: "old" }, { system: "x".repeat(MAX_SYSTEM_CHARS + 1), sampling: null })).system).toBe("");
+    expect(readSettings(withSettings({ system: "old" }, { system: "x".repeat(MAX_SYSTEM_CHARS + 1), sampling: null })).system).toBe("");
   });
 
   it("keeps sampling, and takes only what makes sense of it", () => {
     const sampling = { ...DEFAULT_SAMPLING, n: 3, temperature: 0.35, seed: 7 };
-    expect(readProfile(withProfile({}, { system: "", sampling })).sampling).toEqual(sampling);
-    expect(readProfile({ sampling: "{" }).sampling).toBeNull();
-    expect(asSampling({ n: 900, temperature: -1, topP: "x", search: "no", seed: 1.5, maxTokens: NaN })).toEqual({
+    expect(readSettings(withSettings({}, { system: "", sampling })).sampling).toEqual(sampling);
+    expect(readSettings({ sampling: "{" }).sampling).toBeNull();
+    expect(parseSampling({ n: 900, temperature: -1, topP: "x", search: "no", seed: 1.5, maxTokens: NaN })).toEqual({
       ...DEFAULT_SAMPLING, n: 8, temperature: 0,
     });
   });
@@ -112,65 +112,65 @@ describe("metadata", () => {
 describe("prompts", () => {
   beforeEach(() => {
     localStorage.clear();
-    ownPrompts.value = [];
+    customPrompts.value = [];
   });
 
   it("are kept under names of their own, in this browser", () => {
-    expect(keepPrompt(" Poet ", "Be a poet.")).toBeNull();
-    expect(promptOf("Be a poet.")?.name).toBe("Poet");
-    expect(keepPrompt("poet", "Another")).toContain("Poet");
-    expect(keepPrompt("Plain", "Another")).toContain("Plain");
-    expect(keepPrompt("", "x")).not.toBeNull();
-    expect(keepPrompt("x", " ")).not.toBeNull();
+    expect(savePrompt(" Poet ", "Be a poet.")).toBeNull();
+    expect(findPrompt("Be a poet.")?.name).toBe("Poet");
+    expect(savePrompt("poet", "Another")).toContain("Poet");
+    expect(savePrompt("Plain", "Another")).toContain("Plain");
+    expect(savePrompt("", "x")).not.toBeNull();
+    expect(savePrompt("x", " ")).not.toBeNull();
     expect(JSON.parse(localStorage.getItem("chatcache.prompts")!)).toEqual([{ name: "Poet", text: "Be a poet." }]);
   });
 
   it("are edited in their place, deleted and brought back", () => {
-    keepPrompt("A", "a");
-    keepPrompt("B", "b");
-    expect(keepPrompt("A2", "a2", ownPrompts.value[0])).toBeNull();
-    const [a, b] = ownPrompts.value;
+    savePrompt("A", "a");
+    savePrompt("B", "b");
+    expect(savePrompt("A2", "a2", customPrompts.value[0])).toBeNull();
+    const [a, b] = customPrompts.value;
     expect([a!.text, b!.text]).toEqual(["a2", "b"]);
     removePrompt(a!);
     expect(allPrompts.value).not.toContain(a);
     restorePrompt(a!, 0);
-    expect(ownPrompts.value).toEqual([a, b]);
+    expect(customPrompts.value).toEqual([a, b]);
   });
 });
 
 describe("pieces", () => {
   it("cuts by characters, whatever they take in UTF-16", () => {
     const text = "🦓 Où est";
-    expect(pieces(text, [[2, 4]])).toEqual([
+    expect(splitAtMarks(text, [[2, 4]])).toEqual([
       { text: "🦓 ", marked: false }, { text: "Où", marked: true }, { text: " est", marked: false },
     ]);
-    expect(pieces(text, [])).toEqual([{ text, marked: false }]);
-    expect(pieces(text, [[0, 8]])).toEqual([{ text, marked: true }]);
-    expect(pieces("", [])).toEqual([]);
+    expect(splitAtMarks(text, [])).toEqual([{ text, marked: false }]);
+    expect(splitAtMarks(text, [[0, 8]])).toEqual([{ text, marked: true }]);
+    expect(splitAtMarks("", [])).toEqual([]);
   });
 });
 
 describe("files", () => {
   it("have names that every system takes", () => {
-    expect(fileName('a/b\\c: "d"? <e>|*')).toBe("a b c d e");
-    expect(fileName("..")).toBe("conversation");
-    expect(fileName("🎵".repeat(99))).toBe("🎵".repeat(60));
+    expect(toFileName('a/b\\c: "d"? <e>|*')).toBe("a b c d e");
+    expect(toFileName("..")).toBe("conversation");
+    expect(toFileName("🎵".repeat(99))).toBe("🎵".repeat(60));
   });
 
   it("are summed up after an import", () => {
     const report = { created: 2, extended: 0, unchanged: 1, failed: 1, data: [{ status: "failed", error: { message: "Bad." } }] };
-    expect(summary(report)).toBe("Conversations: 2 imported, 1 already here, 1 failed. Bad.");
-    expect(summary({ created: 0, extended: 0, unchanged: 0, failed: 0, data: [] })).toContain("none");
+    expect(summarizeImport(report)).toBe("Conversations: 2 imported, 1 already here, 1 failed. Bad.");
+    expect(summarizeImport({ created: 0, extended: 0, unchanged: 0, failed: 0, data: [] })).toContain("none");
   });
 });
 
 describe("warmth", () => {
   it("is told in words with the counts", () => {
-    const of = (tokens: number, cached_tokens: number) => degreeOf({ conversation_id: "c", tokens, cached_tokens });
-    expect(of(1234, 1233)).toEqual({ degree: "warm", words: "Warm: 1,233 of 1,234 tokens are cached" });
-    expect(of(400, 100).degree).toBe("partly");
-    expect(of(400, 3).degree).toBe("cold");
-    expect(of(0, 0).degree).toBe("cold");
+    const of = (tokens: number, cached_tokens: number) => describeCoverage({ conversation_id: "c", tokens, cached_tokens });
+    expect(of(1234, 1233)).toEqual({ level: "warm", text: "Warm: 1,233 of 1,234 tokens are cached" });
+    expect(of(400, 100).level).toBe("partly");
+    expect(of(400, 3).level).toBe("cold");
+    expect(of(0, 0).level).toBe("cold");
   });
 });
 
@@ -180,7 +180,7 @@ describe("sleep", () => {
   it("is noticed by a clock that jumped, once, and not by time that passed", () => {
     vi.useFakeTimers();
     const woke = vi.fn();
-    watchSleep(woke);
+    watchWake(woke);
     vi.advanceTimersByTime(120_000);
     expect(woke).not.toHaveBeenCalled();
     vi.setSystemTime(Date.now() + 3_600_000);

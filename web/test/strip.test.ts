@@ -1,8 +1,8 @@
 // @vitest-environment node
 import { describe, expect, it } from "vitest";
-import { cellsOf } from "../src/ui/PageStrip";
+import { toCells } from "../src/ui/PageStrip";
 
-const cells = (inputTokens: number, cachedTokens: number) => cellsOf({ inputTokens, cachedTokens, outputTokens: 0 });
+const cells = (inputTokens: number, cachedTokens: number) => toCells({ inputTokens, cachedTokens, outputTokens: 0 });
 
 describe("cellsOf", () => {
   it("draws one cell per 16 tokens, cached ones first", () => {

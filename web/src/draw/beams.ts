@@ -5,22 +5,22 @@
 //                  ╰ king    ╰ in the ─┬ edge of the        lane 1: "king" was dropped; then a live beam
 //                                      ╰ city               lane 2
 import type { BeamNode, BeamTree } from "../state/beams";
-import { Lanes } from "./lanes";
-import { CELL, cells, clipped, visible } from "./text";
+import { LaneGrid } from "./lanes";
+import { CELL_PX, countCells, truncate, singleLine } from "./text";
 
 export const LANE = 30; // px
 export const CURVE = 18; // px from where a beam forks off to where its text begins
-const DEAD_LANES = 4; // a dropped beam goes no further from its parent than this
-const DEAD_CHARS = 22; // shown of it
+const MAX_DROPPED_LANES = 4; // a dropped beam goes no further from its parent than this
+const DROPPED_CHARS = 22; // shown of it
 
 export type Kind = "agreed" | "open" | "dead";
 
-interface Look {
+interface NodeStyle {
   readonly kind: Kind;
-  readonly lit: boolean; // the first of the beams that count runs through it
+  readonly highlighted: boolean; // the first of the beams that count runs through it
 }
 
-export interface Piece extends Look {
+export interface Piece extends NodeStyle {
   readonly key: string;
   readonly lane: number;
   readonly x: number;
@@ -28,14 +28,14 @@ export interface Piece extends Look {
   readonly text: string;
 }
 
-export interface Join extends Look {
+export interface Join extends NodeStyle {
   readonly key: string;
   readonly x: number;
   readonly from: number; // lanes
   readonly to: number;
 }
 
-export interface Place {
+export interface Point {
   readonly lane: number;
   readonly x: number;
 }
@@ -43,39 +43,39 @@ export interface Place {
 export interface BeamDrawing {
   readonly pieces: readonly Piece[];
   readonly joins: readonly Join[];
-  readonly ticks: readonly Place[]; // where a beam was dropped that found no room
-  readonly ends: ReadonlyMap<BeamNode, Place>; // of the live beams
+  readonly ticks: readonly Point[]; // where a beam was dropped that found no room
+  readonly ends: ReadonlyMap<BeamNode, Point>; // of the live beams
   readonly lanes: number;
   readonly width: number; // px
 }
 
-interface Side extends Place {
+interface Fork extends Point {
   readonly child: BeamNode; // forks off at x, from lane
 }
 
 /** `alive`: the ends of the beams that count, best first. */
 export function drawBeams(tree: BeamTree, alive: readonly BeamNode[] = tree.live): BeamDrawing {
-  const looks = new Looks(tree, alive);
-  const grown = placeAlive(tree, looks, alive);
-  return placeDead(grown, looks);
+  const looks = new NodeStyles(tree, alive);
+  const grown = layoutLiveBeams(tree, looks, alive);
+  return layoutDroppedBeams(grown, looks);
 }
 
 /** What of a drawing lies between two places: a search may be thousands of characters wide, a panel shows fifty. */
-export function cutOut(drawing: BeamDrawing, from: number, to: number): BeamDrawing {
+export function clipDrawing(drawing: BeamDrawing, from: number, to: number): BeamDrawing {
   const near = ({ x }: { readonly x: number }) => x > from - CURVE && x < to;
   return {
     ...drawing,
-    pieces: drawing.pieces.filter(({ x, width }) => x + width > from && x < to).map((piece) => shortened(piece, from, to)),
+    pieces: drawing.pieces.filter(({ x, width }) => x + width > from && x < to).map((piece) => clipPiece(piece, from, to)),
     joins: drawing.joins.filter(near),
     ticks: drawing.ticks.filter(near),
   };
 }
 
-function shortened(piece: Piece, from: number, to: number): Piece {
+function clipPiece(piece: Piece, from: number, to: number): Piece {
   if (piece.x >= from && piece.x + piece.width <= to) return piece;
   let [x, width, text] = [piece.x, 0, ""];
   for (const character of piece.text) {
-    const wide = cells(character) * CELL;
+    const wide = countCells(character) * CELL_PX;
     if (x + width + wide <= from) x += wide;
     else if (x + width < to) {
       text += character;
@@ -86,16 +86,16 @@ function shortened(piece: Piece, from: number, to: number): Piece {
 }
 
 /** What every node is: agreed on, open or dropped. */
-class Looks {
+class NodeStyles {
   readonly alive = new Set<BeamNode>();
-  private readonly lit = new Set<BeamNode>();
+  private readonly bestPath = new Set<BeamNode>();
   private readonly agreed = new Set<BeamNode>();
 
   constructor(tree: BeamTree, ends: readonly BeamNode[]) {
     for (const end of ends) {
       for (let at: BeamNode | null = end; at && !this.alive.has(at); at = at.parent) this.alive.add(at);
     }
-    for (let at: BeamNode | null = ends[0] ?? null; at; at = at.parent) this.lit.add(at);
+    for (let at: BeamNode | null = ends[0] ?? null; at; at = at.parent) this.bestPath.add(at);
     for (let at = tree.root; !ends.includes(at); ) {
       const [only, second] = at.children.filter((child) => this.alive.has(child));
       if (!only || second) break;
@@ -104,35 +104,35 @@ class Looks {
     }
   }
 
-  of(node: BeamNode): Look {
+  of(node: BeamNode): NodeStyle {
     const kind = this.agreed.has(node) ? "agreed" : this.alive.has(node) ? "open" : "dead";
-    return { kind, lit: this.lit.has(node) };
+    return { kind, highlighted: this.bestPath.has(node) };
   }
 
   /** The child that goes on in its parent's lane: the first-born that lives. */
-  heir(node: BeamNode): BeamNode | null {
+  mainChild(node: BeamNode): BeamNode | null {
     return node.children.find((child) => this.alive.has(child)) ?? null;
   }
 }
 
-interface Grown {
+interface Layout {
   readonly pieces: Piece[];
   readonly joins: Join[];
-  readonly ends: Map<BeamNode, Place>;
-  readonly taken: { readonly lane: number; readonly from: number; readonly to: number }[];
-  readonly dead: Side[];
+  readonly ends: Map<BeamNode, Point>;
+  readonly occupied: { readonly lane: number; readonly from: number; readonly to: number }[];
+  readonly dropped: Fork[];
   lanes: number;
   width: number;
 }
 
 /** Lanes of the live beams. Of a lane's forks the rightmost takes the next lane, so that no line crosses another. */
-function placeAlive(tree: BeamTree, looks: Looks, alive: readonly BeamNode[]): Grown {
-  const grown: Grown = { pieces: [], joins: [], ends: new Map(), taken: [], dead: [], lanes: 0, width: 0 };
-  const waiting: Side[] = []; // taken from its end
+function layoutLiveBeams(tree: BeamTree, looks: NodeStyles, alive: readonly BeamNode[]): Layout {
+  const grown: Layout = { pieces: [], joins: [], ends: new Map(), occupied: [], dropped: [], lanes: 0, width: 0 };
+  const waiting: Fork[] = []; // taken from its end
   const aside = (node: BeamNode, x: number, lane: number) => {
-    const heir = looks.heir(node);
+    const heir = looks.mainChild(node);
     for (const child of node.children.toReversed()) {
-      if (child !== heir) (looks.alive.has(child) ? waiting : grown.dead).push({ child, x, lane });
+      if (child !== heir) (looks.alive.has(child) ? waiting : grown.dropped).push({ child, x, lane });
     }
     return heir;
   };
@@ -140,48 +140,48 @@ function placeAlive(tree: BeamTree, looks: Looks, alive: readonly BeamNode[]): G
   if (first) waiting.push({ child: first, x: 0, lane: 0 });
   for (let side = waiting.pop(); side; side = waiting.pop()) {
     const lane = grown.lanes++;
-    if (lane > 0) join(grown, looks, side, lane);
+    if (lane > 0) addJoin(grown, looks, side, lane);
     const from = side.x + CURVE;
     let x = from;
     let run: BeamNode[] = [];
     for (let node: BeamNode | null = side.child; node; ) {
       run.push(node);
-      const end: number = x + cells(visible(node.text)) * CELL;
+      const end: number = x + countCells(singleLine(node.text)) * CELL_PX;
       const next = aside(node, end, lane);
       if (alive.includes(node)) grown.ends.set(node, { x: end, lane });
-      if (!next || !sameLook(looks.of(node), looks.of(next))) {
-        const text = visible(run.map((step) => step.text).join(""));
-        const start = end - cells(text) * CELL;
+      if (!next || !sameStyle(looks.of(node), looks.of(next))) {
+        const text = singleLine(run.map((step) => step.text).join(""));
+        const start = end - countCells(text) * CELL_PX;
         grown.pieces.push({ key: `p${run[0]!.id}`, ...looks.of(node), lane, x: start, width: end - start, text });
         run = [];
       }
       [node, x] = [next, end];
     }
-    grown.taken.push({ lane, from: side.x, to: x + CELL });
+    grown.occupied.push({ lane, from: side.x, to: x + CELL_PX });
     grown.width = Math.max(grown.width, x);
   }
   return grown;
 }
 
 /** Dropped beams, the longest first: one that was open for long is worth more room than one that fell at once. */
-function placeDead(grown: Grown, looks: Looks): BeamDrawing {
-  const lanes = new Lanes(grown.width + CURVE + 2 * DEAD_CHARS * CELL);
-  for (const { lane, from, to } of grown.taken) lanes.take(lane, from, to);
-  const ticks: Place[] = [];
-  const dead = grown.dead.map((side) => ({ side, text: deadText(side.child) }));
+function layoutDroppedBeams(grown: Layout, looks: NodeStyles): BeamDrawing {
+  const lanes = new LaneGrid(grown.width + CURVE + 2 * DROPPED_CHARS * CELL_PX);
+  for (const { lane, from, to } of grown.occupied) lanes.occupy(lane, from, to);
+  const ticks: Point[] = [];
+  const dead = grown.dropped.map((side) => ({ side, text: droppedText(side.child) }));
   dead.sort((a, b) => b.text.length - a.text.length || b.side.x - a.side.x);
   for (const { side, text } of dead) {
-    const width = cells(text) * CELL;
+    const width = countCells(text) * CELL_PX;
     const end = side.x + CURVE + width;
-    const lane = roomFor(lanes, side, end + CELL);
+    const lane = findFreeLane(lanes, side, end + CELL_PX);
     if (lane === null) {
       ticks.push({ lane: side.lane, x: side.x });
       continue;
     }
-    join(grown, looks, side, lane);
-    for (let between = side.lane + 1; between < lane; between++) lanes.take(between, side.x, side.x + CURVE);
-    lanes.take(lane, side.x, end + CELL);
-    grown.pieces.push({ key: `d${side.child.id}`, kind: "dead", lit: false, lane, x: side.x + CURVE, width, text });
+    addJoin(grown, looks, side, lane);
+    for (let between = side.lane + 1; between < lane; between++) lanes.occupy(between, side.x, side.x + CURVE);
+    lanes.occupy(lane, side.x, end + CELL_PX);
+    grown.pieces.push({ key: `d${side.child.id}`, kind: "dead", highlighted: false, lane, x: side.x + CURVE, width, text });
     grown.lanes = Math.max(grown.lanes, lane + 1);
     grown.width = Math.max(grown.width, end);
   }
@@ -190,27 +190,27 @@ function placeDead(grown: Grown, looks: Looks): BeamDrawing {
 }
 
 /** The nearest lane that is free up to `end` and whose line to it crosses nothing; null if there is none. */
-function roomFor(lanes: Lanes, side: Side, end: number): number | null {
-  for (let lane = side.lane + 1; lane <= side.lane + DEAD_LANES; lane++) {
+function findFreeLane(lanes: LaneGrid, side: Fork, end: number): number | null {
+  for (let lane = side.lane + 1; lane <= side.lane + MAX_DROPPED_LANES; lane++) {
     if (lanes.isFree(lane, side.x, end)) return lane;
     if (!lanes.isFree(lane, side.x, side.x + CURVE)) return null;
   }
   return null;
 }
 
-function join(grown: Grown, looks: Looks, side: Side, lane: number): void {
+function addJoin(grown: Layout, looks: NodeStyles, side: Fork, lane: number): void {
   const { child, x } = side;
   grown.joins.push({ key: `j${child.id}`, ...looks.of(child), x, from: side.lane, to: lane });
-  for (let between = side.lane + 1; between < lane; between++) grown.taken.push({ lane: between, from: x, to: x + CURVE });
+  for (let between = side.lane + 1; between < lane; between++) grown.occupied.push({ lane: between, from: x, to: x + CURVE });
 }
 
-function sameLook(a: Look, b: Look): boolean {
-  return a.kind === b.kind && a.lit === b.lit;
+function sameStyle(a: NodeStyle, b: NodeStyle): boolean {
+  return a.kind === b.kind && a.highlighted === b.highlighted;
 }
 
 /** What a dropped beam said along its first children, cut short. */
-function deadText(start: BeamNode): string {
+function droppedText(start: BeamNode): string {
   let text = "";
-  for (let node: BeamNode | undefined = start; node && text.length <= DEAD_CHARS; node = node.children[0]) text += node.text;
-  return clipped(visible(text), DEAD_CHARS);
+  for (let node: BeamNode | undefined = start; node && text.length <= DROPPED_CHARS; node = node.children[0]) text += node.text;
+  return truncate(singleLine(text), DROPPED_CHARS);
 }

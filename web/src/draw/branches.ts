@@ -3,28 +3,28 @@
 // places of old messages never change: what is chosen is a highlight, not another drawing.
 import type { Message, Tree } from "../state/tree";
 
-export interface Spot {
+export interface MapNode {
   readonly message: Message;
   readonly depth: number; // row
   readonly lane: number;
-  readonly parent: Spot | null;
+  readonly parent: MapNode | null;
 }
 
 export interface BranchDrawing {
-  readonly spots: ReadonlyMap<string, Spot>; // by message key, parents first
+  readonly nodes: ReadonlyMap<string, MapNode>; // by message key, parents first
   readonly rows: number;
   readonly lanes: number;
 }
 
-interface Start {
+interface BranchStart {
   readonly message: Message;
-  readonly parent: Spot | null;
+  readonly parent: MapNode | null;
 }
 
 export function drawBranches(tree: Tree): BranchDrawing {
-  const spots = new Map<string, Spot>();
+  const nodes = new Map<string, MapNode>();
   const taken: [number, number][][] = []; // by lane: [first, last] rows
-  const waiting: Start[] = tree.childrenOf(null).map((message) => ({ message, parent: null })).reverse();
+  const waiting: BranchStart[] = tree.childrenOf(null).map((message) => ({ message, parent: null })).reverse();
   let rows = 0;
   for (let start = waiting.pop(); start; start = waiting.pop()) {
     const chain = chainFrom(tree, start.message);
@@ -34,16 +34,16 @@ export function drawBranches(tree: Tree): BranchDrawing {
     (taken[lane] ??= []).push([from, to]);
     rows = Math.max(rows, to + 1);
     let above = start.parent;
-    const forks: Start[] = [];
+    const forks: BranchStart[] = [];
     for (const message of chain) {
-      const spot: Spot = { message, parent: above, lane, depth: above ? above.depth + 1 : 0 };
-      spots.set(message.key, spot);
-      for (const child of tree.childrenOf(message.key).slice(1).reverse()) forks.push({ message: child, parent: spot });
-      above = spot;
+      const node: MapNode = { message, parent: above, lane, depth: above ? above.depth + 1 : 0 };
+      nodes.set(message.key, node);
+      for (const child of tree.childrenOf(message.key).slice(1).reverse()) forks.push({ message: child, parent: node });
+      above = node;
     }
     waiting.push(...forks); // the deepest fork is placed first and lies nearest
   }
-  return { spots, rows, lanes: taken.length };
+  return { nodes, rows, lanes: taken.length };
 }
 
 /** A message and its oldest descendants. */

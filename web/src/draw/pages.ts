@@ -1,37 +1,37 @@
 // The page map as one path per state. Every state has a shape of its own beside its colour.
 export type PageState = "shared" | "held" | "pinned" | "idle" | "other" | "free";
 
-interface StateOfPages {
+interface PageStateInfo {
   readonly code: string; // on the wire
   readonly name: PageState;
   readonly label: string;
-  readonly what: string;
+  readonly description: string;
   readonly shape: string; // in a box of 10 by 10, from its corner
 }
 
-export const PAGE_STATES: readonly StateOfPages[] = [
-  { code: "s", name: "shared", label: "Shared", what: "held by several branches at once", shape: "m1 1h6v2h2v6h-6v-2h-2z" },
-  { code: "a", name: "held", label: "Held", what: "held by one branch", shape: "m1 1h8v8h-8z" },
-  { code: "p", name: "pinned", label: "Pinned", what: "kept for good: a public prompt", shape: "m5 0.5l4.5 4.5l-4.5 4.5l-4.5 -4.5z" },
-  { code: "i", name: "idle", label: "Idle", what: "cached, given up when room is needed", shape: "m1 1h8v8h-8zm2 2v4h4v-4z" },
-  { code: "o", name: "other", label: "Others", what: "of somebody else", shape: "m1 4h8v2h-8z" },
-  { code: "f", name: "free", label: "Free", what: "never used, or given back", shape: "m4 4h2v2h-2z" },
+export const PAGE_STATES: readonly PageStateInfo[] = [
+  { code: "s", name: "shared", label: "Shared", description: "held by several branches at once", shape: "m1 1h6v2h2v6h-6v-2h-2z" },
+  { code: "a", name: "held", label: "Held", description: "held by one branch", shape: "m1 1h8v8h-8z" },
+  { code: "p", name: "pinned", label: "Pinned", description: "kept for good: a public prompt", shape: "m5 0.5l4.5 4.5l-4.5 4.5l-4.5 -4.5z" },
+  { code: "i", name: "idle", label: "Idle", description: "cached, given up when room is needed", shape: "m1 1h8v8h-8zm2 2v4h4v-4z" },
+  { code: "o", name: "other", label: "Others", description: "of somebody else", shape: "m1 4h8v2h-8z" },
+  { code: "f", name: "free", label: "Free", description: "never used, or given back", shape: "m4 4h2v2h-2z" },
 ];
 
 export const BOX = 10; // units per cell
 
-const MOST_COLUMNS = 64;
-const FEWEST_DRAWN = 256;
+const MAX_COLUMNS = 64;
+const MIN_DRAWN = 256;
 
 export function columnsFor(count: number): number {
-  return Math.min(MOST_COLUMNS, Math.max(8, Math.ceil(Math.sqrt(count))));
+  return Math.min(MAX_COLUMNS, Math.max(8, Math.ceil(Math.sqrt(count))));
 }
 
 /** How many cells to draw: those beyond the last used one are free, and said in a line. It grows by doubling, to stay calm. */
 export function numDrawn(cells: string): number {
   let used = cells.length;
   while (used > 0 && cells[used - 1] === "f") used--;
-  let drawn = FEWEST_DRAWN;
+  let drawn = MIN_DRAWN;
   while (drawn < used) drawn *= 2;
   return Math.min(drawn, cells.length);
 }
@@ -41,7 +41,7 @@ export function pagePaths(cells: string, columns: number): ReadonlyMap<PageState
   return new Map(
     PAGE_STATES.map(({ code, name, shape }) => {
       let path = "";
-      for (let at = cells.indexOf(code); at >= 0; at = cells.indexOf(code, at + 1)) path += corner(at, columns) + shape;
+      for (let at = cells.indexOf(code); at >= 0; at = cells.indexOf(code, at + 1)) path += cellOrigin(at, columns) + shape;
       return [name, path];
     }),
   );
@@ -51,7 +51,7 @@ export function pagePaths(cells: string, columns: number): ReadonlyMap<PageState
 export function changedPath(cells: string, before: string, columns: number): string {
   if (before.length !== cells.length) return "";
   let path = "";
-  for (let at = 0; at < cells.length; at++) if (cells[at] !== before[at]) path += `${corner(at, columns)}h10v10h-10z`;
+  for (let at = 0; at < cells.length; at++) if (cells[at] !== before[at]) path += `${cellOrigin(at, columns)}h10v10h-10z`;
   return path;
 }
 
@@ -65,6 +65,6 @@ export function countStates(cells: string): ReadonlyMap<PageState, number> {
   return counts;
 }
 
-function corner(at: number, columns: number): string {
+function cellOrigin(at: number, columns: number): string {
   return `M${(at % columns) * BOX} ${Math.floor(at / columns) * BOX}`;
 }

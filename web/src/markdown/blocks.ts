@@ -3,22 +3,22 @@ import { frameCode } from "./code";
 import { drawFormulas } from "./formulas";
 
 /** Finish the nodes of `fragment` before they are shown. `complete`: no more text will come for them. */
-export function dressUp(fragment: DocumentFragment, complete: boolean): void {
+export function decorateBlocks(fragment: DocumentFragment, complete: boolean): void {
   for (const pre of fragment.querySelectorAll("pre")) frameCode(pre, complete);
-  for (const item of fragment.querySelectorAll("li")) markTask(item);
-  for (const wrap of fragment.querySelectorAll<HTMLElement>(".table-wrap")) letScroll(wrap, "Table");
+  for (const item of fragment.querySelectorAll("li")) decorateTask(item);
+  for (const wrap of fragment.querySelectorAll<HTMLElement>(".table-wrap")) makeScrollable(wrap, "Table");
   drawFormulas(fragment);
 }
 
 /** What is wider than the column scrolls; the keyboard must reach it. */
-function letScroll(box: HTMLElement, label: string): void {
+function makeScrollable(box: HTMLElement, label: string): void {
   box.tabIndex = 0;
   box.setAttribute("role", "group");
   box.setAttribute("aria-label", label);
 }
 
 /** `[ ]` and `[x]` at the head of a list item, as a mark rather than brackets. */
-function markTask(item: HTMLElement): void {
+function decorateTask(item: HTMLElement): void {
   const first = item.firstChild?.nodeType === Node.TEXT_NODE ? item.firstChild : item.firstChild?.firstChild;
   const match = first?.nodeType === Node.TEXT_NODE ? /^\[([ xX])\]\s/.exec(first.textContent ?? "") : null;
   if (!first || !match) return;

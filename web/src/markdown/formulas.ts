@@ -1,38 +1,38 @@
 // Formulas, drawn as soon as they are complete. KaTeX is fetched for the first one; until then TeX stands there as text.
-const MAX_CHARS = 5000;
-const MAX_KEPT = 300;
+const MAX_TEX_CHARS = 5000;
+const MAX_CACHED = 300;
 
-type Draw = (tex: string, display: boolean) => HTMLElement | null;
+type DrawFormula = (tex: string, display: boolean) => HTMLElement | null;
 
-let draw: Draw | null = null;
-let loading: Promise<void> | null = null;
-const kept = new Map<string, HTMLElement | null>(); // the open block is drawn again and again, its formulas are not
+let drawTex: DrawFormula | null = null;
+let katexLoading: Promise<void> | null = null;
+const cache = new Map<string, HTMLElement | null>(); // the open block is drawn again and again, its formulas are not
 
 /** Draw every formula below `root`, now or when KaTeX has arrived. */
 export function drawFormulas(root: DocumentFragment): void {
   const formulas = root.querySelectorAll<HTMLElement>(".math");
   if (formulas.length === 0) return;
-  if (draw) {
-    formulas.forEach(show);
+  if (drawTex) {
+    formulas.forEach(showFormula);
     return;
   }
-  loading ??= import("./katex").then(
-    (module) => void (draw = module.drawFormula),
-    () => void (loading = null), // the chunk did not arrive; the TeX stays, the next formula asks again
+  katexLoading ??= import("./katex").then(
+    (module) => void (drawTex = module.drawFormula),
+    () => void (katexLoading = null), // the chunk did not arrive; the TeX stays, the next formula asks again
   );
-  void loading.then(() => draw && formulas.forEach(show));
+  void katexLoading.then(() => drawTex && formulas.forEach(showFormula));
 }
 
-function show(place: HTMLElement): void {
+function showFormula(place: HTMLElement): void {
   const tex = place.textContent ?? "";
-  if (!place.classList.contains("math") || tex.length > MAX_CHARS) return;
+  if (!place.classList.contains("math") || tex.length > MAX_TEX_CHARS) return;
   const display = place.classList.contains("math-display");
   const key = `${display} ${tex}`;
-  if (!kept.has(key)) {
-    if (kept.size >= MAX_KEPT) kept.clear();
-    kept.set(key, draw!(tex, display));
+  if (!cache.has(key)) {
+    if (cache.size >= MAX_CACHED) cache.clear();
+    cache.set(key, drawTex!(tex, display));
   }
-  const drawn = kept.get(key);
+  const drawn = cache.get(key);
   place.classList.remove("math");
   if (!drawn) {
     place.classList.add("math-wrong");

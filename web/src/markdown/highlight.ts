@@ -2,18 +2,18 @@
 import type { HLJSApi } from "highlight.js";
 import { sanitize } from "./sanitize";
 
-const MAX_CHARS = 60_000;
-let loading: Promise<HLJSApi> | null = null;
+const MAX_CODE_CHARS = 60_000;
+let highlighterLoading: Promise<HLJSApi> | null = null;
 
 export async function highlight(code: HTMLElement, language: string): Promise<void> {
   const text = code.textContent ?? "";
-  if (text.length > MAX_CHARS) return;
-  loading ??= import("./languages").then((module) => module.makeHighlighter());
+  if (text.length > MAX_CODE_CHARS) return;
+  highlighterLoading ??= import("./languages").then((module) => module.makeHighlighter());
   try {
-    const hljs = await loading;
+    const hljs = await highlighterLoading;
     if (!hljs.getLanguage(language)) return;
     code.replaceChildren(sanitize(hljs.highlight(text, { language, ignoreIllegals: true }).value));
   } catch {
-    loading = null; // the chunk did not arrive; the plain text stays, the next block asks again
+    highlighterLoading = null; // the chunk did not arrive; the plain text stays, the next block asks again
   }
 }

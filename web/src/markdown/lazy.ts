@@ -20,11 +20,11 @@ export function loadRenderer(): Promise<Renderer | null> {
 
 /** `drawn` hears when a text that had to wait for the renderer stands there. */
 export function openStream(root: HTMLElement, drawn: () => void = () => {}): TextStream {
-  return renderer ? renderer.makeStream(root) : new Waiting(root, drawn);
+  return renderer ? renderer.makeStream(root) : new DeferredStream(root, drawn);
 }
 
 /** Keeps the newest text until the renderer is there. */
-class Waiting implements TextStream {
+class DeferredStream implements TextStream {
   private stream: TextStream | null = null;
   private last: [string, boolean] | null = null;
 

@@ -83,7 +83,7 @@ function blockMath(state: StateBlock, startLine: number, endLine: number, silent
 
 /** The line that ends with the closing mark; null where there is none before an empty line, or something follows it. */
 function closingLine(state: StateBlock, startLine: number, endLine: number, close: string): number | null {
-  for (let line = startLine; line < endLine && inside(state, startLine, line); line++) {
+  for (let line = startLine; line < endLine && isContinuation(state, startLine, line); line++) {
     const text = lineText(state, line);
     const at = text.indexOf(close, line === startLine ? 2 : 0);
     if (at >= 0) return text.slice(at + close.length).trim() === "" ? line : null;
@@ -92,11 +92,11 @@ function closingLine(state: StateBlock, startLine: number, endLine: number, clos
 }
 
 function reachesEnd(state: StateBlock, startLine: number, endLine: number): boolean {
-  for (let line = startLine; line < endLine; line++) if (!inside(state, startLine, line)) return false;
+  for (let line = startLine; line < endLine; line++) if (!isContinuation(state, startLine, line)) return false;
   return true;
 }
 
-function inside(state: StateBlock, startLine: number, line: number): boolean {
+function isContinuation(state: StateBlock, startLine: number, line: number): boolean {
   return line === startLine || (!state.isEmpty(line) && state.sCount[line]! >= state.blkIndent);
 }
 

@@ -1,40 +1,40 @@
 // How often growing texts are drawn. A drawing that took long is followed by a pause in proportion, so that whatever
 // arrives, and however many texts grow side by side, drawing takes a small share of the main thread.
-const SHARE = 0.025;
+const MAX_DRAW_SHARE = 0.025;
 
 type Draw = () => void;
 
-export class Pace {
-  private readonly waiting = new Map<object, Draw>();
+export class DrawPacer {
+  private readonly pending = new Map<object, Draw>();
   private timer: ReturnType<typeof setTimeout> | null = null;
-  private restUntilMs = 0;
+  private idleUntilMs = 0;
 
   /** Draw soon; a later call with the same `owner` replaces one that still waits. */
-  request(owner: object, draw: Draw): void {
-    this.waiting.set(owner, draw);
+  schedule(owner: object, draw: Draw): void {
+    this.pending.set(owner, draw);
     if (this.timer !== null) return;
-    const wait = this.restUntilMs - performance.now();
+    const wait = this.idleUntilMs - performance.now();
     if (wait > 0) this.timer = setTimeout(() => this.run(), wait);
     else this.run();
   }
 
   /** What is final does not wait. */
-  now(owner: object, draw: Draw): void {
-    this.waiting.delete(owner);
+  drawNow(owner: object, draw: Draw): void {
+    this.pending.delete(owner);
     draw();
   }
 
-  forget(owner: object): void {
-    this.waiting.delete(owner);
+  cancel(owner: object): void {
+    this.pending.delete(owner);
   }
 
   private run(): void {
     this.timer = null;
     const started = performance.now();
-    const draws = [...this.waiting.values()];
-    this.waiting.clear();
+    const draws = [...this.pending.values()];
+    this.pending.clear();
     for (const draw of draws) draw();
     const ended = performance.now();
-    this.restUntilMs = ended + (ended - started) * (1 / SHARE - 1);
+    this.idleUntilMs = ended + (ended - started) * (1 / MAX_DRAW_SHARE - 1);
   }
 }

@@ -1,17 +1,17 @@
 // Replace nodes by newer ones, but keep what did not change: a selection, a scrolled table, a hovered link survive.
 
 /** Put `fresh` where `old` stood (at the end of `root` if nowhere); returns the nodes that stand there now. */
-export function patch(root: Node, old: readonly ChildNode[], fresh: readonly ChildNode[]): ChildNode[] {
+export function patchNodes(root: Node, old: readonly ChildNode[], fresh: readonly ChildNode[]): ChildNode[] {
   const now = fresh.map((node, index) => {
     const before = old[index];
     if (!before || before.parentNode !== root) return root.appendChild(node);
-    return renewed(before, node);
+    return updateNode(before, node);
   });
   for (const node of old.slice(fresh.length)) node.remove();
   return now;
 }
 
-function renewed(before: ChildNode, after: ChildNode): ChildNode {
+function updateNode(before: ChildNode, after: ChildNode): ChildNode {
   if (before.isEqualNode(after)) return before;
   if (before instanceof Text && after instanceof Text) {
     if (after.data.startsWith(before.data)) before.appendData(after.data.slice(before.length));
@@ -19,7 +19,7 @@ function renewed(before: ChildNode, after: ChildNode): ChildNode {
     return before;
   }
   if (before instanceof Element && after instanceof Element && sameKind(before, after)) {
-    patch(before, [...before.childNodes], [...after.childNodes]);
+    patchNodes(before, [...before.childNodes], [...after.childNodes]);
     return before;
   }
   before.replaceWith(after);

@@ -2,9 +2,9 @@
 // still open block is rendered anew, and of it only what changed is replaced. So a long answer costs the same per delta
 // as a short one.
 import type { Token } from "markdown-it";
-import { dressUp } from "./blocks";
+import { decorateBlocks } from "./blocks";
 import type { Parser } from "./parser";
-import { patch } from "./patch";
+import { patchNodes } from "./patch";
 import { sanitize } from "./sanitize";
 
 const MAYBE_ITEM = /^ {0,3}(\d{1,9}[.)]?|[-+*])?\s*$/;
@@ -64,7 +64,7 @@ export class MarkdownStream {
       this.tailCode.appendData(open.slice(this.tailCode.length)); // a growing program: only text is added to it
       return;
     }
-    this.tail = patch(this.root, this.tail, this.render(mend(source), false));
+    this.tail = patchNodes(this.root, this.tail, this.render(closeOpenMarkup(source), false));
     const code = open === null ? null : this.root.lastElementChild?.querySelector("code");
     const inside = code?.firstChild ?? code?.appendChild(document.createTextNode(""));
     this.tailCode = inside instanceof Text ? inside : null;
@@ -72,7 +72,7 @@ export class MarkdownStream {
 
   private render(source: string, complete: boolean): ChildNode[] {
     const fragment = sanitize(this.md.render(source));
-    dressUp(fragment, complete);
+    decorateBlocks(fragment, complete);
     return [...fragment.childNodes];
   }
 }
@@ -84,7 +84,7 @@ interface Outline {
 }
 
 function outlineOf(md: Parser, source: string): Outline {
-  const blocks = topLevel(md, source);
+  const blocks = topLevelTokens(md, source);
   const last = blocks.at(-1);
   return {
     lastStart: startOfLast(source, blocks),
@@ -95,11 +95,11 @@ function outlineOf(md: Parser, source: string): Outline {
 
 /** Where the last top-level block of `source` begins. */
 export function lastBlockStart(md: Parser, source: string): number {
-  return startOfLast(source, topLevel(md, source));
+  return startOfLast(source, topLevelTokens(md, source));
 }
 
 /** The tokens that begin top-level blocks. Blocks only: what is inside them does not matter here. */
-function topLevel(md: Parser, source: string): Token[] {
+function topLevelTokens(md: Parser, source: string): Token[] {
   const tokens: Token[] = [];
   md.block.parse(source, md, {}, tokens);
   return tokens.filter((token) => token.level === 0 && token.nesting >= 0 && token.map);
@@ -119,7 +119,7 @@ function lineStart(source: string, line: number): number {
 }
 
 /** Close what an unfinished block has opened, so that half a `**word` does not show its stars. */
-export function mend(source: string): string {
+export function closeOpenMarkup(source: string): string {
   if (openFence(source) !== null) return source;
   let text = source.replace(/!?\[([^\]\n]*)\]\([^)\s]*$/, "$1");
   for (const mark of ["`", "**"]) {

@@ -3,21 +3,21 @@
 import { effect } from "@preact/signals";
 import type { Chat } from "./chat";
 
-export interface Addressed {
+export interface AddressHandlers {
   /** A conversation is about to be loaded. */
-  readonly opening: () => void;
+  readonly onOpen: () => void;
   /** The address names a message in it. */
-  readonly message: (id: string) => void;
+  readonly onMessage: (id: string) => void;
 }
 
 /** Keep the address and the chat in step. Call once. */
-export function keepAddress(chat: Chat, addressed: Addressed): void {
+export function syncAddress(chat: Chat, addressed: AddressHandlers): void {
   const follow = () => {
     const [id, message] = read();
-    if (message) addressed.message(message);
+    if (message) addressed.onMessage(message);
     if (id === chat.thread.value.id.value) return;
     if (id === null) return chat.newConversation();
-    addressed.opening();
+    addressed.onOpen();
     void chat.open(id);
   };
   follow();

@@ -86,7 +86,7 @@ export function pathTo(node: BeamNode): BeamNode[] {
 }
 
 /** How likely a beam is beside the best one, in words. */
-export function likelihood(score: number, best: number): string {
+export function describeLikelihood(score: number, best: number): string {
   const times = Math.exp(best - score);
   if (times < 1.005) return "as likely as the best";
   if (times < 1.1) return "almost as likely as the best";

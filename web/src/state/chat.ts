@@ -4,90 +4,90 @@ import type { CreateFrame, ServerFrame, Session, WireConversation } from "../wir
 import { Socket, socketUrl } from "../wire/socket";
 import { announce } from "./announcer";
 import { Conversations } from "./conversations";
-import { Door, leaveAll } from "./door";
-import { Drafts } from "./drafts";
-import { Follower } from "./follower";
-import { Forks } from "./forks";
-import { Keeper } from "./keeper";
-import { type Lane, Lanes, ending } from "./lanes";
-import { placeAfter, placeInside, placeOf } from "./place";
-import { ProfileKeeper } from "./profile";
-import { ReadinessWatch } from "./readiness";
+import { Auth, resetPage } from "./door";
+import { PrefillAhead } from "./drafts";
+import { LiveSync } from "./follower";
+import { TokenForks } from "./forks";
+import { ConversationLoader } from "./keeper";
+import { type ResponseStream, ResponseStreams, describeEnding } from "./lanes";
+import { continuationAfter, continuationAtToken, continuationOf } from "./place";
+import { SettingsSync } from "./profile";
+import { ReadinessPoller } from "./readiness";
 import { requestFields } from "./request";
 import { Search } from "./search";
-import { type Sampling, namesChats, sampling, systemPrompt } from "./settings";
+import { type Sampling, shouldAutoTitle, sampling, systemPrompt } from "./settings";
 import { Thread } from "./thread";
-import { Titler } from "./titles";
+import { AutoTitler } from "./titles";
 import { toast } from "./toast";
 import type { Message } from "./tree";
-import { type Start, Turn } from "./turn";
-import { Warmth } from "./warmth";
+import { type ForkStart, Turn } from "./turn";
+import { CacheCoverageWatch } from "./warmth";
 
 // What a stop or a drop names that came a moment after the end: nothing to tell.
-const TOO_LATE = new Set(["response_id", "candidate"]);
+const LATE_REQUEST_PARAMS = new Set(["response_id", "candidate"]);
 
 export class Chat {
-  readonly conversations = new Conversations((head) => this.threads.get(head.id)?.know(head));
+  readonly conversations = new Conversations((head) => this.threads.get(head.id)?.recordOwnChange(head));
   readonly search = new Search();
-  readonly warmth = new Warmth(() => this.conversations.shown.peek().map(({ id }) => id));
-  readonly readiness = new ReadinessWatch();
+  readonly cacheCoverage = new CacheCoverageWatch(() => this.conversations.shown.peek().map(({ id }) => id));
+  readonly readiness = new ReadinessPoller();
   readonly session = signal<Session | null>(null);
   readonly thread = signal(new Thread());
   readonly socket: Socket;
   readonly live = computed(() => this.thread.value.live.value);
   readonly ready = computed(() => {
-    const blocked = ["loading", "unavailable"].includes(this.readiness.now.value.phase);
+    const blocked = ["loading", "unavailable"].includes(this.readiness.status.value.phase);
     return this.socket.state.value === "open" && this.thread.value.state.value === "ready" && !blocked;
   });
-  readonly drafts: Drafts;
-  readonly forks = new Forks(this);
-  readonly titler = new Titler(this.conversations);
+  readonly prefill: PrefillAhead;
+  readonly forks = new TokenForks(this);
+  readonly autoTitler = new AutoTitler(this.conversations);
   private readonly threads = new Map<string, Thread>();
-  private readonly born = new Set<string>(); // conversations that began here, their heads not heard of yet
-  private readonly keeper = new Keeper(this.conversations);
-  private readonly profile = new ProfileKeeper(this.conversations);
-  private readonly door: Door;
-  private readonly lanes: Lanes;
-  private readonly follower: Follower;
+  private readonly startedHere = new Set<string>(); // conversations that began here, their heads not heard of yet
+  private readonly loader = new ConversationLoader(this.conversations);
+  private readonly settingsSync = new SettingsSync(this.conversations);
+  private readonly auth: Auth;
+  private readonly streams: ResponseStreams;
+  private readonly liveSync: LiveSync;
   private count = 0;
 
-  constructor(url = socketUrl(), startOver = leaveAll) {
+  constructor(url = socketUrl(), startOver = resetPage) {
     this.socket = new Socket(url, (frame) => this.receive(frame));
-    this.lanes = new Lanes(this.socket, this.keeper, {
-      created: (lane, conversation) => this.created(lane, conversation),
-      settled: (lane) => this.settled(lane),
+    this.streams = new ResponseStreams(this.socket, this.loader, {
+      created: (lane, conversation) => this.onCreated(lane, conversation),
+      ended: (lane) => this.onEnded(lane),
     });
-    const next = () => placeAfter(this.thread.value, this.thread.value.tree.value.leaf.value?.key ?? null);
+    const next = () => continuationAfter(this.thread.value, this.thread.value.tree.value.leaf.value?.key ?? null);
     const place = () => (this.ready.value && !this.live.value ? next() : null);
-    this.drafts = new Drafts(place, (frame) => this.socket.send(frame));
-    this.follower = new Follower(this.socket, this.conversations, this.keeper, this.lanes, {
+    this.prefill = new PrefillAhead(place, (frame) => this.socket.send(frame));
+    this.liveSync = new LiveSync(this.socket, this.conversations, this.loader, this.streams, {
       shown: () => this.thread.peek(),
-      changed: (before, now) => this.changedElsewhere(before, now),
-      deleted: (id) => this.deletedElsewhere(id),
+      changed: (before, now) => this.onRemoteChange(before, now),
+      deleted: (id) => this.onRemoteDelete(id),
     });
     this.socket.opened.subscribe((times) => {
-      this.drafts.forget();
+      this.prefill.reset();
       if (times === 0) return;
-      void this.readiness.watch();
-      this.follower.connected();
-      if (times > 1) this.recover();
+      void this.readiness.pollUntilReady();
+      this.liveSync.subscribe();
+      if (times > 1) this.onReconnected();
     });
-    this.door = new Door(this.socket, this.conversations, startOver);
+    this.auth = new Auth(this.socket, this.conversations, startOver);
     effect(() => {
       void [systemPrompt.value, sampling.value];
       const thread = this.thread.peek();
-      if (thread.state.peek() === "ready") untracked(() => this.profile.changed(thread.id.value));
+      if (thread.state.peek() === "ready") untracked(() => this.settingsSync.scheduleSave(thread.id.value));
     });
   }
 
   /** Connect and fill the list; or stop at a locked door until a key is given. */
   async start(): Promise<void> {
-    if (await this.door.enter()) this.warmth.soon();
+    if (await this.auth.connect()) this.cacheCoverage.scheduleRefresh();
   }
 
   /** Hand in a key for a session. */
-  async unlock(key: string): Promise<void> {
-    if (!(await this.door.unlock(key))) return;
+  async signIn(key: string): Promise<void> {
+    if (!(await this.auth.signIn(key))) return;
     const id = this.thread.value.id.value;
     if (id !== null) await this.open(id);
   }
@@ -101,9 +101,9 @@ export class Chat {
     const tree = thread.tree.value;
     const leaf = tree.leaf.value;
     const turn = leaf ? thread.turnOf(leaf) : undefined;
-    if (turn) turn.open.value = false; // going on is a pick
+    if (turn) turn.showsCandidates.value = false; // going on is a pick
     const user = tree.add({ key: this.newKey("user"), parent: leaf?.key ?? null, role: "user", text });
-    thread.next.value = thread.next.value.filter((suggestion) => suggestion !== text);
+    thread.suggestions.value = thread.suggestions.value.filter((suggestion) => suggestion !== text);
     this.generate(thread, user, only);
   }
 
@@ -128,7 +128,7 @@ export class Chat {
   }
 
   /** Go on inside an answer: another one beside it, with the same beginning. */
-  goOnInside(answer: Message, start: Start): void {
+  forkAtToken(answer: Message, start: ForkStart): void {
     const thread = this.thread.value;
     const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
     if (user && !thread.live.value) this.generate(thread, user, { n: 1, search: "sample" }, start);
@@ -136,14 +136,14 @@ export class Chat {
 
   stop(): void {
     const turn = this.live.value;
-    if (turn) this.lanes.stop(turn);
+    if (turn) this.streams.stop(turn);
   }
 
   /** Settle on one candidate. The others stay as its siblings. */
   pick(message: Message): void {
     const thread = this.thread.value;
     const turn = thread.turnOf(message);
-    if (turn) turn.open.value = false;
+    if (turn) turn.showsCandidates.value = false;
     const place = turn ? turn.candidates.indexOf(message) + 1 : 1;
     announce(`Picked answer ${place}.`);
     this.choose(message);
@@ -154,7 +154,7 @@ export class Chat {
     const thread = this.thread.value;
     const turn = thread.turnOf(message);
     if (!turn?.canDrop(message)) return;
-    this.lanes.drop(turn, message);
+    this.streams.drop(turn, message);
     const other = turn.candidates.find((each) => each !== message && turn.canDrop(each));
     if (other && thread.tree.value.path.value.includes(message)) thread.tree.value.choose(other);
     announce(`Dropped answer ${turn.candidates.indexOf(message) + 1}.`);
@@ -163,27 +163,27 @@ export class Chat {
   choose(message: Message): void {
     const thread = this.thread.value;
     thread.tree.value.choose(message);
-    void this.keeper.keepLeaf(thread);
+    void this.loader.saveActiveLeaf(thread);
   }
 
   newConversation(): void {
     this.thread.value = new Thread();
-    this.profile.showDefaults();
+    this.settingsSync.applyDefaults();
   }
 
   async open(id: string): Promise<void> {
-    void this.profile.flush();
+    void this.settingsSync.flush();
     const thread = this.threads.get(id) ?? new Thread();
     thread.id.value = id;
     this.threads.set(id, thread);
     this.thread.value = thread;
-    this.conversations.seen(id);
-    this.profile.show(this.conversations.find(id));
+    this.conversations.markSeen(id);
+    this.settingsSync.apply(this.conversations.find(id));
     if (thread.state.value !== "ready" || !thread.isLoaded) {
-      const head = await this.keeper.load(thread, id);
-      if (head && this.thread.value === thread) this.profile.show(head);
+      const head = await this.loader.load(thread, id);
+      if (head && this.thread.value === thread) this.settingsSync.apply(head);
     }
-    await this.follower.check(thread);
+    await this.liveSync.refreshThread(thread);
   }
 
   remove(id: string): void {
@@ -198,7 +198,7 @@ export class Chat {
 
   // -- the server ---------------------------------------------------------------------------------------------------
 
-  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}, start: Start | null = null): void {
+  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}, start: ForkStart | null = null): void {
     const tree = thread.tree.value;
     const key = this.newKey("turn");
     const settings = { ...sampling.value, ...only };
@@ -212,75 +212,75 @@ export class Chat {
     const frame: CreateFrame = {
       type: "response.create",
       stream_id: key,
-      ...(start ? placeInside(start) : placeOf(thread, user)),
+      ...(start ? continuationAtToken(start) : continuationOf(thread, user)),
       ...(systemPrompt.value && !start ? { instructions: systemPrompt.value } : {}), // an answer goes on under its own
       explain: true,
       ...requestFields(settings),
     };
     const limit = this.session.value?.limits.max_frame_bytes ?? Infinity;
     if (new TextEncoder().encode(JSON.stringify(frame)).length > limit) {
-      this.lanes.refuse(turn, `This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`);
+      this.streams.reject(turn, `This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`);
       return;
     }
-    this.lanes.begin(thread, turn, user, frame);
+    this.streams.start(thread, turn, user, frame);
   }
 
   private receive(frame: ServerFrame): void {
     if (frame.type === "session.created") this.session.value = frame.session;
-    if (frame.type === "prompt.prewarmed") this.drafts.take(frame);
-    if (frame.type === "error" && frame.status === 503) void this.readiness.watch();
-    if (frame.type === "conversation.updated" && !frame.running) this.updatedHere(frame.conversation);
-    this.follower.receive(frame);
-    if (this.lanes.receive(frame)) return;
-    if (frame.type !== "error" || TOO_LATE.has(frame.error.param ?? "") || this.drafts.refused()) return;
+    if (frame.type === "prompt.prewarmed") this.prefill.receive(frame);
+    if (frame.type === "error" && frame.status === 503) void this.readiness.pollUntilReady();
+    if (frame.type === "conversation.updated" && !frame.running) this.onOwnUpdate(frame.conversation);
+    this.liveSync.receive(frame);
+    if (this.streams.receive(frame)) return;
+    if (frame.type !== "error" || LATE_REQUEST_PARAMS.has(frame.error.param ?? "") || this.prefill.handleError()) return;
     toast(frame.error.message);
   }
 
-  private created({ thread }: Lane, conversation: string | null): void {
+  private onCreated({ thread }: ResponseStream, conversation: string | null): void {
     if (thread.id.value === null && conversation !== null) {
       thread.id.value = conversation;
       thread.isLoaded = true;
       this.threads.set(conversation, thread);
-      this.born.add(conversation);
+      this.startedHere.add(conversation);
     }
-    if (thread === this.thread.value) void this.follower.look(thread);
+    if (thread === this.thread.value) void this.liveSync.syncThread(thread);
   }
 
   /** A response that is sent to this page changed its conversation. */
-  private updatedHere(head: WireConversation): void {
-    this.conversations.changed(head);
-    if (!this.born.delete(head.id)) return;
-    this.titler.began(head);
-    if (this.thread.value.id.value === head.id) this.profile.begin(head.id);
+  private onOwnUpdate(head: WireConversation): void {
+    this.conversations.applyOwnChange(head);
+    if (!this.startedHere.delete(head.id)) return;
+    this.autoTitler.onStarted(head);
+    if (this.thread.value.id.value === head.id) this.settingsSync.attach(head.id);
   }
 
-  private settled({ thread, turn }: Lane): void {
+  private onEnded({ thread, turn }: ResponseStream): void {
     const id = thread.id.value;
     const isShown = thread === this.thread.value;
-    void this.keep(thread, turn);
-    if (turn.failed) void this.readiness.watch(); // perhaps the model is gone
-    if (id === null) return announce(ending(turn));
+    void this.afterTurn(thread, turn);
+    if (turn.failed) void this.readiness.pollUntilReady(); // perhaps the model is gone
+    if (id === null) return announce(describeEnding(turn));
     const title = this.conversations.find(id)?.title ?? "another conversation";
-    announce(isShown ? ending(turn) : `${ending(turn)} It is in ${title}.`);
+    announce(isShown ? describeEnding(turn) : `${describeEnding(turn)} It is in ${title}.`);
     if (!isShown) this.conversations.markUnseen(id);
     this.conversations.setRunning(id, this.conversations.runningIn(id).filter((other) => other !== turn.responseId.value));
-    this.warmth.soon();
+    this.cacheCoverage.scheduleRefresh();
   }
 
   /** What is told to the server after a turn: one thing after the other, as each is a change of the conversation. */
-  private async keep(thread: Thread, turn: Turn): Promise<void> {
-    if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) await this.keeper.keepLeaf(thread);
-    await this.profile.flush();
+  private async afterTurn(thread: Thread, turn: Turn): Promise<void> {
+    if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) await this.loader.saveActiveLeaf(thread);
+    await this.settingsSync.flush();
     const said = !turn.failed && turn.candidates.some((message) => message.text.value !== ""); // stopped early, there is none
-    if (namesChats(this.session.value?.model) && said && thread.id.value !== null) await this.titler.answered(thread.id.value);
+    if (shouldAutoTitle(this.session.value?.model) && said && thread.id.value !== null) await this.autoTitler.onAnswered(thread.id.value);
   }
 
-  private changedElsewhere(before: WireConversation | undefined, now: WireConversation): void {
-    if (this.thread.value.id.value === now.id) this.profile.take(before, now);
-    this.warmth.soon();
+  private onRemoteChange(before: WireConversation | undefined, now: WireConversation): void {
+    if (this.thread.value.id.value === now.id) this.settingsSync.applyRemote(before, now);
+    this.cacheCoverage.scheduleRefresh();
   }
 
-  private deletedElsewhere(id: string): void {
+  private onRemoteDelete(id: string): void {
     this.threads.delete(id);
     if (this.thread.value.id.value !== id) return;
     this.newConversation();
@@ -288,9 +288,9 @@ export class Chat {
   }
 
   /** The connection is back. */
-  private recover(): void {
-    void this.conversations.refresh().then(() => this.warmth.soon());
-    this.lanes.recover();
+  private onReconnected(): void {
+    void this.conversations.refresh().then(() => this.cacheCoverage.scheduleRefresh());
+    this.streams.recover();
   }
 
   private newKey(kind: string): string {

@@ -1,7 +1,7 @@
 // What several texts have in common.
 
 /** The longest beginning that all share, ending with a whole word. */
-export function sharedStart(texts: readonly string[]): string {
+export function commonPrefix(texts: readonly string[]): string {
   const [first = "", ...others] = texts;
   let length = first.length;
   for (const text of others) {

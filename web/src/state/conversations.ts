@@ -8,29 +8,29 @@ import { load, save } from "./storage";
 import { toast } from "./toast";
 
 const UNDO_MS = 6000;
-const TRIES = 4;
+const MAX_ATTEMPTS = 4;
 
 export class Conversations {
   readonly state = signal<"loading" | "ready" | "failed" | "locked">("loading");
-  readonly refusal = signal(""); // the code of the error that locked the page
-  readonly more = signal(false);
+  readonly lockCode = signal(""); // the code of the error that locked the page
+  readonly hasMore = signal(false);
   private readonly all = signal<ReadonlyMap<string, WireConversation>>(new Map());
-  private readonly leaving = signal<ReadonlySet<string>>(new Set());
+  private readonly pendingDeletes = signal<ReadonlySet<string>>(new Set());
   private readonly running = signal<ReadonlyMap<string, readonly string[]>>(new Map()); // responses by conversation
   private readonly unseen = signal<ReadonlySet<string>>(new Set()); // answered while another one was shown
   private readonly now = signal(Date.now());
-  private readonly changing = new Set<Promise<WireConversation>>();
+  private readonly ownChanges = new Set<Promise<WireConversation>>();
   private next: string | null = null;
 
   readonly shown = computed(() => {
-    const all = [...this.all.value.values()].filter(({ id }) => !this.leaving.value.has(id));
+    const all = [...this.all.value.values()].filter(({ id }) => !this.pendingDeletes.value.has(id));
     return all.sort((a, b) => b.updated_at - a.updated_at);
   });
   readonly groups = computed(() => groupByDay(this.shown.value, this.now.value));
 
   /** `own` is told how a conversation stands after a change of ours. */
-  constructor(private readonly own: (head: WireConversation) => void = () => {}) {
-    addEventListener("pagehide", () => this.leaving.value.forEach((id) => void rest.deleteConversation(id)));
+  constructor(private readonly onOwnChange: (head: WireConversation) => void = () => {}) {
+    addEventListener("pagehide", () => this.pendingDeletes.value.forEach((id) => void rest.deleteConversation(id)));
     document.addEventListener("visibilitychange", () => (this.now.value = Date.now()));
   }
 
@@ -38,8 +38,8 @@ export class Conversations {
     return this.all.value.get(id);
   }
 
-  isLeaving(id: string): boolean {
-    return this.leaving.value.has(id);
+  isPendingDelete(id: string): boolean {
+    return this.pendingDeletes.value.has(id);
   }
 
   // -- reading ------------------------------------------------------------------------------------------------------
@@ -47,21 +47,21 @@ export class Conversations {
   async refresh(): Promise<void> {
     try {
       const page = await rest.listConversations();
-      this.forget(page);
-      this.put(page.data);
+      this.removeDeleted(page);
+      this.store(page.data);
       this.next = page.next;
-      this.more.value = page.has_more;
+      this.hasMore.value = page.has_more;
       this.state.value = "ready";
       await this.fetchPinned();
     } catch (error) {
-      if (!this.lock(error)) this.state.value = "failed";
+      if (!this.lockIfUnauthorized(error)) this.state.value = "failed";
     }
   }
 
   /** Stop at the door if the server does not let us in; whether that was what it said. */
-  lock(error: unknown): boolean {
-    if (!(error instanceof rest.RequestFailed) || error.status !== 401) return false;
-    this.refusal.value = error.code;
+  lockIfUnauthorized(error: unknown): boolean {
+    if (!(error instanceof rest.RequestError) || error.status !== 401) return false;
+    this.lockCode.value = error.code;
     this.state.value = "locked";
     return true;
   }
@@ -70,27 +70,27 @@ export class Conversations {
     if (this.next === null) return;
     const page = await rest.listConversations(this.next).catch(() => null);
     if (!page) return;
-    this.put(page.data);
+    this.store(page.data);
     this.next = page.next;
-    this.more.value = page.has_more;
+    this.hasMore.value = page.has_more;
   }
 
   /** Pinned ones stand at the top however old they are, so they are asked for by name. */
   private async fetchPinned(): Promise<void> {
     const missing = load<readonly string[]>("pinned", []).filter((id) => !this.find(id));
     const found = await Promise.all(missing.map((id) => rest.getConversation(id).catch(() => null)));
-    this.put(found.filter((head) => head !== null));
+    this.store(found.filter((head) => head !== null));
   }
 
   /** What should be on the first page and is not has been deleted while nobody told us. */
-  private forget(first: rest.Page<WireConversation>): void {
+  private removeDeleted(first: rest.ListPage<WireConversation>): void {
     const there = new Set(first.data.map(({ id }) => id));
     const oldest = first.has_more ? (first.data.at(-1)?.updated_at ?? 0) : -Infinity;
     const kept = [...this.all.value].filter(([id, head]) => there.has(id) || head.updated_at < oldest);
     this.all.value = new Map(kept);
   }
 
-  private put(heads: readonly WireConversation[]): void {
+  private store(heads: readonly WireConversation[]): void {
     const all = new Map(this.all.value);
     for (const head of heads) {
       const known = all.get(head.id);
@@ -103,39 +103,39 @@ export class Conversations {
   }
 
   upsert(head: WireConversation): void {
-    this.put([head]);
+    this.store([head]);
   }
 
   /** Make a change of ours: it is known as such before anybody takes it for news. */
-  async mine(change: Promise<WireConversation>): Promise<WireConversation> {
-    this.changing.add(change);
+  async trackOwnChange(change: Promise<WireConversation>): Promise<WireConversation> {
+    this.ownChanges.add(change);
     try {
       const head = await change;
-      this.changed(head);
+      this.applyOwnChange(head);
       return head;
     } finally {
-      this.changing.delete(change);
+      this.ownChanges.delete(change);
     }
   }
 
   /** Wait until no change of ours is on its way. */
-  async quiet(): Promise<void> {
-    while (this.changing.size > 0) await Promise.allSettled(this.changing);
+  async waitForOwnChanges(): Promise<void> {
+    while (this.ownChanges.size > 0) await Promise.allSettled(this.ownChanges);
   }
 
   /** A change of ours was made. */
-  changed(head: WireConversation): void {
-    this.own(head);
-    this.put([head]);
+  applyOwnChange(head: WireConversation): void {
+    this.onOwnChange(head);
+    this.store([head]);
   }
 
   /** It was deleted, by whomever. */
-  drop(id: string): void {
+  removeLocal(id: string): void {
     const all = new Map(this.all.value);
     all.delete(id);
     this.all.value = all;
     this.setRunning(id, []);
-    this.seen(id);
+    this.markSeen(id);
   }
 
   // -- what goes on in them -------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ export class Conversations {
     this.unseen.value = new Set([...this.unseen.value, id]);
   }
 
-  seen(id: string): void {
+  markSeen(id: string): void {
     if (this.unseen.value.has(id)) this.unseen.value = new Set([...this.unseen.value].filter((other) => other !== id));
   }
 
@@ -176,11 +176,11 @@ export class Conversations {
   async rename(id: string, title: string): Promise<void> {
     const before = this.find(id);
     if (!before || title === "" || title === before.title) return;
-    this.put([{ ...before, title }]);
+    this.store([{ ...before, title }]);
     try {
-      await this.mine(rest.updateConversation(id, { title }));
+      await this.trackOwnChange(rest.updateConversation(id, { title }));
     } catch (error) {
-      this.put([{ ...before, rev: this.find(id)?.rev ?? before.rev }]);
+      this.store([{ ...before, rev: this.find(id)?.rev ?? before.rev }]);
       toast(`Not renamed. ${(error as Error).message}`);
     }
   }
@@ -192,20 +192,20 @@ export class Conversations {
   /** Change the metadata, whatever others change in it at the same time. */
   async changeMetadata(id: string, change: (metadata: Metadata | null | undefined) => Metadata): Promise<void> {
     let head = this.find(id);
-    for (let tries = 0; head && tries < TRIES; tries++) {
+    for (let tries = 0; head && tries < MAX_ATTEMPTS; tries++) {
       const metadata = change(head.metadata);
       if (sameMetadata(metadata, head.metadata)) return;
       try {
         // a new one's first answer changes it at any moment; nobody else has written metadata into it
         const rev = head.rev > 1 ? { rev: head.rev } : {};
-        await this.mine(rest.updateConversation(id, { metadata, ...rev }));
+        await this.trackOwnChange(rest.updateConversation(id, { metadata, ...rev }));
         return;
       } catch (error) {
-        if (!(error instanceof rest.RequestFailed) || !error.present) {
+        if (!(error instanceof rest.RequestError) || !error.current) {
           toast(`Not kept. ${(error as Error).message}`);
           return;
         }
-        head = error.present;
+        head = error.current;
       }
     }
   }
@@ -213,30 +213,30 @@ export class Conversations {
   /** Hide the conversation now, delete it on the server when the time for an undo is over. */
   remove(id: string, undone: () => void): void {
     const title = this.find(id)?.title ?? "Conversation";
-    this.leaving.value = new Set([...this.leaving.value, id]);
-    const timer = setTimeout(() => void this.reallyRemove(id), UNDO_MS);
+    this.pendingDeletes.value = new Set([...this.pendingDeletes.value, id]);
+    const timer = setTimeout(() => void this.deleteNow(id), UNDO_MS);
     toast(`“${title}” deleted.`, {
       label: "Undo",
       run: () => {
         clearTimeout(timer);
-        this.stay(id);
+        this.cancelDelete(id);
         undone();
       },
     });
   }
 
-  private async reallyRemove(id: string): Promise<void> {
+  private async deleteNow(id: string): Promise<void> {
     try {
       await rest.deleteConversation(id);
-      this.drop(id);
+      this.removeLocal(id);
     } catch (error) {
-      if (error instanceof rest.RequestFailed && error.status === 404) this.drop(id);
+      if (error instanceof rest.RequestError && error.status === 404) this.removeLocal(id);
       else toast(`Not deleted. ${(error as Error).message}`);
     }
-    this.stay(id);
+    this.cancelDelete(id);
   }
 
-  private stay(id: string): void {
-    this.leaving.value = new Set([...this.leaving.value].filter((other) => other !== id));
+  private cancelDelete(id: string): void {
+    this.pendingDeletes.value = new Set([...this.pendingDeletes.value].filter((other) => other !== id));
   }
 }

@@ -3,14 +3,14 @@ import * as rest from "../wire/rest";
 import type { Conversations } from "./conversations";
 import { toast } from "./toast";
 
-const ENDINGS: Readonly<Record<rest.ExportFormat, string>> = { json: "json", markdown: "md" };
-const NAME_CHARS = 60;
+const EXTENSIONS: Readonly<Record<rest.ExportFormat, string>> = { json: "json", markdown: "md" };
+const MAX_NAME_CHARS = 60;
 
 /** Save one conversation; with `id` null all of them, one JSON to a line. */
 export async function exportConversations(id: string | null, title: string, format: rest.ExportFormat = "json"): Promise<void> {
   try {
-    const ending = id === null ? "jsonl" : ENDINGS[format];
-    saveAs(await rest.exportFile(id, format), `${fileName(title)}.${ending}`);
+    const ending = id === null ? "jsonl" : EXTENSIONS[format];
+    downloadBlob(await rest.exportFile(id, format), `${toFileName(title)}.${ending}`);
   } catch (error) {
     toast(`Not exported. ${(error as Error).message}`);
   }
@@ -28,7 +28,7 @@ export async function importFiles(files: readonly File[], conversations: Convers
     try {
       const report = await rest.importFile(file, /\.(jsonl|ndjson)$/i.test(file.name) ? "application/x-ndjson" : "application/json");
       touched.push(...report.data.filter(({ status }) => status === "created" || status === "extended").flatMap(({ id }) => id ?? []));
-      told.push(summary(report));
+      told.push(summarizeImport(report));
     } catch (error) {
       told.push(`${file.name} was not imported. ${(error as Error).message}`);
     }
@@ -38,7 +38,7 @@ export async function importFiles(files: readonly File[], conversations: Convers
   return touched.length === 1 ? touched[0]! : null;
 }
 
-export function summary(report: rest.ImportReport): string {
+export function summarizeImport(report: rest.ImportReport): string {
   const counts = [
     [report.created, "imported"],
     [report.extended, "extended"],
@@ -51,12 +51,12 @@ export function summary(report: rest.ImportReport): string {
 }
 
 /** A title as a file name that every system takes. */
-export function fileName(title: string): string {
+export function toFileName(title: string): string {
   const plain = title.replace(/[\p{Cc}\\/:*?"<>|]+/gu, " ").replace(/\s+/g, " ").trim().replace(/^\.+|\.+$/g, "");
-  return [...plain].slice(0, NAME_CHARS).join("").trim() || "conversation";
+  return [...plain].slice(0, MAX_NAME_CHARS).join("").trim() || "conversation";
 }
 
-function saveAs(blob: Blob, name: string): void {
+function downloadBlob(blob: Blob, name: string): void {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
   link.download = name;

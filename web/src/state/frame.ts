@@ -2,10 +2,10 @@
 import { type Signal, batch } from "@preact/signals";
 import type { Message } from "./tree";
 
-const HIDDEN_MS = 250; // a hidden tab gets no animation frames
+const HIDDEN_TAB_MS = 250; // a hidden tab gets no animation frames
 
-export class FrameBatcher {
-  private readonly waiting = new Map<Signal<string>, string>();
+export class DeltaBatcher {
+  private readonly pending = new Map<Signal<string>, string>();
   private scheduled = false;
 
   append(message: Message, delta: string): void {
@@ -13,18 +13,18 @@ export class FrameBatcher {
   }
 
   appendTo(text: Signal<string>, delta: string): void {
-    this.waiting.set(text, (this.waiting.get(text) ?? "") + delta);
+    this.pending.set(text, (this.pending.get(text) ?? "") + delta);
     if (this.scheduled) return;
     this.scheduled = true;
-    if (document.hidden) setTimeout(() => this.flush(), HIDDEN_MS);
+    if (document.hidden) setTimeout(() => this.flush(), HIDDEN_TAB_MS);
     else requestAnimationFrame(() => this.flush());
   }
 
   flush(): void {
     this.scheduled = false;
     batch(() => {
-      for (const [text, delta] of this.waiting) text.value += delta;
-      this.waiting.clear();
+      for (const [text, delta] of this.pending) text.value += delta;
+      this.pending.clear();
     });
   }
 }

@@ -9,7 +9,7 @@ export interface StoredResponse {
   readonly messages: Message[];
 }
 
-export interface Merged {
+export interface MergeResult {
   readonly tree: Tree;
   readonly responses: ReadonlyMap<string, StoredResponse>;
 }
@@ -18,10 +18,10 @@ export interface Merged {
  * `items`: oldest first. `listed`: the ids that an earlier list had; a message of those that is missing now is gone. What
  * the server never listed (unsent, failed, or newer than the list) stays below what it followed.
  */
-export function merge(before: Tree, turns: Iterable<Turn>, items: readonly StoredItem[], listed: ReadonlySet<string>): Merged {
+export function mergeStored(before: Tree, turns: Iterable<Turn>, items: readonly StoredItem[], listed: ReadonlySet<string>): MergeResult {
   const tree = new Tree();
   const responses = new Map<string, StoredResponse>();
-  const known = knownMessages(before, turns);
+  const known = messageFinder(before, turns);
   const keys = new Map<string, string | null>(); // message id -> its key; of what is not shown, the key it hangs below
   for (const item of items) {
     const parent = item.parent_id === null ? null : (keys.get(item.parent_id) ?? null);
@@ -32,26 +32,26 @@ export function merge(before: Tree, turns: Iterable<Turn>, items: readonly Store
     const mine = known(item);
     const first = (item.index ?? 0) === 0; // of the candidates, the first; of the turns, the newest
     if (mine && mine.parent === parent) {
-      settle(mine, item);
-      tree.put(mine, first);
+      applyStored(mine, item);
+      tree.attach(mine, first);
       keys.set(item.id, mine.key);
     } else {
-      const message = added(tree, item, parent, first);
+      const message = addStored(tree, item, parent, first);
       keys.set(item.id, message.key);
-      if (message.turn !== null) group(responses, message.turn, item, message);
+      if (message.turn !== null) groupByResponse(responses, message.turn, item, message);
     }
   }
   for (const message of before.all()) {
     const id = message.id.value;
     if (tree.get(message.key) || (id !== null && (keys.has(id) || listed.has(id)))) continue;
-    if (message.parent === null || tree.get(message.parent)) tree.put(message, false);
+    if (message.parent === null || tree.get(message.parent)) tree.attach(message, false);
   }
-  tree.chooseAs(before);
+  tree.copyChoices(before);
   return { tree, responses };
 }
 
 /** Finds the page's own message of an item: by its id, or as the candidate of a response that had no id yet. */
-function knownMessages(before: Tree, turns: Iterable<Turn>): (item: StoredItem) => Message | undefined {
+function messageFinder(before: Tree, turns: Iterable<Turn>): (item: StoredItem) => Message | undefined {
   const byId = new Map<string, Message>();
   for (const message of before.all()) if (message.id.value !== null) byId.set(message.id.value, message);
   const byResponse = new Map<string, Turn>();
@@ -65,7 +65,7 @@ function knownMessages(before: Tree, turns: Iterable<Turn>): (item: StoredItem) 
 }
 
 /** What is stored is final. */
-function settle(message: Message, item: StoredItem): void {
+function applyStored(message: Message, item: StoredItem): void {
   message.id.value = item.id;
   message.tokens.value = item.num_tokens ?? 0;
   if (item.status === "in_progress") return;
@@ -73,7 +73,7 @@ function settle(message: Message, item: StoredItem): void {
   message.status.value = statusOf(item);
 }
 
-function added(tree: Tree, item: StoredItem, parent: string | null, choose: boolean): Message {
+function addStored(tree: Tree, item: StoredItem, parent: string | null, choose: boolean): Message {
   const role = item.role === "user" ? "user" : "assistant";
   const turn = role === "assistant" ? item.response_id : null;
   const init = { key: item.id, id: item.id, parent, role, turn, text: textOf(item), status: statusOf(item) } as const;
@@ -82,7 +82,7 @@ function added(tree: Tree, item: StoredItem, parent: string | null, choose: bool
   return message;
 }
 
-function group(responses: Map<string, StoredResponse>, response: string, item: StoredItem, message: Message): void {
+function groupByResponse(responses: Map<string, StoredResponse>, response: string, item: StoredItem, message: Message): void {
   const found = responses.get(response) ?? { items: [], messages: [] };
   found.items.push(item);
   found.messages.push(message);

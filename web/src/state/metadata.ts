@@ -1,11 +1,11 @@
 // What the page keeps in a conversation's metadata: its system prompt, how to sample, whether it is pinned.
 // Values there hold 512 characters, so a longer prompt takes several. Entries of other clients are left alone.
-import { asSampling, type Sampling } from "./settings";
+import { parseSampling, type Sampling } from "./settings";
 
 export type Metadata = Readonly<Record<string, string>>;
 
 /** How a conversation wants to be answered. */
-export interface Profile {
+export interface ConversationSettings {
   readonly system: string;
   readonly sampling: Sampling | null; // null: as the reader's defaults have it
 }
@@ -16,14 +16,14 @@ export const MAX_SYSTEM_CHARS = VALUE_CHARS * SYSTEM_PARTS;
 
 const systemKey = (part: number) => (part === 0 ? "system" : `system_${part + 1}`);
 
-export function readProfile(metadata: Metadata | null | undefined): Profile {
+export function readSettings(metadata: Metadata | null | undefined): ConversationSettings {
   let system = "";
   for (let part = 0; part < SYSTEM_PARTS; part++) system += metadata?.[systemKey(part)] ?? "";
-  return { system, sampling: parseSampling(metadata?.["sampling"]) };
+  return { system, sampling: readSampling(metadata?.["sampling"]) };
 }
 
 /** The metadata with this profile in it; a prompt too long to keep is left out. */
-export function withProfile(metadata: Metadata | null | undefined, profile: Profile): Metadata {
+export function withSettings(metadata: Metadata | null | undefined, profile: ConversationSettings): Metadata {
   const next: Record<string, string> = { ...metadata };
   for (let part = 0; part < SYSTEM_PARTS; part++) delete next[systemKey(part)];
   delete next["sampling"];
@@ -53,10 +53,10 @@ export function sameMetadata(a: Metadata | null | undefined, b: Metadata | null 
 }
 
 /** Settings that another client may have written: what makes no sense is as it is by default. */
-function parseSampling(text: string | undefined): Sampling | null {
+function readSampling(text: string | undefined): Sampling | null {
   if (text === undefined) return null;
   try {
-    return asSampling(JSON.parse(text));
+    return parseSampling(JSON.parse(text));
   } catch {
     return null;
   }

@@ -2,44 +2,44 @@
 import { signal } from "@preact/signals";
 import { type CacheMap, getCacheMap } from "../wire/cacheMap";
 
-const LOOK_MS = 1000;
+const POLL_MS = 1000;
 
-export class PageMapWatch {
-  readonly now = signal<CacheMap | null>(null);
-  readonly before = signal<string>(""); // the cells of the look before
-  readonly failure = signal<string | null>(null);
+export class KvPageMapPoller {
+  readonly current = signal<CacheMap | null>(null);
+  readonly previousCells = signal<string>(""); // the cells of the look before
+  readonly error = signal<string | null>(null);
   private timer: ReturnType<typeof setTimeout> | undefined;
-  private watching = false;
-  private asking = false;
+  private isActive = false;
+  private isPolling = false;
 
   /** Look until the returned function is called. */
-  watch(): () => void {
+  start(): () => void {
     const turn = () => {
       clearTimeout(this.timer);
-      if (!document.hidden) void this.look();
+      if (!document.hidden) void this.poll();
     };
-    this.watching = true;
+    this.isActive = true;
     document.addEventListener("visibilitychange", turn);
     turn();
     return () => {
-      this.watching = false;
+      this.isActive = false;
       clearTimeout(this.timer);
       document.removeEventListener("visibilitychange", turn);
     };
   }
 
-  private async look(): Promise<void> {
-    if (this.asking) return;
-    this.asking = true;
+  private async poll(): Promise<void> {
+    if (this.isPolling) return;
+    this.isPolling = true;
     try {
       const map = await getCacheMap();
-      this.before.value = this.now.peek()?.cells ?? "";
-      this.now.value = map;
-      this.failure.value = null;
+      this.previousCells.value = this.current.peek()?.cells ?? "";
+      this.current.value = map;
+      this.error.value = null;
     } catch (error) {
-      this.failure.value = (error as Error).message;
+      this.error.value = (error as Error).message;
     }
-    this.asking = false;
-    if (this.watching && !document.hidden) this.timer = setTimeout(() => void this.look(), LOOK_MS);
+    this.isPolling = false;
+    if (this.isActive && !document.hidden) this.timer = setTimeout(() => void this.poll(), POLL_MS);
   }
 }

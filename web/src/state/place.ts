@@ -1,31 +1,31 @@
 // Where in the tree a request continues, and what it adds there.
-import type { Place } from "../wire/frames";
+import type { Continuation } from "../wire/frames";
 import type { Thread } from "./thread";
 import type { Message } from "./tree";
-import type { Start } from "./turn";
+import type { ForkStart } from "./turn";
 
-export function placeOf(thread: Thread, user: Message): Place {
+export function continuationOf(thread: Thread, user: Message): Continuation {
   const stored = user.id.value;
   if (stored !== null) return { input: [], previous_item_id: stored };
-  return { input: [{ role: "user", content: user.text.value }], ...placeAfter(thread, user.parent) };
+  return { input: [{ role: "user", content: user.text.value }], ...continuationAfter(thread, user.parent) };
 }
 
 /** Inside an answer: another one beside it, with the same beginning. */
-export function placeInside(start: Start): Place {
-  const place = { input: [], previous_item_id: start.item, fork_at: start.keep };
+export function continuationAtToken(start: ForkStart): Continuation {
+  const place = { input: [], previous_item_id: start.item, fork_at: start.keepTokens };
   return start.token ? { ...place, fork_with: start.token.id } : place;
 }
 
 /** Where something goes that is said after the message `parent`; null is the root. */
-export function placeAfter(thread: Thread, parent: string | null): Omit<Place, "input"> {
+export function continuationAfter(thread: Thread, parent: string | null): Omit<Continuation, "input"> {
   const conversation = thread.id.value;
-  const after = storedFrom(thread, parent);
+  const after = nearestStored(thread, parent);
   if (after !== null) return { previous_item_id: after };
   return conversation === null ? {} : { conversation, previous_item_id: "root" };
 }
 
 /** The nearest message from `key` upwards that the server knows; null at a root. */
-function storedFrom(thread: Thread, key: string | null): string | null {
+function nearestStored(thread: Thread, key: string | null): string | null {
   while (key !== null) {
     const above = thread.tree.value.get(key);
     if (above?.id.value) return above.id.value;

@@ -15,71 +15,71 @@ export const PRESETS: readonly Preset[] = [
   { name: "Butler", text: "You are a polite butler." },
 ];
 
-export type Shows = "candidates" | "beams" | "fork" | "memory" | "persona" | "pages";
+export type StarterFeature = "candidates" | "beams" | "fork" | "memory" | "persona" | "pages";
 
 export interface Starter {
   readonly title: string;
-  readonly shows: Shows;
+  readonly feature: StarterFeature;
   readonly badge?: string;
-  readonly ask: string;
-  readonly why: string;
+  readonly prompt: string;
+  readonly description: string;
   readonly sampling?: Partial<Sampling>;
   readonly system?: string;
-  readonly next?: readonly string[];
+  readonly followUps?: readonly string[];
   readonly panel?: "beams" | "pages"; // opened beside it
 }
 
-const ONE: Partial<Sampling> = { search: "sample", n: 1 };
+const SINGLE_ANSWER: Partial<Sampling> = { search: "sample", n: 1 };
 
 export const STARTERS: readonly Starter[] = [
   {
     title: "Four stories",
-    shows: "candidates",
+    feature: "candidates",
     badge: "4 answers",
-    ask: "Tell me a story about a dragon",
-    why: "n = 4: the prompt is computed once, then forks into four answers. Pick the one you like.",
+    prompt: "Tell me a story about a dragon",
+    description: "n = 4: the prompt is computed once, then forks into four answers. Pick the one you like.",
     sampling: { search: "sample", n: 4, temperature: 1 },
   },
   {
     title: "A search, live",
-    shows: "beams",
+    feature: "beams",
     badge: "5 beams",
-    ask: "Tell me a story about a robot",
-    why: "Beam search grows a tree of texts: what all agree on is solid, what is still open is a ghost.",
+    prompt: "Tell me a story about a robot",
+    description: "Beam search grows a tree of texts: what all agree on is solid, what is still open is a ghost.",
     sampling: { search: "beam", n: 5 },
     panel: "beams",
   },
   {
     title: "Fork at a word",
-    shows: "fork",
-    ask: "Tell me a story about a fox",
-    why: "Then click a word: what else could stand there, how likely it was, and a branch from it.",
-    sampling: ONE,
+    feature: "fork",
+    prompt: "Tell me a story about a fox",
+    description: "Then click a word: what else could stand there, how likely it was, and a branch from it.",
+    sampling: SINGLE_ANSWER,
   },
   {
     title: "Remember me",
-    shows: "memory",
+    feature: "memory",
     badge: "2 turns",
-    ask: "My name is Ada.",
-    why: "Then ask for it. The second turn reuses the pages of the first: watch the bar under the answer.",
-    sampling: ONE,
-    next: ["What is my name?"],
+    prompt: "My name is Ada.",
+    description: "Then ask for it. The second turn reuses the pages of the first: watch the bar under the answer.",
+    sampling: SINGLE_ANSWER,
+    followUps: ["What is my name?"],
   },
   {
     title: "Talk like a pirate",
-    shows: "persona",
+    feature: "persona",
     badge: "Pirate",
-    ask: "Who are you?",
-    why: "A system prompt is shared: every chat that uses it starts from the same pages.",
-    sampling: ONE,
+    prompt: "Who are you?",
+    description: "A system prompt is shared: every chat that uses it starts from the same pages.",
+    sampling: SINGLE_ANSWER,
     system: "Pirate",
   },
   {
     title: "Under the hood",
-    shows: "pages",
-    ask: "What is a KV page?",
-    why: "The idea that this server is built on, with the map of all its pages beside the answer.",
-    sampling: ONE,
+    feature: "pages",
+    prompt: "What is a KV page?",
+    description: "The idea that this server is built on, with the map of all its pages beside the answer.",
+    sampling: SINGLE_ANSWER,
     panel: "pages",
   },
 ];

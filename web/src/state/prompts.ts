@@ -5,43 +5,43 @@ import { load, save } from "./storage";
 
 const MAX_NAME_CHARS = 40;
 
-export const ownPrompts = signal<readonly Preset[]>(stored());
-export const allPrompts = computed<readonly Preset[]>(() => [...PRESETS, ...ownPrompts.value]);
+export const customPrompts = signal<readonly Preset[]>(loadPrompts());
+export const allPrompts = computed<readonly Preset[]>(() => [...PRESETS, ...customPrompts.value]);
 
 /** The prompt with this text, if it has a name. */
-export function promptOf(text: string): Preset | undefined {
+export function findPrompt(text: string): Preset | undefined {
   return allPrompts.value.find((preset) => preset.text === text);
 }
 
-export function isOwn(preset: Preset): boolean {
-  return ownPrompts.value.includes(preset);
+export function isCustom(preset: Preset): boolean {
+  return customPrompts.value.includes(preset);
 }
 
 /** Keep a prompt under a name, in the place of `old` where one is edited. Returns what is wrong, or null. */
-export function keepPrompt(name: string, text: string, old: Preset | null = null): string | null {
+export function savePrompt(name: string, text: string, old: Preset | null = null): string | null {
   const preset = { name: name.trim().slice(0, MAX_NAME_CHARS), text };
   if (preset.name === "") return "It needs a name.";
   if (text.trim() === "") return "It needs a text.";
   const taken = allPrompts.value.find((other) => other !== old && other.name.toLowerCase() === preset.name.toLowerCase());
   if (taken) return `There is one called ${taken.name} already.`;
-  put(old && isOwn(old) ? ownPrompts.value.map((other) => (other === old ? preset : other)) : [...ownPrompts.value, preset]);
+  storePrompts(old && isCustom(old) ? customPrompts.value.map((other) => (other === old ? preset : other)) : [...customPrompts.value, preset]);
   return null;
 }
 
 export function removePrompt(preset: Preset): void {
-  put(ownPrompts.value.filter((other) => other !== preset));
+  storePrompts(customPrompts.value.filter((other) => other !== preset));
 }
 
 export function restorePrompt(preset: Preset, place: number): void {
-  put(ownPrompts.value.toSpliced(place, 0, preset));
+  storePrompts(customPrompts.value.toSpliced(place, 0, preset));
 }
 
-function put(presets: readonly Preset[]): void {
-  ownPrompts.value = presets;
+function storePrompts(presets: readonly Preset[]): void {
+  customPrompts.value = presets;
   save("prompts", presets);
 }
 
-function stored(): readonly Preset[] {
+function loadPrompts(): readonly Preset[] {
   const found = load<unknown>("prompts", []);
   if (!Array.isArray(found)) return [];
   return found.filter((entry): entry is Preset => {

@@ -1,8 +1,8 @@
 // Whether the server can answer yet. The page is there before the model is loaded; it says how far that is.
 import { signal } from "@preact/signals";
 
-const LOOK_MS = 700;
-const GLANCE_MS = 4000;
+const POLL_MS = 700;
+const IDLE_POLL_MS = 4000;
 
 export type Readiness =
   | { readonly phase: "unknown" | "ready" }
@@ -15,38 +15,38 @@ interface ReadyBody {
   readonly max_model_len?: number;
 }
 
-export class ReadinessWatch {
-  readonly now = signal<Readiness>({ phase: "unknown" });
+export class ReadinessPoller {
+  readonly status = signal<Readiness>({ phase: "unknown" });
   readonly contextTokens = signal(0);
-  private looking = false;
+  private isPolling = false;
 
   /** Look until the server is ready. */
-  async watch(): Promise<void> {
-    if (this.looking) return;
-    this.looking = true;
-    while (!(await this.look())) await new Promise((resolve) => setTimeout(resolve, LOOK_MS));
-    this.looking = false;
+  async pollUntilReady(): Promise<void> {
+    if (this.isPolling) return;
+    this.isPolling = true;
+    while (!(await this.poll())) await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+    this.isPolling = false;
   }
 
   /** Look now and then, so that a model that died is noticed before somebody asks it. Call once. */
-  keepWatch(): void {
+  pollPeriodically(): void {
     setInterval(() => {
-      if (!document.hidden) void this.watch();
-    }, GLANCE_MS);
+      if (!document.hidden) void this.pollUntilReady();
+    }, IDLE_POLL_MS);
   }
 
   /** Look once; true when there is nothing to wait for. */
-  private async look(): Promise<boolean> {
+  private async poll(): Promise<boolean> {
     try {
       const reply = await fetch(new URL("readyz", document.baseURI), { credentials: "same-origin" });
       const body = (await reply.json()) as ReadyBody;
       if (reply.ok) {
         this.contextTokens.value = body.max_model_len ?? 0;
-        this.now.value = { phase: "ready" };
+        this.status.value = { phase: "ready" };
         return true;
       }
       const phase = body.status === "loading" ? "loading" : "unavailable";
-      this.now.value = { phase, detail: body.detail ?? "", progress: body.progress ?? 0 };
+      this.status.value = { phase, detail: body.detail ?? "", progress: body.progress ?? 0 };
       return false;
     } catch {
       return true; // no server at all: the socket tells that, and asks again when it is back

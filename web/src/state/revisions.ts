@@ -1,24 +1,24 @@
 // Which changes of a conversation the page has seen. Every change has a number of its own, so what the page did itself
 // need not be read back, and what somebody else did is never taken for it.
 
-export class Revisions {
+export class StaleCheck {
   private seen = 0; // everything up to here
   private readonly ahead = new Set<number>();
 
   /** All of the conversation was read as it stood then. */
-  read(rev: number): void {
+  markRead(rev: number): void {
     this.seen = Math.max(this.seen, rev);
     this.advance();
   }
 
   /** That one change is known: the page made it, or watched it happen. */
-  know(rev: number): void {
+  markSeen(rev: number): void {
     if (rev > this.seen) this.ahead.add(rev);
     this.advance();
   }
 
   /** Whether a conversation that stands at `rev` holds something the page has not seen. */
-  isNews(rev: number): boolean {
+  isStale(rev: number): boolean {
     return rev > this.seen;
   }
 

@@ -22,18 +22,18 @@ export const DEFAULT_SAMPLING: Sampling = {
 
 export const theme = signal<Theme>(load("theme", "system"));
 export const showStats = signal<boolean>(load("stats", true));
-export const draftAhead = signal<boolean>(load("draftAhead", true)); // prefill while the reader types
-export const wordForks = signal<boolean>(load("wordForks", true)); // a click on a word shows its alternatives
+export const prefillWhileTyping = signal<boolean>(load("draftAhead", true)); // prefill while the reader types
+export const clickForAlternatives = signal<boolean>(load("wordForks", true)); // a click on a word shows its alternatives
 /** The model names a conversation after its first answer; null: nobody chose, so it does if it can. */
 export const autoTitle = signal<boolean | null>(load("titles", null));
-const DEMONSTRATION = "chatcache-builtin"; // tells stories, but cannot say what they are about
+const BUILTIN_MODEL = "chatcache-builtin"; // tells stories, but cannot say what they are about
 
-export function namesChats(model: string | undefined): boolean {
-  return autoTitle.value ?? model !== DEMONSTRATION;
+export function shouldAutoTitle(model: string | undefined): boolean {
+  return autoTitle.value ?? model !== BUILTIN_MODEL;
 }
 
 /** What a new conversation starts with. */
-export const defaultSampling = signal<Sampling>(asSampling(load("sampling", {})));
+export const defaultSampling = signal<Sampling>(parseSampling(load("sampling", {})));
 export const defaultSystem = signal<string>(load<string>("system", ""));
 
 /** Of the shown conversation. */
@@ -65,12 +65,12 @@ export function sameSampling(a: Sampling, b: Sampling): boolean {
 }
 
 /** Write every change back, and put the theme on the root element. Call once. */
-export function keepSettings(): void {
+export function persistSettings(): void {
   effect(() => save("system", defaultSystem.value));
   effect(() => save("sampling", defaultSampling.value));
   effect(() => save("stats", showStats.value));
-  effect(() => save("draftAhead", draftAhead.value));
-  effect(() => save("wordForks", wordForks.value));
+  effect(() => save("draftAhead", prefillWhileTyping.value));
+  effect(() => save("wordForks", clickForAlternatives.value));
   effect(() => save("titles", autoTitle.value));
   effect(() => {
     save("theme", theme.value);
@@ -80,7 +80,7 @@ export function keepSettings(): void {
 }
 
 /** Settings that somebody else may have written: what makes no sense is as it is by default. */
-export function asSampling(value: unknown): Sampling {
+export function parseSampling(value: unknown): Sampling {
   const given = (typeof value === "object" && value !== null ? value : {}) as Partial<Record<keyof Sampling, unknown>>;
   const number = (name: keyof Sampling, min: number, max: number): number => {
     const found = given[name];

@@ -5,7 +5,7 @@ const SLEPT_MS = 20_000; // hidden tabs are woken once a second at least for min
 const HIDDEN_MS = 60_000;
 
 /** Call `onWake` after a sleep, and when a tab comes back that was hidden for long. Call once. */
-export function watchSleep(onWake: () => void): void {
+export function watchWake(onWake: () => void): void {
   let last = Date.now();
   let hiddenAt: number | null = null;
   setInterval(() => {

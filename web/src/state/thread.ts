@@ -1,27 +1,27 @@
 // One conversation as the page holds it: the tree, the turns that made it, and whether one is still running.
 import { computed, signal } from "@preact/signals";
 import type { StoredItem, WireConversation } from "../wire/frames";
-import { type StoredResponse, merge } from "./merge";
-import { Revisions } from "./revisions";
+import { type StoredResponse, mergeStored } from "./merge";
+import { StaleCheck } from "./revisions";
 import { type Message, Tree } from "./tree";
-import { Turn, usageOf } from "./turn";
+import { Turn, toUsage } from "./turn";
 
 export type ThreadState = "ready" | "loading" | "failed" | "missing";
 
 export class Thread {
   readonly id = signal<string | null>(null);
   readonly state = signal<ThreadState>("ready");
-  readonly settling = signal(false); // an answer may still turn up on the server
+  readonly awaitingServer = signal(false); // an answer may still turn up on the server
   readonly tree = signal(new Tree());
   readonly live = signal<Turn | null>(null);
-  readonly next = signal<readonly string[]>([]); // what a starter suggests to ask after this answer
-  readonly revisions = new Revisions();
+  readonly suggestions = signal<readonly string[]>([]); // what a starter suggests to ask after this answer
+  readonly staleCheck = new StaleCheck();
   isLoaded = false; // what the server had was read, or there was nothing yet
-  follows = true; // at the last load, whether the active branch was the one shown
+  followsActiveLeaf = true; // at the last load, whether the active branch was the one shown
   private readonly turns = new Map<string, Turn>();
   private listed: ReadonlySet<string> = new Set();
   private activeLeaf: string | null = null; // as the server last told
-  private stood: Message | null = null; // the end of the path after the last load, of who followed: shown still, nobody chose
+  private followedLeaf: Message | null = null; // the end of the path after the last load, of who followed: shown still, nobody chose
 
   /** Tokens that the next turn starts from, as far as the last one told. */
   readonly contextTokens = computed<number>(() => {
@@ -51,9 +51,9 @@ export class Thread {
   }
 
   /** A change that the page made, or watched happen. */
-  know(head: WireConversation): void {
-    this.revisions.know(head.rev);
-    if (!this.revisions.isNews(head.rev)) this.activeLeaf = head.active_leaf;
+  recordOwnChange(head: WireConversation): void {
+    this.staleCheck.markSeen(head.rev);
+    if (!this.staleCheck.isStale(head.rev)) this.activeLeaf = head.active_leaf;
   }
 
   /** It came since the last load and has ended: written here or read along, it was the active leaf when it came. */
@@ -62,7 +62,7 @@ export class Thread {
   }
 
   /** The server lists what it said. */
-  private saved(response: string): void {
+  private markSaved(response: string): void {
     const turn = this.turnOfResponse(response);
     if (turn?.unsaved.value) turn.unsaved.value = false;
   }
@@ -70,29 +70,29 @@ export class Thread {
   /** Take what the server stored. Who was looking at the active branch follows it; nobody else is moved. */
   load(items: readonly StoredItem[], head: WireConversation): void {
     const shown = this.tree.value.leaf.value;
-    this.follows = shown === null || shown === this.stood || shown.id.value === this.activeLeaf || this.isNew(shown);
+    this.followsActiveLeaf = shown === null || shown === this.followedLeaf || shown.id.value === this.activeLeaf || this.isNew(shown);
     this.isLoaded = true;
-    const { tree, responses } = merge(this.tree.value, this.turns.values(), items, this.listed);
+    const { tree, responses } = mergeStored(this.tree.value, this.turns.values(), items, this.listed);
     for (const [key, response] of responses) this.turns.set(key, storedTurn(key, response));
-    for (const item of items) if (item.response_id !== null && item.status !== "in_progress") this.saved(item.response_id);
+    for (const item of items) if (item.response_id !== null && item.status !== "in_progress") this.markSaved(item.response_id);
     const leaf = head.active_leaf === null ? undefined : tree.byId(head.active_leaf);
-    if (leaf && this.follows) tree.reveal(leaf);
+    if (leaf && this.followsActiveLeaf) tree.reveal(leaf);
     const moved = leaf && shown !== null && tree.leaf.value !== shown ? this.turnOf(leaf) : undefined;
-    if (moved && moved.candidates.includes(shown!)) moved.open.value = false; // picked elsewhere
+    if (moved && moved.candidates.includes(shown!)) moved.showsCandidates.value = false; // picked elsewhere
     this.listed = new Set(items.map((item) => item.id));
     this.activeLeaf = head.active_leaf;
-    this.revisions.read(head.rev);
-    this.tree.value.become(tree);
-    this.stood = this.follows ? this.tree.value.leaf.value : null;
+    this.staleCheck.markRead(head.rev);
+    this.tree.value.replaceWith(tree);
+    this.followedLeaf = this.followsActiveLeaf ? this.tree.value.leaf.value : null;
   }
 }
 
 function storedTurn(key: string, { items, messages }: StoredResponse): Turn {
   const turn = new Turn(key, messages);
   const usage = items[0]?.usage;
-  if (usage) turn.usage.value = usageOf(usage);
+  if (usage) turn.usage.value = toUsage(usage);
   turn.responseId.value = key;
   turn.phase.value = "ended";
-  turn.open.value = false;
+  turn.showsCandidates.value = false;
   return turn;
 }

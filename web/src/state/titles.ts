@@ -6,27 +6,27 @@ import { announce } from "./announcer";
 import type { Conversations } from "./conversations";
 import { toast } from "./toast";
 
-const TRIES = 3;
+const MAX_ATTEMPTS = 3;
 
-export class Titler {
-  private readonly fresh: Map<string, string | null>; // begun in this tab, not named yet: the title they began with
+export class AutoTitler {
+  private readonly untitled: Map<string, string | null>; // begun in this tab, not named yet: the title they began with
 
   constructor(private readonly conversations: Conversations) {
-    this.fresh = new Map(recall());
+    this.untitled = new Map(loadUntitled());
   }
 
   /** A conversation began on this page. */
-  began(head: WireConversation): void {
-    if (this.fresh.has(head.id)) return;
-    this.fresh.set(head.id, head.title);
-    remember([...this.fresh]);
+  onStarted(head: WireConversation): void {
+    if (this.untitled.has(head.id)) return;
+    this.untitled.set(head.id, head.title);
+    saveUntitled([...this.untitled]);
   }
 
   /** Let the model name it, now that somebody asks for that. */
   async suggest(id: string): Promise<void> {
     const before = this.conversations.find(id)?.title;
     try {
-      const head = await this.conversations.mine(rest.nameConversation(id));
+      const head = await this.conversations.trackOwnChange(rest.generateTitle(id));
       announce(`The title is now ${head.title}.`);
       if (head.title === before) toast("The model has no better title.");
     } catch (error) {
@@ -35,39 +35,39 @@ export class Titler {
   }
 
   /** An answer is complete: if it was the first one, ask for a name. */
-  async answered(id: string): Promise<void> {
-    const title = this.fresh.get(id);
+  async onAnswered(id: string): Promise<void> {
+    const title = this.untitled.get(id);
     if (title === undefined) return;
-    this.fresh.delete(id);
-    remember([...this.fresh]);
+    this.untitled.delete(id);
+    saveUntitled([...this.untitled]);
     let head = this.conversations.find(id);
-    for (let tries = 0; head && head.title === title && tries < TRIES; tries++) {
+    for (let tries = 0; head && head.title === title && tries < MAX_ATTEMPTS; tries++) {
       try {
-        await this.conversations.mine(rest.nameConversation(id, head.rev));
+        await this.conversations.trackOwnChange(rest.generateTitle(id, head.rev));
         return;
       } catch (error) {
         // something else changed: perhaps the title, then it stays. Without a model there is no name, and no harm.
-        head = error instanceof rest.RequestFailed ? (error.present ?? undefined) : undefined;
+        head = error instanceof rest.RequestError ? (error.current ?? undefined) : undefined;
       }
     }
   }
 }
 
-type Fresh = readonly [string, string | null][];
-const NAME = "chatcache.unnamed";
+type UntitledEntries = readonly [string, string | null][];
+const STORAGE_KEY = "chatcache.unnamed";
 
 /** A reload in the middle of the first answer must not cost the name. */
-function remember(fresh: Fresh): void {
+function saveUntitled(fresh: UntitledEntries): void {
   try {
-    sessionStorage.setItem(NAME, JSON.stringify(fresh));
+    sessionStorage.setItem(STORAGE_KEY, JSON.stringify(fresh));
   } catch {
     // storage is off
   }
 }
 
-function recall(): Fresh {
+function loadUntitled(): UntitledEntries {
   try {
-    return JSON.parse(sessionStorage.getItem(NAME) ?? "[]") as Fresh;
+    return JSON.parse(sessionStorage.getItem(STORAGE_KEY) ?? "[]") as UntitledEntries;
   } catch {
     return [];
   }

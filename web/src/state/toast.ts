@@ -12,7 +12,7 @@ export interface Toast {
   readonly action: ToastAction | null;
 }
 
-const SHOWN_MS = 6000;
+const TOAST_MS = 6000;
 let count = 0;
 
 export const toasts = signal<readonly Toast[]>([]);
@@ -20,7 +20,7 @@ export const toasts = signal<readonly Toast[]>([]);
 export function toast(text: string, action: ToastAction | null = null): void {
   const id = ++count;
   toasts.value = [...toasts.value, { id, text, action }];
-  setTimeout(() => dismiss(id), SHOWN_MS);
+  setTimeout(() => dismiss(id), TOAST_MS);
 }
 
 export function dismiss(id: number): void {

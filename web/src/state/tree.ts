@@ -19,7 +19,7 @@ export interface Message {
   readonly turn: string | null; // candidates of one request share it
   readonly id: Signal<string | null>; // the server's name, once it gave one
   readonly text: Signal<string>;
-  readonly thought: Signal<string>; // what it reasoned before it spoke
+  readonly reasoning: Signal<string>; // what it reasoned before it spoke
   readonly status: Signal<Status>;
   readonly error: Signal<string>;
   readonly tokens: Signal<number | null>; // how many the server stored; null: not told
@@ -72,17 +72,17 @@ export class Tree {
       turn: init.turn ?? null,
       id: signal(init.id ?? null),
       text: signal(init.text ?? ""),
-      thought: signal(""),
+      reasoning: signal(""),
       status: signal(init.status ?? "done"),
       error: signal(""),
       tokens: signal(null),
     };
-    this.put(message, choose);
+    this.attach(message, choose);
     return message;
   }
 
   /** Take a message as it is, of another tree perhaps: what shows it need not notice. */
-  put(message: Message, choose = true): void {
+  attach(message: Message, choose = true): void {
     this.messages.set(message.key, message);
     const siblings = this.children.get(message.parent) ?? [];
     siblings.push(message.key);
@@ -127,7 +127,7 @@ export class Tree {
   }
 
   /** Hold what another tree holds. Who holds this one goes on with it. */
-  become(other: Tree): void {
+  replaceWith(other: Tree): void {
     for (const [mine, theirs] of [[this.messages, other.messages], [this.children, other.children], [this.chosen, other.chosen]] as const) {
       (mine as Map<unknown, unknown>).clear();
       for (const [key, value] of theirs) (mine as Map<unknown, unknown>).set(key, value);
@@ -136,7 +136,7 @@ export class Tree {
   }
 
   /** Choose what another tree with the same keys had chosen, where it is still there. */
-  chooseAs(other: Tree): void {
+  copyChoices(other: Tree): void {
     for (const [parent, key] of other.chosen) if (this.messages.has(key)) this.chosen.set(parent, key);
     this.version.value++;
   }

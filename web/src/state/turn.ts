@@ -1,55 +1,55 @@
 // One request and what came of it: its candidates, its figures, and how frames change them.
 import { type Signal, batch, computed, signal } from "@preact/signals";
-import type { Miss, Receipt, ServerFrame, WireItem, WireOutput, WireResponse, WireUsage } from "../wire/frames";
+import type { CacheMiss, StopReceipt, ServerFrame, WireItem, WireOutput, WireResponse, WireUsage } from "../wire/frames";
 import { BeamTree } from "./beams";
-import type { FrameBatcher } from "./frame";
+import type { DeltaBatcher } from "./frame";
 import type { Message, Status, Usage } from "./tree";
 
 export type Phase = "queued" | "prefill" | "decode" | "ended";
 
 /** A turn that goes on inside an answer: with its first `keep` tokens, and with another token then. */
-export interface Start {
+export interface ForkStart {
   readonly item: string;
-  readonly keep: number;
+  readonly keepTokens: number;
   readonly token: { readonly id: number; readonly text: string } | null; // null: whatever the model says next
-  readonly lookedPages: number; // copied when the place was looked at; the branch takes them over
+  readonly inspectedPages: number; // copied when the place was looked at; the branch takes them over
 }
 
 const STATUS_OF_REASON: Readonly<Record<string, Status>> = { stop: "done", length: "length", cancelled: "stopped" };
 
-const MIN_MS = 200; // deltas come in bunches: over less than this a speed would be made up
+const MIN_DECODE_MS = 200; // deltas come in bunches: over less than this a speed would be made up
 
 export class Turn {
   readonly responseId = signal<string | null>(null);
   readonly phase = signal<Phase>("queued");
   readonly usage = signal<Usage | null>(null);
-  readonly receipt = signal<Receipt | null>(null);
-  readonly miss = signal<Miss | null>(null); // why the prompt was not all in the cache
+  readonly receipt = signal<StopReceipt | null>(null);
+  readonly miss = signal<CacheMiss | null>(null); // why the prompt was not all in the cache
   readonly copiedPages = signal<number | null>(null); // written beside what shared them
-  readonly dropped = signal<ReadonlyMap<Message, Receipt>>(new Map());
+  readonly dropped = signal<ReadonlyMap<Message, StopReceipt>>(new Map());
   readonly firstTokenMs = signal<number | null>(null); // after sending
   readonly decodeMs = signal<number | null>(null); // first token to the end
   readonly unsaved = signal(false); // it ended while the store took nothing; the server keeps it until it does
-  readonly open = signal(true); // candidates stand side by side until one is picked
+  readonly showsCandidates = signal(true); // candidates stand side by side until one is picked
   readonly beamTree = signal<BeamTree | null>(null); // once live beams were told
-  stopWanted = false;
-  private readonly places = new Map<number, number>(); // output_index of a message -> its candidate
-  private readonly thoughts = new Map<number, number>(); // output_index of reasoning -> its candidate
-  lastNumber = -1; // the newest frame of the response that we have
+  stopRequested = false;
+  private readonly candidateByOutput = new Map<number, number>(); // output_index of a message -> its candidate
+  private readonly reasoningByOutput = new Map<number, number>(); // output_index of reasoning -> its candidate
+  lastSequence = -1; // the newest frame of the response that we have
   private readonly sentAt = performance.now();
 
   readonly tokensPerSecond = computed<number | null>(() => {
     const tokens = (this.usage.value?.outputTokens ?? 0) - this.candidates.length; // the first ones belong to the prefill
     const ms = this.decodeMs.value;
-    return ms !== null && ms > MIN_MS && tokens > 0 ? (tokens / ms) * 1000 : null;
+    return ms !== null && ms > MIN_DECODE_MS && tokens > 0 ? (tokens / ms) * 1000 : null;
   });
 
   constructor(
     readonly key: string,
     readonly candidates: readonly Message[],
     readonly beams = false,
-    readonly start: Start | null = null,
-    private readonly followed = false, // begun elsewhere: how long it took is not ours to tell
+    readonly start: ForkStart | null = null,
+    private readonly isFollowed = false, // begun elsewhere: how long it took is not ours to tell
   ) {}
 
   get live(): boolean {
@@ -67,15 +67,15 @@ export class Turn {
   }
 
   /** Take one frame of this turn's lane. */
-  apply(frame: ServerFrame, batcher: FrameBatcher): void {
+  apply(frame: ServerFrame, batcher: DeltaBatcher): void {
     if (frame.type === "response.resumed") return; // its number is the server's newest, not ours
-    this.lastNumber = Math.max(this.lastNumber, frame.sequence_number ?? -1);
+    this.lastSequence = Math.max(this.lastSequence, frame.sequence_number ?? -1);
     switch (frame.type) {
       case "response.created":
         this.responseId.value = frame.response.id;
         break;
       case "response.progress":
-        this.progress(frame.phase, frame.input_tokens, frame.cached_tokens);
+        this.updateProgress(frame.phase, frame.input_tokens, frame.cached_tokens);
         if (frame.phase !== "decode") break;
         this.miss.value = frame.miss ?? null;
         this.copiedPages.value = frame.copied_pages ?? null;
@@ -87,15 +87,15 @@ export class Turn {
         this.beamTree.value.grow(frame.nodes, frame.live);
         break;
       case "response.output_item.added":
-        if (frame.item.type === "reasoning") this.think(frame.output_index, frame.item.candidate);
+        if (frame.item.type === "reasoning") this.beginReasoning(frame.output_index, frame.item.candidate);
         if ((frame.item.type ?? "message") !== "message") break;
-        this.places.set(frame.output_index, frame.item.candidate ?? frame.output_index);
+        this.candidateByOutput.set(frame.output_index, frame.item.candidate ?? frame.output_index);
         this.update(frame.output_index, frame.item, "streaming");
         break;
       case "response.output_text.delta": {
         const message = this.messageAt(frame.output_index);
         if (!message) break;
-        this.timeFirst();
+        this.recordFirstToken();
         batcher.append(message, frame.delta);
         break;
       }
@@ -107,11 +107,11 @@ export class Turn {
       }
       case "response.reasoning_text.delta":
         this.firstTokenMs.value ??= performance.now() - this.sentAt;
-        batcher.appendTo(this.thoughtAt(frame.output_index), frame.delta);
+        batcher.appendTo(this.reasoningAt(frame.output_index), frame.delta);
         break;
       case "response.reasoning_text.done":
         batcher.flush();
-        this.thoughtAt(frame.output_index).value = frame.text;
+        this.reasoningAt(frame.output_index).value = frame.text;
         break;
       case "response.dropped": {
         const message = this.candidates[frame.candidate];
@@ -119,7 +119,7 @@ export class Turn {
         break;
       }
       case "response.snapshot":
-        this.catchUp(frame.outputs, batcher);
+        this.applySnapshot(frame.outputs, batcher);
         break;
       case "response.output_item.done":
         if ((frame.item.type ?? "message") !== "message") break;
@@ -146,16 +146,16 @@ export class Turn {
     }
   }
 
-  private catchUp(outputs: readonly WireOutput[], batcher: FrameBatcher): void {
+  private applySnapshot(outputs: readonly WireOutput[], batcher: DeltaBatcher): void {
     batcher.flush();
-    this.timeFirst();
+    this.recordFirstToken();
     for (const output of outputs) {
       if (output.type === "reasoning") {
-        this.think(output.output_index, output.candidate);
-        this.thoughtAt(output.output_index).value = output.text ?? "";
+        this.beginReasoning(output.output_index, output.candidate);
+        this.reasoningAt(output.output_index).value = output.text ?? "";
       }
       if (output.type !== "message") continue;
-      this.places.set(output.output_index, output.candidate ?? output.output_index);
+      this.candidateByOutput.set(output.output_index, output.candidate ?? output.output_index);
       const message = this.messageAt(output.output_index);
       if (!message) continue;
       if (message.status.value === "waiting") this.update(output.output_index, { id: output.item_id }, "streaming");
@@ -163,7 +163,7 @@ export class Turn {
     }
   }
 
-  fail(reason: string, batcher: FrameBatcher): void {
+  fail(reason: string, batcher: DeltaBatcher): void {
     batcher.flush();
     batch(() => {
       for (const message of this.candidates) {
@@ -175,27 +175,27 @@ export class Turn {
     });
   }
 
-  private progress(phase: "queued" | "decode", input: number | null, cached: number | null): void {
+  private updateProgress(phase: "queued" | "decode", input: number | null, cached: number | null): void {
     this.phase.value = phase === "decode" ? "decode" : "prefill";
     if (input === null || cached === null) return;
     this.usage.value = { inputTokens: input, cachedTokens: cached, outputTokens: this.usage.value?.outputTokens ?? 0 };
   }
 
-  private timeFirst(): void {
-    if (!this.followed) this.firstTokenMs.value ??= performance.now() - this.sentAt;
+  private recordFirstToken(): void {
+    if (!this.isFollowed) this.firstTokenMs.value ??= performance.now() - this.sentAt;
   }
 
   private messageAt(index: number): Message | undefined {
-    return this.candidates[this.places.get(index) ?? index];
+    return this.candidates[this.candidateByOutput.get(index) ?? index];
   }
 
-  private think(index: number, candidate = 0): void {
-    this.thoughts.set(index, candidate);
+  private beginReasoning(index: number, candidate = 0): void {
+    this.reasoningByOutput.set(index, candidate);
     this.phase.value = "decode";
   }
 
-  private thoughtAt(index: number): Signal<string> {
-    return this.candidates[this.thoughts.get(index) ?? 0]!.thought;
+  private reasoningAt(index: number): Signal<string> {
+    return this.candidates[this.reasoningByOutput.get(index) ?? 0]!.reasoning;
   }
 
   private update(index: number, item: WireItem, status: Status): void {
@@ -206,7 +206,7 @@ export class Turn {
     this.phase.value = "decode";
   }
 
-  private end(response: WireResponse, fallback: Status, batcher: FrameBatcher): void {
+  private end(response: WireResponse, fallback: Status, batcher: DeltaBatcher): void {
     batcher.flush();
     batch(() => {
       if (this.firstTokenMs.value !== null) {
@@ -216,13 +216,13 @@ export class Turn {
         const open = message.status.value === "waiting" || message.status.value === "streaming";
         if (open) message.status.value = fallback;
       }
-      if (response.usage) this.usage.value = usageOf(response.usage);
+      if (response.usage) this.usage.value = toUsage(response.usage);
       this.phase.value = "ended";
     });
   }
 }
 
-export function usageOf(usage: WireUsage): Usage {
+export function toUsage(usage: WireUsage): Usage {
   return {
     inputTokens: usage.input_tokens,
     cachedTokens: usage.input_tokens_details?.cached_tokens ?? 0,

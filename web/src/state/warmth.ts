@@ -2,59 +2,59 @@
 import { signal } from "@preact/signals";
 import * as rest from "../wire/rest";
 
-const LOOK_MS = 20_000;
-const SOON_MS = 600; // several things happen at the end of an answer
-const MAX_ASKED = 100;
-const WARM = 0.9; // the newest tokens are not computed before they are needed
-const COLD = 0.05; // how every prompt of the model begins is always there
+const REFRESH_MS = 20_000;
+const DEBOUNCE_MS = 600; // several things happen at the end of an answer
+const MAX_IDS = 100;
+const WARM_SHARE = 0.9; // the newest tokens are not computed before they are needed
+const COLD_SHARE = 0.05; // how every prompt of the model begins is always there
 
-export type Degree = "warm" | "partly" | "cold";
+export type CoverageLevel = "warm" | "partly" | "cold";
 
-export interface Warm {
-  readonly degree: Degree;
-  readonly words: string;
+export interface Coverage {
+  readonly level: CoverageLevel;
+  readonly text: string;
 }
 
-export class Warmth {
-  private readonly known = signal<ReadonlyMap<string, Warm>>(new Map());
+export class CacheCoverageWatch {
+  private readonly coverage = signal<ReadonlyMap<string, Coverage>>(new Map());
   private timer: ReturnType<typeof setTimeout> | undefined;
-  private offered = true; // by this server
+  private isSupported = true; // by this server
 
   /** `ids`: the listed conversations, those most worth asking for first. */
-  constructor(private readonly ids: () => readonly string[]) {
-    document.addEventListener("visibilitychange", () => this.soon());
+  constructor(private readonly listedIds: () => readonly string[]) {
+    document.addEventListener("visibilitychange", () => this.scheduleRefresh());
   }
 
-  of(id: string): Warm | undefined {
-    return this.known.value.get(id);
+  of(id: string): Coverage | undefined {
+    return this.coverage.value.get(id);
   }
 
   /** Something changed: look in a moment, and from then on every now and then. */
-  soon(): void {
+  scheduleRefresh(): void {
     clearTimeout(this.timer);
-    if (this.offered && !document.hidden) this.timer = setTimeout(() => void this.look(), SOON_MS);
+    if (this.isSupported && !document.hidden) this.timer = setTimeout(() => void this.refresh(), DEBOUNCE_MS);
   }
 
-  private async look(): Promise<void> {
-    const ids = this.ids().slice(0, MAX_ASKED);
+  private async refresh(): Promise<void> {
+    const ids = this.listedIds().slice(0, MAX_IDS);
     try {
       if (ids.length > 0) {
-        const found = await rest.warmth(ids);
-        this.known.value = new Map(found.map((entry) => [entry.conversation_id, degreeOf(entry)]));
+        const found = await rest.getCacheCoverage(ids);
+        this.coverage.value = new Map(found.map((entry) => [entry.conversation_id, describeCoverage(entry)]));
       }
     } catch (error) {
-      this.known.value = new Map(); // better none than old ones
-      this.offered = !(error instanceof rest.RequestFailed && [404, 405].includes(error.status));
+      this.coverage.value = new Map(); // better none than old ones
+      this.isSupported = !(error instanceof rest.RequestError && [404, 405].includes(error.status));
     }
     clearTimeout(this.timer);
-    if (this.offered && !document.hidden) this.timer = setTimeout(() => void this.look(), LOOK_MS);
+    if (this.isSupported && !document.hidden) this.timer = setTimeout(() => void this.refresh(), REFRESH_MS);
   }
 }
 
-export function degreeOf({ tokens, cached_tokens }: rest.Warmth): Warm {
+export function describeCoverage({ tokens, cached_tokens }: rest.CacheCoverage): Coverage {
   const share = tokens > 0 ? cached_tokens / tokens : 0;
   const counts = `${cached_tokens.toLocaleString("en")} of ${tokens.toLocaleString("en")} tokens are cached`;
-  if (share >= WARM) return { degree: "warm", words: `Warm: ${counts}` };
-  if (share >= COLD) return { degree: "partly", words: `Partly warm: ${counts}` };
-  return { degree: "cold", words: `Cold: ${counts}, the next turn reads the rest again` };
+  if (share >= WARM_SHARE) return { level: "warm", text: `Warm: ${counts}` };
+  if (share >= COLD_SHARE) return { level: "partly", text: `Partly warm: ${counts}` };
+  return { level: "cold", text: `Cold: ${counts}, the next turn reads the rest again` };
 }

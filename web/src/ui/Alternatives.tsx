@@ -1,8 +1,8 @@
 // What else the model could have said at one place of an answer, likeliest first. Choosing one branches there.
 import { useLayoutEffect, useRef } from "preact/hooks";
-import type { Alternatives as Found } from "../wire/tokens";
-import { type Choice, type Inside, choicesOf } from "../state/inside";
-import { percent, visible } from "./choiceText";
+import type { Alternatives as AlternativesResponse } from "../wire/tokens";
+import { type Choice, type TokenInspector, rankChoices } from "../state/inside";
+import { formatPercent, showWhitespace } from "./choiceText";
 import { useChat } from "./context";
 import { Close, Left, Right } from "./icons";
 import { focusComposer } from "./keys";
@@ -12,19 +12,19 @@ const CONTEXT_CHARS = 28;
 
 /** The open place, if any; lies over the page so that nothing clips it. */
 export function AlternativesPopover() {
-  const inside = useChat().forks.inside.value;
-  return inside && inside.at.value !== null ? <Popover key={inside.message.key} inside={inside} at={inside.at.value} /> : null;
+  const inside = useChat().forks.inspector.value;
+  return inside && inside.selected.value !== null ? <Popover key={inside.message.key} inside={inside} at={inside.selected.value} /> : null;
 }
 
-function Popover({ inside, at }: { inside: Inside; at: number }) {
+function Popover({ inside, at }: { inside: TokenInspector; at: number }) {
   const { forks } = useChat();
   const box = useRef<HTMLDivElement>(null);
-  const found = inside.found.value;
+  const found = inside.alternatives.value;
   const spans = inside.spans.value ?? [];
-  const away = () => (inside.spot ? forks.close() : leave(inside));
+  const away = () => (inside.word ? forks.close() : closeAndRefocus(inside));
 
   useLayoutEffect(() => {
-    const place = () => put(box.current, inside.spot ? inside.spot.box() : tokenBox(inside), away);
+    const place = () => positionPopover(box.current, inside.word ? inside.word.box() : selectedTokenBox(inside), away);
     place();
     addEventListener("scroll", place, true);
     addEventListener("resize", place);
@@ -45,13 +45,13 @@ function Popover({ inside, at }: { inside: Inside; at: number }) {
     return () => removeEventListener("pointerdown", outside);
   }, [inside]);
 
-  const step = (by: number) => void inside.look(Math.min(spans.length - 1, Math.max(0, at + by)));
+  const step = (by: number) => void inside.select(Math.min(spans.length - 1, Math.max(0, at + by)));
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
     if (event.key === "Escape") away();
     else if (event.key === "ArrowLeft") step(-1);
     else if (event.key === "ArrowRight") step(1);
-    else if (event.key === "ArrowDown" || event.key === "ArrowUp") walk(box.current, event.key === "ArrowDown" ? 1 : -1);
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") moveFocus(box.current, event.key === "ArrowDown" ? 1 : -1);
     else return;
     event.preventDefault();
     event.stopPropagation();
@@ -61,40 +61,40 @@ function Popover({ inside, at }: { inside: Inside; at: number }) {
       <header class="alternatives-head">
         <button type="button" class="tool" aria-label="Previous token" disabled={at === 0} onClick={() => step(-1)}><Left /></button>
         <p class="alternatives-place">
-          <span class="hint">{before(inside, at)}</span><mark>{visible(spans[at]?.text ?? "")}</mark>
+          <span class="hint">{textBefore(inside, at)}</span><mark>{showWhitespace(spans[at]?.text ?? "")}</mark>
         </p>
         <button type="button" class="tool" aria-label="Next token" disabled={at === spans.length - 1} onClick={() => step(1)}><Right /></button>
         <button type="button" class="tool" aria-label="Close" onClick={away}><Close /></button>
       </header>
-      {inside.problem.value && <p class="ending ending-error" role="alert">{inside.problem.value}</p>}
-      {!found && !inside.problem.value && <p class="waiting">Asking the model</p>}
+      {inside.error.value && <p class="ending ending-error" role="alert">{inside.error.value}</p>}
+      {!found && !inside.error.value && <p class="waiting">Asking the model</p>}
       {found && <Choices found={found} />}
     </div>
   );
 }
 
-function Choices({ found }: { found: Found }) {
+function Choices({ found }: { found: AlternativesResponse }) {
   const chat = useChat();
   const { input_tokens, cached_tokens } = found.usage;
   return (
     <>
       <ul class="choices">
-        {choicesOf(found).map((choice) => (
+        {rankChoices(found).map((choice) => (
           <li key={choice.id}>
             <button
               type="button"
               class="choice"
-              aria-current={choice.said}
+              aria-current={choice.isOriginal}
               disabled={choice.ends || chat.live.value !== null}
               onClick={() => {
                 chat.forks.branch(choice);
                 if (matchMedia("(hover: hover)").matches) focusComposer(); // on a phone it would call the keyboard
               }}
             >
-              <span class="choice-text">{choice.ends ? "end of the answer" : visible(choice.text)}</span>
-              {choice.said && <span class="badge">{saidAs(choice, found.alternatives.length)}</span>}
-              <Bar share={choice.probability} />
-              <span class="choice-share">{choice.rank === null ? "rare" : percent(choice.probability)}</span>
+              <span class="choice-text">{choice.ends ? "end of the answer" : showWhitespace(choice.text)}</span>
+              {choice.isOriginal && <span class="badge">{originalLabel(choice, found.alternatives.length)}</span>}
+              <ProbabilityBar share={choice.probability} />
+              <span class="choice-share">{choice.rank === null ? "rare" : formatPercent(choice.probability)}</span>
             </button>
           </li>
         ))}
@@ -106,7 +106,7 @@ function Choices({ found }: { found: Found }) {
   );
 }
 
-function Bar({ share }: { share: number }) {
+function ProbabilityBar({ share }: { share: number }) {
   return (
     <svg class="choice-bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">
       <rect width={Math.max(0.5, share * 100)} height="1" />
@@ -115,24 +115,24 @@ function Bar({ share }: { share: number }) {
 }
 
 /** What was said stands in its place among the likeliest, or below them with its rank. */
-function saidAs(choice: Choice, shown: number): string {
+function originalLabel(choice: Choice, shown: number): string {
   if (choice.rank === null) return "said, rank over 20";
   return choice.rank > shown ? `said, rank ${choice.rank}` : "said";
 }
 
-function before(inside: Inside, at: number): string {
+function textBefore(inside: TokenInspector, at: number): string {
   const text = inside.message.text.value.slice(0, inside.spans.value?.[at]?.start ?? 0).replace(/\s+/g, " ");
   return text.length > CONTEXT_CHARS ? `…${text.slice(-CONTEXT_CHARS)}` : text;
 }
 
 // -- where it lies
 
-function tokenBox(inside: Inside): DOMRect | null {
+function selectedTokenBox(inside: TokenInspector): DOMRect | null {
   const tokens = document.querySelectorAll<HTMLElement>(".tokens .token");
-  return tokens.item(inside.at.peek() ?? 0)?.getClientRects()[0] ?? null;
+  return tokens.item(inside.selected.peek() ?? 0)?.getClientRects()[0] ?? null;
 }
 
-function put(box: HTMLElement | null, anchor: DOMRect | null, away: () => void): void {
+function positionPopover(box: HTMLElement | null, anchor: DOMRect | null, away: () => void): void {
   if (!box) return;
   if (!anchor || anchor.bottom < 0 || anchor.top > innerHeight) return away();
   const { width, height } = box.getBoundingClientRect();
@@ -142,14 +142,14 @@ function put(box: HTMLElement | null, anchor: DOMRect | null, away: () => void):
   box.style.top = `${Math.max(GAP_PX, top)}px`;
 }
 
-function walk(box: HTMLElement | null, by: number): void {
+function moveFocus(box: HTMLElement | null, by: number): void {
   const all = [...(box?.querySelectorAll<HTMLElement>(".choice:enabled") ?? [])];
   all[(all.indexOf(document.activeElement as HTMLElement) + by + all.length) % all.length]?.focus();
 }
 
 /** Back to the token that was looked at. */
-function leave(inside: Inside): void {
-  const at = inside.at.peek() ?? 0;
-  void inside.look(null);
+function closeAndRefocus(inside: TokenInspector): void {
+  const at = inside.selected.peek() ?? 0;
+  void inside.select(null);
   document.querySelectorAll<HTMLElement>(".tokens .token").item(at)?.focus();
 }

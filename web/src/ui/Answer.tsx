@@ -1,46 +1,46 @@
 // One answer at full width: its text, its tools, its figures. A click on a word shows what else could stand there.
 import { useComputed } from "@preact/signals";
-import { wordForks } from "../state/settings";
+import { clickForAlternatives } from "../state/settings";
 import type { Message } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { useChat } from "./context";
 import { CopyButton } from "./CopyButton";
-import { Figures, Unsaved } from "./Figures";
+import { AnswerStats, UnsavedBadge } from "./Figures";
 import { Again, Columns, Fork } from "./icons";
 import { Markdown } from "./Markdown";
-import { Switcher } from "./Switcher";
-import { Thought } from "./Thought";
+import { VersionSwitcher } from "./Switcher";
+import { Reasoning } from "./Thought";
 import { TokenText } from "./TokenText";
-import { Waiting } from "./Waiting";
-import { offsetIn, wordAt } from "./wordAt";
+import { Pending } from "./Waiting";
+import { wordOffset, wordAtPoint } from "./wordAt";
 
 export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {
   const chat = useChat();
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
   const blank = useComputed(() => message.text.value === ""); // not the text itself: it changes with every frame
-  const inside = chat.forks.inside.value;
-  const tokens = inside?.message === message && inside.spot === null ? inside : null;
+  const inside = chat.forks.inspector.value;
+  const tokens = inside?.message === message && inside.word === null ? inside : null;
   const onClick = (event: MouseEvent) => {
     const prose = (event.target as HTMLElement).closest<HTMLElement>(".prose");
     const busy = (event.target as HTMLElement).closest("a, button") || getSelection()?.isCollapsed === false;
-    if (!prose || busy || !wordForks.value || !chat.forks.canOpen(message)) return;
-    const word = wordAt(prose, event.clientX, event.clientY);
-    const offset = word && offsetIn(message.text.value, prose, word);
+    if (!prose || busy || !clickForAlternatives.value || !chat.forks.canOpen(message)) return;
+    const word = wordAtPoint(prose, event.clientX, event.clientY);
+    const offset = word && wordOffset(message.text.value, prose, word);
     if (!word || offset === null) return;
     const box = () => (word.range.startContainer.isConnected ? word.range.getBoundingClientRect() : null);
     void chat.forks.open(message, { offset, box });
   };
   return (
     <article class="answer" aria-label="Assistant" data-status={status} aria-busy={open} onClick={onClick}>
-      <Thought message={message} turn={turn} />
-      {blank.value && open && <Waiting turn={turn} />}
+      <Reasoning message={message} turn={turn} />
+      {blank.value && open && <Pending turn={turn} />}
       {tokens ? <TokenText inside={tokens} /> : <Markdown message={message} />}
       <Ending message={message} alone />
       {!open && (
         <div class="answer-foot">
           <div class="tools">
-            <Switcher message={message} />
+            <VersionSwitcher message={message} />
             <CopyButton text={() => message.text.value} label="Copy answer" />
             <button
               type="button"
@@ -64,13 +64,13 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
               <Fork />
             </button>
             {turn && turn.candidates.length > 1 && (
-              <button type="button" class="tool tool-wide" onClick={() => (turn.open.value = true)}>
+              <button type="button" class="tool tool-wide" onClick={() => (turn.showsCandidates.value = true)}>
                 <Columns /> Compare {turn.candidates.length}
               </button>
             )}
           </div>
-          {turn && <Unsaved turn={turn} />}
-          {turn && <Figures turn={turn} />}
+          {turn && <UnsavedBadge turn={turn} />}
+          {turn && <AnswerStats turn={turn} />}
         </div>
       )}
     </article>
@@ -86,7 +86,7 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
       <div class="ending">
         <span>{status === "stopped" ? "Stopped." : "Cut at the token limit."}</span>
         {alone && (
-          <button type="button" class="button" disabled={!chat.forks.canOpen(message)} onClick={() => void chat.forks.goOn(message)}>
+          <button type="button" class="button" disabled={!chat.forks.canOpen(message)} onClick={() => void chat.forks.continueAnswer(message)}>
             Continue
           </button>
         )}

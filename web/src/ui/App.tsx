@@ -7,21 +7,21 @@ import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
 import { DropZone } from "./DropZone";
 import { Menu, Plus } from "./icons";
-import { late } from "./late";
-import { panel, side, sidebarOpen } from "./panels";
+import { lazy } from "./late";
+import { panel, sidePanel, sidebarOpen } from "./panels";
 import { Sidebar } from "./Sidebar";
-import { SideButtons } from "./SideButtons";
+import { PanelButtons } from "./SideButtons";
 import { SideDoor } from "./SideDoor";
 import { ThreadView } from "./ThreadView";
 import { Toasts } from "./Toasts";
 
-const Settings = late(async () => (await import("./Settings")).Settings);
-const Shortcuts = late(async () => (await import("./Shortcuts")).Shortcuts);
+const Settings = lazy(async () => (await import("./Settings")).Settings);
+const Shortcuts = lazy(async () => (await import("./Shortcuts")).Shortcuts);
 
 export function App({ chat }: { chat: Chat }) {
   return (
     <ChatContext.Provider value={chat}>
-      <div class={`app ${sidebarOpen.value ? "app-side" : ""} ${panel.value === "settings" ? "app-panel" : side.value ? "app-panel app-wide" : ""}`}>
+      <div class={`app ${sidebarOpen.value ? "app-side" : ""} ${panel.value === "settings" ? "app-panel" : sidePanel.value ? "app-panel app-wide" : ""}`}>
         <Sidebar />
         <button type="button" class="scrim" aria-label="Close the list" tabIndex={-1} onClick={() => (sidebarOpen.value = false)} />
         <main class="main">
@@ -63,7 +63,7 @@ function TopBar() {
       <button type="button" class="tool top-new" aria-label="New chat" onClick={() => chat.newConversation()}>
         <Plus />
       </button>
-      <SideButtons />
+      <PanelButtons />
     </header>
   );
 }

@@ -9,7 +9,7 @@ addEventListener("offline", () => (online.value = false));
 export function Banner() {
   const chat = useChat();
   const link = chat.socket.state.value;
-  if (chat.conversations.state.value === "locked") return <KeyForm />;
+  if (chat.conversations.state.value === "locked") return <SignInForm />;
   if (link === "refused") {
     return (
       <div class="banner" role="alert">
@@ -26,11 +26,11 @@ export function Banner() {
       </div>
     );
   }
-  return <Loading />;
+  return <LoadingBanner />;
 }
 
-function Loading() {
-  const state = useChat().readiness.now.value;
+function LoadingBanner() {
+  const state = useChat().readiness.status.value;
   if (state.phase === "loading") {
     return (
       <div class="banner banner-calm" role="status">
@@ -53,21 +53,21 @@ function Loading() {
 }
 
 /** Why somebody who was in has to sign in again, by the server's code. */
-const ENDED: Readonly<Record<string, string>> = {
+const LOCK_REASONS: Readonly<Record<string, string>> = {
   api_key_revoked: "Your API key is no longer valid: it was revoked.",
   session_expired: "Your session has ended.",
 };
 
-function KeyForm() {
+function SignInForm() {
   const chat = useChat();
-  const why = ENDED[chat.conversations.refusal.value];
+  const why = LOCK_REASONS[chat.conversations.lockCode.value];
   return (
     <form
       class="banner banner-calm"
       onSubmit={(event) => {
         event.preventDefault();
         const key = new FormData(event.currentTarget).get("key");
-        if (typeof key === "string" && key.trim()) void chat.unlock(key.trim());
+        if (typeof key === "string" && key.trim()) void chat.signIn(key.trim());
       }}
     >
       {why && <span role="alert">{why}</span>}

@@ -4,13 +4,13 @@ import type { Message, Status } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { Ending } from "./Answer";
 import { useChat } from "./context";
-import { Dropped } from "./Dropped";
-import { Figures, Unsaved } from "./Figures";
+import { DroppedNote } from "./Dropped";
+import { AnswerStats, UnsavedBadge } from "./Figures";
 import { Again, Close } from "./icons";
 import { Markdown } from "./Markdown";
-import { PageStrip } from "./PageStrip";
-import { Thought } from "./Thought";
-import { Waiting } from "./Waiting";
+import { CacheStrip } from "./PageStrip";
+import { Reasoning } from "./Thought";
+import { Pending } from "./Waiting";
 
 export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
   const chat = useChat();
@@ -22,13 +22,13 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
       <header class="fan-head">
         <span class="fan-title">{count} {kind} from one prompt</span>
         <span class="fan-prompt">
-          {usage && <PageStrip usage={usage} />}
+          {usage && <CacheStrip usage={usage} />}
           {usage && <span class="hint">{usage.inputTokens} prompt tokens, held once for all {count}</span>}
         </span>
       </header>
       <div class="fan-scroll" tabIndex={0} role="group" aria-label="Candidates">
         {turn.candidates.map((message, index) => (
-          <Card key={message.key} message={message} turn={turn} index={index} current={message === chosen} />
+          <CandidateCard key={message.key} message={message} turn={turn} index={index} current={message === chosen} />
         ))}
       </div>
       <footer class="answer-foot">
@@ -45,14 +45,14 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
           </button>
           <span class="hint">Pick one to go on<span class="key-hint">: click it, or Alt+1 … Alt+{count}</span></span>
         </div>
-        <Unsaved turn={turn} />
-        <Figures turn={turn} strip={false} />
+        <UnsavedBadge turn={turn} />
+        <AnswerStats turn={turn} strip={false} />
       </footer>
     </section>
   );
 }
 
-const STATES: Readonly<Record<Status, string>> = {
+const STATUS_LABELS: Readonly<Record<Status, string>> = {
   waiting: "waiting", streaming: "writing", done: "done", stopped: "stopped", length: "cut off", error: "failed",
 };
 
@@ -63,7 +63,7 @@ interface CardProps {
   readonly current: boolean;
 }
 
-function Card({ message, turn, index, current }: CardProps) {
+function CandidateCard({ message, turn, index, current }: CardProps) {
   const chat = useChat();
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
@@ -86,7 +86,7 @@ function Card({ message, turn, index, current }: CardProps) {
       >
         <header class="card-head">
           <span class="card-place">{index + 1}</span>
-          <span class="card-state">{dropped ? "dropped" : STATES[status]}</span>
+          <span class="card-state">{dropped ? "dropped" : STATUS_LABELS[status]}</span>
           {turn.canDrop(message) && (
             <button
               type="button"
@@ -100,10 +100,10 @@ function Card({ message, turn, index, current }: CardProps) {
           )}
         </header>
         <div class="card-body">
-          <Thought message={message} turn={turn} />
-          {blank.value && open && <Waiting turn={turn} />}
+          <Reasoning message={message} turn={turn} />
+          {blank.value && open && <Pending turn={turn} />}
           <Markdown message={message} />
-          {dropped ? <Dropped receipt={dropped} /> : <Ending message={message} />}
+          {dropped ? <DroppedNote receipt={dropped} /> : <Ending message={message} />}
         </div>
         <button type="button" class="button card-pick" aria-keyshortcuts={`Alt+${index + 1}`} onClick={() => chat.pick(message)}>
           <span>Pick<span class="sr-only"> answer {index + 1}</span></span>

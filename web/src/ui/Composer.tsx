@@ -1,20 +1,20 @@
 // Where the reader writes, and the three choices that matter most: who answers, how many answers, how it is drawn.
 import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../state/announcer";
-import { allPrompts, promptOf } from "../state/prompts";
+import { allPrompts, findPrompt } from "../state/prompts";
 import { MAX_N, sampling, setSampling, systemPrompt } from "../state/settings";
 import { ContextMeter } from "./ContextMeter";
 import { useChat } from "./context";
 import { panel, togglePanel } from "./panels";
-import { WarmSign } from "./WarmSign";
+import { CacheBadge } from "./WarmSign";
 import { Chevron, Minus, Plus, Send, Sliders, Stop } from "./icons";
 
-const TALLEST_PX = 220;
+const MAX_HEIGHT_PX = 220;
 
 export function Composer() {
   const chat = useChat();
   const area = useRef<HTMLTextAreaElement>(null);
-  const text = chat.drafts.text;
+  const text = chat.prefill.text;
   const live = chat.live.value;
   const ready = chat.ready.value;
 
@@ -22,7 +22,7 @@ export function Composer() {
     const box = area.current;
     if (!box) return;
     box.style.height = "auto";
-    box.style.height = `${Math.min(TALLEST_PX, box.scrollHeight)}px`;
+    box.style.height = `${Math.min(MAX_HEIGHT_PX, box.scrollHeight)}px`;
   };
   useEffect(() => area.current?.focus(), [chat.thread.value]);
   const send = () => {
@@ -69,8 +69,8 @@ export function Composer() {
           onKeyDown={onKeyDown}
         />
         <div class="composer-foot">
-          <Persona />
-          <HowMany />
+          <SystemPromptSelect />
+          <AnswerCount />
           <button
             type="button"
             class="chip"
@@ -82,7 +82,7 @@ export function Composer() {
             <Sliders />
           </button>
           <span class="grow" />
-          <WarmSign />
+          <CacheBadge />
           <ContextMeter />
           {live ? (
             <button type="button" class="send send-stop" aria-label="Stop" title="Stop (Esc)" onClick={() => chat.stop()}>
@@ -102,10 +102,10 @@ export function Composer() {
 function Suggestions() {
   const chat = useChat();
   const thread = chat.thread.value;
-  if (thread.live.value || thread.next.value.length === 0 || thread.tree.value.path.value.length === 0) return null;
+  if (thread.live.value || thread.suggestions.value.length === 0 || thread.tree.value.path.value.length === 0) return null;
   return (
     <div class="suggestions">
-      {thread.next.value.map((text) => (
+      {thread.suggestions.value.map((text) => (
         <button key={text} type="button" class="chip chip-next" onClick={() => chat.send(text)}>
           {text}
         </button>
@@ -114,8 +114,8 @@ function Suggestions() {
   );
 }
 
-function Persona() {
-  const known = promptOf(systemPrompt.value) !== undefined;
+function SystemPromptSelect() {
+  const known = findPrompt(systemPrompt.value) !== undefined;
   return (
     <label class="chip chip-select" title="System prompt">
       <span class="sr-only">System prompt</span>
@@ -136,7 +136,7 @@ function Persona() {
   );
 }
 
-function HowMany() {
+function AnswerCount() {
   const { n, search } = sampling.value;
   const noun = search === "beam" ? "beams" : n === 1 ? "answer" : "answers";
   const set = (next: number) => {

@@ -19,7 +19,7 @@ export function ConversationList() {
           The list did not load. <button type="button" class="link" onClick={() => void list.refresh()}>Try again</button>
         </p>
       )}
-      {list.more.value && <Older onWanted={() => list.loadMore()} />}
+      {list.hasMore.value && <LoadMore onWanted={() => list.loadMore()} />}
     </div>
   );
 }
@@ -39,7 +39,7 @@ function DayGroup({ group }: { group: Group }) {
 }
 
 /** Asks for more when it comes into view; a button for whoever does not scroll. */
-export function Older({ onWanted }: { onWanted: () => Promise<void> }) {
+export function LoadMore({ onWanted }: { onWanted: () => Promise<void> }) {
   const button = useRef<HTMLButtonElement>(null);
   useEffect(() => {
     const seen = new IntersectionObserver((entries) => {

@@ -7,7 +7,7 @@ import type { ExportFormat } from "../wire/rest";
 import { useChat } from "./context";
 import { Download, Edit, More, Pin, Spark, Trash } from "./icons";
 import { MenuButton, type MenuItem } from "./MenuButton";
-import { leaveList } from "./panels";
+import { closeSidebarIfNarrow } from "./panels";
 
 export function ConversationRow({ conversation }: { conversation: WireConversation }) {
   const chat = useChat();
@@ -18,7 +18,7 @@ export function ConversationRow({ conversation }: { conversation: WireConversati
   const current = chat.thread.value.id.value === id;
   const open = () => {
     void chat.open(id);
-    leaveList();
+    closeSidebarIfNarrow();
   };
   const done = (name: string | null) => {
     renaming.value = false;
@@ -45,13 +45,13 @@ export function ConversationRow({ conversation }: { conversation: WireConversati
         title={title}
       >
         <span class="side-title">{title}</span>
-        <State id={id} />
+        <ConversationStatus id={id} />
       </button>
       <MenuButton
         class="tool side-menu"
         label={`Menu of ${title}`}
-        note={chat.warmth.of(id)?.words}
-        items={entries(chat, conversation, title, () => (renaming.value = true))}
+        note={chat.cacheCoverage.of(id)?.text}
+        items={menuItems(chat, conversation, title, () => (renaming.value = true))}
       >
         <More />
       </MenuButton>
@@ -59,14 +59,14 @@ export function ConversationRow({ conversation }: { conversation: WireConversati
   );
 }
 
-function entries(chat: ReturnType<typeof useChat>, head: WireConversation, title: string, rename: () => void): MenuItem[] {
+function menuItems(chat: ReturnType<typeof useChat>, head: WireConversation, title: string, rename: () => void): MenuItem[] {
   const { id } = head;
   const pinned = isPinned(head.metadata);
   const save = async (format: ExportFormat) => (await import("../state/files")).exportConversations(id, title, format);
   return [
     { label: "Rename", icon: <Edit />, keys: "F2", run: rename },
     { label: pinned ? "Unpin" : "Pin", icon: <Pin />, run: () => void chat.conversations.pin(id, !pinned) },
-    { label: "Let the model name it", icon: <Spark />, run: () => void chat.titler.suggest(id) },
+    { label: "Let the model name it", icon: <Spark />, run: () => void chat.autoTitler.suggest(id) },
     { label: "Export as JSON", icon: <Download />, line: true, run: () => void save("json") },
     { label: "Export as Markdown", icon: <Download />, run: () => void save("markdown") },
     { label: "Delete", icon: <Trash />, keys: "Del", danger: true, line: true, run: () => chat.remove(id) },
@@ -74,12 +74,12 @@ function entries(chat: ReturnType<typeof useChat>, head: WireConversation, title
 }
 
 /** What goes on in it: being written, answered meanwhile, or how warm it is. */
-function State({ id }: { id: string }) {
+function ConversationStatus({ id }: { id: string }) {
   const chat = useChat();
   if (chat.isLive(id)) return <span class="dot dot-live" role="img" aria-label="being written" title="Being written" />;
   if (chat.conversations.isUnseen(id)) return <span class="dot dot-unseen" role="img" aria-label="new answer" title="New answer" />;
-  const warm = chat.warmth.of(id);
-  return warm ? <span class={`dot dot-${warm.degree}`} role="img" aria-label={warm.words} title={warm.words} /> : null;
+  const warm = chat.cacheCoverage.of(id);
+  return warm ? <span class={`dot dot-${warm.level}`} role="img" aria-label={warm.text} title={warm.text} /> : null;
 }
 
 function Rename({ title, onDone }: { title: string; onDone: (name: string | null) => void }) {

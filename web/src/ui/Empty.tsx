@@ -1,23 +1,23 @@
 // An empty conversation teaches: a few things to ask, each with what it shows.
-import { PRESETS, STARTERS, type Shows, type Starter } from "../state/presets";
+import { PRESETS, STARTERS, type StarterFeature, type Starter } from "../state/presets";
 import { systemPrompt } from "../state/settings";
 import { useChat } from "./context";
-import { Hero } from "./Hero";
+import { ForkDiagram } from "./Hero";
 import { Again, Beams, Book, Columns, Fork, Person } from "./icons";
 import { isNarrow, togglePanel } from "./panels";
 
-const ICONS: Readonly<Record<Shows, typeof Fork>> = {
+const ICONS: Readonly<Record<StarterFeature, typeof Fork>> = {
   candidates: Columns, beams: Beams, fork: Fork, memory: Again, persona: Person, pages: Book,
 };
 
-export function Empty() {
+export function EmptyState() {
   const chat = useChat();
   const begin = (starter: Starter) => {
     const preset = PRESETS.find((other) => other.name === starter.system);
     if (preset) systemPrompt.value = preset.text;
-    chat.thread.value.next.value = starter.next ?? [];
+    chat.thread.value.suggestions.value = starter.followUps ?? [];
     if (starter.panel && !isNarrow()) togglePanel(starter.panel, true);
-    chat.send(starter.ask, starter.sampling);
+    chat.send(starter.prompt, starter.sampling);
   };
   return (
     <section class="empty">
@@ -31,17 +31,17 @@ export function Empty() {
           <li><i class="cell" aria-hidden="true" />was in the cache</li>
           <li><i class="cell cell-computed" aria-hidden="true" />had to be computed</li>
         </ul>
-        <Hero />
+        <ForkDiagram />
       </header>
       <ul class="starters">
-        {STARTERS.map((starter) => <Card key={starter.title} starter={starter} onBegin={begin} />)}
+        {STARTERS.map((starter) => <StarterCard key={starter.title} starter={starter} onBegin={begin} />)}
       </ul>
     </section>
   );
 }
 
-function Card({ starter, onBegin }: { starter: Starter; onBegin: (starter: Starter) => void }) {
-  const Icon = ICONS[starter.shows];
+function StarterCard({ starter, onBegin }: { starter: Starter; onBegin: (starter: Starter) => void }) {
+  const Icon = ICONS[starter.feature];
   return (
     <li>
       <button type="button" class="starter" disabled={!useChat().ready.value} onClick={() => onBegin(starter)}>
@@ -50,8 +50,8 @@ function Card({ starter, onBegin }: { starter: Starter; onBegin: (starter: Start
           <span class="starter-title">{starter.title}</span>
           {starter.badge && <span class="badge">{starter.badge}</span>}
         </span>
-        <span class="starter-ask">“{starter.ask}”</span>
-        <span class="starter-why">{starter.why}</span>
+        <span class="starter-ask">“{starter.prompt}”</span>
+        <span class="starter-why">{starter.description}</span>
       </button>
     </li>
   );

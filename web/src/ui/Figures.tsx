@@ -2,17 +2,17 @@
 import { showStats } from "../state/settings";
 import type { Usage } from "../state/tree";
 import type { Turn } from "../state/turn";
-import type { Miss } from "../wire/frames";
-import { PageStrip } from "./PageStrip";
+import type { CacheMiss } from "../wire/frames";
+import { CacheStrip } from "./PageStrip";
 
 /** Said of an answer that the server holds in memory because its store is away. */
-export function Unsaved({ turn }: { turn: Turn }) {
+export function UnsavedBadge({ turn }: { turn: Turn }) {
   if (!turn.unsaved.value) return null;
   const title = "The server cannot store conversations right now. It keeps this answer in memory and stores it as soon as it can.";
   return <span class="badge badge-warning" role="status" title={title}>Not saved yet</span>;
 }
 
-export function Figures({ turn, strip = true }: { turn: Turn; strip?: boolean }) {
+export function AnswerStats({ turn, strip = true }: { turn: Turn; strip?: boolean }) {
   const usage = turn.usage.value;
   if (!showStats.value || !usage) return null;
   const speed = turn.tokensPerSecond.value;
@@ -21,15 +21,15 @@ export function Figures({ turn, strip = true }: { turn: Turn; strip?: boolean })
   const miss = turn.miss.value;
   return (
     <div class="figures">
-      <ForkChip turn={turn} usage={usage} />
-      {strip && <PageStrip usage={usage} />}
+      <ForkCostBadge turn={turn} usage={usage} />
+      {strip && <CacheStrip usage={usage} />}
       <span class="figure">
         <b class="ink-cached" data-figure="cached">{usage.cachedTokens}</b> cached
       </span>
       <span class="figure">
         <b class="ink-computed" data-figure="computed">{usage.inputTokens - usage.cachedTokens}</b> computed
       </span>
-      {miss && <span class="figure figure-why" data-why={miss.reason} title={miss.detail}>{why(miss)}</span>}
+      {miss && <span class="figure figure-why" data-why={miss.reason} title={miss.detail}>{describeMiss(miss)}</span>}
       {first !== null && <span class="figure"><b data-figure="first">{formatMs(first)}</b> to first token</span>}
       {speed !== null && <span class="figure"><b data-figure="speed">{speed < 10 ? speed.toFixed(1) : Math.round(speed)}</b> tokens/s</span>}
       {receipt && (
@@ -43,12 +43,12 @@ export function Figures({ turn, strip = true }: { turn: Turn; strip?: boolean })
 }
 
 /** What branching inside an answer cost, as the server counted it. */
-function ForkChip({ turn, usage }: { turn: Turn; usage: Usage }) {
+function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
   const copied = turn.copiedPages.value;
   if (!turn.start || copied === null) return null;
-  const pages = turn.start.lookedPages + copied;
+  const pages = turn.start.inspectedPages + copied;
   const prefilled = prefilledTokens(usage);
-  const place = turn.start.token ? `after token ${turn.start.keep}, with “${turn.start.token.text.trim()}”` : `after token ${turn.start.keep}`;
+  const place = turn.start.token ? `after token ${turn.start.keepTokens}, with “${turn.start.token.text.trim()}”` : `after token ${turn.start.keepTokens}`;
   const title = `Branched ${place}: of ${usage.inputTokens} tokens before the next one, ${usage.cachedTokens} were shared with the original.`;
   return (
     <span class="badge fork-chip" title={title} data-copied={pages} data-prefilled={prefilled}>
@@ -62,7 +62,7 @@ export function prefilledTokens(usage: Usage): number {
   return Math.max(0, usage.inputTokens - usage.cachedTokens - 1);
 }
 
-const REASONS: Readonly<Record<string, string>> = {
+const MISS_REASONS: Readonly<Record<string, string>> = {
   never_computed: "new text",
   evicted: "evicted: its pages were needed elsewhere",
   diverged: "differs from what is cached",
@@ -70,8 +70,8 @@ const REASONS: Readonly<Record<string, string>> = {
 };
 
 /** The first miss in words. */
-export function why(miss: Miss): string {
-  return `from token ${miss.at_token}: ${REASONS[miss.reason] ?? miss.reason}`;
+export function describeMiss(miss: CacheMiss): string {
+  return `from token ${miss.at_token}: ${MISS_REASONS[miss.reason] ?? miss.reason}`;
 }
 
 export function plural(count: number, noun: string): string {

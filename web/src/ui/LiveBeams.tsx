@@ -6,7 +6,7 @@ import type { Message } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { Beams } from "./icons";
 import { panel, togglePanel } from "./panels";
-import { Waiting } from "./Waiting";
+import { Pending } from "./Waiting";
 
 const INNER = "UL, OL, LI, BLOCKQUOTE"; // the ghost goes on inside of them
 
@@ -16,7 +16,7 @@ export function LiveBeams({ turn }: { turn: Turn }) {
   const agreed = tree?.agreed().depth ?? 0;
   return (
     <article class="answer answer-beams" aria-label="Assistant" aria-busy="true" data-status="searching">
-      {tree ? <Ghosted turn={turn} /> : <Waiting turn={turn} />}
+      {tree ? <GhostText turn={turn} /> : <Pending turn={turn} />}
       <div class="answer-foot">
         <span class="figures">
           <span class="figure"><b>{tree?.live.length ?? turn.candidates.length}</b> beams open</span>
@@ -30,7 +30,7 @@ export function LiveBeams({ turn }: { turn: Turn }) {
   );
 }
 
-function Ghosted({ turn }: { turn: Turn }) {
+function GhostText({ turn }: { turn: Turn }) {
   const root = useRef<HTMLDivElement>(null);
   const first = turn.candidates[0] as Message;
   useLayoutEffect(() => {

@@ -2,10 +2,10 @@
 import { effect } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { openStream } from "../markdown/lazy";
-import { Pace } from "../markdown/pace";
+import { DrawPacer } from "../markdown/pace";
 import type { Message } from "../state/tree";
 
-const pace = new Pace();
+const pace = new DrawPacer();
 
 export function Markdown({ message }: { message: Message }) {
   const root = useRef<HTMLDivElement>(null);
@@ -18,13 +18,13 @@ export function Markdown({ message }: { message: Message }) {
     const stop = effect(() => {
       const growing = message.status.value === "streaming" || message.status.value === "waiting";
       const text = message.text.value;
-      if (growing && shown) pace.request(stream, () => stream.update(text, false));
-      else pace.now(stream, () => stream.update(text, !growing));
+      if (growing && shown) pace.schedule(stream, () => stream.update(text, false));
+      else pace.drawNow(stream, () => stream.update(text, !growing));
       shown = true;
     });
     return () => {
       stop();
-      pace.forget(stream);
+      pace.cancel(stream);
     };
   }, [message]);
   return <div class="prose" ref={root} />;

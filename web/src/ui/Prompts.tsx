@@ -2,17 +2,17 @@
 import { useSignal } from "@preact/signals";
 import { MAX_SYSTEM_CHARS } from "../state/metadata";
 import type { Preset } from "../state/presets";
-import { allPrompts, isOwn, keepPrompt, ownPrompts, promptOf, removePrompt, restorePrompt } from "../state/prompts";
+import { allPrompts, isCustom, savePrompt, customPrompts, findPrompt, removePrompt, restorePrompt } from "../state/prompts";
 import { systemPrompt } from "../state/settings";
 import { toast } from "../state/toast";
 
-export function Prompts() {
+export function SystemPrompts() {
   const editing = useSignal<Preset | "new" | null>(null);
   const text = systemPrompt.value;
-  const chosen = promptOf(text);
-  const own = chosen && isOwn(chosen) ? chosen : null;
+  const chosen = findPrompt(text);
+  const own = chosen && isCustom(chosen) ? chosen : null;
   const remove = (preset: Preset) => {
-    const place = ownPrompts.value.indexOf(preset);
+    const place = customPrompts.value.indexOf(preset);
     removePrompt(preset);
     toast(`“${preset.name}” deleted.`, { label: "Undo", run: () => restorePrompt(preset, place) });
   };
@@ -66,11 +66,11 @@ export function Prompts() {
 
 function PromptForm({ preset, onClose }: { preset: Preset | null; onClose: () => void }) {
   const wrong = useSignal<string | null>(null);
-  const text = preset?.text ?? (promptOf(systemPrompt.value) ? "" : systemPrompt.value);
+  const text = preset?.text ?? (findPrompt(systemPrompt.value) ? "" : systemPrompt.value);
   const save = (form: HTMLFormElement) => {
     const data = new FormData(form);
     const said = String(data.get("text"));
-    wrong.value = keepPrompt(String(data.get("name")), said, preset);
+    wrong.value = savePrompt(String(data.get("name")), said, preset);
     if (wrong.value !== null) return;
     systemPrompt.value = said;
     onClose();

@@ -6,11 +6,11 @@ import { useChat } from "./context";
 import { LiveBeams } from "./LiveBeams";
 import { UserMessage } from "./UserMessage";
 
-export function Row({ message }: { message: Message }) {
+export function MessageRow({ message }: { message: Message }) {
   const chat = useChat();
   const thread = chat.thread.value;
   if (message.role === "user") {
-    const unanswered = thread.tree.value.leaf.value === message && thread.live.value === null && !thread.settling.value;
+    const unanswered = thread.tree.value.leaf.value === message && thread.live.value === null && !thread.awaitingServer.value;
     return (
       <>
         <UserMessage message={message} />
@@ -25,6 +25,6 @@ export function Row({ message }: { message: Message }) {
   }
   const turn = thread.turnOf(message);
   if (turn?.live && (turn.beams || turn.beamTree.value)) return <LiveBeams turn={turn} />;
-  if (turn && turn.open.value && turn.candidates.length > 1) return <Candidates turn={turn} chosen={message} />;
+  if (turn && turn.showsCandidates.value && turn.candidates.length > 1) return <Candidates turn={turn} chosen={message} />;
   return <Answer message={message} turn={turn} />;
 }

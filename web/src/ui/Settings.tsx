@@ -2,14 +2,14 @@
 import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../state/announcer";
 import {
-  autoTitle, DEFAULT_SAMPLING, defaultSampling, defaultSystem, draftAhead, makeDefaults, MAX_N, namesChats, sameSampling, sampling,
-  setSampling, showStats, systemPrompt, wordForks,
+  autoTitle, DEFAULT_SAMPLING, defaultSampling, defaultSystem, prefillWhileTyping, makeDefaults, MAX_N, shouldAutoTitle, sameSampling, sampling,
+  setSampling, showStats, systemPrompt, clickForAlternatives,
 } from "../state/settings";
 import { useChat } from "./context";
 import { Close } from "./icons";
 import { panel } from "./panels";
-import { Prompts } from "./Prompts";
-import { SignedIn } from "./SignedIn";
+import { SystemPrompts } from "./Prompts";
+import { SignedInSection } from "./SignedIn";
 
 export function Settings() {
   const chat = useChat();
@@ -23,7 +23,7 @@ export function Settings() {
         <h2>Settings</h2>
         <button type="button" class="tool" aria-label="Close settings" onClick={() => (panel.value = null)}><Close /></button>
       </header>
-      <Prompts />
+      <SystemPrompts />
       <fieldset class="field">
         <legend>Search</legend>
         <div class="segments">
@@ -43,10 +43,10 @@ export function Settings() {
       )}
       <NumberField label="Longest answer, tokens" placeholder="as many as fit" value={settings.maxTokens || null} onValue={(value) => setSampling({ maxTokens: value ?? 0 })} />
       {!beams && <NumberField label="Seed" placeholder="a new one each time" value={settings.seed} onValue={(seed) => setSampling({ seed })} />}
-      <Starts />
+      <DefaultsSection />
       <h3 class="panel-part">This browser</h3>
       <label class="check">
-        <input type="checkbox" checked={namesChats(chat.session.value?.model)} onChange={(event) => (autoTitle.value = event.currentTarget.checked)} />
+        <input type="checkbox" checked={shouldAutoTitle(chat.session.value?.model)} onChange={(event) => (autoTitle.value = event.currentTarget.checked)} />
         The model names new chats
       </label>
       <label class="check">
@@ -54,20 +54,20 @@ export function Settings() {
         Figures below each answer
       </label>
       <label class="check">
-        <input type="checkbox" checked={draftAhead.value} onChange={(event) => (draftAhead.value = event.currentTarget.checked)} />
+        <input type="checkbox" checked={prefillWhileTyping.value} onChange={(event) => (prefillWhileTyping.value = event.currentTarget.checked)} />
         Draft-ahead: the server reads while I type
       </label>
       <label class="check">
-        <input type="checkbox" checked={wordForks.value} onChange={(event) => (wordForks.value = event.currentTarget.checked)} />
+        <input type="checkbox" checked={clickForAlternatives.value} onChange={(event) => (clickForAlternatives.value = event.currentTarget.checked)} />
         A click on a word shows its alternatives
       </label>
-      <SignedIn />
+      <SignedInSection />
     </aside>
   );
 }
 
 /** These settings belong to the conversation; new ones start with what is kept here. */
-function Starts() {
+function DefaultsSection() {
   const plain = sameSampling(sampling.value, DEFAULT_SAMPLING);
   const same = sameSampling(sampling.value, defaultSampling.value) && systemPrompt.value === defaultSystem.value;
   const keep = () => {

@@ -20,7 +20,7 @@ export function Shortcuts() {
         {SHORTCUTS.map((shortcut) => (
           <div key={shortcut.keys}>
             <dt>{shortcut.keys.split("+").map((key) => <kbd key={key}>{key}</kbd>)}</dt>
-            <dd>{shortcut.what}</dd>
+            <dd>{shortcut.description}</dd>
           </div>
         ))}
       </dl>

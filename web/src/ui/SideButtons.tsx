@@ -1,21 +1,21 @@
 // The four doors to the side panel, in the top bar. On a phone one opens what was shown last.
 import { useChat } from "./context";
 import { Beams, Cells, Columns, Fork, PanelRight } from "./icons";
-import { type Side, lastSide, panel, togglePanel } from "./panels";
+import { type SidePanelName, lastSidePanel, panel, togglePanel } from "./panels";
 
-const DOORS: readonly { name: Side; label: string; icon: typeof Fork }[] = [
+const PANEL_BUTTONS: readonly { name: SidePanelName; label: string; icon: typeof Fork }[] = [
   { name: "candidates", label: "Candidates", icon: Columns },
   { name: "beams", label: "Beams", icon: Beams },
   { name: "branches", label: "Branches", icon: Fork },
   { name: "pages", label: "Pages", icon: Cells },
 ];
 
-export function SideButtons() {
+export function PanelButtons() {
   const searching = useChat().live.value?.beamTree.value ?? null;
   return (
     <>
       <div class="doors" role="group" aria-label="Panels">
-        {DOORS.map(({ name, label, icon: Icon }, index) => (
+        {PANEL_BUTTONS.map(({ name, label, icon: Icon }, index) => (
           <button
             key={name}
             type="button"
@@ -30,7 +30,7 @@ export function SideButtons() {
           </button>
         ))}
       </div>
-      <button type="button" class="tool door" aria-label="Panel" onClick={() => togglePanel(lastSide.value)}>
+      <button type="button" class="tool door" aria-label="Panel" onClick={() => togglePanel(lastSidePanel.value)}>
         <PanelRight />
       </button>
     </>

@@ -2,13 +2,13 @@
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
 import { toast } from "../state/toast";
-import { panel, side } from "./panels";
+import { panel, sidePanel } from "./panels";
 
 const loaded = signal<ComponentType | null>(null);
 let loading = false;
 
 export function SideDoor() {
-  if (side.value === null) return null;
+  if (sidePanel.value === null) return null;
   const Panel = loaded.value;
   if (Panel) return <Panel />;
   void load();

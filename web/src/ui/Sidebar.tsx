@@ -5,19 +5,19 @@ import { ConversationList } from "./ConversationList";
 import { useChat } from "./context";
 import { Close, Download, Keyboard, Mark, Moon, More, Plus, Screen, Sun, Upload } from "./icons";
 import { MenuButton } from "./MenuButton";
-import { isNarrow, leaveList, sidebarOpen, togglePanel } from "./panels";
+import { isNarrow, closeSidebarIfNarrow, sidebarOpen, togglePanel } from "./panels";
 import { SearchHits } from "./SearchHits";
 
 export function Sidebar() {
   const chat = useChat();
   const open = sidebarOpen.value;
   useEffect(() => {
-    if (open) chat.warmth.soon();
+    if (open) chat.cacheCoverage.scheduleRefresh();
     if (open && isNarrow()) document.querySelector<HTMLElement>(".side-close")?.focus();
   }, [open]);
   const begin = () => {
     chat.newConversation();
-    leaveList();
+    closeSidebarIfNarrow();
   };
   return (
     <nav class="side" aria-label="Conversations" hidden={!open}>
@@ -33,14 +33,14 @@ export function Sidebar() {
       <button type="button" class="button new-chat" onClick={begin} title="New chat (Ctrl+Shift+O)">
         <Plus /> New chat
       </button>
-      <Find />
+      <SearchBox />
       {chat.search.state.value === "idle" ? <ConversationList /> : <SearchHits />}
-      <Foot />
+      <SidebarFooter />
     </nav>
   );
 }
 
-function Find() {
+function SearchBox() {
   const { search } = useChat();
   const onKeyDown = (event: KeyboardEvent & { currentTarget: HTMLInputElement }) => {
     if (event.isComposing) return;
@@ -104,7 +104,7 @@ const THEMES: readonly { name: Theme; label: string; icon: typeof Sun }[] = [
   { name: "dark", label: "Dark theme", icon: Moon },
 ];
 
-function Foot() {
+function SidebarFooter() {
   const chat = useChat();
   const model = chat.session.value?.model;
   const state = chat.socket.state.value;

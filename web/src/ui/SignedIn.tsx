@@ -1,12 +1,12 @@
 // Whose chats these are, where the server has keys; and the way out.
 import { useEffect, useState } from "preact/hooks";
-import { type Identity, signOut, whoAmI } from "../wire/session";
+import { type Identity, signOut, getIdentity } from "../wire/session";
 import { toast } from "../state/toast";
 
-export function SignedIn() {
+export function SignedInSection() {
   const [identity, setIdentity] = useState<Identity | null>(null);
   useEffect(() => {
-    whoAmI().then(setIdentity, () => {});
+    getIdentity().then(setIdentity, () => {});
   }, []);
   if (identity === null || identity.key_id === null) return null;
   const leave = () => signOut().then(() => location.reload(), () => toast("Signing out failed: the server does not answer."));

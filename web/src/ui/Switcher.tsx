@@ -3,7 +3,7 @@ import type { Message } from "../state/tree";
 import { useChat } from "./context";
 import { Left, Right } from "./icons";
 
-export function Switcher({ message }: { message: Message }) {
+export function VersionSwitcher({ message }: { message: Message }) {
   const chat = useChat();
   const siblings = chat.thread.value.tree.value.siblings(message);
   if (siblings.length < 2) return null;

@@ -4,9 +4,9 @@ import type { Message } from "../state/tree";
 import type { Turn } from "../state/turn";
 import { useChat } from "./context";
 
-export function Thought({ message, turn }: { message: Message; turn: Turn | undefined }) {
+export function Reasoning({ message, turn }: { message: Message; turn: Turn | undefined }) {
   const { forks } = useChat();
-  const text = message.thought.value;
+  const text = message.reasoning.value;
   const silent = useComputed(() => message.text.value === ""); // not the text itself: it changes with every frame
   const tokens = turn?.usage.value?.reasoningTokens ?? 0;
   if (text === "" && tokens === 0) return null;
@@ -15,11 +15,11 @@ export function Thought({ message, turn }: { message: Message; turn: Turn | unde
     <details
       class="thought"
       onToggle={(event) => {
-        if (event.currentTarget.open) void forks.recallThought(message);
+        if (event.currentTarget.open) void forks.loadReasoning(message);
       }}
     >
       <summary>
-        {thinking ? "Thinking" : "Thought"}, {lengthOf(text, turn?.candidates.length === 1 ? tokens : 0)}
+        {thinking ? "Thinking" : "Thought"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
       </summary>
       <div class="thought-text">{text}</div>
     </details>
@@ -27,7 +27,7 @@ export function Thought({ message, turn }: { message: Message; turn: Turn | unde
 }
 
 /** Tokens where they are known, else words. */
-export function lengthOf(text: string, tokens: number): string {
+export function reasoningLength(text: string, tokens: number): string {
   if (tokens > 0) return `${tokens.toLocaleString("en")} ${tokens === 1 ? "token" : "tokens"}`;
   const words = text.split(/\s+/).filter(Boolean).length;
   if (words === 0) return "open to read";

@@ -4,12 +4,12 @@ import { useSignalEffect } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import type { Thread } from "../state/thread";
 import type { Message } from "../state/tree";
-import { wantedMessage } from "./anchors";
+import { requestedMessage } from "./anchors";
 import { useChat } from "./context";
-import { Empty } from "./Empty";
+import { EmptyState } from "./Empty";
 import { Down } from "./icons";
-import { Row } from "./Row";
-import { WHOLE } from "./rows";
+import { MessageRow } from "./Row";
+import { MAX_UNVIRTUALIZED_ROWS } from "./rows";
 import { ThreadScroll } from "./ThreadScroll";
 
 export function ThreadView() {
@@ -26,27 +26,27 @@ export function ThreadView() {
     if (chat.thread.value) scroll.reset();
   });
   useSignalEffect(() => {
-    if (chat.live.value) scroll.toEnd();
+    if (chat.live.value) scroll.scrollToEnd();
   });
-  useLayoutEffect(() => scroll.settle());
-  useWanted(scroll, thread, path);
+  useLayoutEffect(() => scroll.restorePosition());
+  useRequestedMessage(scroll, thread, path);
 
   return (
     <div class="thread-area">
       <div
         class="thread-scroll"
         ref={scroller}
-        onScroll={() => scroll.scrolled()}
-        onFocusIn={(event) => scroll.focusMoved(event.target)}
-        onFocusOut={(event) => scroll.focusMoved(event.relatedTarget)}
+        onScroll={() => scroll.onScroll()}
+        onFocusIn={(event) => scroll.onFocusMoved(event.target)}
+        onFocusOut={(event) => scroll.onFocusMoved(event.relatedTarget)}
         tabIndex={-1}
       >
         <div class="thread" ref={inner}>
-          {path.length === 0 ? <Start /> : <Rows path={path} scroll={scroll} />}
+          {path.length === 0 ? <EmptyThread /> : <Rows path={path} scroll={scroll} />}
         </div>
       </div>
       {!scroll.pinned.value && (
-        <button type="button" class="to-end" aria-label="Jump to the latest" onClick={() => scroll.toEnd()}>
+        <button type="button" class="to-end" aria-label="Jump to the latest" onClick={() => scroll.scrollToEnd()}>
           <Down />
         </button>
       )}
@@ -55,7 +55,7 @@ export function ThreadView() {
 }
 
 function Rows({ path, scroll }: { path: readonly Message[]; scroll: ThreadScroll }) {
-  const partial = path.length > WHOLE;
+  const partial = path.length > MAX_UNVIRTUALIZED_ROWS;
   return (
     <div class="rows" role={partial ? "list" : undefined}>
       {scroll.slots(path).map((slot) => {
@@ -64,29 +64,29 @@ function Rows({ path, scroll }: { path: readonly Message[]; scroll: ThreadScroll
         }
         const message = path[slot.index]!;
         const place = partial ? { role: "listitem" as const, "aria-posinset": slot.index + 1, "aria-setsize": path.length } : {};
-        return <Place key={message.key} message={message} scroll={scroll} place={place} />;
+        return <RowSlot key={message.key} message={message} scroll={scroll} place={place} />;
       })}
     </div>
   );
 }
 
-function Place({ message, scroll, place }: { message: Message; scroll: ThreadScroll; place: object }) {
+function RowSlot({ message, scroll, place }: { message: Message; scroll: ThreadScroll; place: object }) {
   const box = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
-    scroll.row(message.key, box.current);
-    return () => scroll.row(message.key, null);
+    scroll.setRowElement(message.key, box.current);
+    return () => scroll.setRowElement(message.key, null);
   }, [message.key]);
   return (
     <div class="row" data-key={message.key} tabIndex={-1} ref={box} {...place}>
-      <Row message={message} />
+      <MessageRow message={message} />
     </div>
   );
 }
 
 /** Go to the message that somebody asked for, as soon as it is there; on another branch, show that branch first. */
-function useWanted(scroll: ThreadScroll, thread: Thread, path: readonly Message[]): void {
+function useRequestedMessage(scroll: ThreadScroll, thread: Thread, path: readonly Message[]): void {
   const chat = useChat();
-  const wanted = wantedMessage.value;
+  const wanted = requestedMessage.value;
   const state = thread.state.value;
   useEffect(() => {
     if (wanted === null || state === "loading") return;
@@ -97,15 +97,15 @@ function useWanted(scroll: ThreadScroll, thread: Thread, path: readonly Message[
       chat.choose(message);
       return; // comes again with the new path
     }
-    wantedMessage.value = null;
-    if (message) scroll.show(message);
+    requestedMessage.value = null;
+    if (message) scroll.scrollToRow(message);
   }, [wanted, state, path]);
 }
 
-function Start() {
+function EmptyThread() {
   const chat = useChat();
   const { state, id } = chat.thread.value;
-  if (state.value === "ready") return <Empty />;
+  if (state.value === "ready") return <EmptyState />;
   if (state.value === "loading") return <p class="waiting">Loading</p>;
   const missing = state.value === "missing";
   return (

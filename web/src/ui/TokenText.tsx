@@ -1,22 +1,22 @@
 // An answer as the tokens it was written in. Every one is a button: the arrow keys walk over them, Enter opens one.
 import { useLayoutEffect, useRef } from "preact/hooks";
-import type { Inside, Span } from "../state/inside";
+import type { TokenInspector, TokenSpan } from "../state/inside";
 import { useChat } from "./context";
 
-export function TokenText({ inside }: { inside: Inside }) {
+export function TokenText({ inside }: { inside: TokenInspector }) {
   const { forks } = useChat();
   const root = useRef<HTMLDivElement>(null);
   const spans = inside.spans.value;
   const buttons = () => [...(root.current?.children ?? [])] as HTMLElement[];
   useLayoutEffect(() => {
     const all = buttons();
-    if (spans && all.length > 0) focusOnly(all, inside.at.peek() ?? 0);
+    if (spans && all.length > 0) moveRovingFocus(all, inside.selected.peek() ?? 0);
   }, [spans]);
   const onKeyDown = (event: KeyboardEvent) => {
     const all = buttons();
     const from = all.indexOf(event.target as HTMLElement);
     if (from === -1) return;
-    if (event.key === "Enter" || event.key === " ") void inside.look(from);
+    if (event.key === "Enter" || event.key === " ") void inside.select(from);
     else if (event.key === "Escape") {
       const tool = root.current?.closest(".answer")?.querySelector<HTMLElement>(".tool-inside");
       forks.close();
@@ -26,7 +26,7 @@ export function TokenText({ inside }: { inside: Inside }) {
       // one stop for Tab, the arrow keys inside: the usual way of a group
       const to = STEPS[event.key]?.(all, from);
       if (to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
-      focusOnly(all, to);
+      moveRovingFocus(all, to);
     }
     event.preventDefault();
     event.stopPropagation();
@@ -34,8 +34,8 @@ export function TokenText({ inside }: { inside: Inside }) {
   const onClick = (event: MouseEvent) => {
     const to = buttons().indexOf(event.target as HTMLElement);
     if (to === -1) return;
-    focusOnly(buttons(), to);
-    void inside.look(to);
+    moveRovingFocus(buttons(), to);
+    void inside.select(to);
   };
   if (!spans) return <p class="waiting">Looking inside</p>;
   return (
@@ -46,10 +46,10 @@ export function TokenText({ inside }: { inside: Inside }) {
           class="token"
           role="button"
           tabIndex={-1}
-          aria-expanded={place === inside.at.value}
-          aria-label={nameOf(span)}
+          aria-expanded={place === inside.selected.value}
+          aria-label={tokenLabel(span)}
         >
-          {shown(span.text)}
+          {showLineBreaks(span.text)}
         </span>
       ))}
     </div>
@@ -59,14 +59,14 @@ export function TokenText({ inside }: { inside: Inside }) {
 const STEPS: Readonly<Record<string, (all: readonly HTMLElement[], from: number) => number>> = {
   ArrowRight: (all, from) => Math.min(all.length - 1, from + 1),
   ArrowLeft: (_, from) => Math.max(0, from - 1),
-  ArrowDown: (all, from) => lineStep(all, from, 1),
-  ArrowUp: (all, from) => lineStep(all, from, -1),
+  ArrowDown: (all, from) => moveByLine(all, from, 1),
+  ArrowUp: (all, from) => moveByLine(all, from, -1),
   Home: () => 0,
   End: (all) => all.length - 1,
 };
 
 /** The token above or below, as it looks on screen. */
-function lineStep(all: readonly HTMLElement[], from: number, step: 1 | -1): number {
+function moveByLine(all: readonly HTMLElement[], from: number, step: 1 | -1): number {
   const here = all[from]!.getBoundingClientRect();
   let best = from;
   let distance = Infinity;
@@ -81,17 +81,17 @@ function lineStep(all: readonly HTMLElement[], from: number, step: 1 | -1): numb
   return best;
 }
 
-function focusOnly(all: readonly HTMLElement[], to: number): void {
+function moveRovingFocus(all: readonly HTMLElement[], to: number): void {
   for (const each of all) if (each.tabIndex === 0) each.tabIndex = -1;
   all[to]!.tabIndex = 0;
   all[to]!.focus();
 }
 
 /** A line break shows itself, so that it can be clicked. */
-function shown(text: string): string {
+function showLineBreaks(text: string): string {
   return text.replaceAll("\n", "↵\n");
 }
 
-function nameOf(span: Span): string {
+function tokenLabel(span: TokenSpan): string {
   return span.text.trim() === "" ? (span.text.includes("\n") ? "line break" : "space") : span.text.trim();
 }

@@ -5,7 +5,7 @@ import type { Message } from "../state/tree";
 import { useChat } from "./context";
 import { CopyButton } from "./CopyButton";
 import { Edit } from "./icons";
-import { Switcher } from "./Switcher";
+import { VersionSwitcher } from "./Switcher";
 
 export function UserMessage({ message }: { message: Message }) {
   const chat = useChat();
@@ -16,7 +16,7 @@ export function UserMessage({ message }: { message: Message }) {
     <article class="said" aria-label="You">
       <div class="said-text">{message.text.value}</div>
       <div class="tools">
-        <Switcher message={message} />
+        <VersionSwitcher message={message} />
         <CopyButton text={() => message.text.value} label="Copy message" />
         <button
           type="button"

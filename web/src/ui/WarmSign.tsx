@@ -1,8 +1,8 @@
 // A small sign while the reader types: what is written so far has been read by the server already.
 import { useChat } from "./context";
 
-export function WarmSign() {
-  const warm = useChat().drafts.warm.value;
+export function CacheBadge() {
+  const warm = useChat().prefill.progress.value;
   if (!warm) return null;
   const label = `Draft-ahead: ${warm.warmTokens} of ${warm.inputTokens} prompt tokens are computed while you type`;
   return (

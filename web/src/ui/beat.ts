@@ -3,7 +3,7 @@ import { type ReadonlySignal, effect, signal } from "@preact/signals";
 import { useEffect, useMemo } from "preact/hooks";
 
 /** A signal that follows `source`, at once after a quiet time and then once per `everyMs`. */
-export function useBeat<T>(source: ReadonlySignal<T>, everyMs: number): ReadonlySignal<T> {
+export function useThrottled<T>(source: ReadonlySignal<T>, everyMs: number): ReadonlySignal<T> {
   const shown = useMemo(() => signal(source.peek()), [source]);
   useEffect(() => {
     let timer: ReturnType<typeof setTimeout> | undefined;

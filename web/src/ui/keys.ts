@@ -1,31 +1,31 @@
 // Every shortcut of the page: what it is called, and what it does.
 import type { Chat } from "../state/chat";
 import type { Turn } from "../state/turn";
-import { SIDES, isNarrow, panel, side, sidebarOpen, togglePanel, toggleSide } from "./panels";
-import { WHOLE } from "./rows";
+import { SIDE_PANELS, isNarrow, panel, sidePanel, sidebarOpen, togglePanel, toggleSidePanel } from "./panels";
+import { MAX_UNVIRTUALIZED_ROWS } from "./rows";
 
 interface Shortcut {
   readonly keys: string;
-  readonly what: string;
+  readonly description: string;
   readonly matches?: (event: KeyboardEvent) => boolean;
   readonly run?: (chat: Chat, event: KeyboardEvent) => boolean | void; // false: not handled after all
 }
 
-const control = (event: KeyboardEvent) => event.ctrlKey || event.metaKey;
-const chord = (code: string) => (event: KeyboardEvent) => control(event) && event.shiftKey && event.code === code;
+const hasControl = (event: KeyboardEvent) => event.ctrlKey || event.metaKey;
+const chord = (code: string) => (event: KeyboardEvent) => hasControl(event) && event.shiftKey && event.code === code;
 
 export const SHORTCUTS: readonly Shortcut[] = [
-  { keys: "Enter", what: "Send" },
-  { keys: "Shift+Enter", what: "New line" },
+  { keys: "Enter", description: "Send" },
+  { keys: "Shift+Enter", description: "New line" },
   {
     keys: "Esc",
-    what: "Stop the answer, or close a panel",
+    description: "Stop the answer, or close a panel",
     matches: (event) => event.key === "Escape" && !event.shiftKey,
     run: (chat) => {
       if (isNarrow() && sidebarOpen.value) {
         sidebarOpen.value = false;
         focusComposer();
-      } else if (panel.value === "settings" || (side.value !== null && !chat.live.value)) {
+      } else if (panel.value === "settings" || (sidePanel.value !== null && !chat.live.value)) {
         panel.value = null;
         focusComposer();
       } else if (chat.live.value) chat.stop();
@@ -33,23 +33,23 @@ export const SHORTCUTS: readonly Shortcut[] = [
       return true;
     },
   },
-  { keys: "↑", what: "Edit the last message, from an empty box" },
+  { keys: "↑", description: "Edit the last message, from an empty box" },
   {
     keys: "Alt+Shift+1 … 4",
-    what: "Candidates, beams, branches, pages",
-    matches: (event) => event.altKey && event.shiftKey && !control(event) && /^Digit[1-4]$/.test(event.code),
-    run: (_, event) => togglePanel(SIDES[Number(event.code.slice(5)) - 1]!),
+    description: "Candidates, beams, branches, pages",
+    matches: (event) => event.altKey && event.shiftKey && !hasControl(event) && /^Digit[1-4]$/.test(event.code),
+    run: (_, event) => togglePanel(SIDE_PANELS[Number(event.code.slice(5)) - 1]!),
   },
   {
     keys: "Ctrl+.",
-    what: "Show or hide the panel",
-    matches: (event) => control(event) && event.key === ".",
-    run: toggleSide,
+    description: "Show or hide the panel",
+    matches: (event) => hasControl(event) && event.key === ".",
+    run: toggleSidePanel,
   },
   {
     keys: "Alt+1 … 8",
-    what: "Pick a candidate",
-    matches: (event) => event.altKey && !event.shiftKey && !control(event) && /^Digit[1-8]$/.test(event.code),
+    description: "Pick a candidate",
+    matches: (event) => event.altKey && !event.shiftKey && !hasControl(event) && /^Digit[1-8]$/.test(event.code),
     run: (chat, event) => {
       const turn = lastTurn(chat);
       const picked = turn?.candidates[Number(event.code.slice(5)) - 1];
@@ -61,7 +61,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Alt+Del",
-    what: "Drop the candidate that has the focus, while it is written",
+    description: "Drop the candidate that has the focus, while it is written",
     matches: (event) => event.altKey && event.key === "Delete",
     run: () => {
       const drop = document.activeElement?.closest(".card")?.querySelector<HTMLElement>(".card-drop");
@@ -71,8 +71,8 @@ export const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Alt+B",
-    what: "Branch inside the last answer",
-    matches: (event) => event.altKey && !event.shiftKey && !control(event) && event.code === "KeyB",
+    description: "Branch inside the last answer",
+    matches: (event) => event.altKey && !event.shiftKey && !hasControl(event) && event.code === "KeyB",
     run: (chat) => {
       const leaf = chat.thread.value.tree.value.leaf.value;
       if (!leaf || leaf.role !== "assistant" || !chat.forks.canOpen(leaf)) return false;
@@ -82,7 +82,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Alt+← / →",
-    what: "Previous or next version of the last answer",
+    description: "Previous or next version of the last answer",
     matches: (event) => event.altKey && (event.key === "ArrowLeft" || event.key === "ArrowRight"),
     run: (chat, event) => {
       const tree = chat.thread.value.tree.value;
@@ -94,11 +94,11 @@ export const SHORTCUTS: readonly Shortcut[] = [
       return true;
     },
   },
-  { keys: "Ctrl+Shift+O", what: "New chat", matches: chord("KeyO"), run: (chat) => chat.newConversation() },
+  { keys: "Ctrl+Shift+O", description: "New chat", matches: chord("KeyO"), run: (chat) => chat.newConversation() },
   {
     keys: "Ctrl+K",
-    what: "Find a conversation",
-    matches: (event) => control(event) && !event.shiftKey && event.code === "KeyK",
+    description: "Find a conversation",
+    matches: (event) => hasControl(event) && !event.shiftKey && event.code === "KeyK",
     run: () => {
       const focus = () => document.getElementById("find")?.focus();
       if (sidebarOpen.value) return focus(); // at once: the next key is the first letter
@@ -106,12 +106,12 @@ export const SHORTCUTS: readonly Shortcut[] = [
       setTimeout(focus);
     },
   },
-  { keys: "Ctrl+F", what: `The browser's search; in chats of over ${WHOLE} messages it sees those nearby, Ctrl+K sees all` },
-  { keys: "↓ / ↑", what: "From row to row in the list; Enter opens, F2 renames, Del deletes" },
+  { keys: "Ctrl+F", description: `The browser's search; in chats of over ${MAX_UNVIRTUALIZED_ROWS} messages it sees those nearby, Ctrl+K sees all` },
+  { keys: "↓ / ↑", description: "From row to row in the list; Enter opens, F2 renames, Del deletes" },
   {
     keys: "Alt+↑ / ↓",
-    what: "Previous or next conversation",
-    matches: (event) => event.altKey && !control(event) && (event.key === "ArrowUp" || event.key === "ArrowDown"),
+    description: "Previous or next conversation",
+    matches: (event) => event.altKey && !hasControl(event) && (event.key === "ArrowUp" || event.key === "ArrowDown"),
     run: (chat, event) => {
       const listed = chat.conversations.groups.value.flatMap(({ conversations }) => conversations);
       const at = listed.findIndex(({ id }) => id === chat.thread.value.id.value);
@@ -122,8 +122,8 @@ export const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Ctrl+Shift+Backspace",
-    what: "Delete this conversation (with undo)",
-    matches: (event) => control(event) && event.shiftKey && event.key === "Backspace",
+    description: "Delete this conversation (with undo)",
+    matches: (event) => hasControl(event) && event.shiftKey && event.key === "Backspace",
     run: (chat) => {
       const id = chat.thread.value.id.value;
       if (id === null) return false;
@@ -133,26 +133,26 @@ export const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Ctrl+Shift+S",
-    what: "Show or hide the list",
+    description: "Show or hide the list",
     matches: chord("KeyS"),
     run: () => void (sidebarOpen.value = !sidebarOpen.value),
   },
   {
     keys: "Ctrl+,",
-    what: "Settings",
-    matches: (event) => control(event) && event.key === ",",
+    description: "Settings",
+    matches: (event) => hasControl(event) && event.key === ",",
     run: () => togglePanel("settings"),
   },
   {
     keys: "Shift+Esc",
-    what: "Back to the message box",
+    description: "Back to the message box",
     matches: (event) => event.key === "Escape" && event.shiftKey,
     run: focusComposer,
   },
   {
     keys: "Ctrl+/",
-    what: "This list",
-    matches: (event) => control(event) && event.key === "/",
+    description: "This list",
+    matches: (event) => hasControl(event) && event.key === "/",
     run: () => togglePanel("shortcuts"),
   },
 ];
@@ -166,7 +166,7 @@ export function focusComposer(): void {
   document.getElementById("composer")?.focus();
 }
 
-export function listenForKeys(chat: Chat): void {
+export function listenForShortcuts(chat: Chat): void {
   addEventListener("keydown", (event) => {
     if (event.isComposing || event.defaultPrevented) return;
     const shortcut = SHORTCUTS.find((candidate) => candidate.matches?.(event));

@@ -4,7 +4,7 @@ import type { ComponentType } from "preact";
 import { useEffect } from "preact/hooks";
 import { toast } from "../state/toast";
 
-export function late(load: () => Promise<ComponentType>): ComponentType {
+export function lazy(load: () => Promise<ComponentType>): ComponentType {
   const loaded = signal<ComponentType | null>(null);
   return function Late() {
     useEffect(() => {

@@ -10,7 +10,7 @@ export interface Word {
 }
 
 /** The word at a point of the screen, if there is one inside `root`. */
-export function wordAt(root: HTMLElement, x: number, y: number): Word | null {
+export function wordAtPoint(root: HTMLElement, x: number, y: number): Word | null {
   const caret = caretAt(x, y);
   if (!caret || !root.contains(caret.node) || caret.node.nodeType !== Node.TEXT_NODE) return null;
   for (const match of (caret.node.textContent ?? "").matchAll(WORD)) {
@@ -25,7 +25,7 @@ export function wordAt(root: HTMLElement, x: number, y: number): Word | null {
 }
 
 /** Where `word` of the drawn `root` begins in `source`, in UTF-16 units; null where that cannot be told. */
-export function offsetIn(source: string, root: Node, word: Word): number | null {
+export function wordOffset(source: string, root: Node, word: Word): number | null {
   const drawn = wordsOf(root);
   const same = drawn.filter((each) => each.text === word.text);
   const place = same.findIndex((each) => each.node === word.range.startContainer && each.start === word.range.startOffset);

@@ -74,13 +74,13 @@ export interface Session {
 }
 
 /** Where a prompt first left what is cached, and why. */
-export interface Miss {
+export interface CacheMiss {
   readonly reason: string;
   readonly at_token: number;
   readonly detail: string;
 }
 
-export interface Receipt {
+export interface StopReceipt {
   readonly tokens_after_stop: number;
   readonly pages_freed: number;
   readonly stop_latency_ms: number;
@@ -98,9 +98,9 @@ export interface RunningResponse {
   readonly conversation_id: string;
 }
 
-type Lane = { readonly stream_id?: string; readonly sequence_number?: number };
+type StreamFields = { readonly stream_id?: string; readonly sequence_number?: number };
 
-export type ServerFrame = Lane &
+export type ServerFrame = StreamFields &
   (
     | { readonly type: "session.created"; readonly session: Session }
     | { readonly type: "response.resumed"; readonly response_id: string }
@@ -112,7 +112,7 @@ export type ServerFrame = Lane &
         readonly input_tokens: number | null;
         readonly cached_tokens: number | null;
         readonly copied_pages?: number | null;
-        readonly miss?: Miss | null;
+        readonly miss?: CacheMiss | null;
       }
     | { readonly type: "response.beam"; readonly nodes: readonly WireBeamNode[]; readonly live: readonly number[] }
     | { readonly type: "response.output_item.added"; readonly output_index: number; readonly item: WireItem }
@@ -120,7 +120,7 @@ export type ServerFrame = Lane &
     | { readonly type: "response.output_text.done"; readonly output_index: number; readonly text: string }
     | { readonly type: "response.reasoning_text.delta"; readonly output_index: number; readonly delta: string }
     | { readonly type: "response.reasoning_text.done"; readonly output_index: number; readonly text: string }
-    | { readonly type: "response.dropped"; readonly candidate: number; readonly receipt: Receipt }
+    | { readonly type: "response.dropped"; readonly candidate: number; readonly receipt: StopReceipt }
     | {
         readonly type: "prompt.prewarmed";
         readonly status: "done" | "busy";
@@ -131,7 +131,7 @@ export type ServerFrame = Lane &
     | { readonly type: "response.output_item.done"; readonly output_index: number; readonly item: WireItem }
     | { readonly type: "response.snapshot"; readonly outputs: readonly WireOutput[] } // in place of frames we were late for
     | { readonly type: "response.completed"; readonly response: WireResponse; readonly saved?: false }
-    | { readonly type: "response.incomplete"; readonly response: WireResponse; readonly receipt?: Receipt; readonly saved?: false }
+    | { readonly type: "response.incomplete"; readonly response: WireResponse; readonly receipt?: StopReceipt; readonly saved?: false }
     | { readonly type: "response.failed"; readonly response: WireResponse; readonly saved?: false }
     | {
         readonly type: "conversation.updated";
@@ -145,7 +145,7 @@ export type ServerFrame = Lane &
   );
 
 /** Where in a tree a request continues, and what it adds there. */
-export interface Place {
+export interface Continuation {
   readonly input: readonly { readonly role: "user"; readonly content: string }[];
   readonly conversation?: string;
   readonly previous_item_id?: string;
@@ -153,7 +153,7 @@ export interface Place {
   readonly fork_with?: number; // the token that comes next
 }
 
-export interface CreateFrame extends Place {
+export interface CreateFrame extends Continuation {
   readonly type: "response.create";
   readonly stream_id: string;
   readonly instructions?: string;
@@ -171,7 +171,7 @@ export type ClientFrame =
   | CreateFrame
   | { readonly type: "response.cancel"; readonly response_id: string }
   | { readonly type: "response.drop"; readonly response_id: string; readonly candidate: number }
-  | (Place & { readonly type: "prompt.prewarm"; readonly instructions?: string })
+  | (Continuation & { readonly type: "prompt.prewarm"; readonly instructions?: string })
   | { readonly type: "conversation.subscribe" }
   | {
       readonly type: "response.resume";

@@ -1,27 +1,27 @@
 // The conversations, over REST.
 import type { StoredItem, WireConversation } from "./frames";
 
-const LAST_WORDS: RequestInit = { keepalive: true }; // goes out even if the page closes
+const KEEPALIVE: RequestInit = { keepalive: true }; // goes out even if the page closes
 
-export interface Page<T> {
+export interface ListPage<T> {
   readonly data: readonly T[];
   readonly has_more: boolean;
   readonly next: string | null; // where the next page begins
 }
 
 /** [start, end] in characters (code points). */
-export type Mark = readonly [number, number];
+export type TextRange = readonly [number, number];
 
 /** Where a search found its words. */
-export interface Match {
+export interface SearchMatch {
   readonly item_id: string | null;
   readonly role: string | null;
-  readonly snippet: { readonly text: string; readonly marks: readonly Mark[] } | null;
-  readonly title_marks: readonly Mark[];
+  readonly snippet: { readonly text: string; readonly marks: readonly TextRange[] } | null;
+  readonly title_marks: readonly TextRange[];
 }
 
-export interface Hit extends WireConversation {
-  readonly match: Match;
+export interface SearchHit extends WireConversation {
+  readonly match: SearchMatch;
 }
 
 export interface ImportReport {
@@ -32,39 +32,39 @@ export interface ImportReport {
   readonly data: readonly { readonly id?: string; readonly status: string; readonly error?: { readonly message: string } }[];
 }
 
-export interface Warmth {
+export interface CacheCoverage {
   readonly conversation_id: string;
   readonly tokens: number;
   readonly cached_tokens: number;
 }
 
-export class RequestFailed extends Error {
+export class RequestError extends Error {
   constructor(
     message: string,
     readonly status: number,
-    readonly present: WireConversation | null = null, // of a 409: how the conversation stands
+    readonly current: WireConversation | null = null, // of a 409: how the conversation stands
     readonly code = "",
   ) {
     super(message);
   }
 }
 
-export function listConversations(after?: string): Promise<Page<WireConversation>> {
+export function listConversations(after?: string): Promise<ListPage<WireConversation>> {
   return call("GET", `v1/conversations?limit=50${after ? `&after=${encodeURIComponent(after)}` : ""}`);
 }
 
-export function searchConversations(query: string, after?: string): Promise<Page<Hit>> {
+export function searchConversations(query: string, after?: string): Promise<ListPage<SearchHit>> {
   const rest = after ? `&after=${encodeURIComponent(after)}` : "";
   return call("GET", `v1/conversations?limit=30&query=${encodeURIComponent(query)}${rest}`);
 }
 
 export function getConversation(id: string): Promise<WireConversation> {
-  return call("GET", path(id));
+  return call("GET", conversationPath(id));
 }
 
 /** Every message of every branch, oldest first. */
 export async function listItems(id: string): Promise<readonly StoredItem[]> {
-  const page = await call<Page<StoredItem>>("GET", `${path(id)}/items?branches=all`);
+  const page = await call<ListPage<StoredItem>>("GET", `${conversationPath(id)}/items?branches=all`);
   return page.data;
 }
 
@@ -76,28 +76,28 @@ export interface ConversationChange {
 }
 
 export function updateConversation(id: string, change: ConversationChange): Promise<WireConversation> {
-  return call("POST", path(id), change, LAST_WORDS);
+  return call("POST", conversationPath(id), change, KEEPALIVE);
 }
 
 export function deleteConversation(id: string): Promise<unknown> {
-  return call("DELETE", path(id), undefined, LAST_WORDS);
+  return call("DELETE", conversationPath(id), undefined, KEEPALIVE);
 }
 
 /** Let the model name a conversation; `rev`: only if nothing has changed since. */
-export async function nameConversation(id: string, rev?: number): Promise<WireConversation> {
-  const answer = await call<{ conversation: WireConversation }>("POST", `${path(id)}/title`, rev === undefined ? {} : { rev });
+export async function generateTitle(id: string, rev?: number): Promise<WireConversation> {
+  const answer = await call<{ conversation: WireConversation }>("POST", `${conversationPath(id)}/title`, rev === undefined ? {} : { rev });
   return answer.conversation;
 }
 
-export async function warmth(ids: readonly string[]): Promise<readonly Warmth[]> {
-  return (await call<{ data: readonly Warmth[] }>("POST", "v1/cache/warmth", { conversations: ids })).data;
+export async function getCacheCoverage(ids: readonly string[]): Promise<readonly CacheCoverage[]> {
+  return (await call<{ data: readonly CacheCoverage[] }>("POST", "v1/cache/warmth", { conversations: ids })).data;
 }
 
 export type ExportFormat = "json" | "markdown";
 
 /** A conversation as a file; all of them where no id is given. */
 export async function exportFile(id: string | null, format: ExportFormat = "json"): Promise<Blob> {
-  const route = id === null ? "v1/conversations/export" : `${path(id)}/export?format=${format}`;
+  const route = id === null ? "v1/conversations/export" : `${conversationPath(id)}/export?format=${format}`;
   return (await request("GET", route)).blob();
 }
 
@@ -106,7 +106,7 @@ export async function importFile(file: Blob, contentType: string): Promise<Impor
   return (await response.json()) as ImportReport;
 }
 
-export function path(id: string): string {
+export function conversationPath(id: string): string {
   return `v1/conversations/${encodeURIComponent(id)}`;
 }
 
@@ -129,5 +129,5 @@ async function request(method: string, route: string, init: RequestInit = {}): P
   } catch {
     // not our JSON: a proxy answered
   }
-  throw new RequestFailed(told.message ?? `The server answered ${response.status}.`, response.status, told.conversation, told.code);
+  throw new RequestError(told.message ?? `The server answered ${response.status}.`, response.status, told.conversation, told.code);
 }

@@ -17,6 +17,6 @@ export function signOut(): Promise<unknown> {
   return call("DELETE", "v1/session");
 }
 
-export function whoAmI(): Promise<Identity> {
+export function getIdentity(): Promise<Identity> {
   return call("GET", "v1/session");
 }

@@ -3,15 +3,15 @@
 import { signal } from "@preact/signals";
 import type { ClientFrame, ServerFrame } from "./frames";
 
-export type LinkState = "connecting" | "open" | "lost" | "refused";
+export type ConnectionState = "connecting" | "open" | "lost" | "refused";
 
 const PROTOCOLS = ["chatcache.v1"];
 const FIRST_RETRY_MS = 500;
 const LAST_RETRY_MS = 15_000;
-const REFUSALS = new Set([4400, 4401, 4403]);
+const FATAL_CLOSE_CODES = new Set([4400, 4401, 4403]);
 
 export class Socket {
-  readonly state = signal<LinkState>("connecting");
+  readonly state = signal<ConnectionState>("connecting");
   readonly opened = signal(0); // counts connections: 1 the first, more after each return
   private socket: WebSocket | null = null;
   private attempts = 0;
@@ -22,7 +22,7 @@ export class Socket {
     private readonly onFrame: (frame: ServerFrame) => void,
   ) {
     addEventListener("online", () => this.retryNow());
-    addEventListener("offline", () => this.lose());
+    addEventListener("offline", () => this.handleOffline());
     addEventListener("pageshow", (event) => event.persisted && this.retryNow());
     document.addEventListener("visibilitychange", () => !document.hidden && this.retryNow());
   }
@@ -42,7 +42,7 @@ export class Socket {
     socket.onclose = (event) => {
       if (this.socket !== socket) return;
       this.socket = null;
-      if (REFUSALS.has(event.code) || this.state.value === "refused") this.state.value = "refused";
+      if (FATAL_CLOSE_CODES.has(event.code) || this.state.value === "refused") this.state.value = "refused";
       else this.retryLater();
     };
   }
@@ -61,21 +61,21 @@ export class Socket {
   }
 
   /** The connection may be dead without knowing it: have a new one. */
-  renew(): void {
+  reconnect(): void {
     if (this.state.value !== "open") return this.retryNow();
-    this.drop();
+    this.detach();
     this.state.value = "connecting";
     this.connect();
   }
 
   /** There is no network: do not wait until the connection notices. */
-  private lose(): void {
+  private handleOffline(): void {
     if (!this.socket) return;
-    this.drop();
+    this.detach();
     this.retryLater();
   }
 
-  private drop(): void {
+  private detach(): void {
     const socket = this.socket;
     this.socket = null; // its last words are not heard any more
     socket?.close();
@@ -89,7 +89,7 @@ export class Socket {
   }
 
   /** Knock again after a refusal, with whatever was missing. */
-  admit(): void {
+  reopen(): void {
     this.state.value = "connecting";
     this.retryNow();
   }

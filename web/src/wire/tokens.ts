@@ -1,5 +1,5 @@
 // The tokens of a stored answer, and what the model could have said at each of them.
-import { call, path } from "./rest";
+import { call, conversationPath } from "./rest";
 import type { StoredItem } from "./frames";
 
 /** One token; offsets count characters (code points) of the shown text, null where it shows nothing. */
@@ -28,7 +28,7 @@ export async function listTokens(conversation: string, item: string): Promise<re
   return (await call<{ data: readonly WireToken[] }>("GET", `${itemPath(conversation, item)}/tokens`)).data;
 }
 
-export function alternativesAt(conversation: string, item: string, index: number, top: number): Promise<Alternatives> {
+export function getAlternatives(conversation: string, item: string, index: number, top: number): Promise<Alternatives> {
   return call("GET", `${itemPath(conversation, item)}/tokens/${index}?top=${top}`);
 }
 
@@ -42,13 +42,13 @@ interface ListedItem {
 }
 
 /** What an answer's author thought before it; null if nothing is stored. */
-export async function getThought(conversation: string, item: string): Promise<string | null> {
+export async function getReasoning(conversation: string, item: string): Promise<string | null> {
   const query = `leaf=${encodeURIComponent(item)}&order=desc&limit=2`;
-  const list = await call<{ data: readonly ListedItem[] }>("GET", `${path(conversation)}/items?${query}`);
+  const list = await call<{ data: readonly ListedItem[] }>("GET", `${conversationPath(conversation)}/items?${query}`);
   const thought = list.data.find((entry) => entry.type === "reasoning");
   return thought?.content?.map((part) => part.text).join("") ?? null;
 }
 
 function itemPath(conversation: string, item: string): string {
-  return `${path(conversation)}/items/${encodeURIComponent(item)}`;
+  return `${conversationPath(conversation)}/items/${encodeURIComponent(item)}`;
 }

@@ -1,7 +1,7 @@
 // The beam tree, drawn: it grows to the right, and the view goes with it until the reader scrolls back.
 import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { type BeamDrawing, CURVE, type Join, LANE, cutOut } from "../../draw/beams";
+import { type BeamDrawing, CURVE, type Join, LANE, clipDrawing } from "../../draw/beams";
 import type { BeamNode } from "../../state/beams";
 
 const LEFT = 14; // px, room for the prompt's dot
@@ -27,7 +27,7 @@ export function BeamTreeView({ drawing, ends, label }: Props) {
   }, [width]);
   const seen = box.current?.clientWidth ?? SPARE_PX;
   const left = Math.min(scrolled.value, width - seen);
-  const shown = cutOut(drawing, left - SPARE_PX, left + seen + SPARE_PX);
+  const shown = clipDrawing(drawing, left - SPARE_PX, left + seen + SPARE_PX);
   const onScroll = () => {
     const at = box.current;
     if (!at) return;
@@ -42,7 +42,7 @@ export function BeamTreeView({ drawing, ends, label }: Props) {
           <path key={join.key} class={lineClass(join)} d={curve(join)} />
         ))}
         {shown.pieces.map((piece) => (
-          <g key={piece.key} class={`beam-piece beam-${piece.kind} ${piece.lit ? "beam-lit" : ""}`}>
+          <g key={piece.key} class={`beam-piece beam-${piece.kind} ${piece.highlighted ? "beam-lit" : ""}`}>
             <path class={lineClass(piece)} d={`M${LEFT + piece.x} ${yOf(piece.lane)}h${piece.width}`} />
             {piece.width > 0 && (
               <text x={LEFT + piece.x} y={yOf(piece.lane) - 7} textLength={piece.width}>{piece.text}</text>
@@ -74,6 +74,6 @@ function curve({ x, from, to }: Join): string {
   return `M${LEFT + x} ${yOf(from)}c6 0 6 4 6 10V${yOf(from) + down - 8}c0 6 4 8 ${CURVE - 6} 8`;
 }
 
-function lineClass({ kind, lit }: { kind: string; lit: boolean }): string {
-  return `beam-line beam-${kind} ${lit ? "beam-lit" : ""}`;
+function lineClass({ kind, highlighted }: { kind: string; highlighted: boolean }): string {
+  return `beam-line beam-${kind} ${highlighted ? "beam-lit" : ""}`;
 }

@@ -2,54 +2,54 @@
 import { useComputed, useSignal } from "@preact/signals";
 import { useMemo } from "preact/hooks";
 import { drawBeams } from "../../draw/beams";
-import { type BeamNode, type BeamTree, likelihood, percentPerToken } from "../../state/beams";
+import { type BeamNode, type BeamTree, describeLikelihood, percentPerToken } from "../../state/beams";
 import { setSampling } from "../../state/settings";
 import type { Thread } from "../../state/thread";
 import type { Message } from "../../state/tree";
 import type { Turn } from "../../state/turn";
-import { useBeat } from "../beat";
+import { useThrottled } from "../beat";
 import { useChat } from "../context";
 import { focusComposer } from "../keys";
 import { BeamTreeView } from "./BeamTreeView";
-import { Teach } from "./Teach";
+import { EmptyPanel } from "./Teach";
 
 const DRAW_MS = 120;
 const SHOWN_CHARS = 44; // of much the end: that is where beams differ
 
 export function BeamsPanel() {
   const chat = useChat();
-  const turn = searchedTurn(chat.thread.value);
+  const turn = latestSearch(chat.thread.value);
   const tree = turn?.beamTree.value;
-  if (turn && tree) return <Search key={turn.key} turn={turn} tree={tree} />;
+  if (turn && tree) return <BeamSearchView key={turn.key} turn={turn} tree={tree} />;
   if (turn?.live) return <p class="hint">The first beams are on their way.</p>;
   const tryIt = () => {
     setSampling({ search: "beam", n: 4 });
     focusComposer();
   };
   return (
-    <Teach title="Watch a search think" action="Try 4 beams" onAction={tryIt}>
+    <EmptyPanel title="Watch a search think" action="Try 4 beams" onAction={tryIt}>
       Beam search keeps the likeliest texts side by side and drops the others, token by token. All of them share the pages of what
       they have in common. Ask something with beams, and the tree grows here.
-    </Teach>
+    </EmptyPanel>
   );
 }
 
 /** The latest search on the shown path. */
-function searchedTurn(thread: Thread): Turn | undefined {
+function latestSearch(thread: Thread): Turn | undefined {
   const turns = thread.tree.value.path.value.map((message) => thread.turnOf(message));
   return turns.findLast((turn) => turn && (turn.beamTree.value || (turn.beams && turn.live)));
 }
 
-interface Kept {
+interface KeptBeam {
   readonly message: Message;
   readonly node: BeamNode;
 }
 
-function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
+function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
   const chat = useChat();
   const held = useSignal<number | null>(null); // the beam that the reader looks at
   const searching = turn.live;
-  const version = useBeat(tree.version, DRAW_MS);
+  const version = useThrottled(tree.version, DRAW_MS);
   const kept = useComputed(() => (turn.phase.value === "ended" ? keptBeams(turn, tree) : []));
   const ends = kept.value.length > 0 ? kept.value.map(({ node }) => node) : tree.live;
   const chosen = held.value === null ? undefined : ends[held.value];
@@ -88,8 +88,8 @@ function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
                 onClick={() => message && chat.pick(message)}
               >
                 <span class="beam-place"><span class="sr-only">Beam </span>{index + 1}</span>
-                <span class="beam-text">{lastOf(tree, end, agreed)}</span>
-                <span class="beam-score">{scoreWords(ends, index, found)}</span>
+                <span class="beam-text">{beamSuffix(tree, end, agreed)}</span>
+                <span class="beam-score">{describeScore(ends, index, found)}</span>
               </button>
             </li>
           );
@@ -100,9 +100,9 @@ function Search({ turn, tree }: { turn: Turn; tree: BeamTree }) {
 }
 
 /** Which of the tree's nodes the answers are, in their order; none of a search that was stopped, which kept what all say. */
-function keptBeams(turn: Turn, tree: BeamTree): readonly Kept[] {
+function keptBeams(turn: Turn, tree: BeamTree): readonly KeptBeam[] {
   const found = turn.candidates.map((message) => ({ message, node: tree.find(message.text.value) }));
-  const kept = found.filter((beam): beam is Kept => beam.node !== null);
+  const kept = found.filter((beam): beam is KeptBeam => beam.node !== null);
   return new Set(kept.map(({ node }) => node)).size === kept.length ? kept : [];
 }
 
@@ -120,15 +120,15 @@ function Legend({ alive }: { alive: string }) {
 }
 
 /** What a beam says beyond what all agree on; of much the end. */
-function lastOf(tree: BeamTree, end: BeamNode, agreed: BeamNode): string {
+function beamSuffix(tree: BeamTree, end: BeamNode, agreed: BeamNode): string {
   const text = tree.textOf(end).slice(tree.textOf(agreed).length).trim();
   return text.length > SHOWN_CHARS ? `…${text.slice(-SHOWN_CHARS)}` : text || "(nothing more yet)";
 }
 
 /** Of open beams, which all have as many tokens, how likely they are; of kept ones, what a length counts out of. */
-function scoreWords(ends: readonly BeamNode[], index: number, found: boolean): string {
+function describeScore(ends: readonly BeamNode[], index: number, found: boolean): string {
   const end = ends[index]!;
   const perToken = `${percentPerToken(end)}% a token`;
   if (found) return `${index === 0 ? "the best · " : ""}${perToken} over ${end.depth} tokens`;
-  return `${index === 0 ? "the best" : likelihood(end.score, ends[0]!.score)} · ${perToken}`;
+  return `${index === 0 ? "the best" : describeLikelihood(end.score, ends[0]!.score)} · ${perToken}`;
 }

@@ -2,17 +2,17 @@
 // keys go to a message. Only the rows in sight are drawn, so a thousand messages cost what thirty do.
 import { useComputed, useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
-import { type Spot, type Step, drawBranches, neighbour } from "../../draw/branches";
-import { clipped } from "../../draw/text";
+import { type MapNode, type Step, drawBranches, neighbour } from "../../draw/branches";
+import { truncate } from "../../draw/text";
 import type { Message, Tree } from "../../state/tree";
 import { useChat } from "../context";
 import { focusComposer } from "../keys";
-import { goTo } from "../goTo";
+import { goToMessage } from "../goTo";
 import { branchLines, laneWidth, xOf, yOf } from "./branchLines";
-import { ROW } from "./branchLines";
-import { Teach } from "./Teach";
+import { ROW_PX } from "./branchLines";
+import { EmptyPanel } from "./Teach";
 
-const SPARE = 8; // rows drawn beyond what is in sight
+const OVERSCAN_ROWS = 8; // rows drawn beyond what is in sight
 const STEPS: Readonly<Record<string, Step>> = {
   ArrowUp: "up", ArrowDown: "down", ArrowLeft: "left", ArrowRight: "right", Home: "first", End: "last",
 };
@@ -20,16 +20,16 @@ const STEPS: Readonly<Record<string, Step>> = {
 export function BranchesPanel() {
   const chat = useChat();
   const tree = chat.thread.value.tree.value;
-  if (tree.path.value.length > 0) return <Map tree={tree} />;
+  if (tree.path.value.length > 0) return <BranchMap tree={tree} />;
   return (
-    <Teach title="Every turn can fork" action="Say something" onAction={focusComposer}>
+    <EmptyPanel title="Every turn can fork" action="Say something" onAction={focusComposer}>
       Edit a message, regenerate an answer or pick another candidate: the old version stays as a branch that shares all pages up to
       there. This map shows every branch; click a dot to go to it.
-    </Teach>
+    </EmptyPanel>
   );
 }
 
-function Map({ tree }: { tree: Tree }) {
+function BranchMap({ tree }: { tree: Tree }) {
   const chat = useChat();
   const box = useRef<HTMLDivElement>(null);
   const view = useSignal({ first: 0, last: 60 });
@@ -42,8 +42,8 @@ function Map({ tree }: { tree: Tree }) {
 
   const look = () => {
     const { scrollTop = 0, clientHeight = 0 } = box.current ?? {};
-    const first = Math.max(0, Math.floor(scrollTop / ROW) - SPARE);
-    const last = Math.ceil((scrollTop + clientHeight) / ROW) + SPARE;
+    const first = Math.max(0, Math.floor(scrollTop / ROW_PX) - OVERSCAN_ROWS);
+    const last = Math.ceil((scrollTop + clientHeight) / ROW_PX) + OVERSCAN_ROWS;
     if (first !== view.peek().first || last !== view.peek().last) view.value = { first, last };
   };
   useLayoutEffect(look, []);
@@ -54,18 +54,18 @@ function Map({ tree }: { tree: Tree }) {
   }, []);
   // where the reader is comes into sight, by itself and after every step
   useLayoutEffect(() => {
-    const spot = drawing.spots.get(at.key);
+    const spot = drawing.nodes.get(at.key);
     const scroller = box.current;
     if (!spot || !scroller) return;
-    const top = yOf(spot.depth) - ROW / 2;
-    if (top < scroller.scrollTop) scroller.scrollTop = top - ROW;
-    else if (top + ROW > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top + 2 * ROW - scroller.clientHeight;
+    const top = yOf(spot.depth) - ROW_PX / 2;
+    if (top < scroller.scrollTop) scroller.scrollTop = top - ROW_PX;
+    else if (top + ROW_PX > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top + 2 * ROW_PX - scroller.clientHeight;
     look();
   }, [at, drawing]);
 
   const go = (message: Message) => {
     cursor.value = message;
-    goTo(chat, message);
+    goToMessage(chat, message);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     const step = STEPS[event.key];
@@ -76,15 +76,15 @@ function Map({ tree }: { tree: Tree }) {
   };
   const wide = laneWidth(drawing.lanes);
   const { first, last } = view.value;
-  const shown = [...drawing.spots.values()].filter((spot) => spot.message === at || (spot.depth >= first && spot.depth <= last));
+  const shown = [...drawing.nodes.values()].filter((spot) => spot.message === at || (spot.depth >= first && spot.depth <= last));
   const lines = branchLines(shown, onPath.value, wide);
   const graphWidth = drawing.lanes * wide + 12;
   const told = pointed.value ?? at;
-  const branches = countLeaves(drawing.spots);
+  const branches = countLeaves(drawing.nodes);
   return (
     <>
       <p class="side-lead">
-        <span><b data-figure="messages">{drawing.spots.size}</b> messages</span>
+        <span><b data-figure="messages">{drawing.nodes.size}</b> messages</span>
         <span><b data-figure="branches">{branches}</b> {branches === 1 ? "branch" : "branches"}</span>
       </p>
       <div class="branch-scroll" ref={box} onScroll={look}>
@@ -96,14 +96,14 @@ function Map({ tree }: { tree: Tree }) {
             tabindex={0}
             aria-activedescendant={`spot-${at.key}`}
             width={graphWidth}
-            height={drawing.rows * ROW}
+            height={drawing.rows * ROW_PX}
             onKeyDown={onKeyDown}
             onMouseLeave={() => (pointed.value = null)}
           >
             <path class="branch-line" d={lines.other} />
             <path class="branch-line branch-line-on" d={lines.shown} />
             {shown.map((spot) => (
-              <Dot
+              <MapDot
                 key={spot.message.key}
                 spot={spot}
                 tree={tree}
@@ -119,15 +119,15 @@ function Map({ tree }: { tree: Tree }) {
         </div>
       </div>
       <div class="branch-told" aria-hidden="true">
-        <span class="hint">{titleOf(tree, told)}</span>
-        <p>{clipped(told.text.value || "…", 220)}</p>
+        <span class="hint">{messageTitle(tree, told)}</span>
+        <p>{truncate(told.text.value || "…", 220)}</p>
       </div>
     </>
   );
 }
 
 interface DotProps {
-  readonly spot: Spot;
+  readonly spot: MapNode;
   readonly tree: Tree;
   readonly wide: number;
   readonly on: boolean;
@@ -136,7 +136,7 @@ interface DotProps {
   readonly onPoint: (message: Message) => void;
 }
 
-function Dot({ spot, tree, wide, on, at, onGo, onPoint }: DotProps) {
+function MapDot({ spot, tree, wide, on, at, onGo, onPoint }: DotProps) {
   const { message } = spot;
   const [x, y] = [xOf(spot.lane, wide), yOf(spot.depth)];
   return (
@@ -146,11 +146,11 @@ function Dot({ spot, tree, wide, on, at, onGo, onPoint }: DotProps) {
       role="treeitem"
       aria-level={spot.depth + 1}
       aria-selected={on}
-      aria-label={`${titleOf(tree, message)}: ${clipped(message.text.peek(), 80)}`}
+      aria-label={`${messageTitle(tree, message)}: ${truncate(message.text.peek(), 80)}`}
       onClick={() => onGo(message)}
       onMouseEnter={() => onPoint(message)}
     >
-      <rect class="spot-touch" x={x - wide / 2} y={y - ROW / 2} width={wide} height={ROW} />
+      <rect class="spot-touch" x={x - wide / 2} y={y - ROW_PX / 2} width={wide} height={ROW_PX} />
       {message.role === "user" ? <rect x={x - 4} y={y - 4} width="8" height="8" rx="2" /> : <circle cx={x} cy={y} r="4.5" />}
     </g>
   );
@@ -166,7 +166,7 @@ function Labels({ path, first, last, at, onGo }: {
 }) {
   const list = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
-    if (list.current) list.current.style.paddingTop = `${first * ROW}px`;
+    if (list.current) list.current.style.paddingTop = `${first * ROW_PX}px`;
   }, [first]);
   return (
     <div class="branch-labels" aria-hidden="true" ref={list}>
@@ -176,20 +176,20 @@ function Labels({ path, first, last, at, onGo }: {
           class={`branch-label branch-label-${message.role} ${message === at ? "branch-label-at" : ""}`}
           onClick={() => onGo(message)}
         >
-          {clipped(message.text.value.replace(/\s+/g, " "), 120) || "…"}
+          {truncate(message.text.value.replace(/\s+/g, " "), 120) || "…"}
         </div>
       ))}
     </div>
   );
 }
 
-function titleOf(tree: Tree, message: Message): string {
+function messageTitle(tree: Tree, message: Message): string {
   const siblings = tree.siblings(message);
   const who = message.role === "user" ? "You" : "Answer";
   return siblings.length > 1 ? `${who}, version ${siblings.indexOf(message) + 1} of ${siblings.length}` : who;
 }
 
-function countLeaves(spots: ReadonlyMap<string, Spot>): number {
-  const parents = new Set<Spot | null>([...spots.values()].map((spot) => spot.parent));
+function countLeaves(spots: ReadonlyMap<string, MapNode>): number {
+  const parents = new Set<MapNode | null>([...spots.values()].map((spot) => spot.parent));
   return [...spots.values()].filter((spot) => !parents.has(spot)).length;
 }

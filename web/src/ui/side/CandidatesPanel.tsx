@@ -1,17 +1,17 @@
 // The answers to one message beside the thread: what they share once, then where each goes its own way.
 import { useComputed } from "@preact/signals";
-import { clipped } from "../../draw/text";
+import { truncate } from "../../draw/text";
 import type { Chat } from "../../state/chat";
-import { sharedStart } from "../../state/compare";
+import { commonPrefix } from "../../state/compare";
 import { setSampling } from "../../state/settings";
 import type { Message, Status } from "../../state/tree";
 import { useChat } from "../context";
 import { Close } from "../icons";
 import { focusComposer } from "../keys";
-import { goTo } from "../goTo";
-import { Teach } from "./Teach";
+import { goToMessage } from "../goTo";
+import { EmptyPanel } from "./Teach";
 
-const STATES: Readonly<Record<Status, string>> = {
+const VERSION_LABELS: Readonly<Record<Status, string>> = {
   waiting: "waiting", streaming: "writing", done: "", stopped: "stopped", length: "cut off", error: "failed",
 };
 const SHARED_CHARS = 220;
@@ -20,22 +20,22 @@ export function CandidatesPanel() {
   const chat = useChat();
   const tree = chat.thread.value.tree.value;
   const answer = tree.path.value.findLast((message) => message.role === "assistant" && tree.siblings(message).length > 1);
-  if (!answer) return <Lonely />;
+  if (!answer) return <NoCandidates />;
   const versions = tree.siblings(answer);
   const asked = answer.parent === null ? undefined : tree.get(answer.parent);
   return <Versions key={answer.parent} asked={asked?.text.value ?? ""} versions={versions} shown={answer} />;
 }
 
-function Lonely() {
+function NoCandidates() {
   const tryIt = () => {
     setSampling({ search: "sample", n: 4 });
     focusComposer();
   };
   return (
-    <Teach title="One prompt, many answers" action="Try n = 4" onAction={tryIt}>
+    <EmptyPanel title="One prompt, many answers" action="Try n = 4" onAction={tryIt}>
       Ask for several answers at once: the prompt is computed once, then forks. Or regenerate an answer. All versions of the
       latest one that has several are listed here, to compare and to pick from.
-    </Teach>
+    </EmptyPanel>
   );
 }
 
@@ -47,15 +47,15 @@ interface VersionsProps {
 
 function Versions({ asked, versions, shown }: VersionsProps) {
   const chat = useChat();
-  const shared = useComputed(() => sharedStart(versions.map((message) => message.text.value)));
+  const shared = useComputed(() => commonPrefix(versions.map((message) => message.text.value)));
   const common = shared.value;
   return (
     <>
-      <p class="side-lead"><span><b>{versions.length} answers</b> to <q>{clipped(asked, 80)}</q></span></p>
+      <p class="side-lead"><span><b>{versions.length} answers</b> to <q>{truncate(asked, 80)}</q></span></p>
       {common.trim() !== "" && (
         <p class="shared-start">
           <span class="hint">All begin alike</span>
-          {clipped(common.trim(), SHARED_CHARS)}
+          {truncate(common.trim(), SHARED_CHARS)}
         </p>
       )}
       <ol class="version-list">
@@ -67,14 +67,14 @@ function Versions({ asked, versions, shown }: VersionsProps) {
               aria-current={message === shown ? "true" : undefined}
               onClick={() => {
                 chat.pick(message);
-                goTo(chat, message);
+                goToMessage(chat, message);
               }}
             >
               <span class="card-place">{index + 1}</span>
               <span class="version-text">
                 {message.text.value.slice(common.length).trimStart() || (message.text.value === "" ? "…" : "(as the others begin)")}
               </span>
-              <span class="version-state">{stateOf(chat, message, shown)}</span>
+              <span class="version-state">{versionLabel(chat, message, shown)}</span>
             </button>
             {chat.thread.value.turnOf(message)?.canDrop(message) && (
               <button
@@ -95,7 +95,7 @@ function Versions({ asked, versions, shown }: VersionsProps) {
   );
 }
 
-function stateOf(chat: Chat, message: Message, shown: Message): string {
+function versionLabel(chat: Chat, message: Message, shown: Message): string {
   if (chat.thread.value.turnOf(message)?.dropped.value.has(message)) return "dropped";
-  return message === shown ? "shown" : STATES[message.status.value];
+  return message === shown ? "shown" : VERSION_LABELS[message.status.value];
 }

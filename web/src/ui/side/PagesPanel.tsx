@@ -1,28 +1,28 @@
 // The page map: every KV page of the server as a cell, once a second.
 import { useEffect, useMemo } from "preact/hooks";
 import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, numDrawn, pagePaths } from "../../draw/pages";
-import { PageMapWatch } from "../../state/pagemap";
+import { KvPageMapPoller } from "../../state/pagemap";
 import type { CacheMap } from "../../wire/cacheMap";
 import { useChat } from "../context";
-import { Teach } from "./Teach";
+import { EmptyPanel } from "./Teach";
 
-export function PagesPanel() {
-  const watch = useMemo(() => new PageMapWatch(), []);
-  const loading = ["loading", "unavailable"].includes(useChat().readiness.now.value.phase);
-  useEffect(() => (loading ? undefined : watch.watch()), [loading]);
-  const map = watch.now.value;
-  const failure = watch.failure.value;
+export function KvPagesPanel() {
+  const watch = useMemo(() => new KvPageMapPoller(), []);
+  const loading = ["loading", "unavailable"].includes(useChat().readiness.status.value.phase);
+  useEffect(() => (loading ? undefined : watch.start()), [loading]);
+  const map = watch.current.value;
+  const failure = watch.error.value;
   if (!map && failure !== null) return <p class="ending ending-error" role="alert">The page map did not load. {failure}</p>;
   if (!map) return <p class="hint">{loading ? "There are pages once the model is loaded." : "Asking the server for its pages."}</p>;
   return (
     <>
       {failure !== null && <p class="ending ending-error" role="alert">This map is not current. {failure}</p>}
-      <PageMap map={map} before={watch.before.value} />
+      <KvPageMap map={map} before={watch.previousCells.value} />
     </>
   );
 }
 
-function PageMap({ map, before }: { map: CacheMap; before: string }) {
+function KvPageMap({ map, before }: { map: CacheMap; before: string }) {
   const { cells } = map;
   const drawn = numDrawn(cells);
   const columns = columnsFor(drawn);
@@ -47,12 +47,12 @@ function PageMap({ map, before }: { map: CacheMap; before: string }) {
         <caption class="sr-only">Pages by state</caption>
         <thead class="sr-only"><tr><th>State</th><th>Number of {noun}</th><th>Share</th></tr></thead>
         <tbody>
-          {PAGE_STATES.filter(({ name }) => counts.get(name) || !["pinned", "other"].includes(name)).map(({ name, label, what, shape }) => (
+          {PAGE_STATES.filter(({ name }) => counts.get(name) || !["pinned", "other"].includes(name)).map(({ name, label, description, shape }) => (
             <tr key={name}>
               <th scope="row">
                 <svg viewBox={`0 0 ${BOX} ${BOX}`} aria-hidden="true"><path class={`page page-${name}`} d={`M0 0${shape}`} /></svg>
                 {label}
-                <span class="hint">{what}</span>
+                <span class="hint">{description}</span>
               </th>
               <td data-count={name}>{(counts.get(name) ?? 0).toLocaleString("en")}</td>
               <td>{share(counts.get(name) ?? 0)}</td>
@@ -63,7 +63,7 @@ function PageMap({ map, before }: { map: CacheMap; before: string }) {
       {drawn < cells.length && <p class="hint">The other {(cells.length - drawn).toLocaleString("en")} {noun} are free and not drawn.</p>}
       {map.pages_per_cell > 1 && <p class="hint">One cell stands for {map.pages_per_cell} pages, in the busiest one's state.</p>}
       {counts.get("free") === cells.length && (
-        <Teach title="Nothing is held yet">Say something, and watch pages fill. When the answer ends they stay as a cache for the next turn.</Teach>
+        <EmptyPanel title="Nothing is held yet">Say something, and watch pages fill. When the answer ends they stay as a cache for the next turn.</EmptyPanel>
       )}
     </>
   );

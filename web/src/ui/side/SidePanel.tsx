@@ -2,28 +2,28 @@
 import { useRef } from "preact/hooks";
 import { Close } from "../icons";
 import { focusComposer } from "../keys";
-import { type Side, SIDES, panel, side } from "../panels";
+import { type SidePanelName, SIDE_PANELS, panel, sidePanel } from "../panels";
 import "../../styles/side.css";
 import { BeamsPanel } from "./BeamsPanel";
 import { BranchesPanel } from "./BranchesPanel";
 import { CandidatesPanel } from "./CandidatesPanel";
-import { PagesPanel } from "./PagesPanel";
+import { KvPagesPanel } from "./PagesPanel";
 
-const LABELS: Readonly<Record<Side, string>> = {
+const LABELS: Readonly<Record<SidePanelName, string>> = {
   candidates: "Candidates", beams: "Beams", branches: "Branches", pages: "Pages",
 };
-const CONTENTS = { candidates: CandidatesPanel, beams: BeamsPanel, branches: BranchesPanel, pages: PagesPanel };
+const CONTENTS = { candidates: CandidatesPanel, beams: BeamsPanel, branches: BranchesPanel, pages: KvPagesPanel };
 
 export function SidePanel() {
   const tabs = useRef<HTMLDivElement>(null);
-  const shown = side.value;
+  const shown = sidePanel.value;
   if (shown === null) return null;
   const Content = CONTENTS[shown];
   const onKeyDown = (event: KeyboardEvent) => {
     const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
     if (step === 0 || event.altKey) return;
     event.preventDefault();
-    const next = SIDES[(SIDES.indexOf(shown) + step + SIDES.length) % SIDES.length]!;
+    const next = SIDE_PANELS[(SIDE_PANELS.indexOf(shown) + step + SIDE_PANELS.length) % SIDE_PANELS.length]!;
     panel.value = next;
     tabs.current?.querySelector<HTMLElement>(`#tab-${next}`)?.focus();
   };
@@ -31,7 +31,7 @@ export function SidePanel() {
     <aside class="panel side-panel" aria-label="Panel">
       <header class="side-panel-head">
         <div class="tabs" role="tablist" aria-label="Panel" ref={tabs} onKeyDown={onKeyDown}>
-          {SIDES.map((name) => (
+          {SIDE_PANELS.map((name) => (
             <button
               key={name}
               type="button"

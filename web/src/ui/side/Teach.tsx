@@ -8,7 +8,7 @@ interface Props {
   readonly children: ComponentChildren;
 }
 
-export function Teach({ title, action, onAction, children }: Props) {
+export function EmptyPanel({ title, action, onAction, children }: Props) {
   return (
     <section class="teach">
       <h2>{title}</h2>
