@@ -1,15 +1,14 @@
+import { watchWake } from "./api/socket";
+import { persistSettings } from "./app/settings";
+import { syncAddress } from "./chat/address";
+import { Chat } from "./chat/chat";
+import { loadRenderer } from "./markdown/textStream";
+import { App } from "./ui/App";
+import { listenForShortcuts } from "./ui/Shortcuts";
+import { persistPanel, scrollToMessage } from "./ui/navigation";
 import { effect } from "@preact/signals";
 import { render } from "preact";
-import { loadRenderer } from "./markdown/lazy";
-import { syncAddress } from "./state/address";
-import { Chat } from "./state/chat";
-import { persistSettings } from "./state/settings";
-import { watchWake } from "./state/sleep";
 import "./styles/index.css";
-import { scrollToMessage } from "./ui/anchors";
-import { App } from "./ui/App";
-import { listenForShortcuts } from "./ui/keys";
-import { persistPanel } from "./ui/panels";
 
 const chat = new Chat();
 

@@ -1,7 +1,7 @@
-import { describe, expect, test } from "vitest";
+import { CELL_PX, countCells, singleLine, truncate } from "../src/app/format";
+import { type BeamNode, BeamTree, describeLikelihood, pathTo, percentPerToken } from "../src/chat/beamTree";
 import { type BeamDrawing, CURVE, clipDrawing, drawBeams } from "../src/draw/beams";
-import { CELL_PX, countCells, truncate, singleLine } from "../src/draw/text";
-import { type BeamNode, BeamTree, describeLikelihood, pathTo, percentPerToken } from "../src/state/beams";
+import { describe, expect, test } from "vitest";
 
 /** A tree from lines of "id parent text". */
 function treeOf(lines: string, live: number[]): BeamTree {

@@ -1,7 +1,6 @@
+import { Tree } from "../src/chat/tree";
+import { branchLines, drawBranches, laneWidth, neighbour } from "../src/draw/branches";
 import { describe, expect, test } from "vitest";
-import { drawBranches, neighbour } from "../src/draw/branches";
-import { branchLines, laneWidth } from "../src/ui/side/branchLines";
-import { Tree } from "../src/state/tree";
 
 /** A tree from "key parent" lines, in order of age; "-" is the root. */
 function treeOf(lines: string): Tree {

@@ -1,7 +1,7 @@
-import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { Chat } from "../src/state/chat";
-import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
+import { DEFAULT_SAMPLING, autoTitle, sampling, systemPrompt } from "../src/app/settings";
+import { Chat } from "../src/chat/chat";
 import { type Call, FakeSocket, fakeWires } from "./fakes";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 let calls: Call[];
 let statuses: Record<string, number>;

@@ -1,9 +1,9 @@
+import { Chat } from "../src/chat/chat";
+import { ChatContext } from "../src/ui/context";
+import { UserMessage } from "../src/ui/thread/UserMessage";
+import { fakeWires } from "./fakes";
 import { h, render } from "preact";
 import { afterEach, expect, it, vi } from "vitest";
-import { Chat } from "../src/state/chat";
-import { ChatContext } from "../src/ui/context";
-import { UserMessage } from "../src/ui/UserMessage";
-import { fakeWires } from "./fakes";
 
 afterEach(() => {
   render(null, document.body);

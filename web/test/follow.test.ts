@@ -1,8 +1,8 @@
+import type { StoredItem } from "../src/api/frames";
+import { DEFAULT_SAMPLING, autoTitle, sampling, systemPrompt } from "../src/app/settings";
+import { Chat } from "../src/chat/chat";
+import { type FakeServer, FakeSocket, fakeWires } from "./fakes";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { Chat } from "../src/state/chat";
-import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/state/settings";
-import type { StoredItem } from "../src/wire/frames";
-import { FakeSocket, type FakeServer, fakeWires } from "./fakes";
 
 const CONV = "/v1/conversations/conv_1";
 let server: FakeServer;

@@ -1,8 +1,8 @@
-import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { Chat } from "../src/state/chat";
-import { DEFAULT_SAMPLING, prefillWhileTyping, sampling, systemPrompt } from "../src/state/settings";
-import { toasts } from "../src/state/toast";
+import { toasts } from "../src/app/notifications";
+import { DEFAULT_SAMPLING, prefillWhileTyping, sampling, systemPrompt } from "../src/app/settings";
+import { Chat } from "../src/chat/chat";
 import { FakeServer, FakeSocket, fakeWires } from "./fakes";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 let server: FakeServer;
 let chat: Chat;

@@ -1,8 +1,8 @@
+import { formatPercent, showWhitespace } from "../src/app/format";
+import { rankChoices, toTokenSpans } from "../src/chat/tokenFork";
+import { describeMiss, prefilledTokens } from "../src/ui/thread/AnswerStats";
+import { type Word, wordOffset } from "../src/ui/thread/wordAtPoint";
 import { describe, expect, it } from "vitest";
-import { rankChoices, toTokenSpans } from "../src/state/inside";
-import { formatPercent, showWhitespace } from "../src/ui/choiceText";
-import { prefilledTokens, describeMiss } from "../src/ui/Figures";
-import { wordOffset, type Word } from "../src/ui/wordAt";
 
 const token = (index: number, start: number | null, end: number | null) => ({ index, start, end });
 

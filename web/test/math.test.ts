@@ -1,6 +1,6 @@
-import { beforeEach, describe, expect, it, vi } from "vitest";
 import { makeParser } from "../src/markdown/parser";
-import { MarkdownStream } from "../src/markdown/stream";
+import { MarkdownStream } from "../src/markdown/renderer";
+import { beforeEach, describe, expect, it, vi } from "vitest";
 
 const md = makeParser();
 let root: HTMLElement;

@@ -1,5 +1,5 @@
+import { DrawPacer } from "../src/markdown/textStream";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { DrawPacer } from "../src/markdown/pace";
 
 beforeEach(() => void vi.useFakeTimers());
 afterEach(() => void vi.useRealTimers());

@@ -1,7 +1,7 @@
-import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
+import { commonPrefix } from "../src/app/format";
 import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, numDrawn, pagePaths } from "../src/draw/pages";
-import { commonPrefix } from "../src/state/compare";
-import { KvPageMapPoller } from "../src/state/pagemap";
+import { KvPageMapPoller } from "../src/server/cacheCoverage";
+import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 
 const CELLS = "sapiof".repeat(20);
 

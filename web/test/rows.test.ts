@@ -1,6 +1,6 @@
+import { Tree } from "../src/chat/tree";
+import { MAX_UNVIRTUALIZED_ROWS, RowHeights, estimateHeight, rowOffsets, toSlots, visibleRows } from "../src/ui/thread/virtualRows";
 import { describe, expect, it } from "vitest";
-import { estimateHeight, RowHeights, visibleRows, toSlots, rowOffsets, MAX_UNVIRTUALIZED_ROWS } from "../src/ui/rows";
-import { Tree } from "../src/state/tree";
 
 const starts = (count: number, px = 100) => rowOffsets(Array.from({ length: count }, () => px));
 

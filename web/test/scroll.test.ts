@@ -1,7 +1,7 @@
+import type { Message } from "../src/chat/tree";
+import { ThreadScroll } from "../src/ui/thread/threadScroll";
 import { signal } from "@preact/signals";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import type { Message } from "../src/state/tree";
-import { ThreadScroll } from "../src/ui/ThreadScroll";
 
 const SCREEN_PX = 500;
 

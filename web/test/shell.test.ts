@@ -1,14 +1,14 @@
+import type { WireConversation } from "../src/api/frames";
+import { watchWake } from "../src/api/socket";
+import { allPrompts, customPrompts, findPrompt, removePrompt, restorePrompt, savePrompt } from "../src/app/prompts";
+import { DEFAULT_SAMPLING, parseSampling } from "../src/app/settings";
+import { StaleCheck } from "../src/chat/thread";
+import { groupByDay } from "../src/conversations/conversations";
+import { summarizeImport, toFileName } from "../src/conversations/importExport";
+import { MAX_SYSTEM_CHARS, isPinned, readSettings, withPin, withSettings } from "../src/conversations/metadata";
+import { splitAtMarks } from "../src/conversations/search";
+import { describeCoverage } from "../src/server/cacheCoverage";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { toFileName, summarizeImport } from "../src/state/files";
-import { groupByDay } from "../src/state/groups";
-import { isPinned, MAX_SYSTEM_CHARS, readSettings, withPin, withSettings } from "../src/state/metadata";
-import { allPrompts, savePrompt, customPrompts, findPrompt, removePrompt, restorePrompt } from "../src/state/prompts";
-import { StaleCheck } from "../src/state/revisions";
-import { splitAtMarks } from "../src/state/search";
-import { parseSampling, DEFAULT_SAMPLING } from "../src/state/settings";
-import { watchWake } from "../src/state/sleep";
-import { describeCoverage } from "../src/state/warmth";
-import type { WireConversation } from "../src/wire/frames";
 
 describe("Revisions", () => {
   it("tells what others changed, in whatever order our own changes are heard of", () => {

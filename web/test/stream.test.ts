@@ -1,8 +1,7 @@
-import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { makeParser } from "../src/markdown/parser";
-import { sanitize } from "../src/markdown/sanitize";
-import { MarkdownStream, closeOpenMarkup, openFence } from "../src/markdown/stream";
+import { makeParser, sanitize } from "../src/markdown/parser";
+import { MarkdownStream, closeOpenMarkup, openFence } from "../src/markdown/renderer";
 import { XSS } from "./corpus";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 const md = makeParser();
 let root: HTMLElement;

@@ -1,6 +1,6 @@
 // @vitest-environment node
+import { toCells } from "../src/ui/thread/AnswerStats";
 import { describe, expect, it } from "vitest";
-import { toCells } from "../src/ui/PageStrip";
 
 const cells = (inputTokens: number, cachedTokens: number) => toCells({ inputTokens, cachedTokens, outputTokens: 0 });
 

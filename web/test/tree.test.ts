@@ -1,6 +1,6 @@
 // @vitest-environment node
+import { Tree } from "../src/chat/tree";
 import { describe, expect, it } from "vitest";
-import { Tree } from "../src/state/tree";
 
 function sample(): Tree {
   const tree = new Tree();

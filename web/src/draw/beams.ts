@@ -4,9 +4,8 @@
 //   There was once a dragon ─┬ called Kai ── who lived      lane 0: the trunk, then its first-born child
 //                  ╰ king    ╰ in the ─┬ edge of the        lane 1: "king" was dropped; then a live beam
 //                                      ╰ city               lane 2
-import type { BeamNode, BeamTree } from "../state/beams";
-import { LaneGrid } from "./lanes";
-import { CELL_PX, countCells, truncate, singleLine } from "./text";
+import { CELL_PX, countCells, singleLine, truncate } from "../app/format";
+import type { BeamNode, BeamTree } from "../chat/beamTree";
 
 export const LANE = 30; // px
 export const CURVE = 18; // px from where a beam forks off to where its text begins
@@ -213,4 +212,27 @@ function droppedText(start: BeamNode): string {
   let text = "";
   for (let node: BeamNode | undefined = start; node && text.length <= DROPPED_CHARS; node = node.children[0]) text += node.text;
   return truncate(singleLine(text), DROPPED_CHARS);
+}
+
+// ---- Which cells of which lane hold something already.
+
+class LaneGrid {
+  private readonly rows: Uint8Array[] = [];
+  private readonly columns: number;
+
+  constructor(width: number) {
+    this.columns = Math.ceil(width / CELL_PX) + 1;
+  }
+
+  occupy(lane: number, from: number, to: number): void {
+    (this.rows[lane] ??= new Uint8Array(this.columns)).fill(1, Math.max(0, Math.floor(from / CELL_PX)), Math.ceil(to / CELL_PX));
+  }
+
+  isFree(lane: number, from: number, to: number): boolean {
+    const row = this.rows[lane];
+    if (!row) return true;
+    const end = Math.min(this.columns, Math.ceil(to / CELL_PX));
+    for (let cell = Math.max(0, Math.floor(from / CELL_PX)); cell < end; cell++) if (row[cell]) return false;
+    return true;
+  }
 }

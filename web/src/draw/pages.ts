@@ -1,4 +1,5 @@
 // The page map as one path per state. Every state has a shape of its own beside its colour.
+
 export type PageState = "shared" | "held" | "pinned" | "idle" | "other" | "free";
 
 interface PageStateInfo {

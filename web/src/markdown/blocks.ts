@@ -1,6 +1,7 @@
 // What a rendered block gets beyond its markup: frames around code, tables that scroll, drawn formulas, task marks.
-import { frameCode } from "./code";
-import { drawFormulas } from "./formulas";
+import { copyText } from "../app/browser";
+import { sanitize } from "./parser";
+import type { HLJSApi } from "highlight.js";
 
 /** Finish the nodes of `fragment` before they are shown. `complete`: no more text will come for them. */
 export function decorateBlocks(fragment: DocumentFragment, complete: boolean): void {
@@ -28,4 +29,109 @@ function decorateTask(item: HTMLElement): void {
   mark.textContent = match[1] === " " ? "☐ " : "☑ ";
   item.prepend(mark);
   item.classList.add("task-item");
+}
+
+// ---- The frame around a code block: its language, a copy button, and colours once the block is complete.
+
+const COPIED_MS = 1600;
+
+/** Wrap `pre` in a labelled frame. Colours come only when `complete`: half a program has no stable syntax. */
+function frameCode(pre: HTMLPreElement, complete: boolean): HTMLElement {
+  const code = pre.querySelector("code");
+  const language = code?.dataset["language"] ?? "";
+  const frame = document.createElement("figure");
+  frame.className = "code";
+  const bar = document.createElement("figcaption");
+  bar.className = "code-bar";
+  const label = document.createElement("span");
+  label.textContent = language || "text";
+  bar.append(label, copyButton(pre));
+  pre.tabIndex = 0; // wide code scrolls; the keyboard must reach it
+  pre.setAttribute("role", "region");
+  pre.setAttribute("aria-label", language ? `${language} code` : "code");
+  pre.replaceWith(frame);
+  frame.append(bar, pre);
+  if (complete && code && language) void highlight(code, language);
+  return frame;
+}
+
+function copyButton(pre: HTMLPreElement): HTMLButtonElement {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "code-copy";
+  button.textContent = "Copy";
+  button.addEventListener("click", () => {
+    void copyText(pre.textContent ?? "").then((done) => {
+      button.textContent = done ? "Copied" : "Press Ctrl+C";
+      setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
+    });
+  });
+  return button;
+}
+
+// ---- Syntax colours, fetched the first time a complete code block needs them.
+
+const MAX_CODE_CHARS = 60_000;
+let highlighterLoading: Promise<HLJSApi> | null = null;
+
+export async function highlight(code: HTMLElement, language: string): Promise<void> {
+  const text = code.textContent ?? "";
+  if (text.length > MAX_CODE_CHARS) return;
+  highlighterLoading ??= import("./languages").then((module) => module.makeHighlighter());
+  try {
+    const hljs = await highlighterLoading;
+    if (!hljs.getLanguage(language)) return;
+    code.replaceChildren(sanitize(hljs.highlight(text, { language, ignoreIllegals: true }).value));
+  } catch {
+    highlighterLoading = null; // the chunk did not arrive; the plain text stays, the next block asks again
+  }
+}
+
+// ---- Formulas, drawn as soon as they are complete. KaTeX is fetched for the first one; until then TeX stands there as text.
+
+const MAX_TEX_CHARS = 5000;
+const MAX_CACHED = 300;
+
+type DrawFormula = (tex: string, display: boolean) => HTMLElement | null;
+
+let drawTex: DrawFormula | null = null;
+let katexLoading: Promise<void> | null = null;
+const cache = new Map<string, HTMLElement | null>(); // the open block is drawn again and again, its formulas are not
+
+/** Draw every formula below `root`, now or when KaTeX has arrived. */
+function drawFormulas(root: DocumentFragment): void {
+  const formulas = root.querySelectorAll<HTMLElement>(".math");
+  if (formulas.length === 0) return;
+  if (drawTex) {
+    formulas.forEach(showFormula);
+    return;
+  }
+  katexLoading ??= import("./katex").then(
+    (module) => void (drawTex = module.drawFormula),
+    () => void (katexLoading = null), // the chunk did not arrive; the TeX stays, the next formula asks again
+  );
+  void katexLoading.then(() => drawTex && formulas.forEach(showFormula));
+}
+
+function showFormula(place: HTMLElement): void {
+  const tex = place.textContent ?? "";
+  if (!place.classList.contains("math") || tex.length > MAX_TEX_CHARS) return;
+  const display = place.classList.contains("math-display");
+  const key = `${display} ${tex}`;
+  if (!cache.has(key)) {
+    if (cache.size >= MAX_CACHED) cache.clear();
+    cache.set(key, drawTex!(tex, display));
+  }
+  const drawn = cache.get(key);
+  place.classList.remove("math");
+  if (!drawn) {
+    place.classList.add("math-wrong");
+    return;
+  }
+  place.classList.add("math-drawn");
+  place.replaceChildren(...drawn.cloneNode(true).childNodes);
+  if (!display) return;
+  place.tabIndex = 0; // a wide formula scrolls; the keyboard must reach it
+  place.setAttribute("role", "group");
+  place.setAttribute("aria-label", "Formula");
 }

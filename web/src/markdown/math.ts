@@ -1,13 +1,13 @@
 // Where a formula begins and ends: `$..$`, `\(..\)`, and for whole lines `$$..$$` and `\[..\]`. Money is not a formula.
+import type MarkdownIt from "markdown-it";
 import type { StateBlock, StateInline } from "markdown-it";
-import type { Parser } from "./parser";
 
 const CLOSES: Readonly<Record<string, string>> = { "$$": "$$", $: "$", "\\(": "\\)", "\\[": "\\]" };
 const OPENS = Object.keys(CLOSES); // `$$` before `$`
 const NOTATION = /[\\^_={}<>+]/;
 const PROSE = /\s\S*[A-Za-z]{2}|[A-Za-z]{2}\S*\s/; // words in a row
 
-export function addMath(md: Parser): void {
+export function addMath(md: InstanceType<typeof MarkdownIt>): void {
   md.inline.ruler.before("escape", "math", inlineMath);
   md.block.ruler.before("fence", "math_block", blockMath, { alt: ["paragraph", "reference", "blockquote", "list"] });
   md.renderer.rules["math"] = (tokens, index) => {
@@ -52,7 +52,7 @@ function closingDollar(src: string, pos: number): number {
 }
 
 /** `$x, y$` is a formula; `$5 (or 4$)` and `$7), 5$` are money, `\[citation needed\]` is words. */
-export function looksLikeMath(content: string): boolean {
+function looksLikeMath(content: string): boolean {
   if (NOTATION.test(content)) return true;
   const amount = /^\d/.test(content) && content.split("(").length !== content.split(")").length;
   return !amount && !PROSE.test(content);

@@ -1,7 +1,8 @@
 // Markdown to HTML text, with everything that could act removed at the parser: no raw HTML, no image that loads,
 // no link that is not http(s) or mailto. `sanitize.ts` stands behind it all the same.
-import MarkdownIt, { type Token } from "markdown-it";
 import { addMath } from "./math";
+import DOMPurify from "dompurify";
+import MarkdownIt, { type Token } from "markdown-it";
 
 export type Parser = InstanceType<typeof MarkdownIt>;
 
@@ -64,4 +65,24 @@ function insideLink(tokens: readonly Token[], index: number): boolean {
 function shortAddress(address: string): string {
   const bare = address.replace(/^https?:\/\//i, "");
   return bare.length <= MAX_ADDRESS ? bare : `${bare.slice(0, MAX_ADDRESS - 16)}…${bare.slice(-15)}`;
+}
+
+// ---- The second wall: even if the parser let something through, only these tags and attributes reach the page.
+
+const TAGS = [
+  "a", "blockquote", "br", "code", "del", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",
+  "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+];
+const ATTRIBUTES = ["href", "target", "rel", "class", "start", "data-language", "title"];
+
+export function sanitize(html: string): DocumentFragment {
+  return DOMPurify.sanitize(html, {
+    ALLOWED_TAGS: TAGS,
+    ALLOWED_ATTR: ATTRIBUTES,
+    ALLOW_DATA_ATTR: false,
+    ALLOW_ARIA_ATTR: false,
+    ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
+    ADD_URI_SAFE_ATTR: ["target", "rel", "data-language", "title"],
+    RETURN_DOM_FRAGMENT: true,
+  });
 }

@@ -1,6 +1,172 @@
-// Everything that turns markdown into nodes: a chunk of its own, see lazy.ts.
-import { makeParser } from "./parser";
-import { MarkdownStream } from "./stream";
+// Markdown that grows. Top-level blocks that are finished are rendered once and never touched again; only the last,
+// still open block is rendered anew, and of it only what changed is replaced. So a long answer costs the same per delta
+// as a short one.
+import { decorateBlocks } from "./blocks";
+import { type Parser, makeParser, sanitize } from "./parser";
+import type { Token } from "markdown-it";
+
+const MAYBE_ITEM = /^ {0,3}(\d{1,9}[.)]?|[-+*])?\s*$/;
+const REFERENCE = /^ {0,3}\[[^\]]+\]:\s/m; // a definition may change how an earlier block reads
+
+export class MarkdownStream {
+  private text = "";
+  private frozenChars = 0;
+  private tail: ChildNode[] = [];
+  private tailCode: Text | null = null;
+  private openMath = false; // the tail began like a formula
+
+  constructor(
+    private readonly root: HTMLElement,
+    private readonly md: Parser,
+  ) {}
+
+  /** Show `text`. `complete` says that no more will come. A text that does not extend the last one starts afresh. */
+  update(given: string, complete: boolean): void {
+    const text = given.includes("\r") ? given.replace(/\r\n?/g, "\n") : given;
+    if (!text.startsWith(this.text)) this.reset();
+    this.text = text;
+    if (complete && REFERENCE.test(text)) this.reset();
+    let outline = outlineOf(this.md, text.slice(this.frozenChars));
+    if (this.openMath && !outline.startsWithMath && this.frozenChars > 0) {
+      this.reset(); // it was none after all: its lines may belong to the block before
+      outline = outlineOf(this.md, text);
+    }
+    const source = text.slice(this.frozenChars);
+    const openFrom = complete ? source.length : outline.lastStart;
+    this.openMath = outline.endsWithOpenMath;
+    if (openFrom > 0) {
+      this.clearTail();
+      this.root.append(...this.render(source.slice(0, openFrom), true));
+      this.frozenChars += openFrom;
+    }
+    if (!complete) this.renderTail(source.slice(openFrom));
+  }
+
+  private reset(): void {
+    this.root.replaceChildren();
+    this.tail = [];
+    this.tailCode = null;
+    this.frozenChars = 0;
+    this.openMath = false;
+  }
+
+  private clearTail(): void {
+    for (const node of this.tail) node.remove();
+    this.tail = [];
+    this.tailCode = null;
+  }
+
+  private renderTail(source: string): void {
+    const open = openFence(source);
+    if (open !== null && this.tailCode?.isConnected && open.startsWith(this.tailCode.data)) {
+      this.tailCode.appendData(open.slice(this.tailCode.length)); // a growing program: only text is added to it
+      return;
+    }
+    this.tail = patchNodes(this.root, this.tail, this.render(closeOpenMarkup(source), false));
+    const code = open === null ? null : this.root.lastElementChild?.querySelector("code");
+    const inside = code?.firstChild ?? code?.appendChild(document.createTextNode(""));
+    this.tailCode = inside instanceof Text ? inside : null;
+  }
+
+  private render(source: string, complete: boolean): ChildNode[] {
+    const fragment = sanitize(this.md.render(source));
+    decorateBlocks(fragment, complete);
+    return [...fragment.childNodes];
+  }
+}
+
+interface Outline {
+  readonly lastStart: number; // where the last top-level block begins: everything before it is final
+  readonly startsWithMath: boolean;
+  readonly endsWithOpenMath: boolean;
+}
+
+function outlineOf(md: Parser, source: string): Outline {
+  const blocks = topLevelTokens(md, source);
+  const last = blocks.at(-1);
+  return {
+    lastStart: startOfLast(source, blocks),
+    startsWithMath: blocks[0]?.type === "math_block",
+    endsWithOpenMath: last?.type === "math_block" && last.meta?.["open"] === true,
+  };
+}
+
+/** The tokens that begin top-level blocks. Blocks only: what is inside them does not matter here. */
+function topLevelTokens(md: Parser, source: string): Token[] {
+  const tokens: Token[] = [];
+  md.block.parse(source, md, {}, tokens);
+  return tokens.filter((token) => token.level === 0 && token.nesting >= 0 && token.map);
+}
+
+function startOfLast(source: string, blocks: readonly Token[]): number {
+  const start = (block: Token | undefined) => (block?.map ? lineStart(source, block.map[0]) : 0);
+  const last = start(blocks.at(-1));
+  // "2" after a list is a paragraph now and the list's next item one delta later
+  return MAYBE_ITEM.test(source.slice(last)) ? start(blocks.at(-2)) : last;
+}
+
+function lineStart(source: string, line: number): number {
+  let position = 0;
+  for (; line > 0; line--) position = source.indexOf("\n", position) + 1;
+  return position;
+}
+
+/** Close what an unfinished block has opened, so that half a `**word` does not show its stars. */
+export function closeOpenMarkup(source: string): string {
+  if (openFence(source) !== null) return source;
+  let text = source.replace(/!?\[([^\]\n]*)\]\([^)\s]*$/, "$1");
+  for (const mark of ["`", "**"]) {
+    if ((text.split(mark).length - 1) % 2 === 0) continue;
+    text = text.endsWith(mark) ? text.slice(0, -mark.length) : text.replace(/\*?\s*$/, "") + mark;
+  }
+  return text;
+}
+
+/** The content of `source` where it is one fenced block that has not closed yet, else null. */
+export function openFence(source: string): string | null {
+  const match = /^(`{3,}|~{3,})[^\n`]*\n/.exec(source);
+  if (!match) return null;
+  const body = source.slice(match[0].length);
+  const fence = match[1]!;
+  const close = new RegExp(`^ {0,3}${fence[0]}{${fence.length},}[ \\t]*$`, "m");
+  return close.test(body) ? null : body;
+}
+
+// ---- Replace nodes by newer ones, but keep what did not change: a selection, a scrolled table, a hovered link survive.
+
+/** Put `fresh` where `old` stood (at the end of `root` if nowhere); returns the nodes that stand there now. */
+function patchNodes(root: Node, old: readonly ChildNode[], fresh: readonly ChildNode[]): ChildNode[] {
+  const now = fresh.map((node, index) => {
+    const before = old[index];
+    if (!before || before.parentNode !== root) return root.appendChild(node);
+    return updateNode(before, node);
+  });
+  for (const node of old.slice(fresh.length)) node.remove();
+  return now;
+}
+
+function updateNode(before: ChildNode, after: ChildNode): ChildNode {
+  if (before.isEqualNode(after)) return before;
+  if (before instanceof Text && after instanceof Text) {
+    if (after.data.startsWith(before.data)) before.appendData(after.data.slice(before.length));
+    else before.data = after.data;
+    return before;
+  }
+  if (before instanceof Element && after instanceof Element && sameKind(before, after)) {
+    patchNodes(before, [...before.childNodes], [...after.childNodes]);
+    return before;
+  }
+  before.replaceWith(after);
+  return after;
+}
+
+/** Same tag and attributes. Drawn formulas are taken whole: half of two of them is none. */
+function sameKind(before: Element, after: Element): boolean {
+  if (before.tagName !== after.tagName || before.matches(".math, .math-drawn, .math-wrong")) return false;
+  return before.cloneNode(false).isEqualNode(after.cloneNode(false));
+}
+
+// ---- Everything that turns markdown into nodes: a chunk of its own, see lazy.ts.
 
 const parser = makeParser();
 

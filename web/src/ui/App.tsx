@@ -1,22 +1,26 @@
 // The page: list, thread, composer, and whichever panel is open.
-import type { Chat } from "../state/chat";
-import { announcement } from "../state/announcer";
-import { AlternativesPopover } from "./Alternatives";
+import { Shortcuts } from "./Shortcuts";
+import { announcement, dismiss, toast, toasts } from "../app/notifications";
+import type { Chat } from "../chat/chat";
 import { Banner } from "./Banner";
 import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
-import { DropZone } from "./DropZone";
-import { Menu, Plus } from "./icons";
-import { lazy } from "./late";
-import { panel, sidePanel, sidebarOpen } from "./panels";
-import { Sidebar } from "./Sidebar";
-import { PanelButtons } from "./SideButtons";
-import { SideDoor } from "./SideDoor";
-import { ThreadView } from "./ThreadView";
-import { Toasts } from "./Toasts";
+import { Beams, Cells, Close, Columns, Fork, Menu, PanelRight, Plus } from "./icons";
+import { type SidePanelName, lastSidePanel, panel, sidePanel, sidebarOpen, togglePanel } from "./navigation";
+import { DropZone } from "./sidebar/ImportExport";
+import { Sidebar } from "./sidebar/Sidebar";
+import { ThreadView } from "./thread/ThreadView";
+import { AlternativesPopover } from "./thread/TokenView";
+import { signal } from "@preact/signals";
+import type { ComponentType, JSX } from "preact";
+import { useEffect } from "preact/hooks";
 
 const Settings = lazy(async () => (await import("./Settings")).Settings);
-const Shortcuts = lazy(async () => (await import("./Shortcuts")).Shortcuts);
+const SidePanel = lazy(
+  async () => (await import("./panels/SidePanel")).SidePanel,
+  <aside class="panel side-panel" aria-label="Panel" aria-busy="true" />,
+  () => (panel.value = null),
+);
 
 export function App({ chat }: { chat: Chat }) {
   return (
@@ -31,7 +35,7 @@ export function App({ chat }: { chat: Chat }) {
           <Composer />
         </main>
         {panel.value === "settings" && <Settings />}
-        <SideDoor />
+        {sidePanel.value !== null && <SidePanel />}
       </div>
       {panel.value === "shortcuts" && <Shortcuts />}
       <AlternativesPopover />
@@ -66,4 +70,86 @@ function TopBar() {
       <PanelButtons />
     </header>
   );
+}
+
+// ---- The four doors to the side panel, in the top bar. On a phone one opens what was shown last.
+
+const PANEL_BUTTONS: readonly { name: SidePanelName; label: string; icon: typeof Fork }[] = [
+  { name: "candidates", label: "Candidates", icon: Columns },
+  { name: "beams", label: "Beams", icon: Beams },
+  { name: "branches", label: "Branches", icon: Fork },
+  { name: "pages", label: "Pages", icon: Cells },
+];
+
+function PanelButtons() {
+  const searching = useChat().live.value?.beamTree.value ?? null;
+  return (
+    <>
+      <div class="doors" role="group" aria-label="Panels">
+        {PANEL_BUTTONS.map(({ name, label, icon: Icon }, index) => (
+          <button
+            key={name}
+            type="button"
+            class="tool"
+            aria-label={label}
+            title={`${label} (Alt+Shift+${index + 1})`}
+            aria-pressed={panel.value === name}
+            data-busy={name === "beams" && searching !== null ? true : undefined}
+            onClick={() => togglePanel(name)}
+          >
+            <Icon />
+          </button>
+        ))}
+      </div>
+      <button type="button" class="tool door" aria-label="Panel" onClick={() => togglePanel(lastSidePanel.value)}>
+        <PanelRight />
+      </button>
+    </>
+  );
+}
+
+// ---- Short messages at the foot of the page.
+
+function Toasts() {
+  return (
+    <div class="toasts" role="status">
+      {toasts.value.map((toast) => (
+        <div key={toast.id} class="toast">
+          <span>{toast.text}</span>
+          {toast.action && (
+            <button
+              type="button"
+              class="link"
+              onClick={() => {
+                toast.action?.run();
+                dismiss(toast.id);
+              }}
+            >
+              {toast.action.label}
+            </button>
+          )}
+          <button type="button" class="tool" aria-label="Dismiss" onClick={() => dismiss(toast.id)}><Close /></button>
+        </div>
+      ))}
+    </div>
+  );
+}
+
+/** A component that is loaded when it is first shown. `failed` runs when it does not load; the next showing tries again. */
+function lazy(load: () => Promise<ComponentType>, loading: JSX.Element | null = null, failed = () => {}): ComponentType {
+  const loaded = signal<ComponentType | null>(null);
+  return function LazyComponent() {
+    useEffect(() => {
+      if (loaded.value !== null) return;
+      load().then(
+        (component) => (loaded.value = component),
+        () => {
+          failed();
+          toast("This part of the page did not load. Reload the page.");
+        },
+      );
+    }, []);
+    const Component = loaded.value;
+    return Component ? <Component /> : loading;
+  };
 }

@@ -1,6 +1,6 @@
 // What stands between the reader and an answer, when something does: a key, the network, a model still loading.
-import { signal } from "@preact/signals";
 import { useChat } from "./context";
+import { signal } from "@preact/signals";
 
 const online = signal(navigator.onLine);
 addEventListener("online", () => (online.value = true));

@@ -1,13 +1,11 @@
 // Where the reader writes, and the three choices that matter most: who answers, how many answers, how it is drawn.
-import { useEffect, useRef } from "preact/hooks";
-import { announce } from "../state/announcer";
-import { allPrompts, findPrompt } from "../state/prompts";
-import { MAX_N, sampling, setSampling, systemPrompt } from "../state/settings";
-import { ContextMeter } from "./ContextMeter";
+import { announce } from "../app/notifications";
+import { allPrompts, findPrompt } from "../app/prompts";
+import { MAX_N, sampling, setSampling, systemPrompt } from "../app/settings";
 import { useChat } from "./context";
-import { panel, togglePanel } from "./panels";
-import { CacheBadge } from "./WarmSign";
 import { Chevron, Minus, Plus, Send, Sliders, Stop } from "./icons";
+import { panel, togglePanel } from "./navigation";
+import { useEffect, useRef } from "preact/hooks";
 
 const MAX_HEIGHT_PX = 220;
 
@@ -156,4 +154,39 @@ function placeholder(): string {
   const { n, search } = sampling.value;
   if (search === "beam") return `Ask, and search with ${Math.max(2, n)} beams`;
   return n > 1 ? `Ask for ${n} answers at once` : "Say something";
+}
+
+// ---- How much of the model's context the conversation fills.
+
+const NEARLY_FULL = 0.85;
+
+function ContextMeter() {
+  const chat = useChat();
+  const limit = chat.session.value?.max_model_len ?? chat.readiness.contextTokens.value;
+  const used = chat.thread.value.contextTokens.value;
+  if (limit === 0 || used === 0) return null;
+  const share = Math.min(1, used / limit);
+  const label = `Context: ${used} of ${limit} tokens`;
+  return (
+    <span class={`meter ${share > NEARLY_FULL ? "meter-full" : ""}`} role="img" aria-label={label} title={label}>
+      <svg viewBox="0 0 20 20" aria-hidden="true">
+        <circle class="meter-track" cx="10" cy="10" r="7.5" />
+        <circle class="meter-fill" cx="10" cy="10" r="7.5" pathLength="100" stroke-dasharray={`${share * 100} 100`} />
+      </svg>
+      <span class="meter-text">{used.toLocaleString("en")} / {limit.toLocaleString("en")}</span>
+    </span>
+  );
+}
+
+// ---- A small sign while the reader types: what is written so far has been read by the server already.
+
+function CacheBadge() {
+  const warm = useChat().prefill.progress.value;
+  if (!warm) return null;
+  const label = `Draft-ahead: ${warm.warmTokens} of ${warm.inputTokens} prompt tokens are computed while you type`;
+  return (
+    <span class="warm" role="img" aria-label={label} title={label} data-warm={warm.warmTokens}>
+      <span class="dot dot-on" /><span class="warm-text"> warm</span>
+    </span>
+  );
 }

@@ -1,15 +1,14 @@
 // How answers are drawn and how the assistant behaves.
-import { useEffect, useRef } from "preact/hooks";
-import { announce } from "../state/announcer";
-import {
-  autoTitle, DEFAULT_SAMPLING, defaultSampling, defaultSystem, prefillWhileTyping, makeDefaults, MAX_N, shouldAutoTitle, sameSampling, sampling,
-  setSampling, showStats, systemPrompt, clickForAlternatives,
-} from "../state/settings";
+import { type Identity, getIdentity, signOut } from "../api/rest";
+import { announce, toast } from "../app/notifications";
+import { type Preset, allPrompts, customPrompts, findPrompt, isCustom, removePrompt, restorePrompt, savePrompt } from "../app/prompts";
+import { DEFAULT_SAMPLING, MAX_N, autoTitle, clickForAlternatives, defaultSampling, defaultSystem, makeDefaults, prefillWhileTyping, sameSampling, sampling, setSampling, shouldAutoTitle, showStats, systemPrompt } from "../app/settings";
+import { MAX_SYSTEM_CHARS } from "../conversations/metadata";
 import { useChat } from "./context";
 import { Close } from "./icons";
-import { panel } from "./panels";
-import { SystemPrompts } from "./Prompts";
-import { SignedInSection } from "./SignedIn";
+import { panel } from "./navigation";
+import { useSignal } from "@preact/signals";
+import { useEffect, useRef, useState } from "preact/hooks";
 
 export function Settings() {
   const chat = useChat();
@@ -115,5 +114,124 @@ function NumberField({ label, placeholder, value, onValue }: NumberProps) {
       <span class="field-label">{label}</span>
       <input type="text" inputMode="numeric" placeholder={placeholder} value={value ?? ""} onChange={(event) => read(event.currentTarget.value)} />
     </label>
+  );
+}
+
+// ---- The system prompt of this conversation, and prompts with names to choose from: ready-made ones and the reader's own.
+
+function SystemPrompts() {
+  const editing = useSignal<Preset | "new" | null>(null);
+  const text = systemPrompt.value;
+  const chosen = findPrompt(text);
+  const own = chosen && isCustom(chosen) ? chosen : null;
+  const remove = (preset: Preset) => {
+    const place = customPrompts.value.indexOf(preset);
+    removePrompt(preset);
+    toast(`“${preset.name}” deleted.`, { label: "Undo", run: () => restorePrompt(preset, place) });
+  };
+  if (editing.value !== null) {
+    return <PromptForm preset={editing.value === "new" ? null : editing.value} onClose={() => (editing.value = null)} />;
+  }
+  return (
+    <fieldset class="field">
+      <legend>System prompt</legend>
+      <div class="segments">
+        {allPrompts.value.map((preset) => (
+          <button
+            key={preset.name}
+            type="button"
+            aria-pressed={text === preset.text}
+            title={preset.text}
+            onClick={() => (systemPrompt.value = preset.text)}
+          >
+            {preset.name}
+          </button>
+        ))}
+      </div>
+      <textarea
+        id="system"
+        rows={4}
+        aria-label="System prompt"
+        placeholder="How should the assistant behave?"
+        value={text}
+        onChange={(event) => (systemPrompt.value = event.currentTarget.value)}
+      />
+      <div class="prompt-tools">
+        {own ? (
+          <>
+            <button type="button" class="link" onClick={() => (editing.value = own)}>Edit “{own.name}”</button>
+            <button type="button" class="link link-danger" onClick={() => remove(own)}>Delete it</button>
+          </>
+        ) : (
+          <button type="button" class="link" onClick={() => (editing.value = "new")}>
+            {text && !chosen ? "Keep this one under a name…" : "New prompt…"}
+          </button>
+        )}
+      </div>
+      <p class="hint">
+        {[...text].length > MAX_SYSTEM_CHARS
+          ? `Over ${MAX_SYSTEM_CHARS.toLocaleString("en")} characters: it works, but the conversation forgets it with a reload.`
+          : "It belongs to this conversation. Chats that start with the same text share its pages."}
+      </p>
+    </fieldset>
+  );
+}
+
+function PromptForm({ preset, onClose }: { preset: Preset | null; onClose: () => void }) {
+  const wrong = useSignal<string | null>(null);
+  const text = preset?.text ?? (findPrompt(systemPrompt.value) ? "" : systemPrompt.value);
+  const save = (form: HTMLFormElement) => {
+    const data = new FormData(form);
+    const said = String(data.get("text"));
+    wrong.value = savePrompt(String(data.get("name")), said, preset);
+    if (wrong.value !== null) return;
+    systemPrompt.value = said;
+    onClose();
+  };
+  return (
+    <form
+      class="field prompt-form"
+      aria-label={preset ? `Edit ${preset.name}` : "New prompt"}
+      onSubmit={(event) => {
+        event.preventDefault();
+        save(event.currentTarget);
+      }}
+      onKeyDown={(event) => {
+        if (event.key !== "Escape") return;
+        event.stopPropagation();
+        onClose();
+      }}
+    >
+      <label class="field">
+        <span class="field-label">Name</span>
+        <input type="text" name="name" maxLength={40} defaultValue={preset?.name ?? ""} autocomplete="off" ref={(input) => input?.focus()} />
+      </label>
+      <label class="field">
+        <span class="field-label">Prompt</span>
+        <textarea name="text" rows={6} defaultValue={text} />
+      </label>
+      {wrong.value !== null && <p class="ending-error" role="alert">{wrong.value}</p>}
+      <div class="prompt-tools">
+        <button type="submit" class="button button-main">Keep</button>
+        <button type="button" class="button" onClick={onClose}>Cancel</button>
+      </div>
+    </form>
+  );
+}
+
+// ---- Whose chats these are, where the server has keys; and the way out.
+
+function SignedInSection() {
+  const [identity, setIdentity] = useState<Identity | null>(null);
+  useEffect(() => {
+    getIdentity().then(setIdentity, () => {});
+  }, []);
+  if (identity === null || identity.key_id === null) return null;
+  const leave = () => signOut().then(() => location.reload(), () => toast("Signing out failed: the server does not answer."));
+  return (
+    <div class="panel-starts">
+      <p class="hint">Signed in as {identity.user ? `${identity.tenant}/${identity.user}` : identity.tenant}.</p>
+      <button type="button" class="button" onClick={() => void leave()}>Sign out</button>
+    </div>
   );
 }

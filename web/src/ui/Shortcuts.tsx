@@ -1,8 +1,178 @@
-// The list behind Ctrl+/. It is the same table that keys.ts acts on.
-import { useEffect, useRef } from "preact/hooks";
-import { SHORTCUTS } from "./keys";
+// Every shortcut of the page: what it is called, and what it does.
+import type { Chat } from "../chat/chat";
+import type { Turn } from "../chat/turn";
 import { Close } from "./icons";
-import { panel } from "./panels";
+import { SIDE_PANELS, focusComposer, isNarrow, panel, sidePanel, sidebarOpen, togglePanel, toggleSidePanel } from "./navigation";
+import { MAX_UNVIRTUALIZED_ROWS } from "./thread/virtualRows";
+import { useEffect, useRef } from "preact/hooks";
+
+interface Shortcut {
+  readonly keys: string;
+  readonly description: string;
+  readonly matches?: (event: KeyboardEvent) => boolean;
+  readonly run?: (chat: Chat, event: KeyboardEvent) => boolean | void; // false: not handled after all
+}
+
+const hasControl = (event: KeyboardEvent) => event.ctrlKey || event.metaKey;
+const chord = (code: string) => (event: KeyboardEvent) => hasControl(event) && event.shiftKey && event.code === code;
+
+const SHORTCUTS: readonly Shortcut[] = [
+  { keys: "Enter", description: "Send" },
+  { keys: "Shift+Enter", description: "New line" },
+  {
+    keys: "Esc",
+    description: "Stop the answer, or close a panel",
+    matches: (event) => event.key === "Escape" && !event.shiftKey,
+    run: (chat) => {
+      if (isNarrow() && sidebarOpen.value) {
+        sidebarOpen.value = false;
+        focusComposer();
+      } else if (panel.value === "settings" || (sidePanel.value !== null && !chat.live.value)) {
+        panel.value = null;
+        focusComposer();
+      } else if (chat.live.value) chat.stop();
+      else return false;
+      return true;
+    },
+  },
+  { keys: "↑", description: "Edit the last message, from an empty box" },
+  {
+    keys: "Alt+Shift+1 … 4",
+    description: "Candidates, beams, branches, pages",
+    matches: (event) => event.altKey && event.shiftKey && !hasControl(event) && /^Digit[1-4]$/.test(event.code),
+    run: (_, event) => togglePanel(SIDE_PANELS[Number(event.code.slice(5)) - 1]!),
+  },
+  {
+    keys: "Ctrl+.",
+    description: "Show or hide the panel",
+    matches: (event) => hasControl(event) && event.key === ".",
+    run: toggleSidePanel,
+  },
+  {
+    keys: "Alt+1 … 8",
+    description: "Pick a candidate",
+    matches: (event) => event.altKey && !event.shiftKey && !hasControl(event) && /^Digit[1-8]$/.test(event.code),
+    run: (chat, event) => {
+      const turn = lastTurn(chat);
+      const picked = turn?.candidates[Number(event.code.slice(5)) - 1];
+      if (!turn || turn.candidates.length < 2 || !picked) return false;
+      chat.pick(picked);
+      focusComposer();
+      return true;
+    },
+  },
+  {
+    keys: "Alt+Del",
+    description: "Drop the candidate that has the focus, while it is written",
+    matches: (event) => event.altKey && event.key === "Delete",
+    run: () => {
+      const drop = document.activeElement?.closest(".card")?.querySelector<HTMLElement>(".card-drop");
+      drop?.click();
+      return drop !== undefined && drop !== null;
+    },
+  },
+  {
+    keys: "Alt+B",
+    description: "Branch inside the last answer",
+    matches: (event) => event.altKey && !event.shiftKey && !hasControl(event) && event.code === "KeyB",
+    run: (chat) => {
+      const leaf = chat.thread.value.tree.value.leaf.value;
+      if (!leaf || leaf.role !== "assistant" || !chat.forks.canOpen(leaf)) return false;
+      void chat.forks.open(leaf);
+      return true;
+    },
+  },
+  {
+    keys: "Alt+← / →",
+    description: "Previous or next version of the last answer",
+    matches: (event) => event.altKey && (event.key === "ArrowLeft" || event.key === "ArrowRight"),
+    run: (chat, event) => {
+      const tree = chat.thread.value.tree.value;
+      const leaf = tree.leaf.value;
+      if (!leaf) return false;
+      const siblings = tree.siblings(leaf);
+      const target = siblings[siblings.indexOf(leaf) + (event.key === "ArrowLeft" ? -1 : 1)];
+      if (target) chat.choose(target);
+      return true;
+    },
+  },
+  { keys: "Ctrl+Shift+O", description: "New chat", matches: chord("KeyO"), run: (chat) => chat.newConversation() },
+  {
+    keys: "Ctrl+K",
+    description: "Find a conversation",
+    matches: (event) => hasControl(event) && !event.shiftKey && event.code === "KeyK",
+    run: () => {
+      const focus = () => document.getElementById("find")?.focus();
+      if (sidebarOpen.value) return focus(); // at once: the next key is the first letter
+      sidebarOpen.value = true;
+      setTimeout(focus);
+    },
+  },
+  { keys: "Ctrl+F", description: `The browser's search; in chats of over ${MAX_UNVIRTUALIZED_ROWS} messages it sees those nearby, Ctrl+K sees all` },
+  { keys: "↓ / ↑", description: "From row to row in the list; Enter opens, F2 renames, Del deletes" },
+  {
+    keys: "Alt+↑ / ↓",
+    description: "Previous or next conversation",
+    matches: (event) => event.altKey && !hasControl(event) && (event.key === "ArrowUp" || event.key === "ArrowDown"),
+    run: (chat, event) => {
+      const listed = chat.conversations.groups.value.flatMap(({ conversations }) => conversations);
+      const at = listed.findIndex(({ id }) => id === chat.thread.value.id.value);
+      const target = at < 0 ? listed[0] : listed[at + (event.key === "ArrowUp" ? -1 : 1)];
+      if (target) void chat.open(target.id);
+      return true;
+    },
+  },
+  {
+    keys: "Ctrl+Shift+Backspace",
+    description: "Delete this conversation (with undo)",
+    matches: (event) => hasControl(event) && event.shiftKey && event.key === "Backspace",
+    run: (chat) => {
+      const id = chat.thread.value.id.value;
+      if (id === null) return false;
+      chat.remove(id);
+      return true;
+    },
+  },
+  {
+    keys: "Ctrl+Shift+S",
+    description: "Show or hide the list",
+    matches: chord("KeyS"),
+    run: () => void (sidebarOpen.value = !sidebarOpen.value),
+  },
+  {
+    keys: "Ctrl+,",
+    description: "Settings",
+    matches: (event) => hasControl(event) && event.key === ",",
+    run: () => togglePanel("settings"),
+  },
+  {
+    keys: "Shift+Esc",
+    description: "Back to the message box",
+    matches: (event) => event.key === "Escape" && event.shiftKey,
+    run: focusComposer,
+  },
+  {
+    keys: "Ctrl+/",
+    description: "This list",
+    matches: (event) => hasControl(event) && event.key === "/",
+    run: () => togglePanel("shortcuts"),
+  },
+];
+
+function lastTurn(chat: Chat): Turn | undefined {
+  const leaf = chat.thread.value.tree.value.leaf.value;
+  return leaf ? chat.thread.value.turnOf(leaf) : undefined;
+}
+
+export function listenForShortcuts(chat: Chat): void {
+  addEventListener("keydown", (event) => {
+    if (event.isComposing || event.defaultPrevented) return;
+    const shortcut = SHORTCUTS.find((candidate) => candidate.matches?.(event));
+    if (shortcut?.run && shortcut.run(chat, event) !== false) event.preventDefault();
+  });
+}
+
+// ---- The list behind Ctrl+/. It is the same table that keys.ts acts on.
 
 export function Shortcuts() {
   const dialog = useRef<HTMLDialogElement>(null);

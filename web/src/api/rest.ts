@@ -1,0 +1,221 @@
+// The conversations, over REST.
+import type { StoredItem, WireConversation } from "./frames";
+
+const KEEPALIVE: RequestInit = { keepalive: true }; // goes out even if the page closes
+
+export interface ListPage<T> {
+  readonly data: readonly T[];
+  readonly has_more: boolean;
+  readonly next: string | null; // where the next page begins
+}
+
+/** [start, end] in characters (code points). */
+export type TextRange = readonly [number, number];
+
+/** Where a search found its words. */
+export interface SearchMatch {
+  readonly item_id: string | null;
+  readonly role: string | null;
+  readonly snippet: { readonly text: string; readonly marks: readonly TextRange[] } | null;
+  readonly title_marks: readonly TextRange[];
+}
+
+export interface SearchHit extends WireConversation {
+  readonly match: SearchMatch;
+}
+
+export interface ImportReport {
+  readonly created: number;
+  readonly extended: number;
+  readonly unchanged: number;
+  readonly failed: number;
+  readonly data: readonly { readonly id?: string; readonly status: string; readonly error?: { readonly message: string } }[];
+}
+
+export interface CacheCoverage {
+  readonly conversation_id: string;
+  readonly tokens: number;
+  readonly cached_tokens: number;
+}
+
+export class RequestError extends Error {
+  constructor(
+    message: string,
+    readonly status: number,
+    readonly current: WireConversation | null = null, // of a 409: how the conversation stands
+    readonly code = "",
+  ) {
+    super(message);
+  }
+}
+
+export function listConversations(after?: string): Promise<ListPage<WireConversation>> {
+  return call("GET", `v1/conversations?limit=50${after ? `&after=${encodeURIComponent(after)}` : ""}`);
+}
+
+export function searchConversations(query: string, after?: string): Promise<ListPage<SearchHit>> {
+  const rest = after ? `&after=${encodeURIComponent(after)}` : "";
+  return call("GET", `v1/conversations?limit=30&query=${encodeURIComponent(query)}${rest}`);
+}
+
+export function getConversation(id: string): Promise<WireConversation> {
+  return call("GET", conversationPath(id));
+}
+
+/** Every message of every branch, oldest first. */
+export async function listItems(id: string): Promise<readonly StoredItem[]> {
+  const page = await call<ListPage<StoredItem>>("GET", `${conversationPath(id)}/items?branches=all`);
+  return page.data;
+}
+
+export interface ConversationChange {
+  readonly title?: string;
+  readonly active_leaf?: string;
+  readonly metadata?: Readonly<Record<string, string>>;
+  readonly rev?: number; // 409 unless it is the present one
+}
+
+export function updateConversation(id: string, change: ConversationChange): Promise<WireConversation> {
+  return call("POST", conversationPath(id), change, KEEPALIVE);
+}
+
+export function deleteConversation(id: string): Promise<unknown> {
+  return call("DELETE", conversationPath(id), undefined, KEEPALIVE);
+}
+
+/** Let the model name a conversation; `rev`: only if nothing has changed since. */
+export async function generateTitle(id: string, rev?: number): Promise<WireConversation> {
+  const answer = await call<{ conversation: WireConversation }>("POST", `${conversationPath(id)}/title`, rev === undefined ? {} : { rev });
+  return answer.conversation;
+}
+
+export async function getCacheCoverage(ids: readonly string[]): Promise<readonly CacheCoverage[]> {
+  return (await call<{ data: readonly CacheCoverage[] }>("POST", "v1/cache/warmth", { conversations: ids })).data;
+}
+
+export type ExportFormat = "json" | "markdown";
+
+/** A conversation as a file; all of them where no id is given. */
+export async function exportFile(id: string | null, format: ExportFormat = "json"): Promise<Blob> {
+  const route = id === null ? "v1/conversations/export" : `${conversationPath(id)}/export?format=${format}`;
+  return (await request("GET", route)).blob();
+}
+
+export async function importFile(file: Blob, contentType: string): Promise<ImportReport> {
+  const response = await request("POST", "v1/conversations/import", { body: file, headers: { "content-type": contentType } });
+  return (await response.json()) as ImportReport;
+}
+
+function conversationPath(id: string): string {
+  return `v1/conversations/${encodeURIComponent(id)}`;
+}
+
+export async function call<T>(method: string, route: string, body?: unknown, how: RequestInit = {}): Promise<T> {
+  const init: RequestInit = { ...how };
+  if (body !== undefined) {
+    init.body = JSON.stringify(body);
+    init.headers = { "content-type": "application/json" };
+  }
+  return (await (await request(method, route, init)).json()) as T;
+}
+
+/** Raises RequestFailed with the server's own words. */
+async function request(method: string, route: string, init: RequestInit = {}): Promise<Response> {
+  const response = await fetch(new URL(route, document.baseURI), { ...init, method, credentials: "same-origin" });
+  if (response.ok) return response;
+  let told: { message?: string; code?: string; conversation?: WireConversation } = {};
+  try {
+    told = ((await response.json()) as { error?: typeof told }).error ?? {};
+  } catch {
+    // not our JSON: a proxy answered
+  }
+  throw new RequestError(told.message ?? `The server answered ${response.status}.`, response.status, told.conversation, told.code);
+}
+
+// ---- The tokens of a stored answer, and what the model could have said at each of them.
+
+/** One token; offsets count characters (code points) of the shown text, null where it shows nothing. */
+export interface WireToken {
+  readonly index: number;
+  readonly start: number | null;
+  readonly end: number | null;
+}
+
+export interface Alternative {
+  readonly id: number;
+  readonly text: string;
+  readonly logprob: number;
+  readonly probability: number;
+  readonly ends: boolean; // it would end the answer: nothing can go on behind it
+}
+
+export interface Alternatives {
+  readonly index: number;
+  readonly token: Alternative & { readonly rank: number | null }; // null: beyond the 20 likeliest
+  readonly alternatives: readonly Alternative[];
+  readonly usage: { readonly input_tokens: number; readonly cached_tokens: number; readonly copied_pages: number };
+}
+
+export async function listTokens(conversation: string, item: string): Promise<readonly WireToken[]> {
+  return (await call<{ data: readonly WireToken[] }>("GET", `${itemPath(conversation, item)}/tokens`)).data;
+}
+
+export function getAlternatives(conversation: string, item: string, index: number, top: number): Promise<Alternatives> {
+  return call("GET", `${itemPath(conversation, item)}/tokens/${index}?top=${top}`);
+}
+
+export function getItem(conversation: string, item: string): Promise<StoredItem> {
+  return call("GET", itemPath(conversation, item));
+}
+
+interface ListedItem {
+  readonly type: string;
+  readonly content?: readonly { readonly text: string }[];
+}
+
+/** What an answer's author thought before it; null if nothing is stored. */
+export async function getReasoning(conversation: string, item: string): Promise<string | null> {
+  const query = `leaf=${encodeURIComponent(item)}&order=desc&limit=2`;
+  const list = await call<{ data: readonly ListedItem[] }>("GET", `${conversationPath(conversation)}/items?${query}`);
+  const thought = list.data.find((entry) => entry.type === "reasoning");
+  return thought?.content?.map((part) => part.text).join("") ?? null;
+}
+
+function itemPath(conversation: string, item: string): string {
+  return `${conversationPath(conversation)}/items/${encodeURIComponent(item)}`;
+}
+
+// ---- The state of every KV page, over REST.
+
+export interface CacheMap {
+  readonly page_size: number; // tokens
+  readonly num_pages: number;
+  readonly pages_per_cell: number; // more than 1 beyond 4,096 pages; the busiest one's state stands for all
+  readonly cells: string; // in page order
+}
+
+export function getCacheMap(): Promise<CacheMap> {
+  return call("GET", "v1/cache/map");
+}
+
+// ---- Signing in. The API key goes to the server once; what comes back is a cookie that no script sees and that the browser
+// sends along by itself, on both wires. The key is kept nowhere.
+
+/** Who the server takes us for; `key_id` is null where it wants no keys. */
+export interface Identity {
+  readonly key_id: string | null;
+  readonly tenant: string;
+  readonly user: string;
+}
+
+export function signIn(key: string): Promise<Identity> {
+  return call("POST", "v1/session", undefined, { headers: { authorization: `Bearer ${key}` } });
+}
+
+export function signOut(): Promise<unknown> {
+  return call("DELETE", "v1/session");
+}
+
+export function getIdentity(): Promise<Identity> {
+  return call("GET", "v1/session");
+}

@@ -1,0 +1,131 @@
+// One WebSocket that comes back: full-jitter backoff, at once when the network or the tab returns, and never again
+// after a refusal that a retry cannot cure.
+import type { ClientFrame, ServerFrame } from "./frames";
+import { signal } from "@preact/signals";
+
+export type ConnectionState = "connecting" | "open" | "lost" | "refused";
+
+const PROTOCOLS = ["chatcache.v1"];
+const FIRST_RETRY_MS = 500;
+const LAST_RETRY_MS = 15_000;
+const FATAL_CLOSE_CODES = new Set([4400, 4401, 4403]);
+
+export class Socket {
+  readonly state = signal<ConnectionState>("connecting");
+  readonly opened = signal(0); // counts connections: 1 the first, more after each return
+  private socket: WebSocket | null = null;
+  private attempts = 0;
+  private timer: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(
+    private readonly url: string,
+    private readonly onFrame: (frame: ServerFrame) => void,
+  ) {
+    addEventListener("online", () => this.retryNow());
+    addEventListener("offline", () => this.handleOffline());
+    addEventListener("pageshow", (event) => event.persisted && this.retryNow());
+    document.addEventListener("visibilitychange", () => !document.hidden && this.retryNow());
+  }
+
+  connect(): void {
+    const socket = new WebSocket(this.url, PROTOCOLS);
+    this.socket = socket;
+    socket.onopen = () => {
+      if (this.socket !== socket) return;
+      this.attempts = 0;
+      this.opened.value++;
+      this.state.value = "open";
+    };
+    socket.onmessage = (event) => {
+      if (this.socket === socket && typeof event.data === "string") this.onFrame(JSON.parse(event.data) as ServerFrame);
+    };
+    socket.onclose = (event) => {
+      if (this.socket !== socket) return;
+      this.socket = null;
+      if (FATAL_CLOSE_CODES.has(event.code) || this.state.value === "refused") this.state.value = "refused";
+      else this.retryLater();
+    };
+  }
+
+  /** Send a frame; false if there is no open connection to send it on. */
+  send(frame: ClientFrame): boolean {
+    if (this.socket?.readyState !== WebSocket.OPEN) return false;
+    this.socket.send(JSON.stringify(frame));
+    return true;
+  }
+
+  retryNow(): void {
+    if (this.socket || this.state.value === "refused") return;
+    clearTimeout(this.timer);
+    this.connect();
+  }
+
+  /** The connection may be dead without knowing it: have a new one. */
+  reconnect(): void {
+    if (this.state.value !== "open") return this.retryNow();
+    this.detach();
+    this.state.value = "connecting";
+    this.connect();
+  }
+
+  /** There is no network: do not wait until the connection notices. */
+  private handleOffline(): void {
+    if (!this.socket) return;
+    this.detach();
+    this.retryLater();
+  }
+
+  private detach(): void {
+    const socket = this.socket;
+    this.socket = null; // its last words are not heard any more
+    socket?.close();
+  }
+
+  /** Stop knocking: a retry cannot cure this. */
+  refuse(): void {
+    clearTimeout(this.timer);
+    this.state.value = "refused";
+    this.socket?.close();
+  }
+
+  /** Knock again after a refusal, with whatever was missing. */
+  reopen(): void {
+    this.state.value = "connecting";
+    this.retryNow();
+  }
+
+  private retryLater(): void {
+    if (this.opened.value > 0 || this.attempts > 0) this.state.value = "lost";
+    const ceiling = Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** this.attempts++);
+    this.timer = setTimeout(() => this.retryNow(), FIRST_RETRY_MS / 2 + Math.random() * ceiling);
+  }
+}
+
+/** Where the socket lives: beside the page, so a path prefix in front of both keeps working. */
+export function socketUrl(): string {
+  const url = new URL("v1/responses", document.baseURI);
+  url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
+  return url.href;
+}
+
+// ---- A computer that slept has connections that look open and are not. Time that jumped tells, whatever the reason.
+
+const TICK_MS = 4000;
+const SLEPT_MS = 20_000; // hidden tabs are woken once a second at least for minutes, then once a minute
+const HIDDEN_MS = 60_000;
+
+/** Call `onWake` after a sleep, and when a tab comes back that was hidden for long. Call once. */
+export function watchWake(onWake: () => void): void {
+  let last = Date.now();
+  let hiddenAt: number | null = null;
+  setInterval(() => {
+    const slept = Date.now() - last > SLEPT_MS && !document.hidden;
+    last = Date.now();
+    if (slept) onWake();
+  }, TICK_MS);
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) hiddenAt = Date.now();
+    else if (hiddenAt !== null && Date.now() - hiddenAt > HIDDEN_MS) onWake();
+    last = Date.now();
+  });
+}

@@ -1,0 +1,36 @@
+// The one line that a screen reader hears. The thread itself is no live region: nobody wants every token read out.
+import { signal } from "@preact/signals";
+
+export const announcement = signal("");
+
+export function announce(text: string): void {
+  announcement.value = text;
+}
+
+// ---- A short message at the foot of the page, with at most one thing to do about it.
+
+export interface ToastAction {
+  readonly label: string;
+  readonly run: () => void;
+}
+
+export interface Toast {
+  readonly id: number;
+  readonly text: string;
+  readonly action: ToastAction | null;
+}
+
+const TOAST_MS = 6000;
+let count = 0;
+
+export const toasts = signal<readonly Toast[]>([]);
+
+export function toast(text: string, action: ToastAction | null = null): void {
+  const id = ++count;
+  toasts.value = [...toasts.value, { id, text, action }];
+  setTimeout(() => dismiss(id), TOAST_MS);
+}
+
+export function dismiss(id: number): void {
+  toasts.value = toasts.value.filter((other) => other.id !== id);
+}

@@ -1,0 +1,297 @@
+// The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
+import type { CreateFrame, ServerFrame, Session, WireConversation } from "../api/frames";
+import { Socket, socketUrl } from "../api/socket";
+import { announce, toast } from "../app/notifications";
+import { type Sampling, sampling, shouldAutoTitle, systemPrompt } from "../app/settings";
+import { AutoTitler } from "../conversations/autoTitle";
+import { Conversations } from "../conversations/conversations";
+import { SettingsSync } from "../conversations/metadata";
+import { Search } from "../conversations/search";
+import { Auth, resetPage } from "../server/auth";
+import { CacheCoverageWatch } from "../server/cacheCoverage";
+import { ReadinessPoller } from "../server/readiness";
+import { ConversationLoader } from "./conversationLoader";
+import { LiveSync } from "./liveSync";
+import { PrefillAhead } from "./prefillAhead";
+import { continuationAfter, continuationAtToken, continuationOf, requestFields } from "./request";
+import { type ResponseStream, ResponseStreams, describeEnding } from "./responseStreams";
+import { Thread } from "./thread";
+import { TokenForks } from "./tokenFork";
+import type { Message } from "./tree";
+import { type ForkStart, Turn } from "./turn";
+import { computed, effect, signal, untracked } from "@preact/signals";
+
+// What a stop or a drop names that came a moment after the end: nothing to tell.
+const LATE_REQUEST_PARAMS = new Set(["response_id", "candidate"]);
+
+export class Chat {
+  readonly conversations = new Conversations((head) => this.threads.get(head.id)?.recordOwnChange(head));
+  readonly search = new Search();
+  readonly cacheCoverage = new CacheCoverageWatch(() => this.conversations.shown.peek().map(({ id }) => id));
+  readonly readiness = new ReadinessPoller();
+  readonly session = signal<Session | null>(null);
+  readonly thread = signal(new Thread());
+  readonly socket: Socket;
+  readonly live = computed(() => this.thread.value.live.value);
+  readonly ready = computed(() => {
+    const blocked = ["loading", "unavailable"].includes(this.readiness.status.value.phase);
+    return this.socket.state.value === "open" && this.thread.value.state.value === "ready" && !blocked;
+  });
+  readonly prefill: PrefillAhead;
+  readonly forks = new TokenForks(this);
+  readonly autoTitler = new AutoTitler(this.conversations);
+  private readonly threads = new Map<string, Thread>();
+  private readonly startedHere = new Set<string>(); // conversations that began here, their heads not heard of yet
+  private readonly loader = new ConversationLoader(this.conversations);
+  private readonly settingsSync = new SettingsSync(this.conversations);
+  private readonly auth: Auth;
+  private readonly streams: ResponseStreams;
+  private readonly liveSync: LiveSync;
+  private count = 0;
+
+  constructor(url = socketUrl(), startOver = resetPage) {
+    this.socket = new Socket(url, (frame) => this.receive(frame));
+    this.streams = new ResponseStreams(this.socket, this.loader, {
+      created: (lane, conversation) => this.onCreated(lane, conversation),
+      ended: (lane) => this.onEnded(lane),
+    });
+    const next = () => continuationAfter(this.thread.value, this.thread.value.tree.value.leaf.value?.key ?? null);
+    const place = () => (this.ready.value && !this.live.value ? next() : null);
+    this.prefill = new PrefillAhead(place, (frame) => this.socket.send(frame));
+    this.liveSync = new LiveSync(this.socket, this.conversations, this.loader, this.streams, {
+      shown: () => this.thread.peek(),
+      changed: (before, now) => this.onRemoteChange(before, now),
+      deleted: (id) => this.onRemoteDelete(id),
+    });
+    this.socket.opened.subscribe((times) => {
+      this.prefill.reset();
+      if (times === 0) return;
+      void this.readiness.pollUntilReady();
+      this.liveSync.subscribe();
+      if (times > 1) this.onReconnected();
+    });
+    this.auth = new Auth(this.socket, this.conversations, startOver);
+    effect(() => {
+      void [systemPrompt.value, sampling.value];
+      const thread = this.thread.peek();
+      if (thread.state.peek() === "ready") untracked(() => this.settingsSync.scheduleSave(thread.id.value));
+    });
+  }
+
+  /** Connect and fill the list; or stop at a locked door until a key is given. */
+  async start(): Promise<void> {
+    if (await this.auth.connect()) this.cacheCoverage.scheduleRefresh();
+  }
+
+  /** Hand in a key for a session. */
+  async signIn(key: string): Promise<void> {
+    if (!(await this.auth.signIn(key))) return;
+    const id = this.thread.value.id.value;
+    if (id !== null) await this.open(id);
+  }
+
+  // -- verbs ------------------------------------------------------------------------------------------------------
+
+  /** Say something after the shown leaf. `only` changes the sampling of this one turn. */
+  send(text: string, only: Partial<Sampling> = {}): void {
+    const thread = this.thread.value;
+    if (thread.live.value || thread.state.value !== "ready") return;
+    const tree = thread.tree.value;
+    const leaf = tree.leaf.value;
+    const turn = leaf ? thread.turnOf(leaf) : undefined;
+    if (turn) turn.showsCandidates.value = false; // going on is a pick
+    const user = tree.add({ key: this.newKey("user"), parent: leaf?.key ?? null, role: "user", text });
+    thread.suggestions.value = thread.suggestions.value.filter((suggestion) => suggestion !== text);
+    this.generate(thread, user, only);
+  }
+
+  /** Ask again for the answer to the same message: a sibling, nothing is lost. */
+  regenerate(answer: Message): void {
+    const thread = this.thread.value;
+    const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
+    if (user && !thread.live.value) this.generate(thread, user);
+  }
+
+  /** Answer a user message that has none. */
+  answer(user: Message): void {
+    if (!this.thread.value.live.value) this.generate(this.thread.value, user);
+  }
+
+  /** Say it differently: a branch beside the old message. */
+  edit(message: Message, text: string): void {
+    const thread = this.thread.value;
+    if (thread.live.value) return;
+    const tree = thread.tree.value;
+    this.generate(thread, tree.add({ key: this.newKey("user"), parent: message.parent, role: "user", text }));
+  }
+
+  /** Go on inside an answer: another one beside it, with the same beginning. */
+  forkAtToken(answer: Message, start: ForkStart): void {
+    const thread = this.thread.value;
+    const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
+    if (user && !thread.live.value) this.generate(thread, user, { n: 1, search: "sample" }, start);
+  }
+
+  stop(): void {
+    const turn = this.live.value;
+    if (turn) this.streams.stop(turn);
+  }
+
+  /** Settle on one candidate. The others stay as its siblings. */
+  pick(message: Message): void {
+    const thread = this.thread.value;
+    const turn = thread.turnOf(message);
+    if (turn) turn.showsCandidates.value = false;
+    const place = turn ? turn.candidates.indexOf(message) + 1 : 1;
+    announce(`Picked answer ${place}.`);
+    this.choose(message);
+  }
+
+  /** Give up one candidate while the others go on; its pages return at once. */
+  drop(message: Message): void {
+    const thread = this.thread.value;
+    const turn = thread.turnOf(message);
+    if (!turn?.canDrop(message)) return;
+    this.streams.drop(turn, message);
+    const other = turn.candidates.find((each) => each !== message && turn.canDrop(each));
+    if (other && thread.tree.value.path.value.includes(message)) thread.tree.value.choose(other);
+    announce(`Dropped answer ${turn.candidates.indexOf(message) + 1}.`);
+  }
+
+  choose(message: Message): void {
+    const thread = this.thread.value;
+    thread.tree.value.choose(message);
+    void this.loader.saveActiveLeaf(thread);
+  }
+
+  newConversation(): void {
+    this.thread.value = new Thread();
+    this.settingsSync.applyDefaults();
+  }
+
+  async open(id: string): Promise<void> {
+    void this.settingsSync.flush();
+    const thread = this.threads.get(id) ?? new Thread();
+    thread.id.value = id;
+    this.threads.set(id, thread);
+    this.thread.value = thread;
+    this.conversations.markSeen(id);
+    this.settingsSync.apply(this.conversations.find(id));
+    if (thread.state.value !== "ready" || !thread.isLoaded) {
+      const head = await this.loader.load(thread, id);
+      if (head && this.thread.value === thread) this.settingsSync.apply(head);
+    }
+    await this.liveSync.refreshThread(thread);
+  }
+
+  remove(id: string): void {
+    const isShown = this.thread.value.id.value === id;
+    this.conversations.remove(id, () => isShown && void this.open(id));
+    if (isShown) this.newConversation();
+  }
+
+  isLive(id: string): boolean {
+    return this.conversations.runningIn(id).length > 0 || (this.threads.get(id)?.live.value ?? null) !== null;
+  }
+
+  // -- the server ---------------------------------------------------------------------------------------------------
+
+  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}, start: ForkStart | null = null): void {
+    const tree = thread.tree.value;
+    const key = this.newKey("turn");
+    const settings = { ...sampling.value, ...only };
+    const candidates = Array.from({ length: settings.n }, (_, index) =>
+      tree.add(
+        { key: `${key}-${index}`, parent: user.key, role: "assistant", turn: key, status: "waiting" },
+        index === 0,
+      ),
+    );
+    const turn = new Turn(key, candidates, settings.search === "beam", start);
+    const frame: CreateFrame = {
+      type: "response.create",
+      stream_id: key,
+      ...(start ? continuationAtToken(start) : continuationOf(thread, user)),
+      ...(systemPrompt.value && !start ? { instructions: systemPrompt.value } : {}), // an answer goes on under its own
+      explain: true,
+      ...requestFields(settings),
+    };
+    const limit = this.session.value?.limits.max_frame_bytes ?? Infinity;
+    if (new TextEncoder().encode(JSON.stringify(frame)).length > limit) {
+      this.streams.reject(turn, `This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`);
+      return;
+    }
+    this.streams.start(thread, turn, user, frame);
+  }
+
+  private receive(frame: ServerFrame): void {
+    if (frame.type === "session.created") this.session.value = frame.session;
+    if (frame.type === "prompt.prewarmed") this.prefill.receive(frame);
+    if (frame.type === "error" && frame.status === 503) void this.readiness.pollUntilReady();
+    if (frame.type === "conversation.updated" && !frame.running) this.onOwnUpdate(frame.conversation);
+    this.liveSync.receive(frame);
+    if (this.streams.receive(frame)) return;
+    if (frame.type !== "error" || LATE_REQUEST_PARAMS.has(frame.error.param ?? "") || this.prefill.handleError()) return;
+    toast(frame.error.message);
+  }
+
+  private onCreated({ thread }: ResponseStream, conversation: string | null): void {
+    if (thread.id.value === null && conversation !== null) {
+      thread.id.value = conversation;
+      thread.isLoaded = true;
+      this.threads.set(conversation, thread);
+      this.startedHere.add(conversation);
+    }
+    if (thread === this.thread.value) void this.liveSync.syncThread(thread);
+  }
+
+  /** A response that is sent to this page changed its conversation. */
+  private onOwnUpdate(head: WireConversation): void {
+    this.conversations.applyOwnChange(head);
+    if (!this.startedHere.delete(head.id)) return;
+    this.autoTitler.onStarted(head);
+    if (this.thread.value.id.value === head.id) this.settingsSync.attach(head.id);
+  }
+
+  private onEnded({ thread, turn }: ResponseStream): void {
+    const id = thread.id.value;
+    const isShown = thread === this.thread.value;
+    void this.afterTurn(thread, turn);
+    if (turn.failed) void this.readiness.pollUntilReady(); // perhaps the model is gone
+    if (id === null) return announce(describeEnding(turn));
+    const title = this.conversations.find(id)?.title ?? "another conversation";
+    announce(isShown ? describeEnding(turn) : `${describeEnding(turn)} It is in ${title}.`);
+    if (!isShown) this.conversations.markUnseen(id);
+    this.conversations.setRunning(id, this.conversations.runningIn(id).filter((other) => other !== turn.responseId.value));
+    this.cacheCoverage.scheduleRefresh();
+  }
+
+  /** What is told to the server after a turn: one thing after the other, as each is a change of the conversation. */
+  private async afterTurn(thread: Thread, turn: Turn): Promise<void> {
+    if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) await this.loader.saveActiveLeaf(thread);
+    await this.settingsSync.flush();
+    const said = !turn.failed && turn.candidates.some((message) => message.text.value !== ""); // stopped early, there is none
+    if (shouldAutoTitle(this.session.value?.model) && said && thread.id.value !== null) await this.autoTitler.onAnswered(thread.id.value);
+  }
+
+  private onRemoteChange(before: WireConversation | undefined, now: WireConversation): void {
+    if (this.thread.value.id.value === now.id) this.settingsSync.applyRemote(before, now);
+    this.cacheCoverage.scheduleRefresh();
+  }
+
+  private onRemoteDelete(id: string): void {
+    this.threads.delete(id);
+    if (this.thread.value.id.value !== id) return;
+    this.newConversation();
+    toast("This conversation was deleted elsewhere.");
+  }
+
+  /** The connection is back. */
+  private onReconnected(): void {
+    void this.conversations.refresh().then(() => this.cacheCoverage.scheduleRefresh());
+    this.streams.recover();
+  }
+
+  private newKey(kind: string): string {
+    return `${kind}-${Date.now().toString(36)}-${++this.count}`;
+  }
+}

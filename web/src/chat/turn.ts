@@ -1,0 +1,260 @@
+// One request and what came of it: its candidates, its figures, and how frames change them.
+import type { CacheMiss, ServerFrame, StopReceipt, WireItem, WireOutput, WireResponse, WireUsage } from "../api/frames";
+import { BeamTree } from "./beamTree";
+import type { Message, Status, Usage } from "./tree";
+import { type Signal, batch, computed, signal } from "@preact/signals";
+
+export type Phase = "queued" | "prefill" | "decode" | "ended";
+
+/** A turn that goes on inside an answer: with its first `keep` tokens, and with another token then. */
+export interface ForkStart {
+  readonly item: string;
+  readonly keepTokens: number;
+  readonly token: { readonly id: number; readonly text: string } | null; // null: whatever the model says next
+  readonly inspectedPages: number; // copied when the place was looked at; the branch takes them over
+}
+
+const STATUS_OF_REASON: Readonly<Record<string, Status>> = { stop: "done", length: "length", cancelled: "stopped" };
+
+const MIN_DECODE_MS = 200; // deltas come in bunches: over less than this a speed would be made up
+
+export class Turn {
+  readonly responseId = signal<string | null>(null);
+  readonly phase = signal<Phase>("queued");
+  readonly usage = signal<Usage | null>(null);
+  readonly receipt = signal<StopReceipt | null>(null);
+  readonly miss = signal<CacheMiss | null>(null); // why the prompt was not all in the cache
+  readonly copiedPages = signal<number | null>(null); // written beside what shared them
+  readonly dropped = signal<ReadonlyMap<Message, StopReceipt>>(new Map());
+  readonly firstTokenMs = signal<number | null>(null); // after sending
+  readonly decodeMs = signal<number | null>(null); // first token to the end
+  readonly unsaved = signal(false); // it ended while the store took nothing; the server keeps it until it does
+  readonly showsCandidates = signal(true); // candidates stand side by side until one is picked
+  readonly beamTree = signal<BeamTree | null>(null); // once live beams were told
+  stopRequested = false;
+  private readonly candidateByOutput = new Map<number, number>(); // output_index of a message -> its candidate
+  private readonly reasoningByOutput = new Map<number, number>(); // output_index of reasoning -> its candidate
+  lastSequence = -1; // the newest frame of the response that we have
+  private readonly sentAt = performance.now();
+
+  readonly tokensPerSecond = computed<number | null>(() => {
+    const tokens = (this.usage.value?.outputTokens ?? 0) - this.candidates.length; // the first ones belong to the prefill
+    const ms = this.decodeMs.value;
+    return ms !== null && ms > MIN_DECODE_MS && tokens > 0 ? (tokens / ms) * 1000 : null;
+  });
+
+  constructor(
+    readonly key: string,
+    readonly candidates: readonly Message[],
+    readonly beams = false,
+    readonly start: ForkStart | null = null,
+    private readonly isFollowed = false, // begun elsewhere: how long it took is not ours to tell
+  ) {}
+
+  get live(): boolean {
+    return this.phase.value !== "ended";
+  }
+
+  /** Whether `message` is one of several answers that are still being written. Beams compete: none can be taken out. */
+  canDrop(message: Message): boolean {
+    const open = message.status.value === "waiting" || message.status.value === "streaming";
+    return this.live && this.responseId.value !== null && open && !this.beams && this.candidates.length > 1 && !this.dropped.value.has(message);
+  }
+
+  get failed(): boolean {
+    return this.candidates.some((message) => message.status.value === "error");
+  }
+
+  /** Take one frame of this turn's lane. */
+  apply(frame: ServerFrame, batcher: DeltaBatcher): void {
+    if (frame.type === "response.resumed") return; // its number is the server's newest, not ours
+    this.lastSequence = Math.max(this.lastSequence, frame.sequence_number ?? -1);
+    switch (frame.type) {
+      case "response.created":
+        this.responseId.value = frame.response.id;
+        break;
+      case "response.progress":
+        this.updateProgress(frame.phase, frame.input_tokens, frame.cached_tokens);
+        if (frame.phase !== "decode") break;
+        this.miss.value = frame.miss ?? null;
+        this.copiedPages.value = frame.copied_pages ?? null;
+        break;
+      case "response.beam":
+        this.phase.value = "decode";
+        this.firstTokenMs.value ??= performance.now() - this.sentAt;
+        this.beamTree.value ??= new BeamTree();
+        this.beamTree.value.grow(frame.nodes, frame.live);
+        break;
+      case "response.output_item.added":
+        if (frame.item.type === "reasoning") this.beginReasoning(frame.output_index, frame.item.candidate);
+        if ((frame.item.type ?? "message") !== "message") break;
+        this.candidateByOutput.set(frame.output_index, frame.item.candidate ?? frame.output_index);
+        this.update(frame.output_index, frame.item, "streaming");
+        break;
+      case "response.output_text.delta": {
+        const message = this.messageAt(frame.output_index);
+        if (!message) break;
+        this.recordFirstToken();
+        batcher.append(message, frame.delta);
+        break;
+      }
+      case "response.output_text.done": {
+        batcher.flush();
+        const message = this.messageAt(frame.output_index);
+        if (message && message.text.value !== frame.text) message.text.value = frame.text;
+        break;
+      }
+      case "response.reasoning_text.delta":
+        this.firstTokenMs.value ??= performance.now() - this.sentAt;
+        batcher.appendTo(this.reasoningAt(frame.output_index), frame.delta);
+        break;
+      case "response.reasoning_text.done":
+        batcher.flush();
+        this.reasoningAt(frame.output_index).value = frame.text;
+        break;
+      case "response.dropped": {
+        const message = this.candidates[frame.candidate];
+        if (message) this.dropped.value = new Map([...this.dropped.value, [message, frame.receipt]]);
+        break;
+      }
+      case "response.snapshot":
+        this.applySnapshot(frame.outputs, batcher);
+        break;
+      case "response.output_item.done":
+        if ((frame.item.type ?? "message") !== "message") break;
+        this.update(frame.output_index, frame.item, STATUS_OF_REASON[frame.item.finish_reason ?? "stop"] ?? "done");
+        break;
+      case "response.completed":
+        this.unsaved.value = frame.saved === false;
+        this.end(frame.response, "done", batcher);
+        break;
+      case "response.incomplete":
+        this.unsaved.value = frame.saved === false;
+        this.receipt.value = frame.receipt ?? null;
+        this.end(frame.response, frame.response.status === "cancelled" ? "stopped" : "length", batcher);
+        break;
+      case "response.failed":
+        this.unsaved.value = frame.saved === false;
+        this.fail(frame.response.error?.message ?? "The answer failed.", batcher);
+        break;
+      case "error":
+        this.fail(frame.error.message, batcher);
+        break;
+      default:
+        break;
+    }
+  }
+
+  private applySnapshot(outputs: readonly WireOutput[], batcher: DeltaBatcher): void {
+    batcher.flush();
+    this.recordFirstToken();
+    for (const output of outputs) {
+      if (output.type === "reasoning") {
+        this.beginReasoning(output.output_index, output.candidate);
+        this.reasoningAt(output.output_index).value = output.text ?? "";
+      }
+      if (output.type !== "message") continue;
+      this.candidateByOutput.set(output.output_index, output.candidate ?? output.output_index);
+      const message = this.messageAt(output.output_index);
+      if (!message) continue;
+      if (message.status.value === "waiting") this.update(output.output_index, { id: output.item_id }, "streaming");
+      message.text.value = output.text ?? "";
+    }
+  }
+
+  fail(reason: string, batcher: DeltaBatcher): void {
+    batcher.flush();
+    batch(() => {
+      for (const message of this.candidates) {
+        if (message.status.value !== "waiting" && message.status.value !== "streaming") continue;
+        message.status.value = "error";
+        message.error.value = reason;
+      }
+      this.phase.value = "ended";
+    });
+  }
+
+  private updateProgress(phase: "queued" | "decode", input: number | null, cached: number | null): void {
+    this.phase.value = phase === "decode" ? "decode" : "prefill";
+    if (input === null || cached === null) return;
+    this.usage.value = { inputTokens: input, cachedTokens: cached, outputTokens: this.usage.value?.outputTokens ?? 0 };
+  }
+
+  private recordFirstToken(): void {
+    if (!this.isFollowed) this.firstTokenMs.value ??= performance.now() - this.sentAt;
+  }
+
+  private messageAt(index: number): Message | undefined {
+    return this.candidates[this.candidateByOutput.get(index) ?? index];
+  }
+
+  private beginReasoning(index: number, candidate = 0): void {
+    this.reasoningByOutput.set(index, candidate);
+    this.phase.value = "decode";
+  }
+
+  private reasoningAt(index: number): Signal<string> {
+    return this.candidates[this.reasoningByOutput.get(index) ?? 0]!.reasoning;
+  }
+
+  private update(index: number, item: WireItem, status: Status): void {
+    const message = this.messageAt(index);
+    if (!message) return;
+    message.id.value = item.id;
+    message.status.value = status;
+    this.phase.value = "decode";
+  }
+
+  private end(response: WireResponse, fallback: Status, batcher: DeltaBatcher): void {
+    batcher.flush();
+    batch(() => {
+      if (this.firstTokenMs.value !== null) {
+        this.decodeMs.value = performance.now() - this.sentAt - this.firstTokenMs.value;
+      }
+      for (const message of this.candidates) {
+        const open = message.status.value === "waiting" || message.status.value === "streaming";
+        if (open) message.status.value = fallback;
+      }
+      if (response.usage) this.usage.value = toUsage(response.usage);
+      this.phase.value = "ended";
+    });
+  }
+}
+
+export function toUsage(usage: WireUsage): Usage {
+  return {
+    inputTokens: usage.input_tokens,
+    cachedTokens: usage.input_tokens_details?.cached_tokens ?? 0,
+    outputTokens: usage.output_tokens,
+    ...(usage.output_tokens_details?.reasoning_tokens ? { reasoningTokens: usage.output_tokens_details.reasoning_tokens } : {}),
+  };
+}
+
+// ---- Deltas arrive faster than the screen draws. Gather them and hand them over once per frame.
+
+const HIDDEN_TAB_MS = 250; // a hidden tab gets no animation frames
+
+export class DeltaBatcher {
+  private readonly pending = new Map<Signal<string>, string>();
+  private scheduled = false;
+
+  append(message: Message, delta: string): void {
+    this.appendTo(message.text, delta);
+  }
+
+  appendTo(text: Signal<string>, delta: string): void {
+    this.pending.set(text, (this.pending.get(text) ?? "") + delta);
+    if (this.scheduled) return;
+    this.scheduled = true;
+    if (document.hidden) setTimeout(() => this.flush(), HIDDEN_TAB_MS);
+    else requestAnimationFrame(() => this.flush());
+  }
+
+  flush(): void {
+    this.scheduled = false;
+    batch(() => {
+      for (const [text, delta] of this.pending) text.value += delta;
+      this.pending.clear();
+    });
+  }
+}

@@ -1,0 +1,282 @@
+// The list at the left: what there is, what is being written, and what is about to be deleted (with time for an "undo").
+import type { RunningResponse, WireConversation } from "../api/frames";
+import { load, save } from "../app/browser";
+import { toast } from "../app/notifications";
+import { type Metadata, isPinned, sameMetadata, withPin } from "./metadata";
+import { computed, signal } from "@preact/signals";
+import * as rest from "../api/rest";
+
+const UNDO_MS = 6000;
+const MAX_ATTEMPTS = 4;
+
+export class Conversations {
+  readonly state = signal<"loading" | "ready" | "failed" | "locked">("loading");
+  readonly lockCode = signal(""); // the code of the error that locked the page
+  readonly hasMore = signal(false);
+  private readonly all = signal<ReadonlyMap<string, WireConversation>>(new Map());
+  private readonly pendingDeletes = signal<ReadonlySet<string>>(new Set());
+  private readonly running = signal<ReadonlyMap<string, readonly string[]>>(new Map()); // responses by conversation
+  private readonly unseen = signal<ReadonlySet<string>>(new Set()); // answered while another one was shown
+  private readonly now = signal(Date.now());
+  private readonly ownChanges = new Set<Promise<WireConversation>>();
+  private next: string | null = null;
+
+  readonly shown = computed(() => {
+    const all = [...this.all.value.values()].filter(({ id }) => !this.pendingDeletes.value.has(id));
+    return all.sort((a, b) => b.updated_at - a.updated_at);
+  });
+  readonly groups = computed(() => groupByDay(this.shown.value, this.now.value));
+
+  /** `own` is told how a conversation stands after a change of ours. */
+  constructor(private readonly onOwnChange: (head: WireConversation) => void = () => {}) {
+    addEventListener("pagehide", () => this.pendingDeletes.value.forEach((id) => void rest.deleteConversation(id)));
+    document.addEventListener("visibilitychange", () => (this.now.value = Date.now()));
+  }
+
+  find(id: string): WireConversation | undefined {
+    return this.all.value.get(id);
+  }
+
+  isPendingDelete(id: string): boolean {
+    return this.pendingDeletes.value.has(id);
+  }
+
+  // -- reading ------------------------------------------------------------------------------------------------------
+
+  async refresh(): Promise<void> {
+    try {
+      const page = await rest.listConversations();
+      this.removeDeleted(page);
+      this.store(page.data);
+      this.next = page.next;
+      this.hasMore.value = page.has_more;
+      this.state.value = "ready";
+      await this.fetchPinned();
+    } catch (error) {
+      if (!this.lockIfUnauthorized(error)) this.state.value = "failed";
+    }
+  }
+
+  /** Stop at the door if the server does not let us in; whether that was what it said. */
+  lockIfUnauthorized(error: unknown): boolean {
+    if (!(error instanceof rest.RequestError) || error.status !== 401) return false;
+    this.lockCode.value = error.code;
+    this.state.value = "locked";
+    return true;
+  }
+
+  async loadMore(): Promise<void> {
+    if (this.next === null) return;
+    const page = await rest.listConversations(this.next).catch(() => null);
+    if (!page) return;
+    this.store(page.data);
+    this.next = page.next;
+    this.hasMore.value = page.has_more;
+  }
+
+  /** Pinned ones stand at the top however old they are, so they are asked for by name. */
+  private async fetchPinned(): Promise<void> {
+    const missing = load<readonly string[]>("pinned", []).filter((id) => !this.find(id));
+    const found = await Promise.all(missing.map((id) => rest.getConversation(id).catch(() => null)));
+    this.store(found.filter((head) => head !== null));
+  }
+
+  /** What should be on the first page and is not has been deleted while nobody told us. */
+  private removeDeleted(first: rest.ListPage<WireConversation>): void {
+    const there = new Set(first.data.map(({ id }) => id));
+    const oldest = first.has_more ? (first.data.at(-1)?.updated_at ?? 0) : -Infinity;
+    const kept = [...this.all.value].filter(([id, head]) => there.has(id) || head.updated_at < oldest);
+    this.all.value = new Map(kept);
+  }
+
+  private store(heads: readonly WireConversation[]): void {
+    const all = new Map(this.all.value);
+    for (const head of heads) {
+      const known = all.get(head.id);
+      if (!known || known.rev <= head.rev) all.set(head.id, head); // an old answer may come late
+    }
+    this.all.value = all;
+    this.now.value = Date.now();
+    const pinned = [...all.values()].filter(({ metadata }) => isPinned(metadata)).map(({ id }) => id);
+    if (pinned.join() !== load<readonly string[]>("pinned", []).join()) save("pinned", pinned);
+  }
+
+  upsert(head: WireConversation): void {
+    this.store([head]);
+  }
+
+  /** Make a change of ours: it is known as such before anybody takes it for news. */
+  async trackOwnChange(change: Promise<WireConversation>): Promise<WireConversation> {
+    this.ownChanges.add(change);
+    try {
+      const head = await change;
+      this.applyOwnChange(head);
+      return head;
+    } finally {
+      this.ownChanges.delete(change);
+    }
+  }
+
+  /** Wait until no change of ours is on its way. */
+  async waitForOwnChanges(): Promise<void> {
+    while (this.ownChanges.size > 0) await Promise.allSettled(this.ownChanges);
+  }
+
+  /** A change of ours was made. */
+  applyOwnChange(head: WireConversation): void {
+    this.onOwnChange(head);
+    this.store([head]);
+  }
+
+  /** It was deleted, by whomever. */
+  removeLocal(id: string): void {
+    const all = new Map(this.all.value);
+    all.delete(id);
+    this.all.value = all;
+    this.setRunning(id, []);
+    this.markSeen(id);
+  }
+
+  // -- what goes on in them -------------------------------------------------------------------------------------------
+
+  setAllRunning(running: readonly RunningResponse[]): void {
+    const all = new Map<string, string[]>();
+    for (const { conversation_id, response_id } of running) {
+      all.set(conversation_id, [...(all.get(conversation_id) ?? []), response_id]);
+    }
+    this.running.value = all;
+  }
+
+  setRunning(id: string, responses: readonly string[]): void {
+    const all = new Map(this.running.value);
+    if (responses.length > 0) all.set(id, responses);
+    else all.delete(id);
+    this.running.value = all;
+  }
+
+  runningIn(id: string): readonly string[] {
+    return this.running.value.get(id) ?? [];
+  }
+
+  markUnseen(id: string): void {
+    this.unseen.value = new Set([...this.unseen.value, id]);
+  }
+
+  markSeen(id: string): void {
+    if (this.unseen.value.has(id)) this.unseen.value = new Set([...this.unseen.value].filter((other) => other !== id));
+  }
+
+  isUnseen(id: string): boolean {
+    return this.unseen.value.has(id);
+  }
+
+  // -- changing -----------------------------------------------------------------------------------------------------
+
+  async rename(id: string, title: string): Promise<void> {
+    const before = this.find(id);
+    if (!before || title === "" || title === before.title) return;
+    this.store([{ ...before, title }]);
+    try {
+      await this.trackOwnChange(rest.updateConversation(id, { title }));
+    } catch (error) {
+      this.store([{ ...before, rev: this.find(id)?.rev ?? before.rev }]);
+      toast(`Not renamed. ${(error as Error).message}`);
+    }
+  }
+
+  async pin(id: string, pinned: boolean): Promise<void> {
+    await this.changeMetadata(id, (metadata) => withPin(metadata, pinned));
+  }
+
+  /** Change the metadata, whatever others change in it at the same time. */
+  async changeMetadata(id: string, change: (metadata: Metadata | null | undefined) => Metadata): Promise<void> {
+    let head = this.find(id);
+    for (let tries = 0; head && tries < MAX_ATTEMPTS; tries++) {
+      const metadata = change(head.metadata);
+      if (sameMetadata(metadata, head.metadata)) return;
+      try {
+        // a new one's first answer changes it at any moment; nobody else has written metadata into it
+        const rev = head.rev > 1 ? { rev: head.rev } : {};
+        await this.trackOwnChange(rest.updateConversation(id, { metadata, ...rev }));
+        return;
+      } catch (error) {
+        if (!(error instanceof rest.RequestError) || !error.current) {
+          toast(`Not kept. ${(error as Error).message}`);
+          return;
+        }
+        head = error.current;
+      }
+    }
+  }
+
+  /** Hide the conversation now, delete it on the server when the time for an undo is over. */
+  remove(id: string, undone: () => void): void {
+    const title = this.find(id)?.title ?? "Conversation";
+    this.pendingDeletes.value = new Set([...this.pendingDeletes.value, id]);
+    const timer = setTimeout(() => void this.deleteNow(id), UNDO_MS);
+    toast(`“${title}” deleted.`, {
+      label: "Undo",
+      run: () => {
+        clearTimeout(timer);
+        this.cancelDelete(id);
+        undone();
+      },
+    });
+  }
+
+  private async deleteNow(id: string): Promise<void> {
+    try {
+      await rest.deleteConversation(id);
+      this.removeLocal(id);
+    } catch (error) {
+      if (error instanceof rest.RequestError && error.status === 404) this.removeLocal(id);
+      else toast(`Not deleted. ${(error as Error).message}`);
+    }
+    this.cancelDelete(id);
+  }
+
+  private cancelDelete(id: string): void {
+    this.pendingDeletes.value = new Set([...this.pendingDeletes.value].filter((other) => other !== id));
+  }
+}
+
+// ---- The list of conversations by day: pinned ones, today, yesterday, the last week, the last month, then months.
+
+export interface Group {
+  readonly name: string;
+  readonly conversations: readonly WireConversation[];
+}
+
+const DAY_MS = 24 * 60 * 60 * 1000;
+
+/** `conversations`: newest first. `nowMs`: the present, by the clock of the reader. */
+export function groupByDay(conversations: readonly WireConversation[], nowMs: number): readonly Group[] {
+  const names = new Map<string, WireConversation[]>();
+  const pinned = conversations.filter((conversation) => isPinned(conversation.metadata));
+  if (pinned.length > 0) names.set("Pinned", pinned);
+  for (const conversation of conversations) {
+    if (isPinned(conversation.metadata)) continue;
+    const name = dayName(conversation.updated_at * 1000, nowMs);
+    const group = names.get(name) ?? [];
+    group.push(conversation);
+    names.set(name, group);
+  }
+  return [...names].map(([name, group]) => ({ name, conversations: group }));
+}
+
+function dayName(thenMs: number, nowMs: number): string {
+  const days = calendarDay(nowMs) - calendarDay(thenMs);
+  if (days <= 0) return "Today";
+  if (days === 1) return "Yesterday";
+  if (days <= 7) return "Last 7 days";
+  if (days <= 30) return "Last 30 days";
+  const then = new Date(thenMs);
+  const year = then.getFullYear() === new Date(nowMs).getFullYear() ? {} : ({ year: "numeric" } as const);
+  return new Intl.DateTimeFormat("en", { month: "long", ...year }).format(then);
+}
+
+/** Counts days of the reader's calendar, whatever the clock was turned by between them. */
+function calendarDay(ms: number): number {
+  const date = new Date(ms);
+  return Math.round(Date.UTC(date.getFullYear(), date.getMonth(), date.getDate()) / DAY_MS);
+}

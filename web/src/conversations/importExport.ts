@@ -1,0 +1,65 @@
+// Conversations leave as files and come back from them.
+import { toast } from "../app/notifications";
+import type { Conversations } from "./conversations";
+import * as rest from "../api/rest";
+
+const EXTENSIONS: Readonly<Record<rest.ExportFormat, string>> = { json: "json", markdown: "md" };
+const MAX_NAME_CHARS = 60;
+
+/** Save one conversation; with `id` null all of them, one JSON to a line. */
+export async function exportConversations(id: string | null, title: string, format: rest.ExportFormat = "json"): Promise<void> {
+  try {
+    const ending = id === null ? "jsonl" : EXTENSIONS[format];
+    downloadBlob(await rest.exportFile(id, format), `${toFileName(title)}.${ending}`);
+  } catch (error) {
+    toast(`Not exported. ${(error as Error).message}`);
+  }
+}
+
+/** Take files that this server or ChatGPT wrote. Returns the conversation to show, where just one is new. */
+export async function importFiles(files: readonly File[], conversations: Conversations): Promise<string | null> {
+  const touched: string[] = [];
+  const told: string[] = [];
+  for (const file of files) {
+    if (/\.zip$/i.test(file.name)) {
+      told.push(`${file.name}: unpack it first, conversations.json is inside.`);
+      continue;
+    }
+    try {
+      const report = await rest.importFile(file, /\.(jsonl|ndjson)$/i.test(file.name) ? "application/x-ndjson" : "application/json");
+      touched.push(...report.data.filter(({ status }) => status === "created" || status === "extended").flatMap(({ id }) => id ?? []));
+      told.push(summarizeImport(report));
+    } catch (error) {
+      told.push(`${file.name} was not imported. ${(error as Error).message}`);
+    }
+  }
+  if (touched.length > 0) await conversations.refresh();
+  if (told.length > 0) toast(told.join(" "));
+  return touched.length === 1 ? touched[0]! : null;
+}
+
+export function summarizeImport(report: rest.ImportReport): string {
+  const counts = [
+    [report.created, "imported"],
+    [report.extended, "extended"],
+    [report.unchanged, "already here"],
+    [report.failed, "failed"],
+  ] as const;
+  const words = counts.filter(([count]) => count > 0).map(([count, word]) => `${count} ${word}`);
+  const why = report.data.find(({ error }) => error)?.error?.message;
+  return `Conversations: ${words.join(", ") || "none in the file"}.${why ? ` ${why}` : ""}`;
+}
+
+/** A title as a file name that every system takes. */
+export function toFileName(title: string): string {
+  const plain = title.replace(/[\p{Cc}\\/:*?"<>|]+/gu, " ").replace(/\s+/g, " ").trim().replace(/^\.+|\.+$/g, "");
+  return [...plain].slice(0, MAX_NAME_CHARS).join("").trim() || "conversation";
+}
+
+function downloadBlob(blob: Blob, name: string): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // the download reads it in its own time
+}

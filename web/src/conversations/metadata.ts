@@ -1,0 +1,150 @@
+// What the page keeps in a conversation's metadata: its system prompt, how to sample, whether it is pinned.
+// Values there hold 512 characters, so a longer prompt takes several. Entries of other clients are left alone.
+import type { WireConversation } from "../api/frames";
+import { DEFAULT_SAMPLING, type Sampling, defaultSampling, parseSampling, sameSampling, sampling, startFromDefaults, systemPrompt } from "../app/settings";
+import { batch } from "@preact/signals";
+
+export type Metadata = Readonly<Record<string, string>>;
+
+/** How a conversation wants to be answered. */
+export interface ConversationSettings {
+  readonly system: string;
+  readonly sampling: Sampling | null; // null: as the reader's defaults have it
+}
+
+const VALUE_CHARS = 512;
+const SYSTEM_PARTS = 8;
+export const MAX_SYSTEM_CHARS = VALUE_CHARS * SYSTEM_PARTS;
+
+const systemKey = (part: number) => (part === 0 ? "system" : `system_${part + 1}`);
+
+export function readSettings(metadata: Metadata | null | undefined): ConversationSettings {
+  let system = "";
+  for (let part = 0; part < SYSTEM_PARTS; part++) system += metadata?.[systemKey(part)] ?? "";
+  return { system, sampling: readSampling(metadata?.["sampling"]) };
+}
+
+/** The metadata with this profile in it; a prompt too long to keep is left out. */
+export function withSettings(metadata: Metadata | null | undefined, profile: ConversationSettings): Metadata {
+  const next: Record<string, string> = { ...metadata };
+  for (let part = 0; part < SYSTEM_PARTS; part++) delete next[systemKey(part)];
+  delete next["sampling"];
+  const chars = [...profile.system]; // by code points: half a character would be no text
+  if (chars.length <= MAX_SYSTEM_CHARS) {
+    for (let part = 0; part * VALUE_CHARS < chars.length; part++) {
+      next[systemKey(part)] = chars.slice(part * VALUE_CHARS, (part + 1) * VALUE_CHARS).join("");
+    }
+  }
+  if (profile.sampling) next["sampling"] = JSON.stringify(profile.sampling);
+  return next;
+}
+
+export function isPinned(metadata: Metadata | null | undefined): boolean {
+  return metadata?.["pinned"] === "true";
+}
+
+export function withPin(metadata: Metadata | null | undefined, pinned: boolean): Metadata {
+  const { pinned: _, ...rest } = metadata ?? {};
+  return pinned ? { ...rest, pinned: "true" } : rest;
+}
+
+export function sameMetadata(a: Metadata | null | undefined, b: Metadata | null | undefined): boolean {
+  const text = (metadata: Metadata | null | undefined) =>
+    JSON.stringify(Object.entries(metadata ?? {}).sort(([x], [y]) => (x < y ? -1 : 1)));
+  return text(a) === text(b);
+}
+
+/** Settings that another client may have written: what makes no sense is as it is by default. */
+function readSampling(text: string | undefined): Sampling | null {
+  if (text === undefined) return null;
+  try {
+    return parseSampling(JSON.parse(text));
+  } catch {
+    return null;
+  }
+}
+
+// ---- Keeps how the shown conversation is answered (system prompt, sampling) in its metadata, a moment after a change.
+
+const SAVE_DELAY_MS = 400; // a slider changes often
+
+interface PendingSave {
+  readonly id: string;
+  readonly profile: ConversationSettings;
+  readonly timer: ReturnType<typeof setTimeout>;
+}
+
+/** The part of the conversation list that `SettingsSync` writes to. */
+interface MetadataWriter {
+  changeMetadata(id: string, change: (metadata: Metadata | null | undefined) => Metadata): Promise<void>;
+}
+
+export class SettingsSync {
+  private pending: PendingSave | null = null;
+  private writing: Promise<void> | null = null;
+  private savedState = ""; // what is shown and need not be written
+
+  constructor(private readonly conversations: MetadataWriter) {
+    addEventListener("pagehide", () => void this.flush());
+  }
+
+  /** Answer as the conversation remembers it. */
+  apply(head: WireConversation | undefined): void {
+    const { system, sampling: stored } = readSettings(head?.metadata);
+    this.savedState = "showing";
+    batch(() => {
+      systemPrompt.value = system;
+      sampling.value = stored ?? defaultSampling.value;
+    });
+    this.savedState = JSON.stringify(currentSettings());
+  }
+
+  /** Answer as any new conversation. */
+  applyDefaults(): void {
+    void this.flush();
+    startFromDefaults();
+  }
+
+  /** A conversation began with the present settings: remember them. */
+  attach(id: string): void {
+    this.savedState = JSON.stringify({ system: "", sampling: null });
+    this.scheduleSave(id);
+    void this.flush();
+  }
+
+  /** The settings may have changed: remember them with the conversation. */
+  scheduleSave(id: string | null): void {
+    if (this.savedState === "showing") return;
+    if (this.pending && this.pending.id !== id) void this.flush();
+    if (this.pending) clearTimeout(this.pending.timer);
+    this.pending = null;
+    const profile = currentSettings();
+    if (id === null || JSON.stringify(profile) === this.savedState) return;
+    this.pending = { id, profile, timer: setTimeout(() => void this.flush(), SAVE_DELAY_MS) };
+  }
+
+  /** Write what waits to be written, and wait until all is. */
+  async flush(): Promise<void> {
+    const waiting = this.pending;
+    if (!waiting) return (await this.writing) ?? undefined;
+    clearTimeout(waiting.timer);
+    this.pending = null;
+    this.savedState = JSON.stringify(waiting.profile);
+    const writing = this.conversations.changeMetadata(waiting.id, (metadata) => withSettings(metadata, waiting.profile));
+    this.writing = writing;
+    await writing;
+    if (this.writing === writing) this.writing = null;
+  }
+
+  /** Another tab may have changed the settings of the shown conversation: take them, unless ours are on their way. */
+  applyRemote(before: WireConversation | undefined, now: WireConversation): void {
+    if (this.pending || this.writing || !before || before.rev > now.rev) return;
+    if (JSON.stringify(readSettings(before.metadata)) !== JSON.stringify(readSettings(now.metadata))) this.apply(now);
+  }
+}
+
+/** How the shown conversation is answered. What is as it is for everybody needs no memory. */
+function currentSettings(): ConversationSettings {
+  const plain = sameSampling(sampling.value, DEFAULT_SAMPLING) && sameSampling(defaultSampling.value, DEFAULT_SAMPLING);
+  return { system: systemPrompt.value, sampling: plain ? null : sampling.value };
+}

@@ -1,0 +1,71 @@
+// Finding words in every branch of every conversation. The server looks; a newer question drops the answer to an older.
+import { announce } from "../app/notifications";
+import { signal } from "@preact/signals";
+import * as rest from "../api/rest";
+
+const DEBOUNCE_MS = 150; // of the typing
+
+export class Search {
+  readonly query = signal("");
+  readonly state = signal<"idle" | "looking" | "done" | "failed">("idle");
+  readonly hits = signal<readonly rest.SearchHit[]>([]);
+  readonly hasMore = signal(false);
+  private next: string | null = null;
+  private requestId = 0;
+  private timer: ReturnType<typeof setTimeout> | undefined;
+
+  set(query: string): void {
+    this.query.value = query;
+    clearTimeout(this.timer);
+    this.requestId++;
+    if (query.trim() === "") {
+      this.state.value = "idle";
+      this.hits.value = [];
+      return;
+    }
+    this.state.value = "looking";
+    this.timer = setTimeout(() => void this.run(), DEBOUNCE_MS);
+  }
+
+  async loadMore(): Promise<void> {
+    if (this.next !== null) await this.run(this.next);
+  }
+
+  private async run(after?: string): Promise<void> {
+    const asked = ++this.requestId;
+    try {
+      const page = await rest.searchConversations(this.query.value.trim(), after);
+      if (asked !== this.requestId) return;
+      this.hits.value = after ? [...this.hits.value, ...page.data] : page.data;
+      this.next = page.next;
+      this.hasMore.value = page.has_more;
+      this.state.value = "done";
+      const count = this.hits.value.length;
+      announce(count === 0 ? "Nothing found." : `${count}${page.has_more ? " or more" : ""} found.`);
+    } catch {
+      if (asked === this.requestId) this.state.value = "failed";
+    }
+  }
+}
+
+export interface MarkedPiece {
+  readonly text: string;
+  readonly marked: boolean;
+}
+
+/** A text cut at its marks, which count characters, not UTF-16 units. */
+export function splitAtMarks(text: string, marks: readonly rest.TextRange[]): readonly MarkedPiece[] {
+  const chars = [...text];
+  const found: MarkedPiece[] = [];
+  let at = 0;
+  const cut = (end: number, marked: boolean) => {
+    if (end > at) found.push({ text: chars.slice(at, end).join(""), marked });
+    at = Math.max(at, end);
+  };
+  for (const [start, end] of marks) {
+    cut(start, false);
+    cut(end, true);
+  }
+  cut(chars.length, false);
+  return found;
+}

@@ -1,0 +1,182 @@
+// An empty conversation teaches: a few things to ask, each with what it shows.
+import { PRESETS } from "../app/prompts";
+import { type Sampling, systemPrompt } from "../app/settings";
+import { useChat } from "./context";
+import { Again, Beams, Book, Columns, Fork, Person } from "./icons";
+import { isNarrow, togglePanel } from "./navigation";
+import type { ComponentChildren } from "preact";
+
+const ICONS: Readonly<Record<StarterFeature, typeof Fork>> = {
+  candidates: Columns, beams: Beams, fork: Fork, memory: Again, persona: Person, pages: Book,
+};
+
+export function EmptyState() {
+  const chat = useChat();
+  const begin = (starter: Starter) => {
+    const preset = PRESETS.find((other) => other.name === starter.system);
+    if (preset) systemPrompt.value = preset.text;
+    chat.thread.value.suggestions.value = starter.followUps ?? [];
+    if (starter.panel && !isNarrow()) togglePanel(starter.panel, true);
+    chat.send(starter.prompt, starter.sampling);
+  };
+  return (
+    <section class="empty">
+      <header class="empty-head">
+        <h1>Ask once. <span class="ink-cached">Branch freely.</span></h1>
+        <p class="empty-lead">
+          What the model has read stays in small pages. Later turns, other answers and edited questions share them instead of
+          starting over.
+        </p>
+        <ul class="legend-line">
+          <li><i class="cell" aria-hidden="true" />was in the cache</li>
+          <li><i class="cell cell-computed" aria-hidden="true" />had to be computed</li>
+        </ul>
+        <ForkDiagram />
+      </header>
+      <ul class="starters">
+        {STARTERS.map((starter) => <StarterCard key={starter.title} starter={starter} onBegin={begin} />)}
+      </ul>
+    </section>
+  );
+}
+
+function StarterCard({ starter, onBegin }: { starter: Starter; onBegin: (starter: Starter) => void }) {
+  const Icon = ICONS[starter.feature];
+  return (
+    <li>
+      <button type="button" class="starter" disabled={!useChat().ready.value} onClick={() => onBegin(starter)}>
+        <span class="starter-head">
+          <span class="starter-icon"><Icon /></span>
+          <span class="starter-title">{starter.title}</span>
+          {starter.badge && <span class="badge">{starter.badge}</span>}
+        </span>
+        <span class="starter-ask">“{starter.prompt}”</span>
+        <span class="starter-why">{starter.description}</span>
+      </button>
+    </li>
+  );
+}
+
+// ---- The idea of the whole page as a drawing: a prompt that is read once, and answers that fork off it.
+
+const DIAGRAM_CELL = { width: 9, height: 18, step: 13 };
+const TRUNK_CELLS = 7; // cells of the prompt
+const ANSWER_CELLS = [4, 6, 5]; // new cells of each answer
+const ROW_Y = [13, 46, 79];
+const FORK_X = TRUNK_CELLS * DIAGRAM_CELL.step;
+const ANSWER_X = FORK_X + 40;
+
+function ForkDiagram() {
+  const trunk = ROW_Y[1]!;
+  return (
+    <svg class="hero" viewBox="0 0 226 108" role="img" aria-label="One prompt, read once; three answers that share its pages">
+      {ROW_Y.map((y) => (
+        <path key={y} class="hero-line" pathLength="1" d={`M${FORK_X} ${trunk}c20 0 16 ${y - trunk} 36 ${y - trunk}`} />
+      ))}
+      {Array.from({ length: TRUNK_CELLS }, (_, index) => (
+        <rect key={index} class={`hero-cell hero-${index}`} x={index * DIAGRAM_CELL.step} y={trunk - 9} width={DIAGRAM_CELL.width} height={DIAGRAM_CELL.height} rx="2.5" />
+      ))}
+      {ANSWER_CELLS.map((count, row) =>
+        Array.from({ length: count }, (_, index) => (
+          <rect
+            key={`${row} ${index}`}
+            class={`hero-cell hero-new hero-${TRUNK_CELLS + 2 * index + row}`}
+            x={ANSWER_X + index * DIAGRAM_CELL.step + 0.75}
+            y={ROW_Y[row]! - 8.25}
+            width={DIAGRAM_CELL.width - 1.5}
+            height={DIAGRAM_CELL.height - 1.5}
+            rx="2"
+          />
+        )),
+      )}
+    </svg>
+  );
+}
+
+export type StarterFeature = "candidates" | "beams" | "fork" | "memory" | "persona" | "pages";
+
+export interface Starter {
+  readonly title: string;
+  readonly feature: StarterFeature;
+  readonly badge?: string;
+  readonly prompt: string;
+  readonly description: string;
+  readonly sampling?: Partial<Sampling>;
+  readonly system?: string;
+  readonly followUps?: readonly string[];
+  readonly panel?: "beams" | "pages"; // opened beside it
+}
+
+const SINGLE_ANSWER: Partial<Sampling> = { search: "sample", n: 1 };
+
+const STARTERS: readonly Starter[] = [
+  {
+    title: "Four stories",
+    feature: "candidates",
+    badge: "4 answers",
+    prompt: "Tell me a story about a dragon",
+    description: "n = 4: the prompt is computed once, then forks into four answers. Pick the one you like.",
+    sampling: { search: "sample", n: 4, temperature: 1 },
+  },
+  {
+    title: "A search, live",
+    feature: "beams",
+    badge: "5 beams",
+    prompt: "Tell me a story about a robot",
+    description: "Beam search grows a tree of texts: what all agree on is solid, what is still open is a ghost.",
+    sampling: { search: "beam", n: 5 },
+    panel: "beams",
+  },
+  {
+    title: "Fork at a word",
+    feature: "fork",
+    prompt: "Tell me a story about a fox",
+    description: "Then click a word: what else could stand there, how likely it was, and a branch from it.",
+    sampling: SINGLE_ANSWER,
+  },
+  {
+    title: "Remember me",
+    feature: "memory",
+    badge: "2 turns",
+    prompt: "My name is Ada.",
+    description: "Then ask for it. The second turn reuses the pages of the first: watch the bar under the answer.",
+    sampling: SINGLE_ANSWER,
+    followUps: ["What is my name?"],
+  },
+  {
+    title: "Talk like a pirate",
+    feature: "persona",
+    badge: "Pirate",
+    prompt: "Who are you?",
+    description: "A system prompt is shared: every chat that uses it starts from the same pages.",
+    sampling: SINGLE_ANSWER,
+    system: "Pirate",
+  },
+  {
+    title: "Under the hood",
+    feature: "pages",
+    prompt: "What is a KV page?",
+    description: "The idea that this server is built on, with the map of all its pages beside the answer.",
+    sampling: SINGLE_ANSWER,
+    panel: "pages",
+  },
+];
+
+// ---- An empty panel says what it would show, and has the one button that fills it.
+
+interface Props {
+  readonly title: string;
+  readonly action?: string;
+  readonly onAction?: () => void;
+  readonly children: ComponentChildren;
+}
+
+export function EmptyPanel({ title, action, onAction, children }: Props) {
+  return (
+    <section class="teach">
+      <h2>{title}</h2>
+      <p>{children}</p>
+      {action && <button type="button" class="button button-main" onClick={onAction}>{action}</button>}
+    </section>
+  );
+}

@@ -1,0 +1,192 @@
+// The conversation as a map: every message a dot, every branch a lane, the shown path drawn strong. A click or the arrow
+// keys go to a message. Only the rows in sight are drawn, so a thousand messages cost what thirty do.
+import { truncate } from "../../app/format";
+import type { Message, Tree } from "../../chat/tree";
+import { type MapNode, ROW_PX, type Step, branchLines, drawBranches, laneWidth, neighbour, xOf, yOf } from "../../draw/branches";
+import { EmptyPanel } from "../EmptyState";
+import { useChat } from "../context";
+import { focusComposer, goToMessage } from "../navigation";
+import { useComputed, useSignal } from "@preact/signals";
+import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
+
+const OVERSCAN_ROWS = 8; // rows drawn beyond what is in sight
+const STEPS: Readonly<Record<string, Step>> = {
+  ArrowUp: "up", ArrowDown: "down", ArrowLeft: "left", ArrowRight: "right", Home: "first", End: "last",
+};
+
+export function BranchesPanel() {
+  const chat = useChat();
+  const tree = chat.thread.value.tree.value;
+  if (tree.path.value.length > 0) return <BranchMap tree={tree} />;
+  return (
+    <EmptyPanel title="Every turn can fork" action="Say something" onAction={focusComposer}>
+      Edit a message, regenerate an answer or pick another candidate: the old version stays as a branch that shares all pages up to
+      there. This map shows every branch; click a dot to go to it.
+    </EmptyPanel>
+  );
+}
+
+function BranchMap({ tree }: { tree: Tree }) {
+  const chat = useChat();
+  const box = useRef<HTMLDivElement>(null);
+  const view = useSignal({ first: 0, last: 60 });
+  const pointed = useSignal<Message | null>(null);
+  const cursor = useSignal<Message | null>(null);
+  const path = tree.path.value;
+  const drawing = useMemo(() => drawBranches(tree), [tree, path]);
+  const onPath = useComputed(() => new Set(tree.path.value.map((message) => message.key)));
+  const at = cursor.value && tree.get(cursor.value.key) === cursor.value ? cursor.value : path.at(-1)!;
+
+  const look = () => {
+    const { scrollTop = 0, clientHeight = 0 } = box.current ?? {};
+    const first = Math.max(0, Math.floor(scrollTop / ROW_PX) - OVERSCAN_ROWS);
+    const last = Math.ceil((scrollTop + clientHeight) / ROW_PX) + OVERSCAN_ROWS;
+    if (first !== view.peek().first || last !== view.peek().last) view.value = { first, last };
+  };
+  useLayoutEffect(look, []);
+  useEffect(() => {
+    const observer = new ResizeObserver(look);
+    if (box.current) observer.observe(box.current);
+    return () => observer.disconnect();
+  }, []);
+  // where the reader is comes into sight, by itself and after every step
+  useLayoutEffect(() => {
+    const spot = drawing.nodes.get(at.key);
+    const scroller = box.current;
+    if (!spot || !scroller) return;
+    const top = yOf(spot.depth) - ROW_PX / 2;
+    if (top < scroller.scrollTop) scroller.scrollTop = top - ROW_PX;
+    else if (top + ROW_PX > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top + 2 * ROW_PX - scroller.clientHeight;
+    look();
+  }, [at, drawing]);
+
+  const go = (message: Message) => {
+    cursor.value = message;
+    goToMessage(chat, message);
+  };
+  const onKeyDown = (event: KeyboardEvent) => {
+    const step = STEPS[event.key];
+    if (step === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    const target = neighbour(tree, at, step);
+    if (target) go(target);
+  };
+  const wide = laneWidth(drawing.lanes);
+  const { first, last } = view.value;
+  const shown = [...drawing.nodes.values()].filter((spot) => spot.message === at || (spot.depth >= first && spot.depth <= last));
+  const lines = branchLines(shown, onPath.value, wide);
+  const graphWidth = drawing.lanes * wide + 12;
+  const told = pointed.value ?? at;
+  const branches = countLeaves(drawing.nodes);
+  return (
+    <>
+      <p class="side-lead">
+        <span><b data-figure="messages">{drawing.nodes.size}</b> messages</span>
+        <span><b data-figure="branches">{branches}</b> {branches === 1 ? "branch" : "branches"}</span>
+      </p>
+      <div class="branch-scroll" ref={box} onScroll={look}>
+        <div class="branch-map">
+          <svg
+            class="branch-graph"
+            role="tree"
+            aria-label="Branches of this conversation. Arrow keys go to a message."
+            tabindex={0}
+            aria-activedescendant={`spot-${at.key}`}
+            width={graphWidth}
+            height={drawing.rows * ROW_PX}
+            onKeyDown={onKeyDown}
+            onMouseLeave={() => (pointed.value = null)}
+          >
+            <path class="branch-line" d={lines.other} />
+            <path class="branch-line branch-line-on" d={lines.shown} />
+            {shown.map((spot) => (
+              <MapDot
+                key={spot.message.key}
+                spot={spot}
+                tree={tree}
+                wide={wide}
+                on={onPath.value.has(spot.message.key)}
+                at={spot.message === at}
+                onGo={go}
+                onPoint={(message) => (pointed.value = message)}
+              />
+            ))}
+          </svg>
+          <Labels path={path} first={first} last={last} at={at} onGo={go} />
+        </div>
+      </div>
+      <div class="branch-told" aria-hidden="true">
+        <span class="hint">{messageTitle(tree, told)}</span>
+        <p>{truncate(told.text.value || "…", 220)}</p>
+      </div>
+    </>
+  );
+}
+
+interface DotProps {
+  readonly spot: MapNode;
+  readonly tree: Tree;
+  readonly wide: number;
+  readonly on: boolean;
+  readonly at: boolean;
+  readonly onGo: (message: Message) => void;
+  readonly onPoint: (message: Message) => void;
+}
+
+function MapDot({ spot, tree, wide, on, at, onGo, onPoint }: DotProps) {
+  const { message } = spot;
+  const [x, y] = [xOf(spot.lane, wide), yOf(spot.depth)];
+  return (
+    <g
+      id={`spot-${message.key}`}
+      class={`spot spot-${message.role} ${on ? "spot-on" : ""} ${at ? "spot-at" : ""}`}
+      role="treeitem"
+      aria-level={spot.depth + 1}
+      aria-selected={on}
+      aria-label={`${messageTitle(tree, message)}: ${truncate(message.text.peek(), 80)}`}
+      onClick={() => onGo(message)}
+      onMouseEnter={() => onPoint(message)}
+    >
+      <rect class="spot-touch" x={x - wide / 2} y={y - ROW_PX / 2} width={wide} height={ROW_PX} />
+      {message.role === "user" ? <rect x={x - 4} y={y - 4} width="8" height="8" rx="2" /> : <circle cx={x} cy={y} r="4.5" />}
+    </g>
+  );
+}
+
+/** The words of the shown path, one line to a row. */
+function Labels({ path, first, last, at, onGo }: {
+  readonly path: readonly Message[];
+  readonly first: number;
+  readonly last: number;
+  readonly at: Message;
+  readonly onGo: (message: Message) => void;
+}) {
+  const list = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    if (list.current) list.current.style.paddingTop = `${first * ROW_PX}px`;
+  }, [first]);
+  return (
+    <div class="branch-labels" aria-hidden="true" ref={list}>
+      {path.slice(first, last + 1).map((message) => (
+        <div
+          key={message.key}
+          class={`branch-label branch-label-${message.role} ${message === at ? "branch-label-at" : ""}`}
+          onClick={() => onGo(message)}
+        >
+          {truncate(message.text.value.replace(/\s+/g, " "), 120) || "…"}
+        </div>
+      ))}
+    </div>
+  );
+}
+
+function messageTitle(tree: Tree, message: Message): string {
+  const siblings = tree.siblings(message);
+  const who = message.role === "user" ? "You" : "Answer";
+  return siblings.length > 1 ? `${who}, version ${siblings.indexOf(message) + 1} of ${siblings.length}` : who;
+}
+
+function countLeaves(spots: ReadonlyMap<string, MapNode>): number {
+  const parents = new Set<MapNode | null>([...spots.values()].map((spot) => spot.parent));
+  return [...spots.values()].filter((spot) => !parents.has(spot)).length;
+}

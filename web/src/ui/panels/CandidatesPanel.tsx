@@ -1,0 +1,99 @@
+// The answers to one message beside the thread: what they share once, then where each goes its own way.
+import { commonPrefix, truncate } from "../../app/format";
+import { setSampling } from "../../app/settings";
+import type { Chat } from "../../chat/chat";
+import type { Message, Status } from "../../chat/tree";
+import { EmptyPanel } from "../EmptyState";
+import { useChat } from "../context";
+import { Close } from "../icons";
+import { focusComposer, goToMessage } from "../navigation";
+import { useComputed } from "@preact/signals";
+
+const VERSION_LABELS: Readonly<Record<Status, string>> = {
+  waiting: "waiting", streaming: "writing", done: "", stopped: "stopped", length: "cut off", error: "failed",
+};
+const SHARED_CHARS = 220;
+
+export function CandidatesPanel() {
+  const chat = useChat();
+  const tree = chat.thread.value.tree.value;
+  const answer = tree.path.value.findLast((message) => message.role === "assistant" && tree.siblings(message).length > 1);
+  if (!answer) return <NoCandidates />;
+  const versions = tree.siblings(answer);
+  const asked = answer.parent === null ? undefined : tree.get(answer.parent);
+  return <Versions key={answer.parent} asked={asked?.text.value ?? ""} versions={versions} shown={answer} />;
+}
+
+function NoCandidates() {
+  const tryIt = () => {
+    setSampling({ search: "sample", n: 4 });
+    focusComposer();
+  };
+  return (
+    <EmptyPanel title="One prompt, many answers" action="Try n = 4" onAction={tryIt}>
+      Ask for several answers at once: the prompt is computed once, then forks. Or regenerate an answer. All versions of the
+      latest one that has several are listed here, to compare and to pick from.
+    </EmptyPanel>
+  );
+}
+
+interface VersionsProps {
+  readonly asked: string;
+  readonly versions: readonly Message[];
+  readonly shown: Message;
+}
+
+function Versions({ asked, versions, shown }: VersionsProps) {
+  const chat = useChat();
+  const shared = useComputed(() => commonPrefix(versions.map((message) => message.text.value)));
+  const common = shared.value;
+  return (
+    <>
+      <p class="side-lead"><span><b>{versions.length} answers</b> to <q>{truncate(asked, 80)}</q></span></p>
+      {common.trim() !== "" && (
+        <p class="shared-start">
+          <span class="hint">All begin alike</span>
+          {truncate(common.trim(), SHARED_CHARS)}
+        </p>
+      )}
+      <ol class="version-list">
+        {versions.map((message, index) => (
+          <li key={message.key} class="version-row">
+            <button
+              type="button"
+              class="version"
+              aria-current={message === shown ? "true" : undefined}
+              onClick={() => {
+                chat.pick(message);
+                goToMessage(chat, message);
+              }}
+            >
+              <span class="card-place">{index + 1}</span>
+              <span class="version-text">
+                {message.text.value.slice(common.length).trimStart() || (message.text.value === "" ? "…" : "(as the others begin)")}
+              </span>
+              <span class="version-state">{versionLabel(chat, message, shown)}</span>
+            </button>
+            {chat.thread.value.turnOf(message)?.canDrop(message) && (
+              <button
+                type="button"
+                class="tool version-drop"
+                aria-label={`Drop answer ${index + 1}`}
+                title="Drop it: its pages return at once"
+                onClick={() => chat.drop(message)}
+              >
+                <Close />
+              </button>
+            )}
+          </li>
+        ))}
+      </ol>
+      <p class="hint">Picking one shows its branch. The others stay.</p>
+    </>
+  );
+}
+
+function versionLabel(chat: Chat, message: Message, shown: Message): string {
+  if (chat.thread.value.turnOf(message)?.dropped.value.has(message)) return "dropped";
+  return message === shown ? "shown" : VERSION_LABELS[message.status.value];
+}

@@ -1,0 +1,174 @@
+// Conversations by day, pinned ones on top. The end of the list brings the older ones.
+import type { WireConversation } from "../../api/frames";
+import type { ExportFormat } from "../../api/rest";
+import type { Group } from "../../conversations/conversations";
+import { isPinned } from "../../conversations/metadata";
+import { MenuButton, type MenuItem } from "../Menu";
+import { useChat } from "../context";
+import { Download, Edit, More, Pin, Spark, Trash } from "../icons";
+import { closeSidebarIfNarrow } from "../navigation";
+import { useSignal } from "@preact/signals";
+import { useEffect, useId, useLayoutEffect, useRef } from "preact/hooks";
+
+export function ConversationList() {
+  const list = useChat().conversations;
+  const groups = list.groups.value;
+  const state = list.state.value;
+  return (
+    <div class="side-scroll" onKeyDown={moveBetweenRows}>
+      {groups.map((group) => <DayGroup key={group.name} group={group} />)}
+      {state === "ready" && groups.length === 0 && (
+        <p class="side-empty">Your conversations will be listed here. Drop an export of ChatGPT or of this server to bring yours along.</p>
+      )}
+      {state === "failed" && (
+        <p class="side-empty">
+          The list did not load. <button type="button" class="link" onClick={() => void list.refresh()}>Try again</button>
+        </p>
+      )}
+      {list.hasMore.value && <LoadMore onWanted={() => list.loadMore()} />}
+    </div>
+  );
+}
+
+function DayGroup({ group }: { group: Group }) {
+  const id = useId();
+  return (
+    <section aria-labelledby={id}>
+      <h2 class="side-day" id={id}>{group.name}</h2>
+      <ul class="side-list">
+        {group.conversations.map((conversation) => (
+          <ConversationRow key={conversation.id} conversation={conversation} />
+        ))}
+      </ul>
+    </section>
+  );
+}
+
+/** Asks for more when it comes into view; a button for whoever does not scroll. */
+export function LoadMore({ onWanted }: { onWanted: () => Promise<void> }) {
+  const button = useRef<HTMLButtonElement>(null);
+  useEffect(() => {
+    const seen = new IntersectionObserver((entries) => {
+      if (entries.some((entry) => entry.isIntersecting)) void onWanted();
+    });
+    if (button.current) seen.observe(button.current);
+    return () => seen.disconnect();
+  });
+  return <button type="button" class="link side-more" ref={button} onClick={() => void onWanted()}>Older conversations</button>;
+}
+
+/** Arrow keys go from row to row. */
+export function moveBetweenRows(event: KeyboardEvent & { currentTarget: HTMLElement }): void {
+  const step = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
+  if (step === 0 || event.altKey || !(event.target as HTMLElement).classList.contains("side-open")) return;
+  const rows = [...event.currentTarget.querySelectorAll<HTMLElement>(".side-open")];
+  const at = rows.indexOf(event.target as HTMLElement) + step;
+  event.preventDefault();
+  if (at < 0) document.getElementById("find")?.focus();
+  else rows[at]?.focus();
+}
+
+// ---- One conversation in the list: open it, see whether it is warm or being written, rename it in place, its menu.
+
+function ConversationRow({ conversation }: { conversation: WireConversation }) {
+  const chat = useChat();
+  const { id } = conversation;
+  const renaming = useSignal(false);
+  const button = useRef<HTMLButtonElement>(null);
+  const title = conversation.title || "Untitled";
+  const current = chat.thread.value.id.value === id;
+  const open = () => {
+    void chat.open(id);
+    closeSidebarIfNarrow();
+  };
+  const done = (name: string | null) => {
+    renaming.value = false;
+    if (name !== null) void chat.conversations.rename(id, name.trim());
+    setTimeout(() => button.current?.focus()); // the row is there again
+  };
+  const onKeyDown = (event: KeyboardEvent) => {
+    if (event.key === "F2") renaming.value = true;
+    else if (event.key === "Delete") chat.remove(id);
+    else return;
+    event.preventDefault();
+  };
+  if (renaming.value) return <li class="side-row"><Rename title={title} onDone={done} /></li>;
+  return (
+    <li class={`side-row ${current ? "side-row-current" : ""}`} data-id={id}>
+      <button
+        type="button"
+        class="side-open"
+        ref={button}
+        aria-current={current ? "page" : undefined}
+        aria-keyshortcuts="F2 Delete"
+        onClick={open}
+        onKeyDown={onKeyDown}
+        title={title}
+      >
+        <span class="side-title">{title}</span>
+        <ConversationStatus id={id} />
+      </button>
+      <MenuButton
+        class="tool side-menu"
+        label={`Menu of ${title}`}
+        note={chat.cacheCoverage.of(id)?.text}
+        items={menuItems(chat, conversation, title, () => (renaming.value = true))}
+      >
+        <More />
+      </MenuButton>
+    </li>
+  );
+}
+
+function menuItems(chat: ReturnType<typeof useChat>, head: WireConversation, title: string, rename: () => void): MenuItem[] {
+  const { id } = head;
+  const pinned = isPinned(head.metadata);
+  const save = async (format: ExportFormat) => (await import("../../conversations/importExport")).exportConversations(id, title, format);
+  return [
+    { label: "Rename", icon: <Edit />, keys: "F2", run: rename },
+    { label: pinned ? "Unpin" : "Pin", icon: <Pin />, run: () => void chat.conversations.pin(id, !pinned) },
+    { label: "Let the model name it", icon: <Spark />, run: () => void chat.autoTitler.suggest(id) },
+    { label: "Export as JSON", icon: <Download />, line: true, run: () => void save("json") },
+    { label: "Export as Markdown", icon: <Download />, run: () => void save("markdown") },
+    { label: "Delete", icon: <Trash />, keys: "Del", danger: true, line: true, run: () => chat.remove(id) },
+  ];
+}
+
+/** What goes on in it: being written, answered meanwhile, or how warm it is. */
+function ConversationStatus({ id }: { id: string }) {
+  const chat = useChat();
+  if (chat.isLive(id)) return <span class="dot dot-live" role="img" aria-label="being written" title="Being written" />;
+  if (chat.conversations.isUnseen(id)) return <span class="dot dot-unseen" role="img" aria-label="new answer" title="New answer" />;
+  const warm = chat.cacheCoverage.of(id);
+  return warm ? <span class={`dot dot-${warm.level}`} role="img" aria-label={warm.text} title={warm.text} /> : null;
+}
+
+function Rename({ title, onDone }: { title: string; onDone: (name: string | null) => void }) {
+  const input = useRef<HTMLInputElement>(null);
+  const over = useRef(false);
+  useLayoutEffect(() => {
+    input.current?.focus(); // before the next key
+    input.current?.select();
+  }, []);
+  const end = (name: string | null) => {
+    if (over.current) return; // what is taken out of the page loses the focus once more
+    over.current = true;
+    onDone(name);
+  };
+  return (
+    <input
+      ref={input}
+      class="find"
+      aria-label="New title"
+      maxLength={200}
+      defaultValue={title}
+      onBlur={(event) => end(event.currentTarget.value)}
+      onKeyDown={(event) => {
+        if (event.isComposing) return;
+        event.stopPropagation();
+        if (event.key === "Enter") end(event.currentTarget.value);
+        if (event.key === "Escape") end(null);
+      }}
+    />
+  );
+}

@@ -1,0 +1,161 @@
+// The conversations at the left: new, find, open. At its foot, what is being served and the theme.
+import type { SearchHit, TextRange } from "../../api/rest";
+import { type Theme, theme } from "../../app/settings";
+import { splitAtMarks } from "../../conversations/search";
+import { useChat } from "../context";
+import { Close, Keyboard, Mark, Moon, Plus, Screen, Sun } from "../icons";
+import { closeSidebarIfNarrow, isNarrow, scrollToMessage, sidebarOpen, togglePanel } from "../navigation";
+import { ConversationList, LoadMore, moveBetweenRows } from "./ConversationList";
+import { ImportExportMenu } from "./ImportExport";
+import { useEffect } from "preact/hooks";
+
+export function Sidebar() {
+  const chat = useChat();
+  const open = sidebarOpen.value;
+  useEffect(() => {
+    if (open) chat.cacheCoverage.scheduleRefresh();
+    if (open && isNarrow()) document.querySelector<HTMLElement>(".side-close")?.focus();
+  }, [open]);
+  const begin = () => {
+    chat.newConversation();
+    closeSidebarIfNarrow();
+  };
+  return (
+    <nav class="side" aria-label="Conversations" hidden={!open}>
+      <div class="side-head">
+        <span class="brand"><Mark /> chatcache</span>
+        <span class="tools">
+          <ImportExportMenu />
+          <button type="button" class="tool side-close" aria-label="Close the list" onClick={() => (sidebarOpen.value = false)}>
+            <Close />
+          </button>
+        </span>
+      </div>
+      <button type="button" class="button new-chat" onClick={begin} title="New chat (Ctrl+Shift+O)">
+        <Plus /> New chat
+      </button>
+      <SearchBox />
+      {chat.search.state.value === "idle" ? <ConversationList /> : <SearchHits />}
+      <SidebarFooter />
+    </nav>
+  );
+}
+
+function SearchBox() {
+  const { search } = useChat();
+  const onKeyDown = (event: KeyboardEvent & { currentTarget: HTMLInputElement }) => {
+    if (event.isComposing) return;
+    if (event.key === "Escape" && search.query.value !== "") {
+      event.stopPropagation();
+      search.set("");
+    } else if (event.key === "ArrowDown" || event.key === "Enter") {
+      const first = document.querySelector<HTMLElement>(".side-scroll .side-open");
+      if (event.key === "Enter" && search.state.value === "done") first?.click();
+      else first?.focus();
+      event.preventDefault();
+    }
+  };
+  return (
+    <input
+      id="find"
+      class="find"
+      type="search"
+      placeholder="Find in all conversations"
+      aria-label="Find in all conversations"
+      autocomplete="off"
+      maxLength={200}
+      value={search.query.value}
+      onInput={(event) => search.set(event.currentTarget.value)}
+      onKeyDown={onKeyDown}
+    />
+  );
+}
+
+const THEMES: readonly { name: Theme; label: string; icon: typeof Sun }[] = [
+  { name: "light", label: "Light theme", icon: Sun },
+  { name: "system", label: "System theme", icon: Screen },
+  { name: "dark", label: "Dark theme", icon: Moon },
+];
+
+function SidebarFooter() {
+  const chat = useChat();
+  const model = chat.session.value?.model;
+  const state = chat.socket.state.value;
+  return (
+    <div class="side-foot">
+      <span class="served" title={model}>
+        <span class={`dot ${state === "open" ? "dot-on" : "dot-off"}`} aria-hidden="true" />
+        <span class="side-title">{state === "open" ? (model ?? "connected") : "not connected"}</span>
+      </span>
+      <span class="themes" role="group" aria-label="Theme">
+        {THEMES.map(({ name, label, icon: Icon }) => (
+          <button
+            key={name}
+            type="button"
+            class="tool"
+            aria-label={label}
+            title={label}
+            aria-pressed={theme.value === name}
+            onClick={() => (theme.value = name)}
+          >
+            <Icon />
+          </button>
+        ))}
+      </span>
+      <button type="button" class="tool" aria-label="Keyboard shortcuts" title="Keyboard shortcuts (Ctrl+/)" onClick={() => togglePanel("shortcuts")}>
+        <Keyboard />
+      </button>
+    </div>
+  );
+}
+
+// ---- What a search found: titles and snippets with the words marked. A hit opens at its message.
+
+function SearchHits() {
+  const chat = useChat();
+  const { search } = chat;
+  const hits = search.hits.value.filter(({ id }) => !chat.conversations.isPendingDelete(id));
+  return (
+    <div class="side-scroll" onKeyDown={moveBetweenRows} aria-busy={search.state.value === "looking"}>
+      {hits.length > 0 && (
+        <ul class="side-list" aria-label="Found">
+          {hits.map((hit) => <HitRow key={hit.id} hit={hit} />)}
+        </ul>
+      )}
+      {search.state.value === "done" && hits.length === 0 && (
+        <p class="side-empty">Nothing has these words: no title, and no message of any branch.</p>
+      )}
+      {search.state.value === "failed" && <p class="side-empty">The search did not work. Type on to try again.</p>}
+      {search.state.value === "done" && search.hasMore.value && <LoadMore onWanted={() => search.loadMore()} />}
+    </div>
+  );
+}
+
+function HitRow({ hit }: { hit: SearchHit }) {
+  const chat = useChat();
+  const { snippet, item_id, role, title_marks } = hit.match;
+  const title = hit.title || "Untitled";
+  const current = chat.thread.value.id.value === hit.id;
+  const open = async () => {
+    closeSidebarIfNarrow();
+    await chat.open(hit.id);
+    if (item_id !== null && chat.thread.value.id.value === hit.id) scrollToMessage(item_id);
+  };
+  return (
+    <li class={`side-row ${current ? "side-row-current" : ""}`} data-id={hit.id}>
+      <button type="button" class="side-open side-hit" onClick={() => void open()}>
+        <span class="side-title"><MarkedText text={title} marks={title_marks} /></span>
+        {snippet && (
+          <span class="side-snippet">
+            <span class="side-who">{role === "user" ? "You" : "Answer"}: </span>
+            <MarkedText text={snippet.text} marks={snippet.marks} />
+          </span>
+        )}
+      </button>
+    </li>
+  );
+}
+
+function MarkedText({ text, marks }: { text: string; marks: readonly TextRange[] }) {
+  return <>{splitAtMarks(text, marks).map((piece, index) => (piece.marked ? <mark key={index}>{piece.text}</mark> : piece.text))}</>;
+}

@@ -1,0 +1,137 @@
+// One answer at full width: its text, its tools, its figures. A click on a word shows what else could stand there.
+import { clickForAlternatives } from "../../app/settings";
+import type { Message } from "../../chat/tree";
+import type { Turn } from "../../chat/turn";
+import { openStream } from "../../markdown/textStream";
+import { useChat } from "../context";
+import { Again, Beams, Columns, Fork } from "../icons";
+import { panel, togglePanel } from "../navigation";
+import { AnswerStats, UnsavedBadge } from "./AnswerStats";
+import { CopyButton, Ending, Markdown, Pending, Reasoning, VersionSwitcher } from "./MessageParts";
+import { TokenText } from "./TokenView";
+import { wordAtPoint, wordOffset } from "./wordAtPoint";
+import { effect, signal, useComputed } from "@preact/signals";
+import { useLayoutEffect, useRef } from "preact/hooks";
+
+export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {
+  const chat = useChat();
+  const status = message.status.value;
+  const open = status === "waiting" || status === "streaming";
+  const blank = useComputed(() => message.text.value === ""); // not the text itself: it changes with every frame
+  const inside = chat.forks.inspector.value;
+  const tokens = inside?.message === message && inside.word === null ? inside : null;
+  const onClick = (event: MouseEvent) => {
+    const prose = (event.target as HTMLElement).closest<HTMLElement>(".prose");
+    const busy = (event.target as HTMLElement).closest("a, button") || getSelection()?.isCollapsed === false;
+    if (!prose || busy || !clickForAlternatives.value || !chat.forks.canOpen(message)) return;
+    const word = wordAtPoint(prose, event.clientX, event.clientY);
+    const offset = word && wordOffset(message.text.value, prose, word);
+    if (!word || offset === null) return;
+    const box = () => (word.range.startContainer.isConnected ? word.range.getBoundingClientRect() : null);
+    void chat.forks.open(message, { offset, box });
+  };
+  return (
+    <article class="answer" aria-label="Assistant" data-status={status} aria-busy={open} onClick={onClick}>
+      <Reasoning message={message} turn={turn} />
+      {blank.value && open && <Pending turn={turn} />}
+      {tokens ? <TokenText inside={tokens} /> : <Markdown message={message} />}
+      <Ending message={message} alone />
+      {!open && (
+        <div class="answer-foot">
+          <div class="tools">
+            <VersionSwitcher message={message} />
+            <CopyButton text={() => message.text.value} label="Copy answer" />
+            <button
+              type="button"
+              class="tool tool-again"
+              aria-label="Regenerate"
+              title="Regenerate"
+              disabled={chat.live.value !== null}
+              onClick={() => chat.regenerate(message)}
+            >
+              <Again />
+            </button>
+            <button
+              type="button"
+              class="tool tool-inside"
+              aria-label="Branch inside"
+              aria-pressed={tokens !== null}
+              title="Branch inside: every token, and what else could stand there. A click on a word does it too."
+              disabled={!tokens && !chat.forks.canOpen(message)}
+              onClick={() => (tokens ? chat.forks.close() : void chat.forks.open(message))}
+            >
+              <Fork />
+            </button>
+            {turn && turn.candidates.length > 1 && (
+              <button type="button" class="tool tool-wide" onClick={() => (turn.showsCandidates.value = true)}>
+                <Columns /> Compare {turn.candidates.length}
+              </button>
+            )}
+          </div>
+          {turn && <UnsavedBadge turn={turn} />}
+          {turn && <AnswerStats turn={turn} />}
+        </div>
+      )}
+    </article>
+  );
+}
+
+// ---- A search while it runs: what all beams agree on stands in ink, what only the best one says so far is a ghost behind it.
+
+const INNER = "UL, OL, LI, BLOCKQUOTE"; // the ghost goes on inside of them
+
+export function LiveBeams({ turn }: { turn: Turn }) {
+  const tree = turn.beamTree.value;
+  void tree?.version.value;
+  const agreed = tree?.agreed().depth ?? 0;
+  return (
+    <article class="answer answer-beams" aria-label="Assistant" aria-busy="true" data-status="searching">
+      {tree ? <GhostText turn={turn} /> : <Pending turn={turn} />}
+      <div class="answer-foot">
+        <span class="figures">
+          <span class="figure"><b>{tree?.live.length ?? turn.candidates.length}</b> beams open</span>
+          <span class="figure"><b>{agreed}</b> tokens agreed</span>
+        </span>
+        {panel.value !== "beams" && (
+          <button type="button" class="tool tool-wide" onClick={() => togglePanel("beams", true)}><Beams /> Watch the tree</button>
+        )}
+      </div>
+    </article>
+  );
+}
+
+function GhostText({ turn }: { turn: Turn }) {
+  const root = useRef<HTMLDivElement>(null);
+  const first = turn.candidates[0] as Message;
+  useLayoutEffect(() => {
+    if (!root.current) return;
+    const prose = root.current;
+    const drawings = signal(0); // of what was solid before the renderer came
+    const stream = openStream(prose, () => drawings.value++);
+    const ghost = document.createElement("span");
+    ghost.className = "ghost";
+    ghost.setAttribute("aria-hidden", "true");
+    let shown = "";
+    return effect(() => {
+      const solid = first.text.value;
+      const tree = turn.beamTree.value;
+      void [tree?.version.value, drawings.value];
+      ghost.remove();
+      if (solid !== shown) stream.update((shown = solid), false);
+      const said = tree?.ghost(solid) ?? "";
+      ghost.textContent = prose.hasChildNodes() ? (/\s*$/.exec(solid)?.[0] ?? "") + said : said.trimStart();
+      if (said !== "") lastBlock(prose).append(ghost);
+    });
+  }, [turn]);
+  return <div class="prose" ref={root} />;
+}
+
+/** Where text that follows `prose` goes on: its last paragraph, list item or program. */
+function lastBlock(prose: HTMLElement): Element {
+  let block: Element = prose;
+  for (let last = prose.lastElementChild; last; last = last.lastElementChild) {
+    block = last;
+    if (!last.matches(INNER)) break;
+  }
+  return block.querySelector("pre code") ?? (block.matches(".table-wrap") ? prose : block);
+}

@@ -1,0 +1,120 @@
+// The line of figures below an answer: cache and why the first miss, speed, time to first token, the receipt of a stop.
+import type { CacheMiss, StopReceipt } from "../../api/frames";
+import { formatMs, plural } from "../../app/format";
+import { showStats } from "../../app/settings";
+import type { Usage } from "../../chat/tree";
+import type { Turn } from "../../chat/turn";
+
+/** Said of an answer that the server holds in memory because its store is away. */
+export function UnsavedBadge({ turn }: { turn: Turn }) {
+  if (!turn.unsaved.value) return null;
+  const title = "The server cannot store conversations right now. It keeps this answer in memory and stores it as soon as it can.";
+  return <span class="badge badge-warning" role="status" title={title}>Not saved yet</span>;
+}
+
+export function AnswerStats({ turn, strip = true }: { turn: Turn; strip?: boolean }) {
+  const usage = turn.usage.value;
+  if (!showStats.value || !usage) return null;
+  const speed = turn.tokensPerSecond.value;
+  const first = turn.firstTokenMs.value;
+  const receipt = turn.receipt.value;
+  const miss = turn.miss.value;
+  return (
+    <div class="figures">
+      <ForkCostBadge turn={turn} usage={usage} />
+      {strip && <CacheStrip usage={usage} />}
+      <span class="figure">
+        <b class="ink-cached" data-figure="cached">{usage.cachedTokens}</b> cached
+      </span>
+      <span class="figure">
+        <b class="ink-computed" data-figure="computed">{usage.inputTokens - usage.cachedTokens}</b> computed
+      </span>
+      {miss && <span class="figure figure-why" data-why={miss.reason} title={miss.detail}>{describeMiss(miss)}</span>}
+      {first !== null && <span class="figure"><b data-figure="first">{formatMs(first)}</b> to first token</span>}
+      {speed !== null && <span class="figure"><b data-figure="speed">{speed < 10 ? speed.toFixed(1) : Math.round(speed)}</b> tokens/s</span>}
+      {receipt && (
+        <span class="figure" data-figure="receipt">
+          stopped in <b>{formatMs(receipt.stop_latency_ms)}</b>: <b>{plural(receipt.tokens_after_stop, "token")}</b> after,{" "}
+          <b>{plural(receipt.pages_freed, "page")}</b> freed
+        </span>
+      )}
+    </div>
+  );
+}
+
+/** What branching inside an answer cost, as the server counted it. */
+function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
+  const copied = turn.copiedPages.value;
+  if (!turn.start || copied === null) return null;
+  const pages = turn.start.inspectedPages + copied;
+  const prefilled = prefilledTokens(usage);
+  const place = turn.start.token ? `after token ${turn.start.keepTokens}, with “${turn.start.token.text.trim()}”` : `after token ${turn.start.keepTokens}`;
+  const title = `Branched ${place}: of ${usage.inputTokens} tokens before the next one, ${usage.cachedTokens} were shared with the original.`;
+  return (
+    <span class="badge fork-chip" title={title} data-copied={pages} data-prefilled={prefilled}>
+      {plural(pages, "page")} copied, {plural(prefilled, "token")} prefilled
+    </span>
+  );
+}
+
+/** Tokens that were read again. The last one before the next is computed in the step that writes the next, always. */
+export function prefilledTokens(usage: Usage): number {
+  return Math.max(0, usage.inputTokens - usage.cachedTokens - 1);
+}
+
+const MISS_REASONS: Readonly<Record<string, string>> = {
+  never_computed: "new text",
+  evicted: "evicted: its pages were needed elsewhere",
+  diverged: "differs from what is cached",
+  template_changed: "the chat template rewrites the history",
+};
+
+/** The first miss in words. */
+export function describeMiss(miss: CacheMiss): string {
+  return `from token ${miss.at_token}: ${MISS_REASONS[miss.reason] ?? miss.reason}`;
+}
+
+// ---- Where an answer's prompt came from, drawn as cells: filled ones were in the cache, hatched ones were computed.
+
+const CELL_TOKENS = 16;
+const MAX_CELLS = 32;
+
+export function CacheStrip({ usage }: { usage: Usage }) {
+  const cells = toCells(usage);
+  return (
+    <span class="strip" role="img" aria-label={describeUsage(usage)} title={`${describeUsage(usage)}. One cell: ${cells.tokens} tokens.`}>
+      {cells.kinds.map((kind, index) => (
+        <i key={index} class={`cell cell-${kind}`} />
+      ))}
+    </span>
+  );
+}
+
+function describeUsage(usage: Usage): string {
+  const computed = usage.inputTokens - usage.cachedTokens;
+  return `${usage.inputTokens} prompt tokens: ${usage.cachedTokens} from the cache, ${computed} computed`;
+}
+
+type CellKind = "cached" | "computed";
+
+/** One cell per 16 prompt tokens, or more tokens per cell where the prompt is long. */
+export function toCells(usage: Usage): { kinds: readonly CellKind[]; tokens: number } {
+  const tokens = CELL_TOKENS * Math.max(1, Math.ceil(usage.inputTokens / CELL_TOKENS / MAX_CELLS));
+  const count = Math.max(1, Math.ceil(usage.inputTokens / tokens));
+  const kinds = Array.from({ length: count }, (_, index): CellKind => {
+    const start = index * tokens;
+    const size = Math.min(tokens, usage.inputTokens - start); // the last cell may stand for less
+    return usage.cachedTokens - start >= size / 2 ? "cached" : "computed"; // as most of its tokens are
+  });
+  return { kinds, tokens };
+}
+
+// ---- What giving up one candidate gave back.
+
+export function DroppedNote({ receipt }: { receipt: StopReceipt }) {
+  return (
+    <p class="ending" data-dropped={receipt.pages_freed}>
+      Dropped: {plural(receipt.pages_freed, "page")} returned, {plural(receipt.tokens_after_stop, "token")} after.
+    </p>
+  );
+}

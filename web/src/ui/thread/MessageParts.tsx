@@ -1,0 +1,146 @@
+// A message's text as markdown, kept current outside Preact's diff: only the open block is drawn again.
+import { copyText } from "../../app/browser";
+import type { Message } from "../../chat/tree";
+import type { Turn } from "../../chat/turn";
+import { DrawPacer, openStream } from "../../markdown/textStream";
+import { useChat } from "../context";
+import { Check, Copy, Left, Right } from "../icons";
+import { effect, useComputed, useSignal } from "@preact/signals";
+import { useLayoutEffect, useRef } from "preact/hooks";
+
+const pace = new DrawPacer();
+
+export function Markdown({ message }: { message: Message }) {
+  const root = useRef<HTMLDivElement>(null);
+  // before the paint: a picked answer must not blink
+  useLayoutEffect(() => {
+    if (!root.current) return;
+    root.current.replaceChildren();
+    const stream = openStream(root.current);
+    let shown = false;
+    const stop = effect(() => {
+      const growing = message.status.value === "streaming" || message.status.value === "waiting";
+      const text = message.text.value;
+      if (growing && shown) pace.schedule(stream, () => stream.update(text, false));
+      else pace.drawNow(stream, () => stream.update(text, !growing));
+      shown = true;
+    });
+    return () => {
+      stop();
+      pace.cancel(stream);
+    };
+  }, [message]);
+  return <div class="prose" ref={root} />;
+}
+
+// ---- What the model reasoned before it spoke: folded, with its length. Of a stored answer it is fetched when opened.
+
+export function Reasoning({ message, turn }: { message: Message; turn: Turn | undefined }) {
+  const { forks } = useChat();
+  const text = message.reasoning.value;
+  const silent = useComputed(() => message.text.value === ""); // not the text itself: it changes with every frame
+  const tokens = turn?.usage.value?.reasoningTokens ?? 0;
+  if (text === "" && tokens === 0) return null;
+  const thinking = silent.value && ["waiting", "streaming"].includes(message.status.value);
+  return (
+    <details
+      class="thought"
+      onToggle={(event) => {
+        if (event.currentTarget.open) void forks.loadReasoning(message);
+      }}
+    >
+      <summary>
+        {thinking ? "Thinking" : "Thought"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
+      </summary>
+      <div class="thought-text">{text}</div>
+    </details>
+  );
+}
+
+/** Tokens where they are known, else words. */
+function reasoningLength(text: string, tokens: number): string {
+  if (tokens > 0) return `${tokens.toLocaleString("en")} ${tokens === 1 ? "token" : "tokens"}`;
+  const words = text.split(/\s+/).filter(Boolean).length;
+  if (words === 0) return "open to read";
+  return `${words.toLocaleString("en")} ${words === 1 ? "word" : "words"}`;
+}
+
+// ---- What the server is doing before the first token: three cells that fill, and a word.
+
+const PHASE_LABELS = { queued: "Waiting for the server", prefill: "Reading", decode: "Writing", ended: "" } as const;
+
+export function Pending({ turn }: { turn: Turn | undefined }) {
+  const phase = turn?.phase.value ?? "queued";
+  return (
+    <p class="waiting">
+      <span class="waiting-cells" aria-hidden="true"><i /><i /><i /></span>
+      {turn?.beams && phase === "decode" ? "Searching" : PHASE_LABELS[phase]}
+    </p>
+  );
+}
+
+/** Why a text ended where it did, when it was not the model's own end. */
+export function Ending({ message, alone = false }: { message: Message; alone?: boolean }) {
+  const chat = useChat();
+  const status = message.status.value;
+  if (status === "stopped" || status === "length") {
+    return (
+      <div class="ending">
+        <span>{status === "stopped" ? "Stopped." : "Cut at the token limit."}</span>
+        {alone && (
+          <button type="button" class="button" disabled={!chat.forks.canOpen(message)} onClick={() => void chat.forks.continueAnswer(message)}>
+            Continue
+          </button>
+        )}
+      </div>
+    );
+  }
+  if (status !== "error") return null;
+  return (
+    <div class="ending ending-error" role="alert">
+      <span>{message.error.value}</span>
+      <button type="button" class="button" onClick={() => chat.regenerate(message)}>Try again</button>
+    </div>
+  );
+}
+
+// ---- `< 2/3 >`: move between the versions of one message.
+
+export function VersionSwitcher({ message }: { message: Message }) {
+  const chat = useChat();
+  const siblings = chat.thread.value.tree.value.siblings(message);
+  if (siblings.length < 2) return null;
+  const at = siblings.indexOf(message);
+  const go = (step: number) => {
+    const target = siblings[at + step];
+    if (target) chat.choose(target);
+  };
+  return (
+    <span class="switcher" role="group" aria-label="Versions">
+      <button type="button" class="tool" aria-label="Previous version" disabled={at === 0} onClick={() => go(-1)}>
+        <Left />
+      </button>
+      <span class="switcher-place" aria-label={`Version ${at + 1} of ${siblings.length}`} role="img">
+        {at + 1}/{siblings.length}
+      </span>
+      <button type="button" class="tool" aria-label="Next version" disabled={at === siblings.length - 1} onClick={() => go(1)}>
+        <Right />
+      </button>
+    </span>
+  );
+}
+
+// ---- Copies a text and says so for a moment.
+
+export function CopyButton({ text, label = "Copy" }: { text: () => string; label?: string }) {
+  const copied = useSignal(false);
+  const copy = async () => {
+    copied.value = await copyText(text());
+    setTimeout(() => (copied.value = false), 1600);
+  };
+  return (
+    <button type="button" class="tool" aria-label={copied.value ? "Copied" : label} title={label} onClick={() => void copy()}>
+      {copied.value ? <Check /> : <Copy />}
+    </button>
+  );
+}

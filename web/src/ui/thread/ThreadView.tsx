@@ -1,0 +1,148 @@
+// The shown path of the conversation. A long one is in the document only around the reader (rows.ts says what), at a
+// position that holds still (ThreadScroll.ts says how).
+import type { Thread } from "../../chat/thread";
+import type { Message } from "../../chat/tree";
+import { EmptyState } from "../EmptyState";
+import { useChat } from "../context";
+import { Down } from "../icons";
+import { requestedMessage } from "../navigation";
+import { Answer, LiveBeams } from "./Answer";
+import { Candidates } from "./Candidates";
+import { UserMessage } from "./UserMessage";
+import { ThreadScroll } from "./threadScroll";
+import { MAX_UNVIRTUALIZED_ROWS } from "./virtualRows";
+import { useSignalEffect } from "@preact/signals";
+import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
+
+export function ThreadView() {
+  const chat = useChat();
+  const thread = chat.thread.value;
+  const scroller = useRef<HTMLDivElement>(null);
+  const inner = useRef<HTMLDivElement>(null);
+  const scroll = useMemo(() => new ThreadScroll(), []);
+  const path = thread.tree.value.path.value;
+  void scroll.version.value;
+
+  useEffect(() => scroll.attach(scroller.current!, inner.current!), []);
+  useSignalEffect(() => {
+    if (chat.thread.value) scroll.reset();
+  });
+  useSignalEffect(() => {
+    if (chat.live.value) scroll.scrollToEnd();
+  });
+  useLayoutEffect(() => scroll.restorePosition());
+  useRequestedMessage(scroll, thread, path);
+
+  return (
+    <div class="thread-area">
+      <div
+        class="thread-scroll"
+        ref={scroller}
+        onScroll={() => scroll.onScroll()}
+        onFocusIn={(event) => scroll.onFocusMoved(event.target)}
+        onFocusOut={(event) => scroll.onFocusMoved(event.relatedTarget)}
+        tabIndex={-1}
+      >
+        <div class="thread" ref={inner}>
+          {path.length === 0 ? <EmptyThread /> : <Rows path={path} scroll={scroll} />}
+        </div>
+      </div>
+      {!scroll.pinned.value && (
+        <button type="button" class="to-end" aria-label="Jump to the latest" onClick={() => scroll.scrollToEnd()}>
+          <Down />
+        </button>
+      )}
+    </div>
+  );
+}
+
+function Rows({ path, scroll }: { path: readonly Message[]; scroll: ThreadScroll }) {
+  const partial = path.length > MAX_UNVIRTUALIZED_ROWS;
+  return (
+    <div class="rows" role={partial ? "list" : undefined}>
+      {scroll.slots(path).map((slot) => {
+        if (!("index" in slot)) {
+          return <div key={`space-${slot.before}`} class="row-space" aria-hidden="true" style={{ height: `${slot.spacePx}px` }} />;
+        }
+        const message = path[slot.index]!;
+        const place = partial ? { role: "listitem" as const, "aria-posinset": slot.index + 1, "aria-setsize": path.length } : {};
+        return <RowSlot key={message.key} message={message} scroll={scroll} place={place} />;
+      })}
+    </div>
+  );
+}
+
+function RowSlot({ message, scroll, place }: { message: Message; scroll: ThreadScroll; place: object }) {
+  const box = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    scroll.setRowElement(message.key, box.current);
+    return () => scroll.setRowElement(message.key, null);
+  }, [message.key]);
+  return (
+    <div class="row" data-key={message.key} tabIndex={-1} ref={box} {...place}>
+      <MessageRow message={message} />
+    </div>
+  );
+}
+
+/** Go to the message that somebody asked for, as soon as it is there; on another branch, show that branch first. */
+function useRequestedMessage(scroll: ThreadScroll, thread: Thread, path: readonly Message[]): void {
+  const chat = useChat();
+  const wanted = requestedMessage.value;
+  const state = thread.state.value;
+  useEffect(() => {
+    if (wanted === null || state === "loading") return;
+    const tree = thread.tree.value;
+    const message = tree.get(wanted) ?? tree.byId(wanted);
+    if (message && !path.includes(message)) {
+      tree.reveal(message);
+      chat.choose(message);
+      return; // comes again with the new path
+    }
+    requestedMessage.value = null;
+    if (message) scroll.scrollToRow(message);
+  }, [wanted, state, path]);
+}
+
+function EmptyThread() {
+  const chat = useChat();
+  const { state, id } = chat.thread.value;
+  if (state.value === "ready") return <EmptyState />;
+  if (state.value === "loading") return <p class="waiting">Loading</p>;
+  const missing = state.value === "missing";
+  return (
+    <div class="missing">
+      <p>{missing ? "This conversation does not exist on this server." : "The conversation did not load."}</p>
+      {missing ? (
+        <button type="button" class="button" onClick={() => chat.newConversation()}>Start a new one</button>
+      ) : (
+        <button type="button" class="button" onClick={() => void chat.open(id.value ?? "")}>Try again</button>
+      )}
+    </div>
+  );
+}
+
+// ---- One message of the thread, in whatever form it has now: said, answered, or still to be picked from candidates.
+
+function MessageRow({ message }: { message: Message }) {
+  const chat = useChat();
+  const thread = chat.thread.value;
+  if (message.role === "user") {
+    const unanswered = thread.tree.value.leaf.value === message && thread.live.value === null && !thread.awaitingServer.value;
+    return (
+      <>
+        <UserMessage message={message} />
+        {unanswered && (
+          <div class="ending">
+            <span>No answer is stored.</span>
+            <button type="button" class="button" onClick={() => chat.answer(message)}>Answer</button>
+          </div>
+        )}
+      </>
+    );
+  }
+  const turn = thread.turnOf(message);
+  if (turn?.live && (turn.beams || turn.beamTree.value)) return <LiveBeams turn={turn} />;
+  if (turn && turn.showsCandidates.value && turn.candidates.length > 1) return <Candidates turn={turn} chosen={message} />;
+  return <Answer message={message} turn={turn} />;
+}

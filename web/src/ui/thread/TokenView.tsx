@@ -1,0 +1,250 @@
+// An answer as the tokens it was written in. Every one is a button: the arrow keys walk over them, Enter opens one.
+import type { Alternatives as AlternativesResponse } from "../../api/rest";
+import { formatPercent, showWhitespace } from "../../app/format";
+import { type Choice, type TokenInspector, type TokenSpan, rankChoices } from "../../chat/tokenFork";
+import { useChat } from "../context";
+import { Close, Left, Right } from "../icons";
+import { focusComposer } from "../navigation";
+import { useLayoutEffect, useRef } from "preact/hooks";
+
+export function TokenText({ inside }: { inside: TokenInspector }) {
+  const { forks } = useChat();
+  const root = useRef<HTMLDivElement>(null);
+  const spans = inside.spans.value;
+  const buttons = () => [...(root.current?.children ?? [])] as HTMLElement[];
+  useLayoutEffect(() => {
+    const all = buttons();
+    if (spans && all.length > 0) moveRovingFocus(all, inside.selected.peek() ?? 0);
+  }, [spans]);
+  const onKeyDown = (event: KeyboardEvent) => {
+    const all = buttons();
+    const from = all.indexOf(event.target as HTMLElement);
+    if (from === -1) return;
+    if (event.key === "Enter" || event.key === " ") void inside.select(from);
+    else if (event.key === "Escape") {
+      const tool = root.current?.closest(".answer")?.querySelector<HTMLElement>(".tool-inside");
+      forks.close();
+      tool?.focus();
+    }
+    else {
+      // one stop for Tab, the arrow keys inside: the usual way of a group
+      const to = STEPS[event.key]?.(all, from);
+      if (to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
+      moveRovingFocus(all, to);
+    }
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  const onClick = (event: MouseEvent) => {
+    const to = buttons().indexOf(event.target as HTMLElement);
+    if (to === -1) return;
+    moveRovingFocus(buttons(), to);
+    void inside.select(to);
+  };
+  if (!spans) return <p class="waiting">Looking inside</p>;
+  return (
+    <div class="tokens" role="group" aria-label="Tokens of this answer" ref={root} onKeyDown={onKeyDown} onClick={onClick}>
+      {spans.map((span, place) => (
+        <span
+          key={span.index}
+          class="token"
+          role="button"
+          tabIndex={-1}
+          aria-expanded={place === inside.selected.value}
+          aria-label={tokenLabel(span)}
+        >
+          {showLineBreaks(span.text)}
+        </span>
+      ))}
+    </div>
+  );
+}
+
+const STEPS: Readonly<Record<string, (all: readonly HTMLElement[], from: number) => number>> = {
+  ArrowRight: (all, from) => Math.min(all.length - 1, from + 1),
+  ArrowLeft: (_, from) => Math.max(0, from - 1),
+  ArrowDown: (all, from) => moveByLine(all, from, 1),
+  ArrowUp: (all, from) => moveByLine(all, from, -1),
+  Home: () => 0,
+  End: (all) => all.length - 1,
+};
+
+/** The token above or below, as it looks on screen. */
+function moveByLine(all: readonly HTMLElement[], from: number, step: 1 | -1): number {
+  const here = all[from]!.getBoundingClientRect();
+  let best = from;
+  let distance = Infinity;
+  let line: number | null = null;
+  for (let to = from + step; to >= 0 && to < all.length; to += step) {
+    const there = all[to]!.getBoundingClientRect();
+    if (Math.abs(there.top - here.top) < 4) continue;
+    line ??= there.top;
+    if (Math.abs(there.top - line) > 4) break;
+    if (Math.abs(there.left - here.left) < distance) [best, distance] = [to, Math.abs(there.left - here.left)];
+  }
+  return best;
+}
+
+function moveRovingFocus(all: readonly HTMLElement[], to: number): void {
+  for (const each of all) if (each.tabIndex === 0) each.tabIndex = -1;
+  all[to]!.tabIndex = 0;
+  all[to]!.focus();
+}
+
+/** A line break shows itself, so that it can be clicked. */
+function showLineBreaks(text: string): string {
+  return text.replaceAll("\n", "↵\n");
+}
+
+function tokenLabel(span: TokenSpan): string {
+  return span.text.trim() === "" ? (span.text.includes("\n") ? "line break" : "space") : span.text.trim();
+}
+
+// ---- What else the model could have said at one place of an answer, likeliest first. Choosing one branches there.
+
+const GAP_PX = 8;
+const CONTEXT_CHARS = 28;
+
+/** The open place, if any; lies over the page so that nothing clips it. */
+export function AlternativesPopover() {
+  const inside = useChat().forks.inspector.value;
+  return inside && inside.selected.value !== null ? <Popover key={inside.message.key} inside={inside} at={inside.selected.value} /> : null;
+}
+
+function Popover({ inside, at }: { inside: TokenInspector; at: number }) {
+  const { forks } = useChat();
+  const box = useRef<HTMLDivElement>(null);
+  const found = inside.alternatives.value;
+  const spans = inside.spans.value ?? [];
+  const away = () => (inside.word ? forks.close() : closeAndRefocus(inside));
+
+  useLayoutEffect(() => {
+    const place = () => positionPopover(box.current, inside.word ? inside.word.box() : selectedTokenBox(inside), away);
+    place();
+    addEventListener("scroll", place, true);
+    addEventListener("resize", place);
+    return () => {
+      removeEventListener("scroll", place, true);
+      removeEventListener("resize", place);
+    };
+  }, [at, found]);
+  useLayoutEffect(() => {
+    (box.current?.querySelector<HTMLElement>(".choice:enabled") ?? box.current)?.focus({ preventScroll: true });
+  }, [found]);
+  useLayoutEffect(() => {
+    const outside = (event: PointerEvent) => {
+      const target = event.target as HTMLElement;
+      if (!box.current?.contains(target) && !target.closest(".token")) away();
+    };
+    addEventListener("pointerdown", outside);
+    return () => removeEventListener("pointerdown", outside);
+  }, [inside]);
+
+  const step = (by: number) => void inside.select(Math.min(spans.length - 1, Math.max(0, at + by)));
+  const onKeyDown = (event: KeyboardEvent) => {
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.key === "Escape") away();
+    else if (event.key === "ArrowLeft") step(-1);
+    else if (event.key === "ArrowRight") step(1);
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") moveFocus(box.current, event.key === "ArrowDown" ? 1 : -1);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  return (
+    <div class="alternatives" role="dialog" aria-label="Alternatives at this token" tabIndex={-1} ref={box} onKeyDown={onKeyDown}>
+      <header class="alternatives-head">
+        <button type="button" class="tool" aria-label="Previous token" disabled={at === 0} onClick={() => step(-1)}><Left /></button>
+        <p class="alternatives-place">
+          <span class="hint">{textBefore(inside, at)}</span><mark>{showWhitespace(spans[at]?.text ?? "")}</mark>
+        </p>
+        <button type="button" class="tool" aria-label="Next token" disabled={at === spans.length - 1} onClick={() => step(1)}><Right /></button>
+        <button type="button" class="tool" aria-label="Close" onClick={away}><Close /></button>
+      </header>
+      {inside.error.value && <p class="ending ending-error" role="alert">{inside.error.value}</p>}
+      {!found && !inside.error.value && <p class="waiting">Asking the model</p>}
+      {found && <Choices found={found} />}
+    </div>
+  );
+}
+
+function Choices({ found }: { found: AlternativesResponse }) {
+  const chat = useChat();
+  const { input_tokens, cached_tokens } = found.usage;
+  return (
+    <>
+      <ul class="choices">
+        {rankChoices(found).map((choice) => (
+          <li key={choice.id}>
+            <button
+              type="button"
+              class="choice"
+              aria-current={choice.isOriginal}
+              disabled={choice.ends || chat.live.value !== null}
+              onClick={() => {
+                chat.forks.branch(choice);
+                if (matchMedia("(hover: hover)").matches) focusComposer(); // on a phone it would call the keyboard
+              }}
+            >
+              <span class="choice-text">{choice.ends ? "end of the answer" : showWhitespace(choice.text)}</span>
+              {choice.isOriginal && <span class="badge">{originalLabel(choice, found.alternatives.length)}</span>}
+              <ProbabilityBar share={choice.probability} />
+              <span class="choice-share">{choice.rank === null ? "rare" : formatPercent(choice.probability)}</span>
+            </button>
+          </li>
+        ))}
+      </ul>
+      <p class="hint">
+        Choose one to branch here. Looking read {input_tokens} tokens, <b class="ink-cached">{cached_tokens}</b> of them from the cache.
+      </p>
+    </>
+  );
+}
+
+function ProbabilityBar({ share }: { share: number }) {
+  return (
+    <svg class="choice-bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">
+      <rect width={Math.max(0.5, share * 100)} height="1" />
+    </svg>
+  );
+}
+
+/** What was said stands in its place among the likeliest, or below them with its rank. */
+function originalLabel(choice: Choice, shown: number): string {
+  if (choice.rank === null) return "said, rank over 20";
+  return choice.rank > shown ? `said, rank ${choice.rank}` : "said";
+}
+
+function textBefore(inside: TokenInspector, at: number): string {
+  const text = inside.message.text.value.slice(0, inside.spans.value?.[at]?.start ?? 0).replace(/\s+/g, " ");
+  return text.length > CONTEXT_CHARS ? `…${text.slice(-CONTEXT_CHARS)}` : text;
+}
+
+// -- where it lies
+
+function selectedTokenBox(inside: TokenInspector): DOMRect | null {
+  const tokens = document.querySelectorAll<HTMLElement>(".tokens .token");
+  return tokens.item(inside.selected.peek() ?? 0)?.getClientRects()[0] ?? null;
+}
+
+function positionPopover(box: HTMLElement | null, anchor: DOMRect | null, away: () => void): void {
+  if (!box) return;
+  if (!anchor || anchor.bottom < 0 || anchor.top > innerHeight) return away();
+  const { width, height } = box.getBoundingClientRect();
+  const below = anchor.bottom + GAP_PX;
+  const top = below + height <= innerHeight ? below : anchor.top - GAP_PX - height;
+  box.style.left = `${Math.max(GAP_PX, Math.min(anchor.left, innerWidth - width - GAP_PX))}px`;
+  box.style.top = `${Math.max(GAP_PX, top)}px`;
+}
+
+function moveFocus(box: HTMLElement | null, by: number): void {
+  const all = [...(box?.querySelectorAll<HTMLElement>(".choice:enabled") ?? [])];
+  all[(all.indexOf(document.activeElement as HTMLElement) + by + all.length) % all.length]?.focus();
+}
+
+/** Back to the token that was looked at. */
+function closeAndRefocus(inside: TokenInspector): void {
+  const at = inside.selected.peek() ?? 0;
+  void inside.select(null);
+  document.querySelectorAll<HTMLElement>(".tokens .token").item(at)?.focus();
+}
