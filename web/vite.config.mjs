@@ -4,8 +4,19 @@ import { fileURLToPath } from "node:url";
 import { defineConfig } from "vite";
 
 const SHIPPED = [
-  "preact", "@preact/signals", "@preact/signals-core", "markdown-it", "linkify-it", "mdurl", "uc.micro",
-  "punycode.js", "dompurify", "highlight.js", "katex", "@fontsource-variable/geist", "@fontsource-variable/geist-mono",
+  "preact",
+  "@preact/signals",
+  "@preact/signals-core",
+  "markdown-it",
+  "linkify-it",
+  "mdurl",
+  "uc.micro",
+  "punycode.js",
+  "dompurify",
+  "highlight.js",
+  "katex",
+  "@fontsource-variable/geist",
+  "@fontsource-variable/geist-mono",
 ];
 
 /** Ship the licence text of everything that ends up in the bundle. */
@@ -42,7 +53,9 @@ function oneFontFormat() {
 
 export default defineConfig({
   base: "./",
-  resolve: { alias: [{ find: /^entities$/, replacement: fileURLToPath(new URL("src/markdown/entities.ts", import.meta.url)) }] },
+  resolve: {
+    alias: [{ find: /^entities$/, replacement: fileURLToPath(new URL("src/markdown/entities.ts", import.meta.url)) }],
+  },
   plugins: [licences(), oneFontFormat()],
   build: {
     outDir: "../chatcache/gateway/static",
@@ -54,5 +67,5 @@ export default defineConfig({
     reportCompressedSize: true,
   },
   server: { proxy: { "/v1": { target: process.env.CHATCACHE_URL ?? "http://127.0.0.1:8000", ws: true } } },
-  test: { environment: "jsdom", include: ["test/**/*.test.ts"] },
+  test: { environment: "node", include: ["test/**/*.test.ts"] },
 });

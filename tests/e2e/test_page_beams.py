@@ -30,21 +30,21 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, pict
     chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     chat.reload()
     chat.page.keyboard.press("Alt+Shift+2")
-    chat.page.wait_for_selector(".teach >> text=Watch a search think")
+    chat.page.wait_for_selector(".empty-panel >> text=Watch a search think")
     chat.say("Tell me a story about a dragon")
     chat.page.wait_for_selector(f".beam-row >> nth={WIDTH - 1}")
     chat.until("document.querySelector('.answer-beams .ghost')?.textContent.length > 0")
     width = _tree_width(chat)
     chat.until(f"document.querySelector('.beam-tree').clientWidth > {width} + 100")
-    chat.until("Number(document.querySelector('[data-figure=agreed]').textContent) > 3")
+    chat.until("Number(document.querySelector('[data-stat=agreed]').textContent) > 3")
     if PICTURES:
-        chat.until("Number(document.querySelector('[data-figure=agreed]').textContent) > 40")
+        chat.until("Number(document.querySelector('[data-stat=agreed]').textContent) > 40")
     picture(chat.page, "beams")
     asked = next(frame for frame in reversed(chat.sent) if frame["type"] == "response.create")
     assert (asked["beam_width"], asked["stream_beams"]) == (WIDTH, True)
     chat.page.click("button[aria-label=Stop]")
     chat.wait_end(0)
-    chat.page.wait_for_selector(".side-lead >> text=Stopped")
+    chat.page.wait_for_selector(".side-summary >> text=Stopped")
 
     frames = [frame for frame in chat.received if frame["type"] == "response.beam"]
     texts, parents = _tree(frames)
@@ -73,26 +73,26 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_l
     chat.reload()
     chat.page.keyboard.press("Alt+Shift+2")
     chat.say("Hello")
-    chat.until("document.querySelector('.answer-beams .waiting') !== null")
+    chat.until("document.querySelector('.answer-beams .pending') !== null")
     script.beams([(1, 0, "Once", -0.1), (2, 0, "There", -0.4)], [1, 2])
     chat.page.wait_for_selector(".ghost >> text=Once")
-    chat.page.wait_for_selector("[data-figure=agreed] >> text=0")
+    chat.page.wait_for_selector("[data-stat=agreed] >> text=0")
 
     script.beams([(3, 1, " upon", -0.2), (4, 1, " more", -0.9)], [3, 4])
     script.says("Once")
     if is_late:
-        chat.page.wait_for_selector("[data-figure=agreed] >> text=1")
+        chat.page.wait_for_selector("[data-stat=agreed] >> text=1")
         asked.pop().continue_()
     chat.until(f"{_GHOST} === ' upon'")
     solid = "document.querySelector('.answer-beams .prose').cloneNode(true)"
     assert _without_ghost(chat, solid) == "Once"
-    chat.page.wait_for_selector("[data-figure=agreed] >> text=1")
+    chat.page.wait_for_selector("[data-stat=agreed] >> text=1")
 
     script.beams([(5, 4, " we", -1.0), (6, 4, " they", -3.5)], [5, 6])
     script.says(" more")
     chat.until(f"{_GHOST} === ' we'")
     assert _without_ghost(chat, solid) == "Once more"
-    chat.page.wait_for_selector("[data-figure=agreed] >> text=2")
+    chat.page.wait_for_selector("[data-stat=agreed] >> text=2")
     assert chat.page.evaluate(_KINDS) == {
         "Once more": "agreed",
         " we": "open",
@@ -104,12 +104,12 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_l
     assert rows.nth(0).locator(".beam-score").inner_text().startswith("the best")
     assert rows.nth(1).locator(".beam-score").inner_text().startswith("12 times less likely than the best")
     rows.nth(1).focus()  # its path lights up in the tree
-    chat.page.wait_for_selector(".beam-piece.beam-lit >> text=they")
+    chat.page.wait_for_selector(".beam-piece.beam-highlighted >> text=they")
     assert rows.nth(1).text_content() == "Beam 2they12 times less likely than the best · 31.1% a token"
 
     script.end(["Once more we", "Once more they"])
     chat.page.wait_for_selector(".card >> nth=1")
-    chat.page.wait_for_selector(".side-lead >> text=Found")
+    chat.page.wait_for_selector(".side-summary >> text=Found")
     assert chat.page.locator(".ghost").count() == 0
     chat.page.click(".beam-row >> nth=1")
     assert chat.answers() == ["Once more they"]

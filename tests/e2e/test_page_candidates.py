@@ -43,10 +43,10 @@ def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched
     by_candidate = {item["candidate"]: item for item in ended["output"]}
     assert [by_candidate[index]["finish_reason"] for index in range(3)] == ["cancelled"] * 3
     page.wait_for_selector(".answer")
-    assert page.locator(".answer .switcher-place").inner_text() == "3/3"
+    assert page.locator(".answer .version-position").inner_text() == "3/3"
     chat.reload()
     page.wait_for_selector(".answer")
-    assert page.locator(".answer .switcher-place").inner_text() == "3/3"
+    assert page.locator(".answer .version-position").inner_text() == "3/3"
 
 
 def test_beams_cannot_be_dropped(chat: Watched) -> None:

@@ -16,9 +16,9 @@ def test_what_is_typed_is_read_ahead_and_a_switch_turns_it_off(chat: Watched) ->
     chat.reload()
     said = "Please tell me a long story about a lighthouse keeper and the sea"
     chat.page.locator("#composer").press_sequentially(said)
-    sign = chat.page.locator(".warm")
+    sign = chat.page.locator(".cache-badge")
     sign.wait_for()
-    warm = int(sign.get_attribute("data-warm") or 0)
+    warm = int(sign.get_attribute("data-cached") or 0)
     assert warm > 0
     chat.until(f"document.querySelector('#composer').value === {json.dumps(said)}")
     _wait_for_prewarm_of(chat, asked, said)
@@ -43,7 +43,7 @@ def test_the_sign_of_warmth_leaves_room_on_a_phone(open_page: Any) -> None:
     chat: Watched = open_page(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
     chat.ask("Hello")
     chat.page.fill("#composer", "And what")
-    chat.page.wait_for_selector(".warm")
+    chat.page.wait_for_selector(".cache-badge")
     send = chat.page.locator("[aria-label=Send]").bounding_box()
     assert send and send["x"] + send["width"] < 390
     assert chat.page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -56,7 +56,7 @@ def test_a_stop_gives_a_receipt_and_the_cut_answer_can_go_on(chat: Watched, endl
     chat.page.keyboard.press("Escape")
     stopped = chat.wait_end(0)
     receipt = next(frame["receipt"] for frame in chat.received if "receipt" in frame)
-    told = chat.page.locator("[data-figure=receipt]").inner_text()
+    told = chat.page.locator("[data-stat=receipt]").inner_text()
     assert f"{receipt['tokens_after_stop']} token" in told
     assert f"{receipt['pages_freed']} page" in told
     text = stopped["output"][0]["content"][0]["text"]
@@ -67,7 +67,7 @@ def test_a_stop_gives_a_receipt_and_the_cut_answer_can_go_on(chat: Watched, endl
     longer = chat.wait_end(1)
     on = longer["output"][0]["content"][0]["text"]
     assert on.startswith(text.rstrip("\ufffd")) and len(on) > len(text)
-    assert chat.page.locator(".answer .switcher-place").inner_text() == "2/2"
+    assert chat.page.locator(".answer .version-position").inner_text() == "2/2"
     usage = longer["usage"]
     assert usage["input_tokens"] > stopped["usage"]["input_tokens"]
     assert usage["input_tokens_details"]["cached_tokens"] >= usage["input_tokens"] - 16
@@ -94,9 +94,9 @@ def test_the_cache_bar_says_in_words_why_the_first_miss(chat: Watched) -> None:
             usage["input_tokens_details"]["cached_tokens"],
             usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"],
         )
-        words = chat.page.locator(".figure-why").last.inner_text()
+        words = chat.page.locator(".stat-miss").last.inner_text()
         assert words == f"from token {miss['at_token']}: {reasons[miss['reason']]}"
-    assert len(chat.page.locator(".figure-why").all()) == 3
+    assert len(chat.page.locator(".stat-miss").all()) == 3
 
 
 def test_speed_and_time_to_the_first_token_are_told(chat: Watched, endless: None) -> None:
@@ -106,8 +106,8 @@ def test_speed_and_time_to_the_first_token_are_told(chat: Watched, endless: None
     chat.page.wait_for_timeout(300)  # at least: a speed over an instant is none
     chat.page.keyboard.press("Escape")
     chat.wait_end(0)
-    assert re.fullmatch(r"\d+ ms|\d+\.\d s", chat.page.locator("[data-figure=first]").inner_text())
-    assert float(chat.page.locator("[data-figure=speed]").inner_text()) > 0
+    assert re.fullmatch(r"\d+ ms|\d+\.\d s", chat.page.locator("[data-stat=first]").inner_text())
+    assert float(chat.page.locator("[data-stat=speed]").inner_text()) > 0
 
 
 def test_thoughts_are_folded_with_their_length(browser: Any, server: str) -> None:
@@ -118,12 +118,12 @@ def test_thoughts_are_folded_with_their_length(browser: Any, server: str) -> Non
     chat.connected()
     chat.say("What is it?")
     chat.page.wait_for_selector(".answer[data-status=done]")
-    thought = chat.page.locator(".thought")
+    thought = chat.page.locator(".reasoning")
     assert thought.locator("summary").inner_text() == "Thought, 9 tokens"
-    assert not thought.locator(".thought-text").is_visible()
+    assert not thought.locator(".reasoning-text").is_visible()
     chat.until("document.querySelector('.answer .prose')?.innerText === 'A fox.'")  # the renderer comes with it
     thought.locator("summary").press("Enter")
-    assert thought.locator(".thought-text").inner_text() == "Let me see. It is a fox."
+    assert thought.locator(".reasoning-text").inner_text() == "Let me see. It is a fox."
     assert chat.complaints() == []
     chat.context.close()
 

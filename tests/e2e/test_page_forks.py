@@ -41,7 +41,7 @@ def test_a_click_on_a_word_shows_its_alternatives_and_one_of_them_is_a_branch(ch
     assert text.startswith(whole[: token["start"]] + chosen["text"].replace("\ufffd", ""))
     assert text != whole
     assert popover.count() == 0
-    assert chat.page.locator(".answer .switcher-place").inner_text() == "2/2"
+    assert chat.page.locator(".answer .version-position").inner_text() == "2/2"
     created = next(frame for frame in chat.received if frame["type"] == "response.created" and _is(frame, branch))
     assert created["response"]["input_item_ids"] == []
     stored = {each["id"]: each for each in _get(chat, "/items?branches=all")["data"]}
@@ -50,8 +50,8 @@ def test_a_click_on_a_word_shows_its_alternatives_and_one_of_them_is_a_branch(ch
     chat.page.click("[aria-label='Previous version']")
     assert _squeeze(chat.answers()[0]) == _squeeze(whole)
     chat.reload()
-    chat.page.wait_for_selector(".answer .switcher-place")
-    assert chat.page.locator(".answer .switcher-place").inner_text().endswith("/2")
+    chat.page.wait_for_selector(".answer .version-position")
+    assert chat.page.locator(".answer .version-position").inner_text().endswith("/2")
 
 
 def test_the_chip_tells_what_the_server_counted(chat: Watched) -> None:
@@ -111,7 +111,7 @@ def test_forks_by_keyboard_alone(chat: Watched) -> None:
         page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     chat.wait_end(1)
-    assert page.locator(".answer .switcher-place").inner_text() == "2/2"
+    assert page.locator(".answer .version-position").inner_text() == "2/2"
     page.keyboard.press("Alt+b")
     page.wait_for_selector(".token")
     page.keyboard.press("Escape")

@@ -17,7 +17,7 @@ FOUND = """(() => {
   const active = 'script, img, iframe, object, embed, form, input, button, style, base, meta, link, video, svg, math';
   const ours = '.katex, .code-bar';
   const found = [];
-  for (const place of document.querySelectorAll('.prose, .said-text, .side-title, .branch-label, .top-title'))
+  for (const place of document.querySelectorAll('.prose, .user-text, .conversation-title, .branch-label, .top-title'))
     for (const node of place.querySelectorAll(active)) if (!node.closest(ours)) found.push(node.outerHTML);
   for (const node of document.querySelectorAll('*')) {
     if (node.getAttributeNames().some(name => /^on|^srcdoc$|^formaction$/i.test(name))) found.push(node.outerHTML);
@@ -50,12 +50,12 @@ def test_titles_and_finds_stay_words(open_page: Any, server: str) -> None:
     titles = [text for text in CORPUS if len(text) <= 200]
     made = [talk(server, [f"tripwire {title}", title], title=title) for title in titles]
     chat: Watched = open_page()
-    chat.page.wait_for_selector(".side-row >> nth=20", state="attached")
+    chat.page.wait_for_selector(".conversation-row >> nth=20", state="attached")
     _look(chat)
     for words in ("tripwire", "<img", "<script>", "onerror="):
         with chat.page.expect_response(re.compile(r"/v1/conversations\?.*query=")):
             chat.page.fill("#find", words)
-        chat.page.wait_for_selector(".side-scroll[aria-busy=false] .side-hit", state="attached")
+        chat.page.wait_for_selector(".list-scroll[aria-busy=false] .search-hit", state="attached")
         _look(chat)
     for conversation in made:
         call(server, "DELETE", f"/v1/conversations/{conversation}")
@@ -84,7 +84,7 @@ def _look(chat: Watched) -> None:
     chat.until("document.querySelector('.math') === null")
     chat.page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
     assert chat.page.evaluate(FOUND) == []
-    assert chat.page.locator(".said-text *").count() == 0
+    assert chat.page.locator(".user-text *").count() == 0
 
 
 def _say(text: str) -> Any:

@@ -28,7 +28,7 @@ def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     assert chat.wait_end(0)["status"] == "cancelled"
 
     page.keyboard.press("Alt+2")
-    place = page.locator(".answer .switcher-place")
+    place = page.locator(".answer .version-position")
     assert place.inner_text() == "2/2"
     chat.until("document.querySelector('#status').textContent === 'Picked answer 2.'")
     page.keyboard.press("Alt+ArrowLeft")
@@ -55,7 +55,7 @@ def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     page.keyboard.press("Control+a")
     page.keyboard.type("The owl")
     page.keyboard.press("Enter")
-    title = page.locator(".side-row >> text=The owl")
+    title = page.locator(".conversation-row >> text=The owl")
     title.wait_for()
     chat.until(f"({FOCUSED}).startsWith('The owl')")
     page.keyboard.press("Delete")
@@ -67,7 +67,7 @@ def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     page.keyboard.press("Control+k")
     chat.until("document.activeElement.id === 'find'")
     page.keyboard.press("Control+Shift+O")
-    page.wait_for_selector(".empty")
+    page.wait_for_selector(".empty-state")
     _reach(chat, "Light theme")
     page.keyboard.press("Enter")
     assert page.evaluate("document.documentElement.dataset.theme") == "light"

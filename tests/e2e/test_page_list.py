@@ -31,7 +31,7 @@ def menu(chat: Watched, title: str, entry: str) -> None:
 
 
 def row(chat: Watched, title: str) -> Any:
-    return chat.page.locator(".side-row", has=chat.page.get_by_text(title, exact=True))
+    return chat.page.locator(".conversation-row", has=chat.page.get_by_text(title, exact=True))
 
 
 def group_of(chat: Watched, title: str) -> str:
@@ -41,7 +41,7 @@ def group_of(chat: Watched, title: str) -> str:
 def test_renamed_in_place_and_deleted_with_undo(chat: Watched) -> None:
     chat.ask("Hello")
     name = f"Greetings {secrets.token_hex(4)}"
-    chat.page.locator(".side-row-current .side-menu").click()
+    chat.page.locator(".conversation-row-current .conversation-menu").click()
     chat.page.keyboard.press("Enter")  # the menu's first entry has the focus
     chat.page.fill("[aria-label='New title']", name)
     with chat.page.expect_response(PATCHED):
@@ -52,7 +52,7 @@ def test_renamed_in_place_and_deleted_with_undo(chat: Watched) -> None:
     chat.unhurried()
     menu(chat, name, "Delete")
     assert row(chat, name).count() == 0
-    chat.page.wait_for_selector(".empty")
+    chat.page.wait_for_selector(".empty-state")
     chat.page.click("text=Undo")
     row(chat, name).wait_for()
     chat.page.wait_for_selector(".answer")
@@ -72,7 +72,7 @@ def test_rename_that_is_given_up_or_refused_changes_nothing(chat: Watched) -> No
     name = f"Old name {secrets.token_hex(4)}"
     make(chat, "Hello", "Hi", title=name)
     chat.reload()
-    row(chat, name).locator(".side-open").focus()
+    row(chat, name).locator(".conversation-open").focus()
     chat.page.keyboard.press("F2")
     chat.page.fill("[aria-label='New title']", "Something else")
     chat.page.keyboard.press("Escape")
@@ -97,7 +97,7 @@ def test_pinned_stand_on_top_and_the_rest_by_day(chat: Watched) -> None:
     assert group_of(chat, old) == group_of(chat, new) == "Today"
     with chat.page.expect_response(PATCHED):
         menu(chat, old, "Pin")
-    chat.until(f"document.querySelector('.side-day + .side-list')?.textContent.includes('{old}')")
+    chat.until(f"document.querySelector('.list-heading + .list-items')?.textContent.includes('{old}')")
     assert group_of(chat, old) == "Pinned"
     for days, name in ((1, "Yesterday"), (4, "Last 7 days"), (20, "Last 30 days")):
         chat.page.clock.set_fixed_time(time.time() + days * DAY_S)
@@ -107,7 +107,7 @@ def test_pinned_stand_on_top_and_the_rest_by_day(chat: Watched) -> None:
     with chat.page.expect_response(PATCHED):
         menu(chat, old, "Unpin")
     chat.until(
-        f"![...document.querySelectorAll('.side-day')].some(day => day.textContent === 'Pinned' && "
+        f"![...document.querySelectorAll('.list-heading')].some(day => day.textContent === 'Pinned' && "
         f"day.nextElementSibling.textContent.includes('{old}'))"
     )
 
@@ -122,13 +122,13 @@ def test_a_hit_is_marked_and_opens_at_its_message_on_its_branch(chat: Watched) -
     chat.page.request.post(f"{chat.server}/v1/conversations/{conversation}/items", data=other)
     chat.page.keyboard.press("Control+k")
     chat.page.keyboard.insert_text(f"ou {word.lower()[:8]}")  # at once: nobody looks for a part of it
-    hit = chat.page.locator(".side-hit")
+    hit = chat.page.locator(".search-hit")
     hit.wait_for()
     assert hit.locator("mark").all_inner_texts() == ["Où", word]
     chat.page.keyboard.press("Enter")
-    chat.page.wait_for_selector(f".said-text >> text={word}")
+    chat.page.wait_for_selector(f".user-text >> text={word}")
     chat.until(f"""(() => {{
-        const said = [...document.querySelectorAll('.said-text')].find(each => each.textContent.includes('{word}'));
+        const said = [...document.querySelectorAll('.user-text')].find(each => each.textContent.includes('{word}'));
         const box = said?.getBoundingClientRect();
         return box && box.top >= 0 && box.bottom <= innerHeight;
     }})()""")
@@ -144,7 +144,7 @@ def test_the_menu_is_the_keyboards(chat: Watched) -> None:
     name = f"Keys {secrets.token_hex(4)}"
     make(chat, "Hello", "Hi", title=name)
     chat.reload()
-    row(chat, name).locator(".side-open").focus()
+    row(chat, name).locator(".conversation-open").focus()
     chat.page.keyboard.press("Tab")
     chat.page.keyboard.press("ArrowDown")
     focused = "document.activeElement.dataset.label"
@@ -202,10 +202,10 @@ def test_exported_and_imported_by_picker_and_drop(chat: Watched, tmp_path: Path)
             [content],
         )
         chat.page.dispatch_event("body", "dragover", {"dataTransfer": handle})
-        chat.page.wait_for_selector(".drop")
+        chat.page.wait_for_selector(".drop-zone")
         chat.page.dispatch_event("body", "drop", {"dataTransfer": handle})
         chat.page.wait_for_selector(f".toast >> text={told}")
-        assert chat.page.locator(".drop").count() == 0
+        assert chat.page.locator(".drop-zone").count() == 0
 
 
 def test_several_answers_are_written_at_once(chat: Watched, endless: None) -> None:
@@ -223,7 +223,7 @@ def test_several_answers_are_written_at_once(chat: Watched, endless: None) -> No
     chat.page.wait_for_selector(f"[data-id={first}] .dot-unseen")
     chat.page.click("button[aria-label=Stop]")
     chat.until("document.querySelectorAll('.dot-live').length === 0")
-    chat.page.click(f"[data-id={first}] .side-open")
+    chat.page.click(f"[data-id={first}] .conversation-open")
     chat.page.wait_for_selector(".answer[data-status=stopped]")
     assert chat.said() == ["Tell me a story about a fox"]
     assert chat.page.locator(f"[data-id={first}] .dot-unseen").count() == 0
@@ -253,7 +253,7 @@ def test_a_name_that_somebody_gave_stays(chat: Watched, endless: None) -> None:
     asked = _named(chat)
     chat.reload()
     chat.say("My name is Ada.")
-    chat.page.wait_for_selector(".side-row-current")
+    chat.page.wait_for_selector(".conversation-row-current")
     path = f"{chat.server}/v1/conversations/{chat.page.evaluate('location.hash.slice(1)')}"
     mine = f"Mine {secrets.token_hex(4)}"
     assert chat.page.request.post(path, data={"title": mine}).ok

@@ -27,7 +27,7 @@ def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, en
 
     chat.page.keyboard.press("Alt+3")
     assert chat.answers() == [texts[2]]
-    assert chat.page.locator(".answer .switcher-place").inner_text() == "3/4"
+    assert chat.page.locator(".answer .version-position").inner_text() == "3/4"
     for _ in range(3):
         chat.page.click("[aria-label='Fewer answers']")
     chat.say("Thank you")
@@ -62,7 +62,7 @@ def test_beam_search_shows_its_best_beams(chat: Watched) -> None:
     chat.page.click("button:text('Beam search')")
     chat.ask("What is the capital of France?")
     assert chat.page.locator(".card").count() == 2
-    assert "2 beams" in chat.page.locator(".fan-title").inner_text()
+    assert "2 beams" in chat.page.locator(".candidates-title").inner_text()
     assert all(chat.page.locator(".card .prose").all_inner_texts())
 
 

@@ -18,7 +18,7 @@ def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(cha
     page = chat.page
     assert page.locator(SIDE).count() == 0
     for number, name in enumerate(TABS, start=1):
-        page.click(f".doors [aria-label={name}]")
+        page.click(f".panel-buttons [aria-label={name}]")
         assert _shown_tab(chat) == name
         page.click("[aria-label='Close the panel']")
         assert page.locator(SIDE).count() == 0
@@ -48,28 +48,28 @@ def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(cha
 
 def test_an_empty_panel_teaches_and_its_button_does_it(chat: Watched) -> None:
     page = chat.page
-    page.click(".doors [aria-label=Candidates]")
+    page.click(".panel-buttons [aria-label=Candidates]")
     page.click("text=Try n = 4")
-    assert page.locator(".count").inner_text() == "4 answers"
+    assert page.locator(".answer-count").inner_text() == "4 answers"
     assert page.evaluate("document.activeElement.id") == "composer"
     page.click("#tab-beams")
     page.click("text=Try 4 beams")
-    assert page.locator(".count").inner_text() == "4 beams"
+    assert page.locator(".answer-count").inner_text() == "4 beams"
     page.click("#tab-branches")
-    page.wait_for_selector(".teach >> text=Every turn can fork")
+    page.wait_for_selector(".empty-panel >> text=Every turn can fork")
 
 
 def test_candidates_beside_the_thread_are_compared_and_picked(chat: Watched) -> None:
     page = chat.page
     for _ in range(2):
         page.click("[aria-label='More answers']")
-    page.click(".doors [aria-label=Candidates]")
+    page.click(".panel-buttons [aria-label=Candidates]")
     chat.ask("Tell me a story about a dragon")
     texts = page.locator(".card .prose").all_inner_texts()
     assert page.locator(".version").count() == 3
     page.click(".version >> nth=2")
     assert chat.answers() == [texts[2]]
-    assert page.locator(".version[aria-current=true] .card-place").inner_text() == "3"
+    assert page.locator(".version[aria-current=true] .card-number").inner_text() == "3"
     for _ in range(2):
         page.click("[aria-label='Fewer answers']")
     chat.ask("Thank you")
@@ -82,28 +82,28 @@ def test_the_branch_map_has_every_message_and_goes_to_it(chat: Watched) -> None:
     page.keyboard.press("Alt+Shift+3")
     chat.ask("What is 2 + 3?")
     chat.ask("Thank you")
-    page.click(".tool-again >> nth=0")
+    page.click(".tool-regenerate >> nth=0")
     chat.wait_end(2)
     page.focus("#composer")
     page.keyboard.press("ArrowUp")
     page.fill("[aria-label='Edit message']", "What is 4 + 4?")
     page.keyboard.press("Enter")
     chat.wait_end(3)
-    spots = page.locator(".spot")
-    chat.until("document.querySelectorAll('.spot').length === 7")
-    assert page.locator("[data-figure=branches]").inner_text() == "3"
-    assert page.locator(".spot-on").count() == 2
+    spots = page.locator(".map-node")
+    chat.until("document.querySelectorAll('.map-node').length === 7")
+    assert page.locator("[data-stat=branches]").inner_text() == "3"
+    assert page.locator(".map-node-on-path").count() == 2
     items = page.evaluate(
         "fetch(`v1/conversations/${location.hash.slice(1)}/items?branches=all`).then(reply => reply.json())"
     )["data"]
     assert spots.count() == len(items)
 
-    thanks = page.locator(".spot-user[aria-label*='Thank you']")
+    thanks = page.locator(".map-node-user[aria-label*='Thank you']")
     with page.expect_response(_kept) as kept:
         thanks.click()
     assert chat.said() == ["What is 2 + 3?", "Thank you"]
-    assert page.locator(".spot-on").count() == 4
-    assert page.locator(".branch-told").inner_text().startswith("You\n")
+    assert page.locator(".map-node-on-path").count() == 4
+    assert page.locator(".branch-preview").inner_text().startswith("You\n")
     shown = next(item["id"] for item in items if item["parent_id"] == _id_of(items, "Thank you"))
     assert kept.value.json()["active_leaf"] == shown
 
@@ -125,17 +125,17 @@ def test_the_branch_map_of_a_thousand_messages(chat: Watched) -> None:
     """Each tenth of 500 questions is answered twice: only what is in sight is drawn, and any place is reached."""
     _open_long(chat, num_turns=500)
     chat.page.keyboard.press("Alt+Shift+3")
-    chat.page.wait_for_selector(".spot-at")
-    assert chat.page.locator("[data-figure=messages]").inner_text() == "1050"
-    assert chat.page.locator("[data-figure=branches]").inner_text() == "51"
-    assert chat.page.locator(".spot").count() < 120
+    chat.page.wait_for_selector(".map-node-current")
+    assert chat.page.locator("[data-stat=messages]").inner_text() == "1050"
+    assert chat.page.locator("[data-stat=branches]").inner_text() == "51"
+    assert chat.page.locator(".map-node").count() < 120
     chat.page.focus(".branch-graph")
     chat.page.keyboard.press("Home")
-    chat.page.wait_for_selector(".spot-at[aria-label^='You: question 0']")
-    chat.until("document.querySelector('.said-text')?.textContent === 'question 0'")
-    chat.until("document.querySelector('.said-text').getBoundingClientRect().top < 400")
+    chat.page.wait_for_selector(".map-node-current[aria-label^='You: question 0']")
+    chat.until("document.querySelector('.user-text')?.textContent === 'question 0'")
+    chat.until("document.querySelector('.user-text').getBoundingClientRect().top < 400")
     chat.page.keyboard.press("End")
-    chat.page.wait_for_selector(".spot-at[aria-label*='answer 499']")
+    chat.page.wait_for_selector(".map-node-current[aria-label*='answer 499']")
 
 
 def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
@@ -150,9 +150,9 @@ def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
     _until_held(chat, held)
     held.pop().fulfill(body=_map_of(map_1))
     page.wait_for_selector("[data-count=shared] >> text=2")
-    counts = {"shared": 2, "held": 2, "pinned": 1, "idle": 1, "other": 1, "free": 93}
+    counts = {"shared": 2, "active": 2, "pinned": 1, "idle": 1, "other": 1, "free": 93}
     assert {name: _count(chat, name) for name in counts} == counts
-    drawn = {name: page.locator(f".page-map .page-{name}").get_attribute("d") or "" for name in counts}
+    drawn = {name: page.locator(f".kv-page-map .page-{name}").get_attribute("d") or "" for name in counts}
     assert {name: path.count("M") for name, path in drawn.items()} == counts
     _until_held(chat, held)
     held.pop().fulfill(body=_map_of(map_2))
@@ -165,7 +165,7 @@ def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
     with page.expect_response(MAP):
         held.pop().fulfill(body=_map_of(map_1))
     page.clock.run_for(60_000)
-    chat.until("document.querySelector('.page-map') === null")
+    chat.until("document.querySelector('.kv-page-map') === null")
     assert held == [], "asked while nobody looks"
 
 
@@ -178,12 +178,12 @@ def test_the_page_map_shows_what_four_answers_share(chat: Watched, endless: None
     page.keyboard.press("Alt+Shift+4")
     chat.say("Tell me a long story about a dragon, a robot and an owl who wanted to know how the sea was made")
     counted = "Number(document.querySelector('[data-count={}]').textContent)"
-    chat.until(f"document.querySelector('[data-count=held]') && {counted.format('held')} >= 4")
+    chat.until(f"document.querySelector('[data-count=active]') && {counted.format('active')} >= 4")
     assert _count(chat, "shared") > 0
     picture(page, "pages")
     page.click("button[aria-label=Stop]")
     chat.wait_end(0)
-    chat.until(f"{counted.format('held')} + {counted.format('shared')} === 0")
+    chat.until(f"{counted.format('active')} + {counted.format('shared')} === 0")
     assert _count(chat, "idle") > 0
     told = page.evaluate(_GET, "v1/cache/map")
     assert _count(chat, "idle") == told["cells"].count("i")
@@ -203,11 +203,11 @@ def test_a_phone_shows_the_panel_over_the_thread(open_page: Callable[..., Watche
         page.tap(f"#tab-{name.lower()}")
         assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
     page.tap("#tab-branches")
-    with chat.sighting(".row-found .said-text"):  # goes to the message, which is what one wants to see
-        page.tap(".spot >> nth=0")
+    with chat.sighting(".row-highlight .user-text"):  # goes to the message, which is what one wants to see
+        page.tap(".map-node >> nth=0")
     page.wait_for_selector(SIDE, state="detached")
     chat.reload()
-    page.wait_for_selector(".said")
+    page.wait_for_selector(".user-message")
     assert page.locator(SIDE).count() == 0, "a panel over the thread is no way to begin"
 
 
@@ -216,8 +216,8 @@ def test_four_thousand_cells_are_six_paths(chat: Watched) -> None:
     chat.page.route(MAP, lambda route: route.fulfill(body=_map_of(cells, 8)))
     chat.page.keyboard.press("Alt+Shift+4")
     chat.page.wait_for_selector("text=One cell stands for 8 pages")
-    assert chat.page.locator(".page-map *").count() == 6
-    box = chat.page.locator(".page-map").bounding_box()
+    assert chat.page.locator(".kv-page-map *").count() == 6
+    box = chat.page.locator(".kv-page-map").bounding_box()
     assert box and box["height"] < 1.2 * box["width"]
 
 

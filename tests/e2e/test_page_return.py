@@ -85,7 +85,7 @@ def test_a_reload_in_the_middle_of_candidates_and_of_a_regenerated_answer(chat: 
     chat.page.wait_for_selector("button[aria-label=Send]")
     chat.page.keyboard.press("Alt+2")
     chat.page.click("[aria-label='Fewer answers']")
-    chat.page.click(".tool-again")
+    chat.page.click(".tool-regenerate")
     chat.page.wait_for_selector(".answer[data-status=streaming]")
     chat.until(f"{WRITTEN} > 40")
     chat.reload()
@@ -93,7 +93,7 @@ def test_a_reload_in_the_middle_of_candidates_and_of_a_regenerated_answer(chat: 
     assert chat.page.locator("[aria-label='Version 3 of 3']").count() == 0  # it is told when it is written
     chat.until(f"{WRITTEN} > 40")
     stop(chat)
-    assert chat.page.locator(".answer .switcher-place").inner_text() == "3/3"
+    assert chat.page.locator(".answer .version-position").inner_text() == "3/3"
     assert_as_stored(chat)
 
 
@@ -123,19 +123,19 @@ def test_two_tabs_show_one_conversation_live(open_page: Any) -> None:
         tab.page.wait_for_selector("button[aria-label=Send]")
     texts = second.page.locator(".card .prose").all_inner_texts()
     first.page.keyboard.press("Alt+2")
-    second.page.wait_for_selector(".switcher-place >> text=2/2")
+    second.page.wait_for_selector(".version-position >> text=2/2")
     assert second.answers()[-1] == first.answers()[-1] == texts[1]
 
     name = f"Shared {secrets.token_hex(4)}"
-    first.page.locator(".side-row-current .side-open").focus()
+    first.page.locator(".conversation-row-current .conversation-open").focus()
     first.page.keyboard.press("F2")
     first.page.fill("[aria-label='New title']", name)
     first.page.keyboard.press("Enter")
-    second.page.wait_for_selector(f".side-row-current >> text={name}")
+    second.page.wait_for_selector(f".conversation-row-current >> text={name}")
     first.page.request.delete(f"{first.server}/v1/conversations/{conversation_of(first)}")
     for tab in (first, second):
         tab.page.wait_for_selector(".toast >> text=deleted elsewhere")
-        tab.page.wait_for_selector(".empty")
+        tab.page.wait_for_selector(".empty-state")
         tab.forgive()  # who was just reading it for its new name met a 404
 
 
@@ -147,18 +147,18 @@ def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
     second.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     second.reload()
     second.page.wait_for_selector(".answer >> nth=1")
-    second.page.click(".tool-again >> nth=0")
+    second.page.click(".tool-regenerate >> nth=0")
     second.until(f"{WRITTEN} > 20")
     stop(second)
-    first.page.wait_for_selector(".switcher-place >> text=2/2")  # who watched the same branch goes along
+    first.page.wait_for_selector(".version-position >> text=2/2")  # who watched the same branch goes along
     first.page.wait_for_selector("button[aria-label=Send]")  # what is picked while one is written stays untold
     with first.page.expect_response(tells_leaf):
         first.page.click("[aria-label='Previous version']")
     assert first.said() == ["What is 2 + 3?", "Thank you"]
-    second.page.wait_for_selector(".said >> nth=1")
+    second.page.wait_for_selector(".user-message >> nth=1")
     second.page.click("[aria-label='Next version']")
-    second.page.wait_for_selector(".said >> nth=1", state="detached")
-    first.page.wait_for_selector(".said >> nth=1", state="detached")
+    second.page.wait_for_selector(".user-message >> nth=1", state="detached")
+    first.page.wait_for_selector(".user-message >> nth=1", state="detached")
     second.say("And you?")
     first.page.wait_for_selector(".answer[data-status=streaming]")
     first.page.click("[aria-label='Previous version']")  # untold: the other tab does not hear of it
@@ -222,7 +222,7 @@ def test_without_a_network_nothing_is_lost(chat: Watched, endless: None) -> None
     chat.page.wait_for_selector("button[aria-label=Send]:enabled")
     chat.page.focus("#composer")
     chat.page.keyboard.press("Enter")
-    chat.until("document.querySelectorAll('.said').length === 2")
+    chat.until("document.querySelectorAll('.user-message').length === 2")
     chat.forgive()
 
 
@@ -270,17 +270,17 @@ def test_back_and_forward_go_between_conversations(chat: Watched) -> None:
     chat.ask("Hello")
     first = conversation_of(chat)
     chat.page.keyboard.press("Control+Shift+O")
-    chat.page.wait_for_selector(".empty")
+    chat.page.wait_for_selector(".empty-state")
     chat.ask("Who are you?")
     second = conversation_of(chat)
     chat.page.go_back()
-    chat.page.wait_for_selector(".said-text >> text=Hello")
+    chat.page.wait_for_selector(".user-text >> text=Hello")
     assert conversation_of(chat) == first
     chat.page.go_forward()
-    chat.page.wait_for_selector(".said-text >> text=Who are you?")
+    chat.page.wait_for_selector(".user-text >> text=Who are you?")
     assert conversation_of(chat) == second
     chat.page.keyboard.press("Alt+ArrowDown")
-    chat.page.wait_for_selector(".said-text >> text=Hello")
+    chat.page.wait_for_selector(".user-text >> text=Hello")
     chat.page.goto(f"{chat.server}/#conv_nobody")
     chat.page.wait_for_selector("text=does not exist on this server")
     chat.forgive()  # the 404

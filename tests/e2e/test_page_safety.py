@@ -60,7 +60,7 @@ def test_everything_that_a_first_answer_needs_is_small_too() -> None:
 def test_phone(open_page: Any, picture: Any) -> None:
     phone = {"width": 390, "height": 844}
     chat: Watched = open_page(viewport=phone, device_scale_factor=2, is_mobile=True, has_touch=True)
-    assert chat.page.locator(".side").is_hidden()
+    assert chat.page.locator(".sidebar").is_hidden()
     chat.page.wait_for_timeout(200)  # what follows the end of a thread would have moved by now
     assert chat.page.evaluate("document.querySelector('.thread-scroll').scrollTop") == 0
     chat.page.tap(".starter >> text=Four stories")
@@ -70,11 +70,11 @@ def test_phone(open_page: Any, picture: Any) -> None:
     chat.page.tap(".card-pick >> nth=0")
     assert len(chat.answers()) == 1
     chat.page.tap("[aria-label='Show the list']")
-    assert chat.page.locator(".side").is_visible()
+    assert chat.page.locator(".sidebar").is_visible()
     chat.page.tap(".new-chat")
-    chat.page.wait_for_selector(".empty")
-    assert chat.page.locator(".side").is_hidden()
+    chat.page.wait_for_selector(".empty-state")
+    assert chat.page.locator(".sidebar").is_hidden()
     boxes = [
-        button.bounding_box() for button in chat.page.locator(".composer button:visible, .top button:visible").all()
+        button.bounding_box() for button in chat.page.locator(".composer button:visible, .top-bar button:visible").all()
     ]
     assert boxes and all(box["height"] >= 24 and box["width"] >= 24 for box in boxes), "a touch target is under 24 px"

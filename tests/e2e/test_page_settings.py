@@ -40,7 +40,7 @@ def test_settings_belong_to_their_conversation(chat: Watched) -> None:
     first = chat.page.evaluate("location.hash.slice(1)")
     assert sent(chat, frames)["temperature"] == 0.35 and sent(chat, frames)["instructions"] == "Be brief."
     chat.page.keyboard.press("Control+Shift+O")
-    chat.page.wait_for_selector(".empty")
+    chat.page.wait_for_selector(".empty-state")
     assert chat.page.input_value("#system") == ""
     chat.page.click("button:text('Beam search')")
     chat.ask("Hello")
@@ -48,7 +48,7 @@ def test_settings_belong_to_their_conversation(chat: Watched) -> None:
     with chat.page.expect_response(KEPT):
         slide(chat, "Beams", "3")  # changed later, remembered too
     for _ in range(2):
-        chat.page.click(f"[data-id={first}] .side-open")
+        chat.page.click(f"[data-id={first}] .conversation-open")
         chat.page.wait_for_selector("[aria-label='System prompt'] >> nth=0")
         chat.until("document.querySelector('#system')?.value === 'Be brief.'")
         assert chat.page.locator(".slider:has-text('Temperature') output").inner_text() == "0.35"
@@ -60,7 +60,7 @@ def test_settings_belong_to_their_conversation(chat: Watched) -> None:
     metadata = chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()["metadata"]
     assert metadata["system"] == "Be brief."
     head = chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()
-    chat.page.click(f"[data-id={first}] .side-open")
+    chat.page.click(f"[data-id={first}] .conversation-open")
     chat.until("document.querySelector('#system')?.value === 'Be brief.'")
     assert chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()["rev"] == head["rev"], (
         "looking is no change"
@@ -138,9 +138,9 @@ def test_warm_and_cold_are_told_in_words(chat: Watched) -> None:
     chat.page.wait_for_selector(f"[data-id={cold}] .dot-cold")
     words = chat.page.get_attribute(f"[data-id={warm}] .dot-warm", "aria-label") or ""
     assert re.fullmatch(r"Warm: \d+ of \d+ tokens are cached", words)
-    chat.page.click(f"[data-id={warm}] .side-menu")
+    chat.page.click(f"[data-id={warm}] .conversation-menu")
     assert chat.page.locator(".menu:popover-open .menu-note").inner_text() == words
     chat.page.keyboard.press("Escape")
     chat.page.hover(f"[data-id={cold}]")
-    chat.page.click(f"[data-id={cold}] .side-menu")
+    chat.page.click(f"[data-id={cold}] .conversation-menu")
     assert chat.page.locator(".menu:popover-open .menu-note").inner_text().startswith("Cold: ")

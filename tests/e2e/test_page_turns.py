@@ -21,7 +21,7 @@ def test_second_turn_reads_the_first_from_the_cache_and_a_reload_keeps_both(chat
     said, answers = chat.said(), chat.answers()
     assert said == ["My name is Ada.", "What is my name?"]
     assert len(answers) == 2 and all(answers)
-    assert chat.page.locator(".side-row-current .side-title").inner_text() != ""
+    assert chat.page.locator(".conversation-row-current .conversation-title").inner_text() != ""
 
     chat.reload()
     chat.page.wait_for_selector(".answer >> nth=1")
@@ -60,16 +60,16 @@ def test_escape_stops_and_the_text_so_far_stays(chat: Watched, endless: None) ->
 def test_regenerate_makes_a_sibling_and_the_shown_one_survives_a_reload(chat: Watched) -> None:
     chat.ask("Tell me a story about a cat")
     first = chat.answers()[0]
-    chat.page.click(".tool-again")
+    chat.page.click(".tool-regenerate")
     chat.wait_end(1)
-    place = chat.page.locator(".answer .switcher-place")
+    place = chat.page.locator(".answer .version-position")
     assert place.inner_text() == "2/2"
     with chat.page.expect_response(tells_leaf):
         chat.page.click("[aria-label='Previous version']")
     assert place.inner_text() == "1/2"
     assert chat.answers() == [first]
     chat.reload()
-    chat.page.wait_for_selector(".answer .switcher-place")
+    chat.page.wait_for_selector(".answer .version-position")
     assert place.inner_text() == "1/2"
     assert chat.answers() == [first]
 
@@ -85,8 +85,8 @@ def test_an_edit_is_a_branch_and_both_branches_stay(chat: Watched) -> None:
     chat.page.keyboard.press("Enter")
     chat.wait_end(1)
     assert chat.said() == ["What is 4 + 4?"]
-    assert chat.page.locator(".said .switcher-place").inner_text() == "2/2"
-    chat.page.click(".said [aria-label='Previous version']")
+    assert chat.page.locator(".user-message .version-position").inner_text() == "2/2"
+    chat.page.click(".user-message [aria-label='Previous version']")
     assert (chat.said(), chat.answers()) == (["What is 2 + 3?"], before)
 
 

@@ -97,7 +97,7 @@ def _find(chat: Watched) -> None:
 def _delete(chat: Watched) -> None:
     chat.unhurried()
     chat.page.fill("#find", "")
-    chat.page.focus(".side-row-current .side-open")
+    chat.page.focus(".conversation-row-current .conversation-open")
     chat.page.keyboard.press("Delete")
 
 
@@ -107,7 +107,7 @@ def _inside(chat: Watched) -> None:
 
 
 VIEWS: tuple[View, ...] = (
-    View("answer", lambda chat: None, ".answer-foot .figures"),
+    View("answer", lambda chat: None, ".answer-foot .stats"),
     View("alternatives", _inside, ".choice"),
     View("editor", _edit, "[aria-label='Edit message']"),
     View("candidates", _candidates, ".card-pick >> nth=1"),
@@ -119,11 +119,11 @@ VIEWS: tuple[View, ...] = (
     View("settings", _press("Control+,"), "aside[aria-label=Settings]"),
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
     View("everything", _everything, ".katex >> nth=1"),
-    View("menu", _click(".side-row-current .side-menu"), ".menu:popover-open"),
+    View("menu", _click(".conversation-row-current .conversation-menu"), ".menu:popover-open"),
     View("rename", _click(".menu:popover-open >> text=Rename"), "[aria-label='New title']"),
-    View("finds", _find, ".side-hit mark"),
+    View("finds", _find, ".search-hit mark"),
     View("toast", _delete, "text=Undo"),
-    View("start", _press("Control+Shift+O"), ".empty"),
+    View("start", _press("Control+Shift+O"), ".empty-state"),
 )
 
 

@@ -73,7 +73,7 @@ class Watched:
     def connected(self) -> None:
         """Wait for the connection: a socket that is cut while it opens is told in the console."""
         self.page.wait_for_selector("#composer")
-        self.page.wait_for_selector(".side .dot-on", state="attached")
+        self.page.wait_for_selector(".sidebar .dot-on", state="attached")
 
     def reload(self) -> None:
         """Load the page again."""
@@ -137,12 +137,12 @@ class Watched:
 
     def said(self) -> list[str]:
         """Texts of the reader's messages on the shown path."""
-        texts: list[str] = self.page.locator(".said-text").all_inner_texts()
+        texts: list[str] = self.page.locator(".user-text").all_inner_texts()
         return texts
 
     def figure(self, name: str) -> int:
         """A figure below the last answer."""
-        return int(self.page.locator(f"[data-figure={name}]").last.inner_text())
+        return int(self.page.locator(f"[data-stat={name}]").last.inner_text())
 
     # -- the record
 

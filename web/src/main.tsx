@@ -1,13 +1,13 @@
+import { effect } from "@preact/signals";
+import { render } from "preact";
 import { watchWake } from "./api/socket";
 import { persistSettings } from "./app/settings";
 import { syncAddress } from "./chat/address";
 import { Chat } from "./chat/chat";
 import { loadRenderer } from "./markdown/textStream";
 import { App } from "./ui/App";
-import { listenForShortcuts } from "./ui/Shortcuts";
 import { persistPanel, scrollToMessage } from "./ui/navigation";
-import { effect } from "@preact/signals";
-import { render } from "preact";
+import { listenForShortcuts } from "./ui/Shortcuts";
 import "./styles/index.css";
 
 const chat = new Chat();

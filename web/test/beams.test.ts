@@ -1,15 +1,18 @@
+import { describe, expect, test } from "vitest";
 import { CELL_PX, countCells, singleLine, truncate } from "../src/app/format";
 import { type BeamNode, BeamTree, describeLikelihood, pathTo, percentPerToken } from "../src/chat/beamTree";
 import { type BeamDrawing, CURVE, clipDrawing, drawBeams } from "../src/draw/beams";
-import { describe, expect, test } from "vitest";
 
 /** A tree from lines of "id parent text". */
 function treeOf(lines: string, live: number[]): BeamTree {
   const tree = new BeamTree();
-  const nodes = lines.trim().split("\n").map((line) => {
-    const [, id, parent, text] = /^\s*(\d+) (\d+) ?(.*)$/.exec(line)!;
-    return { id: Number(id), parent: Number(parent), text: text!.replaceAll("_", " "), score: -Number(id) / 10 };
-  });
+  const nodes = lines
+    .trim()
+    .split("\n")
+    .map((line) => {
+      const [, id, parent, text] = /^\s*(\d+) (\d+) ?(.*)$/.exec(line)!;
+      return { id: Number(id), parent: Number(parent), text: text!.replaceAll("_", " "), score: -Number(id) / 10 };
+    });
   tree.grow(nodes, live);
   return tree;
 }
@@ -31,11 +34,21 @@ function grown(seed: number, width: number, steps: number): BeamTree {
   let id = 0;
   for (let step = 0; step < steps; step++) {
     const children = beams.flatMap((beam) =>
-      [0, 1, 2].slice(0, 1 + Math.floor(next() * 3)).map(() => ({ id: ++id, parent: beam.id, text: ` ${"abcdefgh".slice(0, 1 + Math.floor(next() * 6))}`, score: beam.score - next() })),
+      [0, 1, 2]
+        .slice(0, 1 + Math.floor(next() * 3))
+        .map(() => ({
+          id: ++id,
+          parent: beam.id,
+          text: ` ${"abcdefgh".slice(0, 1 + Math.floor(next() * 6))}`,
+          score: beam.score - next(),
+        })),
     );
     children.sort((a, b) => b.score - a.score);
     beams = children.slice(0, width);
-    tree.grow(children.slice(0, width), beams.map((beam) => beam.id));
+    tree.grow(
+      children.slice(0, width),
+      beams.map((beam) => beam.id),
+    );
   }
   return tree;
 }
@@ -100,20 +113,32 @@ describe("the drawing", () => {
       ["dead", 1, " I"],
     ]);
     expect(pieces.filter(({ highlighted }) => highlighted).map(({ text }) => text)).toEqual(["Once upon a", " day y"]);
-    expect(joins.map(({ from, to, kind }) => [from, to, kind])).toEqual([[0, 1, "open"], [0, 1, "dead"]]);
+    expect(joins.map(({ from, to, kind }) => [from, to, kind])).toEqual([
+      [0, 1, "open"],
+      [0, 1, "dead"],
+    ]);
     expect([ticks.length, lanes]).toEqual([0, 2]);
   });
 
   test("beams that fork at one place lie by age, and stay so whichever is best", () => {
     const lines = "1 0 a\n2 0 b\n3 0 c\n4 2 x\n5 2 y\n6 2 z";
-    for (const live of [[1, 3, 4, 5, 6], [6, 5, 4, 3, 1]]) {
+    for (const live of [
+      [1, 3, 4, 5, 6],
+      [6, 5, 4, 3, 1],
+    ]) {
       const { pieces } = drawBeams(treeOf(lines, live));
       const lanes = [...pieces].sort((one, other) => one.lane - other.lane).map(({ text }) => text);
       expect(lanes.join(" ").replace("b x", "bx")).toBe("a bx y z c");
     }
   });
 
-  test.each([[1, 4, 40], [2, 8, 60], [3, 6, 120], [4, 2, 30], [5, 8, 8]])("seed %i, width %i, %i tokens", (seed, width, steps) => {
+  test.each([
+    [1, 4, 40],
+    [2, 8, 60],
+    [3, 6, 120],
+    [4, 2, 30],
+    [5, 8, 8],
+  ])("seed %i, width %i, %i tokens", (seed, width, steps) => {
     const tree = grown(seed, width, steps);
     const drawing = drawBeams(tree);
     expectNothingOverlaps(drawing);
@@ -124,7 +149,13 @@ describe("the drawing", () => {
     expect(drawing.pieces.find(({ kind }) => kind === "agreed")?.text ?? "").toBe(tree.textOf(tree.agreed()));
   });
 
-  test.each([[0, 200], [150, 400], [900, 1100], [0, 1e6], [5000, 6000]])("cut out from %i to %i it shows the same", (from, to) => {
+  test.each([
+    [0, 200],
+    [150, 400],
+    [900, 1100],
+    [0, 1e6],
+    [5000, 6000],
+  ])("cut out from %i to %i it shows the same", (from, to) => {
     const whole = drawBeams(grown(3, 6, 60));
     const part = clipDrawing(whole, from, to);
     for (const piece of part.pieces) {
@@ -156,7 +187,10 @@ function expectNothingOverlaps({ pieces, joins }: BeamDrawing): void {
   for (const one of boxes) {
     for (const other of boxes) {
       if (one === other || one.lane !== other.lane) continue;
-      expect(one.to <= other.from + 0.01 || other.to <= one.from + 0.01, `${JSON.stringify(one)} ${JSON.stringify(other)}`).toBe(true);
+      expect(
+        one.to <= other.from + 0.01 || other.to <= one.from + 0.01,
+        `${JSON.stringify(one)} ${JSON.stringify(other)}`,
+      ).toBe(true);
     }
   }
   for (const { x, from, to } of joins) {
@@ -172,14 +206,18 @@ function drawnText({ pieces, joins, ends }: BeamDrawing, end: BeamNode): string 
   let { x, lane } = ends.get(end)!;
   let text = "";
   for (;;) {
-    const piece = pieces.find((other) => other.kind !== "dead" && other.lane === lane && other.x < x - 0.01 && other.x + other.width > x - 0.01);
+    const piece = pieces.find(
+      (other) => other.kind !== "dead" && other.lane === lane && other.x < x - 0.01 && other.x + other.width > x - 0.01,
+    );
     if (piece) {
       const upTo = Math.round((x - piece.x) / CELL_PX);
       text = [...piece.text].slice(0, upTo).join("") + text;
       x = piece.x;
       continue;
     }
-    const join = joins.find((other) => other.kind !== "dead" && other.to === lane && Math.abs(other.x + CURVE - x) < 0.01);
+    const join = joins.find(
+      (other) => other.kind !== "dead" && other.to === lane && Math.abs(other.x + CURVE - x) < 0.01,
+    );
     if (!join) return text;
     [x, lane] = [join.x, join.from];
   }

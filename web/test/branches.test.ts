@@ -1,6 +1,6 @@
+import { describe, expect, test } from "vitest";
 import { Tree } from "../src/chat/tree";
 import { branchLines, drawBranches, laneWidth, neighbour } from "../src/draw/branches";
-import { describe, expect, test } from "vitest";
 
 /** A tree from "key parent" lines, in order of age; "-" is the root. */
 function treeOf(lines: string): Tree {
@@ -21,9 +21,16 @@ const TALK = "u1 -\na1 u1\nu2 a1\na2 u2\na2b u2\na2c u2\nu3 a2\na3 u3\nu2x a1\na
 describe("the branch map", () => {
   test("the oldest goes straight on, siblings fork off to the right, lanes are used again", () => {
     expect(places(treeOf(TALK))).toEqual({
-      u1: [0, 0], a1: [1, 0], u2: [2, 0], a2: [3, 0], u3: [4, 0], a3: [5, 0],
-      a2b: [3, 1], a2c: [3, 2],
-      u2x: [2, 3], a2x: [3, 3],
+      u1: [0, 0],
+      a1: [1, 0],
+      u2: [2, 0],
+      a2: [3, 0],
+      u3: [4, 0],
+      a3: [5, 0],
+      a2b: [3, 1],
+      a2c: [3, 2],
+      u2x: [2, 3],
+      a2x: [3, 3],
     });
   });
 
@@ -42,7 +49,10 @@ describe("the branch map", () => {
   test("no two messages at one place, every child right below its parent, in a tree of a thousand", () => {
     const tree = new Tree();
     let state = 7;
-    const next = (below: number) => (state = (Math.imul(state, 1103515245) + 12345) >>> 0) % below;
+    const next = (below: number) => {
+      state = (Math.imul(state, 1103515245) + 12345) >>> 0;
+      return state % below;
+    };
     for (let index = 0; index < 1000; index++) {
       const parent = index === 0 || next(40) === 0 ? null : `m${next(3) ? index - 1 : next(index)}`;
       tree.add({ key: `m${index}`, parent, role: index % 2 ? "assistant" : "user" });
@@ -61,7 +71,8 @@ describe("the branch map", () => {
   test("arrow keys walk along the tree", () => {
     const tree = treeOf(TALK);
     tree.reveal(tree.get("a3")!);
-    const walk = (key: string, step: Parameters<typeof neighbour>[2]) => neighbour(tree, tree.get(key)!, step)?.key ?? null;
+    const walk = (key: string, step: Parameters<typeof neighbour>[2]) =>
+      neighbour(tree, tree.get(key)!, step)?.key ?? null;
     expect(walk("u2", "up")).toBe("a1");
     expect(walk("u1", "up")).toBeNull();
     expect(walk("a1", "down")).toBe("u2");

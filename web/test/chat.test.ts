@@ -1,7 +1,7 @@
-import { DEFAULT_SAMPLING, autoTitle, sampling, systemPrompt } from "../src/app/settings";
-import { Chat } from "../src/chat/chat";
-import { type Call, FakeSocket, fakeWires } from "./fakes";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/app/settings";
+import { Chat } from "../src/chat/chat";
+import { type Call, FakeSocket, fakeNetwork } from "./fakes";
 
 let calls: Call[];
 let statuses: Record<string, number>;
@@ -9,7 +9,7 @@ let replies: Record<string, unknown>;
 let chat: Chat;
 
 beforeEach(() => {
-  ({ calls, replies, statuses } = fakeWires());
+  ({ calls, replies, statuses } = fakeNetwork());
   sampling.value = DEFAULT_SAMPLING;
   systemPrompt.value = "";
   autoTitle.value = false;
@@ -23,20 +23,27 @@ afterEach(() => {
 });
 
 const sent = () => FakeSocket.last.sent.at(-1)!;
-const lane = () => sent()["stream_id"] as string;
+const lane = () => sent().stream_id as string;
 
 /** Play the server's side of one response with these texts as candidates. */
 function reply(texts: readonly string[], name = "1", finish: "completed" | "cancelled" = "completed"): void {
   const stream_id = lane();
   const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
-  const input = sent()["input"] as unknown[];
+  const input = sent().input as unknown[];
   const response = { id: `resp_${name}`, status: "in_progress", conversation: { id: "conv_1" } };
   push({ type: "response.created", response: { ...response, input_item_ids: input.length ? [`msg_u${name}`] : [] } });
-  push({ type: "conversation.updated", conversation: { id: "conv_1", title: "One", updated_at: 1, rev: 1, metadata: {} } });
+  push({
+    type: "conversation.updated",
+    conversation: { id: "conv_1", title: "One", updated_at: 1, rev: 1, metadata: {} },
+  });
   push({ type: "response.progress", response_id: response.id, phase: "decode", input_tokens: 40, cached_tokens: 32 });
-  texts.forEach((_, i) => push({ type: "response.output_item.added", output_index: i, item: { id: `msg_a${name}${i}` } }));
+  for (const i of texts.keys()) {
+    push({ type: "response.output_item.added", output_index: i, item: { id: `msg_a${name}${i}` } });
+  }
   for (let at = 0; at < Math.max(...texts.map((text) => text.length)); at++) {
-    texts.forEach((text, i) => text[at] && push({ type: "response.output_text.delta", output_index: i, delta: text[at] }));
+    for (const [i, text] of texts.entries()) {
+      if (text[at]) push({ type: "response.output_text.delta", output_index: i, delta: text[at] });
+    }
   }
   const finish_reason = finish === "completed" ? "stop" : "cancelled";
   texts.forEach((text, i) => {
@@ -94,7 +101,10 @@ describe("Chat", () => {
     vi.runAllTimers();
     expect(texts()).toEqual(["Hello", "Hi there"]);
     expect(leaf().id.value).toBe("msg_a10");
-    push({ type: "response.snapshot", outputs: [{ item_id: "msg_a10", output_index: 0, type: "message", text: "Hi there!" }] });
+    push({
+      type: "response.snapshot",
+      outputs: [{ item_id: "msg_a10", output_index: 0, type: "message", text: "Hi there!" }],
+    });
     push({ type: "response.completed", response: { ...response, status: "completed" } });
     expect(texts()).toEqual(["Hello", "Hi there!"]);
     expect(leaf().status.value).toBe("done");
@@ -110,15 +120,19 @@ describe("Chat", () => {
   it("keeps candidates apart and continues after the picked one", () => {
     sampling.value = { ...DEFAULT_SAMPLING, n: 3 };
     chat.send("Story");
-    expect(sent()["n"]).toBe(3);
+    expect(sent().n).toBe(3);
     reply(["aa", "bbb", "c"]);
     const turn = chat.thread.value.turnOf(leaf())!;
     expect(turn.candidates.map((message) => message.text.value)).toEqual(["aa", "bbb", "c"]);
     chat.pick(turn.candidates[1]!);
     expect(turn.showsCandidates.value).toBe(false);
-    expect(calls.at(-1)).toMatchObject({ method: "POST", path: "/v1/conversations/conv_1", body: { active_leaf: "msg_a11" } });
+    expect(calls.at(-1)).toMatchObject({
+      method: "POST",
+      path: "/v1/conversations/conv_1",
+      body: { active_leaf: "msg_a11" },
+    });
     chat.send("More");
-    expect(sent()["previous_item_id"]).toBe("msg_a11");
+    expect(sent().previous_item_id).toBe("msg_a11");
   });
 
   it("remembers a pick that was made while the answers were still coming", () => {
@@ -160,7 +174,7 @@ describe("Chat", () => {
   it("stops by the response's name, also when asked before it has one", () => {
     chat.send("Long");
     chat.stop();
-    expect(sent()["type"]).toBe("response.create");
+    expect(sent().type).toBe("response.create");
     const stream_id = lane();
     FakeSocket.last.push({ type: "response.created", stream_id, response: { id: "resp_9", status: "in_progress" } });
     expect(sent()).toEqual({ type: "response.cancel", response_id: "resp_9" });
@@ -185,7 +199,7 @@ describe("Chat", () => {
   it("sends the system prompt with every turn and stores it with the conversation", async () => {
     systemPrompt.value = "Be brief.";
     chat.send("One");
-    expect(sent()["instructions"]).toBe("Be brief.");
+    expect(sent().instructions).toBe("Be brief.");
     reply(["first"]);
     await vi.advanceTimersByTimeAsync(500);
     expect(calls.find((call) => call.method === "POST")?.body).toEqual({ metadata: { system: "Be brief." } });
@@ -216,7 +230,14 @@ describe("Chat", () => {
     const common = { status: "completed", response_id: "resp_1", index: 0, num_tokens: 1, created_at: 0 };
     const items = [
       { ...common, id: "msg_u1", role: "user", parent_id: null, content: content("One") },
-      { ...common, id: "msg_a1", role: "assistant", parent_id: "msg_u1", finish_reason: "stop", content: content("whole") },
+      {
+        ...common,
+        id: "msg_a1",
+        role: "assistant",
+        parent_id: "msg_u1",
+        finish_reason: "stop",
+        content: content("whole"),
+      },
     ];
     replies["/v1/conversations/conv_1"] = { id: "conv_1", active_leaf: "msg_a1", updated_at: 1 };
     replies["/v1/conversations/conv_1/items"] = { data: items };
@@ -234,7 +255,12 @@ describe("Chat", () => {
     chat.send("One");
     const stream_id = lane();
     const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
-    const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    const response = {
+      id: "resp_1",
+      status: "in_progress",
+      conversation: { id: "conv_1" },
+      input_item_ids: ["msg_u1"],
+    };
     push({ type: "response.created", sequence_number: 0, response });
     push({ type: "response.output_item.added", sequence_number: 1, output_index: 0, item: { id: "msg_a1" } });
     push({ type: "response.output_text.delta", sequence_number: 2, output_index: 0, delta: "wh" });
@@ -257,7 +283,7 @@ describe("Chat", () => {
     await chat.open("conv_7");
     expect(chat.thread.value.state.value).toBe("failed");
     chat.send("Hello");
-    expect(FakeSocket.last.sent.map((frame) => frame["type"])).toEqual(["conversation.subscribe"]);
+    expect(FakeSocket.last.sent.map((frame) => frame.type)).toEqual(["conversation.subscribe"]);
     delete statuses["/v1/conversations/conv_7"];
     replies["/v1/conversations/conv_7"] = { id: "conv_7", active_leaf: null, updated_at: 1 };
     replies["/v1/conversations/conv_7/items"] = { data: [] };
@@ -272,16 +298,33 @@ describe("Chat", () => {
     const young = { ...old, id: "conv_y", title: "Young", updated_at: nowS };
     replies["/v1/conversations"] = { data: [young, old], has_more: false, next: null };
     await chat.conversations.refresh();
-    const groups = () => chat.conversations.groups.value.map(({ name, conversations }) => [name, ...conversations.map(({ id }) => id)]);
+    const groups = () =>
+      chat.conversations.groups.value.map(({ name, conversations }) => [name, ...conversations.map(({ id }) => id)]);
     const month = groups()[1]![0];
     expect(month).not.toBe("Today");
     replies["/v1/conversations/conv_o"] = { ...old, title: "Renamed", rev: 5 };
     await chat.conversations.rename("conv_o", "Renamed");
-    expect(groups()).toEqual([["Today", "conv_y"], [month, "conv_o"]]);
-    for (const [rev, metadata] of [[6, { pinned: "true" }], [7, {}]] as const) {
+    expect(groups()).toEqual([
+      ["Today", "conv_y"],
+      [month, "conv_o"],
+    ]);
+    for (const [rev, metadata] of [
+      [6, { pinned: "true" }],
+      [7, {}],
+    ] as const) {
       replies["/v1/conversations/conv_o"] = { ...old, title: "Renamed", rev, metadata };
       await chat.conversations.pin("conv_o", rev === 6);
-      expect(groups()).toEqual(rev === 6 ? [["Pinned", "conv_o"], ["Today", "conv_y"]] : [["Today", "conv_y"], [month, "conv_o"]]);
+      expect(groups()).toEqual(
+        rev === 6
+          ? [
+              ["Pinned", "conv_o"],
+              ["Today", "conv_y"],
+            ]
+          : [
+              ["Today", "conv_y"],
+              [month, "conv_o"],
+            ],
+      );
     }
     FakeSocket.last.push({ type: "conversation.updated", conversation: { ...old, rev: 8, updated_at: nowS + 1 } });
     expect(groups()).toEqual([["Today", "conv_o", "conv_y"]]);
@@ -303,7 +346,9 @@ describe("Chat", () => {
     expect(told.map(({ method, path }) => [method, path])).toEqual([["POST", "/v1/session"]]);
     expect(chat.socket.state.value).toBe("connecting");
     expect(FakeSocket.last.protocols).toEqual(["chatcache.v1"]);
-    const kept = [localStorage, sessionStorage].flatMap((store) => Object.values(store as unknown as Record<string, string>));
+    const kept = [localStorage, sessionStorage].flatMap((store) =>
+      Object.values(store as unknown as Record<string, string>),
+    );
     expect(kept.filter((value) => value.includes("sk-1"))).toEqual([]);
   });
 

@@ -1,4 +1,4 @@
-// The other ends of the page's wires, in the hands of a test.
+// Test doubles of the server and of the browser.
 import { vi } from "vitest";
 
 /** A socket whose other end is the test. */
@@ -55,8 +55,36 @@ export class FakeServer {
   };
 }
 
-/** Put fake wires in place of the browser's. */
-export function fakeWires(): FakeServer {
+/** Browser globals of the kind that the page's logic uses, for tests that run without a DOM. */
+export class FakeDocument extends EventTarget {
+  readonly baseURI = "http://test/";
+  hidden = false;
+}
+
+class FakeStorage {
+  getItem(name: string): string | null {
+    return (this as unknown as Record<string, string>)[name] ?? null;
+  }
+  setItem(name: string, value: string): void {
+    (this as unknown as Record<string, string>)[name] = value;
+  }
+}
+
+/** Stub the browser's globals; `vi.unstubAllGlobals` restores them. */
+export function fakeBrowser(): FakeDocument {
+  const fakeDocument = new FakeDocument();
+  const fakeWindow = new EventTarget();
+  vi.stubGlobal("document", fakeDocument);
+  vi.stubGlobal("addEventListener", fakeWindow.addEventListener.bind(fakeWindow));
+  vi.stubGlobal("location", new URL("http://test/"));
+  vi.stubGlobal("localStorage", new FakeStorage());
+  vi.stubGlobal("sessionStorage", new FakeStorage());
+  return fakeDocument;
+}
+
+/** Stub the WebSocket, `fetch`, animation frames and timers; without a DOM also the browser's globals. */
+export function fakeNetwork(): FakeServer {
+  if (typeof document === "undefined") fakeBrowser();
   const server = new FakeServer();
   vi.useFakeTimers();
   vi.stubGlobal("WebSocket", FakeSocket);

@@ -1,6 +1,7 @@
+// @vitest-environment jsdom
+import { beforeEach, describe, expect, it, vi } from "vitest";
 import { makeParser } from "../src/markdown/parser";
 import { MarkdownStream } from "../src/markdown/renderer";
-import { beforeEach, describe, expect, it, vi } from "vitest";
 
 const md = makeParser();
 let root: HTMLElement;
@@ -74,7 +75,10 @@ describe("drawing", () => {
   it("leaves what is not TeX as text", async () => {
     show("$\\frac{1}$ and $\\nosuchmacro$");
     await settled();
-    expect([...root.querySelectorAll(".math-wrong")].map((place) => place.textContent)).toEqual(["\\frac{1}", "\\nosuchmacro"]);
+    expect([...root.querySelectorAll(".math-wrong")].map((place) => place.textContent)).toEqual([
+      "\\frac{1}",
+      "\\nosuchmacro",
+    ]);
   });
 
   it("keeps a drawn formula while the paragraph around it grows", async () => {
@@ -89,9 +93,16 @@ describe("drawing", () => {
 
   it("lets TeX neither link, load, style nor expand without end", async () => {
     const tex = [
-      "\\href{javascript:window.__xss=1}{x}", "\\url{javascript:alert(1)}", "\\includegraphics{https://evil.example/a.png}",
-      "\\htmlStyle{color:red}{x}", "\\htmlClass{code}{x}", "\\htmlId{app}{x}", "\\htmlData{a=b}{x}",
-      "\\def\\a{\\a\\a}\\a", "\\text{<img src=x onerror=window.__xss=1>}", "\\rule{9999em}{9999em}",
+      "\\href{javascript:window.__xss=1}{x}",
+      "\\url{javascript:alert(1)}",
+      "\\includegraphics{https://evil.example/a.png}",
+      "\\htmlStyle{color:red}{x}",
+      "\\htmlClass{code}{x}",
+      "\\htmlId{app}{x}",
+      "\\htmlData{a=b}{x}",
+      "\\def\\a{\\a\\a}\\a",
+      "\\text{<img src=x onerror=window.__xss=1>}",
+      "\\rule{9999em}{9999em}",
     ];
     show(tex.map((one) => `$${one}$`).join("\n\n"));
     await settled();

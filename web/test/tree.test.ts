@@ -1,6 +1,5 @@
-// @vitest-environment node
-import { Tree } from "../src/chat/tree";
 import { describe, expect, it } from "vitest";
+import { Tree } from "../src/chat/tree";
 
 function sample(): Tree {
   const tree = new Tree();

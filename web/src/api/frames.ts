@@ -131,7 +131,12 @@ export type ServerFrame = StreamFields &
     | { readonly type: "response.output_item.done"; readonly output_index: number; readonly item: WireItem }
     | { readonly type: "response.snapshot"; readonly outputs: readonly WireOutput[] } // in place of frames we were late for
     | { readonly type: "response.completed"; readonly response: WireResponse; readonly saved?: false }
-    | { readonly type: "response.incomplete"; readonly response: WireResponse; readonly receipt?: StopReceipt; readonly saved?: false }
+    | {
+        readonly type: "response.incomplete";
+        readonly response: WireResponse;
+        readonly receipt?: StopReceipt;
+        readonly saved?: false;
+      }
     | { readonly type: "response.failed"; readonly response: WireResponse; readonly saved?: false }
     | {
         readonly type: "conversation.updated";

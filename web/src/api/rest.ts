@@ -29,7 +29,11 @@ export interface ImportReport {
   readonly extended: number;
   readonly unchanged: number;
   readonly failed: number;
-  readonly data: readonly { readonly id?: string; readonly status: string; readonly error?: { readonly message: string } }[];
+  readonly data: readonly {
+    readonly id?: string;
+    readonly status: string;
+    readonly error?: { readonly message: string };
+  }[];
 }
 
 export interface CacheCoverage {
@@ -85,7 +89,11 @@ export function deleteConversation(id: string): Promise<unknown> {
 
 /** Let the model name a conversation; `rev`: only if nothing has changed since. */
 export async function generateTitle(id: string, rev?: number): Promise<WireConversation> {
-  const answer = await call<{ conversation: WireConversation }>("POST", `${conversationPath(id)}/title`, rev === undefined ? {} : { rev });
+  const answer = await call<{ conversation: WireConversation }>(
+    "POST",
+    `${conversationPath(id)}/title`,
+    rev === undefined ? {} : { rev },
+  );
   return answer.conversation;
 }
 
@@ -102,7 +110,10 @@ export async function exportFile(id: string | null, format: ExportFormat = "json
 }
 
 export async function importFile(file: Blob, contentType: string): Promise<ImportReport> {
-  const response = await request("POST", "v1/conversations/import", { body: file, headers: { "content-type": contentType } });
+  const response = await request("POST", "v1/conversations/import", {
+    body: file,
+    headers: { "content-type": contentType },
+  });
   return (await response.json()) as ImportReport;
 }
 
@@ -129,7 +140,12 @@ async function request(method: string, route: string, init: RequestInit = {}): P
   } catch {
     // not our JSON: a proxy answered
   }
-  throw new RequestError(told.message ?? `The server answered ${response.status}.`, response.status, told.conversation, told.code);
+  throw new RequestError(
+    told.message ?? `The server answered ${response.status}.`,
+    response.status,
+    told.conversation,
+    told.code,
+  );
 }
 
 // ---- The tokens of a stored answer, and what the model could have said at each of them.

@@ -1,7 +1,8 @@
 // One WebSocket that comes back: full-jitter backoff, at once when the network or the tab returns, and never again
 // after a refusal that a retry cannot cure.
-import type { ClientFrame, ServerFrame } from "./frames";
+
 import { signal } from "@preact/signals";
+import type { ClientFrame, ServerFrame } from "./frames";
 
 export type ConnectionState = "connecting" | "open" | "lost" | "refused";
 
@@ -62,7 +63,10 @@ export class Socket {
 
   /** The connection may be dead without knowing it: have a new one. */
   reconnect(): void {
-    if (this.state.value !== "open") return this.retryNow();
+    if (this.state.value !== "open") {
+      this.retryNow();
+      return;
+    }
     this.detach();
     this.state.value = "connecting";
     this.connect();

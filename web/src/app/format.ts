@@ -49,7 +49,10 @@ export function formatPercent(share: number): string {
 /** White space that can be seen. */
 export function showWhitespace(text: string): string {
   if (text === "") return "(nothing)";
-  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
+  return text
+    .replaceAll("\n", "↵")
+    .replaceAll("\t", "⇥")
+    .replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 }
 
 export function plural(count: number, noun: string): string {

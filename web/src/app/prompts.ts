@@ -1,6 +1,7 @@
 // Ready-made system prompts and conversation starters. They suit the built-in model; any other model takes them too.
-import { load, save } from "./browser";
+
 import { computed, signal } from "@preact/signals";
+import { load, save } from "./browser";
 
 export interface Preset {
   readonly name: string;
@@ -37,9 +38,15 @@ export function savePrompt(name: string, text: string, old: Preset | null = null
   const preset = { name: name.trim().slice(0, MAX_NAME_CHARS), text };
   if (preset.name === "") return "It needs a name.";
   if (text.trim() === "") return "It needs a text.";
-  const taken = allPrompts.value.find((other) => other !== old && other.name.toLowerCase() === preset.name.toLowerCase());
+  const taken = allPrompts.value.find(
+    (other) => other !== old && other.name.toLowerCase() === preset.name.toLowerCase(),
+  );
   if (taken) return `There is one called ${taken.name} already.`;
-  storePrompts(old && isCustom(old) ? customPrompts.value.map((other) => (other === old ? preset : other)) : [...customPrompts.value, preset]);
+  storePrompts(
+    old && isCustom(old)
+      ? customPrompts.value.map((other) => (other === old ? preset : other))
+      : [...customPrompts.value, preset],
+  );
   return null;
 }
 

@@ -1,7 +1,8 @@
 // What the reader chose. How to look is kept in this browser; how to answer belongs to the shown conversation, and the
 // browser keeps what a new one starts with.
-import { load, save } from "./browser";
+
 import { batch, effect, signal } from "@preact/signals";
+import { load, save } from "./browser";
 
 export type Theme = "system" | "light" | "dark";
 export type Search = "sample" | "beam";
@@ -17,7 +18,12 @@ export interface Sampling {
 
 export const MAX_N = 8;
 export const DEFAULT_SAMPLING: Sampling = {
-  search: "sample", n: 1, temperature: 0.8, topP: 0.95, maxTokens: 0, seed: null,
+  search: "sample",
+  n: 1,
+  temperature: 0.8,
+  topP: 0.95,
+  maxTokens: 0,
+  seed: null,
 };
 
 export const theme = signal<Theme>(load("theme", "system"));
@@ -74,8 +80,8 @@ export function persistSettings(): void {
   effect(() => save("titles", autoTitle.value));
   effect(() => {
     save("theme", theme.value);
-    if (theme.value === "system") delete document.documentElement.dataset["theme"];
-    else document.documentElement.dataset["theme"] = theme.value;
+    if (theme.value === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme.value;
   });
 }
 

@@ -1,7 +1,8 @@
 // The shown conversation in the address (#conv_x), and the message to go to (#conv_x/msg_y), so that a reload, a bookmark
 // and the back button find them again.
-import type { Chat } from "./chat";
+
 import { effect } from "@preact/signals";
+import type { Chat } from "./chat";
 
 export interface AddressHandlers {
   /** A conversation is about to be loaded. */

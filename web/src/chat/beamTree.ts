@@ -1,6 +1,7 @@
 // The beams of one search as a tree that grows: every node is one token, told once; some nodes end a live beam.
-import type { WireBeamNode } from "../api/frames";
+
 import { signal } from "@preact/signals";
+import type { WireBeamNode } from "../api/frames";
 
 export interface BeamNode {
   readonly id: number;
@@ -41,7 +42,9 @@ export class BeamTree {
 
   /** Everything that the beam ending at `node` says. */
   textOf(node: BeamNode): string {
-    return pathTo(node).map((step) => step.text).join("");
+    return pathTo(node)
+      .map((step) => step.text)
+      .join("");
   }
 
   /** The last node that all live beams share; the root before the first. */

@@ -1,4 +1,6 @@
 // The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
+
+import { computed, effect, signal, untracked } from "@preact/signals";
 import type { CreateFrame, ServerFrame, Session, WireConversation } from "../api/frames";
 import { Socket, socketUrl } from "../api/socket";
 import { announce, toast } from "../app/notifications";
@@ -14,12 +16,11 @@ import { ConversationLoader } from "./conversationLoader";
 import { LiveSync } from "./liveSync";
 import { PrefillAhead } from "./prefillAhead";
 import { continuationAfter, continuationAtToken, continuationOf, requestFields } from "./request";
-import { type ResponseStream, ResponseStreams, describeEnding } from "./responseStreams";
+import { describeEnding, type ResponseStream, ResponseStreams } from "./responseStreams";
 import { Thread } from "./thread";
 import { TokenForks } from "./tokenFork";
 import type { Message } from "./tree";
 import { type ForkStart, Turn } from "./turn";
-import { computed, effect, signal, untracked } from "@preact/signals";
 
 // What a stop or a drop names that came a moment after the end: nothing to tell.
 const LATE_REQUEST_PARAMS = new Set(["response_id", "candidate"]);
@@ -230,7 +231,8 @@ export class Chat {
     if (frame.type === "conversation.updated" && !frame.running) this.onOwnUpdate(frame.conversation);
     this.liveSync.receive(frame);
     if (this.streams.receive(frame)) return;
-    if (frame.type !== "error" || LATE_REQUEST_PARAMS.has(frame.error.param ?? "") || this.prefill.handleError()) return;
+    if (frame.type !== "error" || LATE_REQUEST_PARAMS.has(frame.error.param ?? "") || this.prefill.handleError())
+      return;
     toast(frame.error.message);
   }
 
@@ -257,11 +259,17 @@ export class Chat {
     const isShown = thread === this.thread.value;
     void this.afterTurn(thread, turn);
     if (turn.failed) void this.readiness.pollUntilReady(); // perhaps the model is gone
-    if (id === null) return announce(describeEnding(turn));
+    if (id === null) {
+      announce(describeEnding(turn));
+      return;
+    }
     const title = this.conversations.find(id)?.title ?? "another conversation";
     announce(isShown ? describeEnding(turn) : `${describeEnding(turn)} It is in ${title}.`);
     if (!isShown) this.conversations.markUnseen(id);
-    this.conversations.setRunning(id, this.conversations.runningIn(id).filter((other) => other !== turn.responseId.value));
+    this.conversations.setRunning(
+      id,
+      this.conversations.runningIn(id).filter((other) => other !== turn.responseId.value),
+    );
     this.cacheCoverage.scheduleRefresh();
   }
 
@@ -270,7 +278,8 @@ export class Chat {
     if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) await this.loader.saveActiveLeaf(thread);
     await this.settingsSync.flush();
     const said = !turn.failed && turn.candidates.some((message) => message.text.value !== ""); // stopped early, there is none
-    if (shouldAutoTitle(this.session.value?.model) && said && thread.id.value !== null) await this.autoTitler.onAnswered(thread.id.value);
+    if (shouldAutoTitle(this.session.value?.model) && said && thread.id.value !== null)
+      await this.autoTitler.onAnswered(thread.id.value);
   }
 
   private onRemoteChange(before: WireConversation | undefined, now: WireConversation): void {

@@ -1,9 +1,9 @@
 // What the server keeps of a conversation: loading it, waiting for it after a break, and telling it what we chose.
 import type { StoredItem, WireConversation } from "../api/frames";
+import * as rest from "../api/rest";
 import { toast } from "../app/notifications";
 import type { Conversations } from "../conversations/conversations";
 import type { Thread } from "./thread";
-import * as rest from "../api/rest";
 
 const POLL_MS = 1000;
 const MAX_POLLS = 20;

@@ -1,12 +1,13 @@
 // What happens to conversations elsewhere: other tabs, other devices, a model that goes on while this page was away.
 // The shown conversation is kept as the server has it, and whatever is being written in it is read along.
+
+import { signal } from "@preact/signals";
 import type { ServerFrame, WireConversation } from "../api/frames";
 import type { Socket } from "../api/socket";
 import type { Conversations } from "../conversations/conversations";
 import type { ConversationLoader } from "./conversationLoader";
 import type { ResponseStreams } from "./responseStreams";
 import type { Thread } from "./thread";
-import { signal } from "@preact/signals";
 
 const DEBOUNCE_MS = 50; // the same change reaches us by two ways: what was ours is known by then
 
@@ -70,7 +71,11 @@ export class LiveSync {
     const id = thread.id.value;
     if (id === null || thread.state.value !== "ready") return;
     await this.conversations.waitForOwnChanges();
-    for (let tries = 0; tries < MAX_ATTEMPTS && thread.staleCheck.isStale(this.conversations.find(id)?.rev ?? 0); tries++) {
+    for (
+      let tries = 0;
+      tries < MAX_ATTEMPTS && thread.staleCheck.isStale(this.conversations.find(id)?.rev ?? 0);
+      tries++
+    ) {
       if (!(await this.keeper.refresh(thread, id))) break;
     }
     for (const response of this.conversations.runningIn(id)) this.lanes.follow(thread, response);
@@ -81,7 +86,8 @@ export class LiveSync {
     const { id } = head;
     const thread = this.remote.shown();
     const isShown = thread.id.value === id;
-    if (!isShown && running.length === 0 && this.conversations.runningIn(id).length > 0) this.conversations.markUnseen(id);
+    if (!isShown && running.length === 0 && this.conversations.runningIn(id).length > 0)
+      this.conversations.markUnseen(id);
     this.remote.changed(this.conversations.find(id), head);
     this.conversations.upsert(head);
     this.conversations.setRunning(id, running);

@@ -1,8 +1,9 @@
 // Draft-ahead prefill: while the reader types, the server is asked to read what is there already, when it has nothing
 // better to do. One draft at a time, so that every answer is of the draft that was asked about; nothing is stored.
+
+import { computed, effect, type ReadonlySignal, signal } from "@preact/signals";
 import type { ClientFrame, Continuation, ServerFrame } from "../api/frames";
 import { prefillWhileTyping, systemPrompt } from "../app/settings";
-import { type ReadonlySignal, computed, effect, signal } from "@preact/signals";
 
 const DEBOUNCE_MS = 350; // of typing, before the draft is sent
 const BUSY_RETRY_MS = 2000; // the server is answering somebody
@@ -48,7 +49,8 @@ export class PrefillAhead {
       const text = this.text.value.trim();
       const target = this.key.value;
       clearTimeout(this.timer);
-      if (!prefillWhileTyping.value || target === null || this.pending.value || text === "" || text.length > MAX_CHARS) return;
+      if (!prefillWhileTyping.value || target === null || this.pending.value || text === "" || text.length > MAX_CHARS)
+        return;
       const last = this.last.value;
       if (last?.text === text && last.target === target) return;
       this.timer = setTimeout(() => this.request({ text, target }), this.pauseMs);

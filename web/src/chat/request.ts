@@ -37,7 +37,10 @@ function nearestStored(thread: Thread, key: string | null): string | null {
 
 // ---- Sampling settings as the wire spells them.
 
-type Fields = Pick<CreateFrame, "n" | "beam_width" | "stream_beams" | "temperature" | "top_p" | "max_output_tokens" | "seed">;
+type Fields = Pick<
+  CreateFrame,
+  "n" | "beam_width" | "stream_beams" | "temperature" | "top_p" | "max_output_tokens" | "seed"
+>;
 
 export function requestFields(settings: Sampling): Fields {
   const common: Fields = {

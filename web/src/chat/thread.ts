@@ -1,8 +1,9 @@
 // One conversation as the page holds it: the tree, the turns that made it, and whether one is still running.
+
+import { computed, signal } from "@preact/signals";
 import type { StoredItem, WireConversation } from "../api/frames";
 import { type Message, type Status, Tree } from "./tree";
 import { Turn, toUsage } from "./turn";
-import { computed, signal } from "@preact/signals";
 
 export type ThreadState = "ready" | "loading" | "failed" | "missing";
 
@@ -28,7 +29,8 @@ export class Thread {
     for (let index = path.length - 1; index >= 0; index--) {
       const turn = this.turnOf(path[index]!);
       const usage = turn?.usage.value;
-      if (turn && usage) return usage.inputTokens + Math.round(usage.outputTokens / Math.max(1, turn.candidates.length));
+      if (turn && usage)
+        return usage.inputTokens + Math.round(usage.outputTokens / Math.max(1, turn.candidates.length));
     }
     return 0;
   });
@@ -68,15 +70,17 @@ export class Thread {
   /** Take what the server stored. Who was looking at the active branch follows it; nobody else is moved. */
   load(items: readonly StoredItem[], head: WireConversation): void {
     const shown = this.tree.value.leaf.value;
-    this.followsActiveLeaf = shown === null || shown === this.followedLeaf || shown.id.value === this.activeLeaf || this.isNew(shown);
+    this.followsActiveLeaf =
+      shown === null || shown === this.followedLeaf || shown.id.value === this.activeLeaf || this.isNew(shown);
     this.isLoaded = true;
     const { tree, responses } = mergeStored(this.tree.value, this.turns.values(), items, this.listed);
     for (const [key, response] of responses) this.turns.set(key, storedTurn(key, response));
-    for (const item of items) if (item.response_id !== null && item.status !== "in_progress") this.markSaved(item.response_id);
+    for (const item of items)
+      if (item.response_id !== null && item.status !== "in_progress") this.markSaved(item.response_id);
     const leaf = head.active_leaf === null ? undefined : tree.byId(head.active_leaf);
     if (leaf && this.followsActiveLeaf) tree.reveal(leaf);
     const moved = leaf && shown !== null && tree.leaf.value !== shown ? this.turnOf(leaf) : undefined;
-    if (moved && moved.candidates.includes(shown!)) moved.showsCandidates.value = false; // picked elsewhere
+    if (moved?.candidates.includes(shown!)) moved.showsCandidates.value = false; // picked elsewhere
     this.listed = new Set(items.map((item) => item.id));
     this.activeLeaf = head.active_leaf;
     this.staleCheck.markRead(head.rev);
@@ -142,7 +146,12 @@ export interface MergeResult {
  * `items`: oldest first. `listed`: the ids that an earlier list had; a message of those that is missing now is gone. What
  * the server never listed (unsent, failed, or newer than the list) stays below what it followed.
  */
-function mergeStored(before: Tree, turns: Iterable<Turn>, items: readonly StoredItem[], listed: ReadonlySet<string>): MergeResult {
+function mergeStored(
+  before: Tree,
+  turns: Iterable<Turn>,
+  items: readonly StoredItem[],
+  listed: ReadonlySet<string>,
+): MergeResult {
   const tree = new Tree();
   const responses = new Map<string, StoredResponse>();
   const known = messageFinder(before, turns);
@@ -206,7 +215,12 @@ function addStored(tree: Tree, item: StoredItem, parent: string | null, choose: 
   return message;
 }
 
-function groupByResponse(responses: Map<string, StoredResponse>, response: string, item: StoredItem, message: Message): void {
+function groupByResponse(
+  responses: Map<string, StoredResponse>,
+  response: string,
+  item: StoredItem,
+  message: Message,
+): void {
   const found = responses.get(response) ?? { items: [], messages: [] };
   found.items.push(item);
   found.messages.push(message);

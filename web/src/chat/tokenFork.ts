@@ -1,9 +1,10 @@
 // Branching inside an answer: look at its tokens, see what else could have been said at one, go on from there.
+
+import { type ReadonlySignal, signal } from "@preact/signals";
 import { type Alternative, type Alternatives, getAlternatives, getItem, getReasoning, listTokens } from "../api/rest";
 import { announce, toast } from "../app/notifications";
-import type { Message } from "./tree";
-import { type ReadonlySignal, signal } from "@preact/signals";
 import type { Thread } from "./thread";
+import type { Message } from "./tree";
 import type { ForkStart, Turn } from "./turn";
 
 /** The part of the chat that `TokenForks` reads and calls. */
@@ -158,7 +159,11 @@ export class TokenInspector {
 /** The likeliest tokens of a place, with what was said among them, wherever it ranks. */
 export function rankChoices(found: Alternatives): readonly Choice[] {
   const original = found.token.id;
-  const choices = found.alternatives.map((each, index) => ({ ...each, rank: index + 1, isOriginal: each.id === original }));
+  const choices = found.alternatives.map((each, index) => ({
+    ...each,
+    rank: index + 1,
+    isOriginal: each.id === original,
+  }));
   return choices.some((choice) => choice.isOriginal) ? choices : [...choices, { ...found.token, isOriginal: true }];
 }
 

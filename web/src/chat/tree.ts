@@ -1,6 +1,6 @@
 // The conversation as a tree of messages: parents, siblings in order, and which child is chosen at every fork.
 // The path from the root through the chosen children is what the page shows.
-import { type Signal, computed, signal } from "@preact/signals";
+import { computed, type Signal, signal } from "@preact/signals";
 
 export type Role = "user" | "assistant";
 export type Status = "waiting" | "streaming" | "done" | "stopped" | "length" | "error";
@@ -128,7 +128,11 @@ export class Tree {
 
   /** Hold what another tree holds. Who holds this one goes on with it. */
   replaceWith(other: Tree): void {
-    for (const [mine, theirs] of [[this.messages, other.messages], [this.children, other.children], [this.chosen, other.chosen]] as const) {
+    for (const [mine, theirs] of [
+      [this.messages, other.messages],
+      [this.children, other.children],
+      [this.chosen, other.chosen],
+    ] as const) {
       (mine as Map<unknown, unknown>).clear();
       for (const [key, value] of theirs) (mine as Map<unknown, unknown>).set(key, value);
     }

@@ -1,8 +1,9 @@
 // One request and what came of it: its candidates, its figures, and how frames change them.
+
+import { batch, computed, type Signal, signal } from "@preact/signals";
 import type { CacheMiss, ServerFrame, StopReceipt, WireItem, WireOutput, WireResponse, WireUsage } from "../api/frames";
 import { BeamTree } from "./beamTree";
 import type { Message, Status, Usage } from "./tree";
-import { type Signal, batch, computed, signal } from "@preact/signals";
 
 export type Phase = "queued" | "prefill" | "decode" | "ended";
 
@@ -58,7 +59,14 @@ export class Turn {
   /** Whether `message` is one of several answers that are still being written. Beams compete: none can be taken out. */
   canDrop(message: Message): boolean {
     const open = message.status.value === "waiting" || message.status.value === "streaming";
-    return this.live && this.responseId.value !== null && open && !this.beams && this.candidates.length > 1 && !this.dropped.value.has(message);
+    return (
+      this.live &&
+      this.responseId.value !== null &&
+      open &&
+      !this.beams &&
+      this.candidates.length > 1 &&
+      !this.dropped.value.has(message)
+    );
   }
 
   get failed(): boolean {
@@ -226,7 +234,9 @@ export function toUsage(usage: WireUsage): Usage {
     inputTokens: usage.input_tokens,
     cachedTokens: usage.input_tokens_details?.cached_tokens ?? 0,
     outputTokens: usage.output_tokens,
-    ...(usage.output_tokens_details?.reasoning_tokens ? { reasoningTokens: usage.output_tokens_details.reasoning_tokens } : {}),
+    ...(usage.output_tokens_details?.reasoning_tokens
+      ? { reasoningTokens: usage.output_tokens_details.reasoning_tokens }
+      : {}),
   };
 }
 

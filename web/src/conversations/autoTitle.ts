@@ -1,10 +1,10 @@
 // The model names a conversation after its first answer, and whenever it is asked to. A title that somebody gave it
 // meanwhile stays.
 import type { WireConversation } from "../api/frames";
+import * as rest from "../api/rest";
 import { load, save } from "../app/browser";
 import { announce, toast } from "../app/notifications";
 import type { Conversations } from "./conversations";
-import * as rest from "../api/rest";
 
 const MAX_ATTEMPTS = 3;
 const STORAGE_KEY = "untitled";

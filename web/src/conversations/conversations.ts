@@ -1,10 +1,11 @@
 // The list at the left: what there is, what is being written, and what is about to be deleted (with time for an "undo").
+
+import { computed, signal } from "@preact/signals";
 import type { RunningResponse, WireConversation } from "../api/frames";
+import * as rest from "../api/rest";
 import { load, save } from "../app/browser";
 import { toast } from "../app/notifications";
-import { type Metadata, isPinned, sameMetadata, withPin } from "./metadata";
-import { computed, signal } from "@preact/signals";
-import * as rest from "../api/rest";
+import { isPinned, type Metadata, sameMetadata, withPin } from "./metadata";
 
 const UNDO_MS = 6000;
 const MAX_ATTEMPTS = 4;

@@ -1,13 +1,18 @@
 // Conversations leave as files and come back from them.
+
+import * as rest from "../api/rest";
 import { toast } from "../app/notifications";
 import type { Conversations } from "./conversations";
-import * as rest from "../api/rest";
 
 const EXTENSIONS: Readonly<Record<rest.ExportFormat, string>> = { json: "json", markdown: "md" };
 const MAX_NAME_CHARS = 60;
 
 /** Save one conversation; with `id` null all of them, one JSON to a line. */
-export async function exportConversations(id: string | null, title: string, format: rest.ExportFormat = "json"): Promise<void> {
+export async function exportConversations(
+  id: string | null,
+  title: string,
+  format: rest.ExportFormat = "json",
+): Promise<void> {
   try {
     const ending = id === null ? "jsonl" : EXTENSIONS[format];
     downloadBlob(await rest.exportFile(id, format), `${toFileName(title)}.${ending}`);
@@ -26,8 +31,15 @@ export async function importFiles(files: readonly File[], conversations: Convers
       continue;
     }
     try {
-      const report = await rest.importFile(file, /\.(jsonl|ndjson)$/i.test(file.name) ? "application/x-ndjson" : "application/json");
-      touched.push(...report.data.filter(({ status }) => status === "created" || status === "extended").flatMap(({ id }) => id ?? []));
+      const report = await rest.importFile(
+        file,
+        /\.(jsonl|ndjson)$/i.test(file.name) ? "application/x-ndjson" : "application/json",
+      );
+      touched.push(
+        ...report.data
+          .filter(({ status }) => status === "created" || status === "extended")
+          .flatMap(({ id }) => id ?? []),
+      );
       told.push(summarizeImport(report));
     } catch (error) {
       told.push(`${file.name} was not imported. ${(error as Error).message}`);
@@ -52,7 +64,11 @@ export function summarizeImport(report: rest.ImportReport): string {
 
 /** A title as a file name that every system takes. */
 export function toFileName(title: string): string {
-  const plain = title.replace(/[\p{Cc}\\/:*?"<>|]+/gu, " ").replace(/\s+/g, " ").trim().replace(/^\.+|\.+$/g, "");
+  const plain = title
+    .replace(/[\p{Cc}\\/:*?"<>|]+/gu, " ")
+    .replace(/\s+/g, " ")
+    .trim()
+    .replace(/^\.+|\.+$/g, "");
   return [...plain].slice(0, MAX_NAME_CHARS).join("").trim() || "conversation";
 }
 

@@ -1,8 +1,18 @@
 // What the page keeps in a conversation's metadata: its system prompt, how to sample, whether it is pinned.
 // Values there hold 512 characters, so a longer prompt takes several. Entries of other clients are left alone.
-import type { WireConversation } from "../api/frames";
-import { DEFAULT_SAMPLING, type Sampling, defaultSampling, parseSampling, sameSampling, sampling, startFromDefaults, systemPrompt } from "../app/settings";
+
 import { batch } from "@preact/signals";
+import type { WireConversation } from "../api/frames";
+import {
+  DEFAULT_SAMPLING,
+  defaultSampling,
+  parseSampling,
+  type Sampling,
+  sameSampling,
+  sampling,
+  startFromDefaults,
+  systemPrompt,
+} from "../app/settings";
 
 export type Metadata = Readonly<Record<string, string>>;
 
@@ -21,26 +31,26 @@ const systemKey = (part: number) => (part === 0 ? "system" : `system_${part + 1}
 export function readSettings(metadata: Metadata | null | undefined): ConversationSettings {
   let system = "";
   for (let part = 0; part < SYSTEM_PARTS; part++) system += metadata?.[systemKey(part)] ?? "";
-  return { system, sampling: readSampling(metadata?.["sampling"]) };
+  return { system, sampling: readSampling(metadata?.sampling) };
 }
 
 /** The metadata with this profile in it; a prompt too long to keep is left out. */
 export function withSettings(metadata: Metadata | null | undefined, profile: ConversationSettings): Metadata {
   const next: Record<string, string> = { ...metadata };
   for (let part = 0; part < SYSTEM_PARTS; part++) delete next[systemKey(part)];
-  delete next["sampling"];
+  delete next.sampling;
   const chars = [...profile.system]; // by code points: half a character would be no text
   if (chars.length <= MAX_SYSTEM_CHARS) {
     for (let part = 0; part * VALUE_CHARS < chars.length; part++) {
       next[systemKey(part)] = chars.slice(part * VALUE_CHARS, (part + 1) * VALUE_CHARS).join("");
     }
   }
-  if (profile.sampling) next["sampling"] = JSON.stringify(profile.sampling);
+  if (profile.sampling) next.sampling = JSON.stringify(profile.sampling);
   return next;
 }
 
 export function isPinned(metadata: Metadata | null | undefined): boolean {
-  return metadata?.["pinned"] === "true";
+  return metadata?.pinned === "true";
 }
 
 export function withPin(metadata: Metadata | null | undefined, pinned: boolean): Metadata {
@@ -130,7 +140,9 @@ export class SettingsSync {
     clearTimeout(waiting.timer);
     this.pending = null;
     this.savedState = JSON.stringify(waiting.profile);
-    const writing = this.conversations.changeMetadata(waiting.id, (metadata) => withSettings(metadata, waiting.profile));
+    const writing = this.conversations.changeMetadata(waiting.id, (metadata) =>
+      withSettings(metadata, waiting.profile),
+    );
     this.writing = writing;
     await writing;
     if (this.writing === writing) this.writing = null;

@@ -1,7 +1,8 @@
 // Finding words in every branch of every conversation. The server looks; a newer question drops the answer to an older.
-import { announce } from "../app/notifications";
+
 import { signal } from "@preact/signals";
 import * as rest from "../api/rest";
+import { announce } from "../app/notifications";
 
 const DEBOUNCE_MS = 150; // of the typing
 

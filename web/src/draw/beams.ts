@@ -64,7 +64,9 @@ export function clipDrawing(drawing: BeamDrawing, from: number, to: number): Bea
   const near = ({ x }: { readonly x: number }) => x > from - CURVE && x < to;
   return {
     ...drawing,
-    pieces: drawing.pieces.filter(({ x, width }) => x + width > from && x < to).map((piece) => clipPiece(piece, from, to)),
+    pieces: drawing.pieces
+      .filter(({ x, width }) => x + width > from && x < to)
+      .map((piece) => clipPiece(piece, from, to)),
     joins: drawing.joins.filter(near),
     ticks: drawing.ticks.filter(near),
   };
@@ -180,7 +182,15 @@ function layoutDroppedBeams(grown: Layout, looks: NodeStyles): BeamDrawing {
     addJoin(grown, looks, side, lane);
     for (let between = side.lane + 1; between < lane; between++) lanes.occupy(between, side.x, side.x + CURVE);
     lanes.occupy(lane, side.x, end + CELL_PX);
-    grown.pieces.push({ key: `d${side.child.id}`, kind: "dead", highlighted: false, lane, x: side.x + CURVE, width, text });
+    grown.pieces.push({
+      key: `d${side.child.id}`,
+      kind: "dead",
+      highlighted: false,
+      lane,
+      x: side.x + CURVE,
+      width,
+      text,
+    });
     grown.lanes = Math.max(grown.lanes, lane + 1);
     grown.width = Math.max(grown.width, end);
   }
@@ -200,7 +210,8 @@ function findFreeLane(lanes: LaneGrid, side: Fork, end: number): number | null {
 function addJoin(grown: Layout, looks: NodeStyles, side: Fork, lane: number): void {
   const { child, x } = side;
   grown.joins.push({ key: `j${child.id}`, ...looks.of(child), x, from: side.lane, to: lane });
-  for (let between = side.lane + 1; between < lane; between++) grown.occupied.push({ lane: between, from: x, to: x + CURVE });
+  for (let between = side.lane + 1; between < lane; between++)
+    grown.occupied.push({ lane: between, from: x, to: x + CURVE });
 }
 
 function sameStyle(a: NodeStyle, b: NodeStyle): boolean {
@@ -210,7 +221,8 @@ function sameStyle(a: NodeStyle, b: NodeStyle): boolean {
 /** What a dropped beam said along its first children, cut short. */
 function droppedText(start: BeamNode): string {
   let text = "";
-  for (let node: BeamNode | undefined = start; node && text.length <= DROPPED_CHARS; node = node.children[0]) text += node.text;
+  for (let node: BeamNode | undefined = start; node && text.length <= DROPPED_CHARS; node = node.children[0])
+    text += node.text;
   return truncate(singleLine(text), DROPPED_CHARS);
 }
 
@@ -225,7 +237,8 @@ class LaneGrid {
   }
 
   occupy(lane: number, from: number, to: number): void {
-    (this.rows[lane] ??= new Uint8Array(this.columns)).fill(1, Math.max(0, Math.floor(from / CELL_PX)), Math.ceil(to / CELL_PX));
+    this.rows[lane] ??= new Uint8Array(this.columns);
+    this.rows[lane].fill(1, Math.max(0, Math.floor(from / CELL_PX)), Math.ceil(to / CELL_PX));
   }
 
   isFree(lane: number, from: number, to: number): boolean {

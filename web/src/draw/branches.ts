@@ -24,14 +24,18 @@ interface BranchStart {
 export function drawBranches(tree: Tree): BranchDrawing {
   const nodes = new Map<string, MapNode>();
   const taken: [number, number][][] = []; // by lane: [first, last] rows
-  const waiting: BranchStart[] = tree.childrenOf(null).map((message) => ({ message, parent: null })).reverse();
+  const waiting: BranchStart[] = tree
+    .childrenOf(null)
+    .map((message) => ({ message, parent: null }))
+    .reverse();
   let rows = 0;
   for (let start = waiting.pop(); start; start = waiting.pop()) {
     const chain = chainFrom(tree, start.message);
     const from = start.parent ? start.parent.depth + 1 : 0;
     const to = from + chain.length - 1;
     const lane = freeLane(taken, start.parent ? start.parent.lane + 1 : 0, from, to);
-    (taken[lane] ??= []).push([from, to]);
+    taken[lane] ??= [];
+    taken[lane].push([from, to]);
     rows = Math.max(rows, to + 1);
     let above = start.parent;
     const forks: BranchStart[] = [];
@@ -91,7 +95,11 @@ export function yOf(depth: number): number {
   return depth * ROW_PX + ROW_PX / 2;
 }
 
-export function branchLines(spots: readonly MapNode[], onPath: ReadonlySet<string>, wide: number): { shown: string; other: string } {
+export function branchLines(
+  spots: readonly MapNode[],
+  onPath: ReadonlySet<string>,
+  wide: number,
+): { shown: string; other: string } {
   let [shown, other] = ["", ""];
   for (const spot of spots) {
     if (!spot.parent) continue;

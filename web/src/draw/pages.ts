@@ -1,6 +1,6 @@
 // The page map as one path per state. Every state has a shape of its own beside its colour.
 
-export type PageState = "shared" | "held" | "pinned" | "idle" | "other" | "free";
+export type PageState = "shared" | "active" | "pinned" | "idle" | "other" | "free";
 
 interface PageStateInfo {
   readonly code: string; // on the wire
@@ -11,10 +11,28 @@ interface PageStateInfo {
 }
 
 export const PAGE_STATES: readonly PageStateInfo[] = [
-  { code: "s", name: "shared", label: "Shared", description: "held by several branches at once", shape: "m1 1h6v2h2v6h-6v-2h-2z" },
-  { code: "a", name: "held", label: "Held", description: "held by one branch", shape: "m1 1h8v8h-8z" },
-  { code: "p", name: "pinned", label: "Pinned", description: "kept for good: a public prompt", shape: "m5 0.5l4.5 4.5l-4.5 4.5l-4.5 -4.5z" },
-  { code: "i", name: "idle", label: "Idle", description: "cached, given up when room is needed", shape: "m1 1h8v8h-8zm2 2v4h4v-4z" },
+  {
+    code: "s",
+    name: "shared",
+    label: "Shared",
+    description: "used by several branches",
+    shape: "m1 1h6v2h2v6h-6v-2h-2z",
+  },
+  { code: "a", name: "active", label: "Active", description: "used by one branch", shape: "m1 1h8v8h-8z" },
+  {
+    code: "p",
+    name: "pinned",
+    label: "Pinned",
+    description: "kept for good: a public prompt",
+    shape: "m5 0.5l4.5 4.5l-4.5 4.5l-4.5 -4.5z",
+  },
+  {
+    code: "i",
+    name: "idle",
+    label: "Idle",
+    description: "cached, given up when room is needed",
+    shape: "m1 1h8v8h-8zm2 2v4h4v-4z",
+  },
   { code: "o", name: "other", label: "Others", description: "of somebody else", shape: "m1 4h8v2h-8z" },
   { code: "f", name: "free", label: "Free", description: "never used, or given back", shape: "m4 4h2v2h-2z" },
 ];
@@ -42,7 +60,8 @@ export function pagePaths(cells: string, columns: number): ReadonlyMap<PageState
   return new Map(
     PAGE_STATES.map(({ code, name, shape }) => {
       let path = "";
-      for (let at = cells.indexOf(code); at >= 0; at = cells.indexOf(code, at + 1)) path += cellOrigin(at, columns) + shape;
+      for (let at = cells.indexOf(code); at >= 0; at = cells.indexOf(code, at + 1))
+        path += cellOrigin(at, columns) + shape;
       return [name, path];
     }),
   );
@@ -52,7 +71,8 @@ export function pagePaths(cells: string, columns: number): ReadonlyMap<PageState
 export function changedPath(cells: string, before: string, columns: number): string {
   if (before.length !== cells.length) return "";
   let path = "";
-  for (let at = 0; at < cells.length; at++) if (cells[at] !== before[at]) path += `${cellOrigin(at, columns)}h10v10h-10z`;
+  for (let at = 0; at < cells.length; at++)
+    if (cells[at] !== before[at]) path += `${cellOrigin(at, columns)}h10v10h-10z`;
   return path;
 }
 

@@ -1,7 +1,8 @@
 // What a rendered block gets beyond its markup: frames around code, tables that scroll, drawn formulas, task marks.
+
+import type { HLJSApi } from "highlight.js";
 import { copyText } from "../app/browser";
 import { sanitize } from "./parser";
-import type { HLJSApi } from "highlight.js";
 
 /** Finish the nodes of `fragment` before they are shown. `complete`: no more text will come for them. */
 export function decorateBlocks(fragment: DocumentFragment, complete: boolean): void {
@@ -38,7 +39,7 @@ const COPIED_MS = 1600;
 /** Wrap `pre` in a labelled frame. Colours come only when `complete`: half a program has no stable syntax. */
 function frameCode(pre: HTMLPreElement, complete: boolean): HTMLElement {
   const code = pre.querySelector("code");
-  const language = code?.dataset["language"] ?? "";
+  const language = code?.dataset.language ?? "";
   const frame = document.createElement("figure");
   frame.className = "code";
   const bar = document.createElement("figcaption");
@@ -107,8 +108,12 @@ function drawFormulas(root: DocumentFragment): void {
     return;
   }
   katexLoading ??= import("./katex").then(
-    (module) => void (drawTex = module.drawFormula),
-    () => void (katexLoading = null), // the chunk did not arrive; the TeX stays, the next formula asks again
+    (module) => {
+      drawTex = module.drawFormula;
+    },
+    () => {
+      katexLoading = null; // the chunk did not load: the TeX stays as text, the next formula tries again
+    },
   );
   void katexLoading.then(() => drawTex && formulas.forEach(showFormula));
 }

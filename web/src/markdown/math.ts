@@ -2,7 +2,7 @@
 import type MarkdownIt from "markdown-it";
 import type { StateBlock, StateInline } from "markdown-it";
 
-const CLOSES: Readonly<Record<string, string>> = { "$$": "$$", $: "$", "\\(": "\\)", "\\[": "\\]" };
+const CLOSES: Readonly<Record<string, string>> = { $$: "$$", $: "$", "\\(": "\\)", "\\[": "\\]" };
 const OPENS = Object.keys(CLOSES); // `$$` before `$`
 const NOTATION = /[\\^_={}<>+]/;
 const PROSE = /\s\S*[A-Za-z]{2}|[A-Za-z]{2}\S*\s/; // words in a row
@@ -10,14 +10,14 @@ const PROSE = /\s\S*[A-Za-z]{2}|[A-Za-z]{2}\S*\s/; // words in a row
 export function addMath(md: InstanceType<typeof MarkdownIt>): void {
   md.inline.ruler.before("escape", "math", inlineMath);
   md.block.ruler.before("fence", "math_block", blockMath, { alt: ["paragraph", "reference", "blockquote", "list"] });
-  md.renderer.rules["math"] = (tokens, index) => {
+  md.renderer.rules.math = (tokens, index) => {
     const { content, markup } = tokens[index]!;
     const display = markup === "$$" || markup === "\\[";
     return `<span class="math ${display ? "math-display" : "math-inline"}">${md.utils.escapeHtml(content)}</span>`;
   };
-  md.renderer.rules["math_block"] = (tokens, index) => {
+  md.renderer.rules.math_block = (tokens, index) => {
     const { content, meta } = tokens[index]!;
-    const state = meta?.["open"] ? "math-open" : "math math-display";
+    const state = meta?.open ? "math-open" : "math math-display";
     return `<div class="${state}">${md.utils.escapeHtml(content)}</div>`;
   };
 }
@@ -45,7 +45,8 @@ function closingDollar(src: string, pos: number): number {
   if (/[\w$]/.test(src[pos - 1] ?? "") || /[\s$]/.test(src[pos + 1] ?? " ")) return -1;
   for (let at = pos + 1; at < src.length; at++) {
     if (src[at] === "\\") at++;
-    else if (src[at] === "`") return -1; // code is stronger
+    else if (src[at] === "`")
+      return -1; // code is stronger
     else if (src[at] === "$") return /\s/.test(src[at - 1]!) || /[\w$]/.test(src[at + 1] ?? "") ? -1 : at;
   }
   return -1;

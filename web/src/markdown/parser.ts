@@ -1,8 +1,9 @@
 // Markdown to HTML text, with everything that could act removed at the parser: no raw HTML, no image that loads,
 // no link that is not http(s) or mailto. `sanitize.ts` stands behind it all the same.
-import { addMath } from "./math";
+
 import DOMPurify from "dompurify";
 import MarkdownIt, { type Token } from "markdown-it";
+import { addMath } from "./math";
 
 export type Parser = InstanceType<typeof MarkdownIt>;
 
@@ -57,7 +58,8 @@ function codeHtml(md: Parser, code: string, info: string): string {
 
 function insideLink(tokens: readonly Token[], index: number): boolean {
   let depth = 0;
-  for (const token of tokens.slice(0, index)) depth += Number(token.type === "link_open") - Number(token.type === "link_close");
+  for (const token of tokens.slice(0, index))
+    depth += Number(token.type === "link_open") - Number(token.type === "link_close");
   return depth > 0;
 }
 
@@ -70,8 +72,34 @@ function shortAddress(address: string): string {
 // ---- The second wall: even if the parser let something through, only these tags and attributes reach the page.
 
 const TAGS = [
-  "a", "blockquote", "br", "code", "del", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",
-  "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+  "a",
+  "blockquote",
+  "br",
+  "code",
+  "del",
+  "div",
+  "em",
+  "h1",
+  "h2",
+  "h3",
+  "h4",
+  "h5",
+  "h6",
+  "hr",
+  "li",
+  "ol",
+  "p",
+  "pre",
+  "s",
+  "span",
+  "strong",
+  "table",
+  "tbody",
+  "td",
+  "th",
+  "thead",
+  "tr",
+  "ul",
 ];
 const ATTRIBUTES = ["href", "target", "rel", "class", "start", "data-language", "title"];
 

@@ -1,9 +1,10 @@
 // Markdown that grows. Top-level blocks that are finished are rendered once and never touched again; only the last,
 // still open block is rendered anew, and of it only what changed is replaced. So a long answer costs the same per delta
 // as a short one.
-import { decorateBlocks } from "./blocks";
-import { type Parser, makeParser, sanitize } from "./parser";
+
 import type { Token } from "markdown-it";
+import { decorateBlocks } from "./blocks";
+import { makeParser, type Parser, sanitize } from "./parser";
 
 const MAYBE_ITEM = /^ {0,3}(\d{1,9}[.)]?|[-+*])?\s*$/;
 const REFERENCE = /^ {0,3}\[[^\]]+\]:\s/m; // a definition may change how an earlier block reads
@@ -87,7 +88,7 @@ function outlineOf(md: Parser, source: string): Outline {
   return {
     lastStart: startOfLast(source, blocks),
     startsWithMath: blocks[0]?.type === "math_block",
-    endsWithOpenMath: last?.type === "math_block" && last.meta?.["open"] === true,
+    endsWithOpenMath: last?.type === "math_block" && last.meta?.open === true,
   };
 }
 

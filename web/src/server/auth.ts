@@ -1,9 +1,10 @@
 // The door: where the server wants a key, the page stays outside until somebody hands one in.
-import { type Identity, RequestError, getIdentity, signIn } from "../api/rest";
+
+import { effect, untracked } from "@preact/signals";
+import { getIdentity, type Identity, RequestError, signIn } from "../api/rest";
 import type { Socket } from "../api/socket";
 import { toast } from "../app/notifications";
 import type { Conversations } from "../conversations/conversations";
-import { effect, untracked } from "@preact/signals";
 
 export class Auth {
   private owner: string | null = null; // whose chats this page has shown, once that is known
@@ -27,7 +28,10 @@ export class Auth {
       this.socket.refuse();
       return false;
     }
-    void getIdentity().then((who) => (this.owner = identityKey(who)), () => {});
+    void getIdentity().then(
+      (who) => (this.owner = identityKey(who)),
+      () => {},
+    );
     return true;
   }
 
@@ -53,7 +57,10 @@ export class Auth {
 
   /** The connection is gone: was it the session? Then only a key helps; or another tab has signed in as somebody else. */
   private async checkSession(): Promise<void> {
-    const ended = await getIdentity().then((who) => this.isOtherUser(identityKey(who)), (error) => this.conversations.lockIfUnauthorized(error));
+    const ended = await getIdentity().then(
+      (who) => this.isOtherUser(identityKey(who)),
+      (error) => this.conversations.lockIfUnauthorized(error),
+    );
     if (ended) this.socket.refuse();
   }
 

@@ -1,7 +1,8 @@
 // How much of each conversation is in the cache right now: a warm one answers without reading itself again.
-import { type CacheMap, getCacheMap } from "../api/rest";
+
 import { signal } from "@preact/signals";
 import * as rest from "../api/rest";
+import { type CacheMap, getCacheMap } from "../api/rest";
 
 const REFRESH_MS = 20_000;
 const DEBOUNCE_MS = 600; // several things happen at the end of an answer

@@ -1,19 +1,20 @@
 // The page: list, thread, composer, and whichever panel is open.
-import { Shortcuts } from "./Shortcuts";
+
+import { signal } from "@preact/signals";
+import type { ComponentType, JSX } from "preact";
+import { useEffect } from "preact/hooks";
 import { announcement, dismiss, toast, toasts } from "../app/notifications";
 import type { Chat } from "../chat/chat";
 import { Banner } from "./Banner";
 import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
 import { Beams, Cells, Close, Columns, Fork, Menu, PanelRight, Plus } from "./icons";
-import { type SidePanelName, lastSidePanel, panel, sidePanel, sidebarOpen, togglePanel } from "./navigation";
+import { lastSidePanel, panel, type SidePanelName, sidebarOpen, sidePanel, togglePanel } from "./navigation";
+import { Shortcuts } from "./Shortcuts";
 import { DropZone } from "./sidebar/ImportExport";
 import { Sidebar } from "./sidebar/Sidebar";
 import { ThreadView } from "./thread/ThreadView";
 import { AlternativesPopover } from "./thread/TokenView";
-import { signal } from "@preact/signals";
-import type { ComponentType, JSX } from "preact";
-import { useEffect } from "preact/hooks";
 
 const Settings = lazy(async () => (await import("./Settings")).Settings);
 const SidePanel = lazy(
@@ -25,9 +26,17 @@ const SidePanel = lazy(
 export function App({ chat }: { chat: Chat }) {
   return (
     <ChatContext.Provider value={chat}>
-      <div class={`app ${sidebarOpen.value ? "app-side" : ""} ${panel.value === "settings" ? "app-panel" : sidePanel.value ? "app-panel app-wide" : ""}`}>
+      <div
+        class={`app ${sidebarOpen.value ? "app-sidebar" : ""} ${panel.value === "settings" ? "app-panel" : sidePanel.value ? "app-panel app-wide-panel" : ""}`}
+      >
         <Sidebar />
-        <button type="button" class="scrim" aria-label="Close the list" tabIndex={-1} onClick={() => (sidebarOpen.value = false)} />
+        <button
+          type="button"
+          class="scrim"
+          aria-label="Close the list"
+          tabIndex={-1}
+          onClick={() => (sidebarOpen.value = false)}
+        />
         <main class="main">
           <TopBar />
           <Banner />
@@ -41,7 +50,9 @@ export function App({ chat }: { chat: Chat }) {
       <AlternativesPopover />
       <DropZone />
       <Toasts />
-      <p class="sr-only" role="status" id="status">{announcement.value}</p>
+      <p class="sr-only" role="status" id="status">
+        {announcement.value}
+      </p>
     </ChatContext.Provider>
   );
 }
@@ -52,7 +63,7 @@ function TopBar() {
   const title = id === null ? null : chat.conversations.find(id)?.title;
   const empty = chat.thread.value.tree.value.path.value.length === 0;
   return (
-    <header class="top">
+    <header class="top-bar">
       <button
         type="button"
         class="tool"
@@ -63,7 +74,7 @@ function TopBar() {
       >
         <Menu />
       </button>
-      {empty ? <span class="grow" /> : <h1 class="top-title">{title ?? "New chat"}</h1>}
+      {empty ? <span class="spacer" /> : <h1 class="top-title">{title ?? "New chat"}</h1>}
       <button type="button" class="tool top-new" aria-label="New chat" onClick={() => chat.newConversation()}>
         <Plus />
       </button>
@@ -85,7 +96,7 @@ function PanelButtons() {
   const searching = useChat().live.value?.beamTree.value ?? null;
   return (
     <>
-      <div class="doors" role="group" aria-label="Panels">
+      <div class="panel-buttons" role="group" aria-label="Panels">
         {PANEL_BUTTONS.map(({ name, label, icon: Icon }, index) => (
           <button
             key={name}
@@ -101,7 +112,12 @@ function PanelButtons() {
           </button>
         ))}
       </div>
-      <button type="button" class="tool door" aria-label="Panel" onClick={() => togglePanel(lastSidePanel.value)}>
+      <button
+        type="button"
+        class="tool panel-button"
+        aria-label="Panel"
+        onClick={() => togglePanel(lastSidePanel.value)}
+      >
         <PanelRight />
       </button>
     </>
@@ -128,7 +144,9 @@ function Toasts() {
               {toast.action.label}
             </button>
           )}
-          <button type="button" class="tool" aria-label="Dismiss" onClick={() => dismiss(toast.id)}><Close /></button>
+          <button type="button" class="tool" aria-label="Dismiss" onClick={() => dismiss(toast.id)}>
+            <Close />
+          </button>
         </div>
       ))}
     </div>
@@ -136,7 +154,11 @@ function Toasts() {
 }
 
 /** A component that is loaded when it is first shown. `failed` runs when it does not load; the next showing tries again. */
-function lazy(load: () => Promise<ComponentType>, loading: JSX.Element | null = null, failed = () => {}): ComponentType {
+function lazy(
+  load: () => Promise<ComponentType>,
+  loading: JSX.Element | null = null,
+  failed = () => {},
+): ComponentType {
   const loaded = signal<ComponentType | null>(null);
   return function LazyComponent() {
     useEffect(() => {

@@ -1,6 +1,7 @@
 // What stands between the reader and an answer, when something does: a key, the network, a model still loading.
-import { useChat } from "./context";
+
 import { signal } from "@preact/signals";
+import { useChat } from "./context";
 
 const online = signal(navigator.onLine);
 addEventListener("online", () => (online.value = true));
@@ -14,15 +15,20 @@ export function Banner() {
     return (
       <div class="banner" role="alert">
         The server refused this page.
-        <button type="button" class="button" onClick={() => location.reload()}>Reload</button>
+        <button type="button" class="button" onClick={() => location.reload()}>
+          Reload
+        </button>
       </div>
     );
   }
   if (link === "lost") {
     return (
       <div class="banner" role="alert">
-        {online.value ? "The connection is lost." : "You are offline."} Your conversation is stored; the page reconnects by itself.
-        <button type="button" class="button" onClick={() => chat.socket.retryNow()}>Try now</button>
+        {online.value ? "The connection is lost." : "You are offline."} Your conversation is stored; the page reconnects
+        by itself.
+        <button type="button" class="button" onClick={() => chat.socket.retryNow()}>
+          Try now
+        </button>
       </div>
     );
   }
@@ -33,7 +39,7 @@ function LoadingBanner() {
   const state = useChat().readiness.status.value;
   if (state.phase === "loading") {
     return (
-      <div class="banner banner-calm" role="status">
+      <div class="banner banner-info" role="status">
         <label>
           Loading the model <progress value={state.progress} max={1} />
         </label>
@@ -63,7 +69,7 @@ function SignInForm() {
   const why = LOCK_REASONS[chat.conversations.lockCode.value];
   return (
     <form
-      class="banner banner-calm"
+      class="banner banner-info"
       onSubmit={(event) => {
         event.preventDefault();
         const key = new FormData(event.currentTarget).get("key");
@@ -72,9 +78,11 @@ function SignInForm() {
     >
       {why && <span role="alert">{why}</span>}
       <label>
-        This server wants an API key <input class="find" name="key" type="password" autocomplete="off" />
+        This server wants an API key <input class="text-input" name="key" type="password" autocomplete="off" />
       </label>
-      <button type="submit" class="button button-main">Sign in</button>
+      <button type="submit" class="button button-main">
+        Sign in
+      </button>
     </form>
   );
 }

@@ -1,11 +1,12 @@
 // Where the reader writes, and the three choices that matter most: who answers, how many answers, how it is drawn.
+
+import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../app/notifications";
 import { allPrompts, findPrompt } from "../app/prompts";
 import { MAX_N, sampling, setSampling, systemPrompt } from "../app/settings";
 import { useChat } from "./context";
 import { Chevron, Minus, Plus, Send, Sliders, Stop } from "./icons";
 import { panel, togglePanel } from "./navigation";
-import { useEffect, useRef } from "preact/hooks";
 
 const MAX_HEIGHT_PX = 220;
 
@@ -16,7 +17,7 @@ export function Composer() {
   const live = chat.live.value;
   const ready = chat.ready.value;
 
-  const fit = () => {
+  const resize = () => {
     const box = area.current;
     if (!box) return;
     box.style.height = "auto";
@@ -28,7 +29,7 @@ export function Composer() {
     if (said === "" || live || !ready) return;
     text.value = "";
     if (area.current) area.current.value = "";
-    fit();
+    resize();
     chat.send(said);
   };
   const onKeyDown = (event: KeyboardEvent) => {
@@ -36,7 +37,7 @@ export function Composer() {
       event.preventDefault();
       send();
     } else if (event.key === "ArrowUp" && text.value === "") {
-      const edits = document.querySelectorAll<HTMLButtonElement>(".said .tool-edit");
+      const edits = document.querySelectorAll<HTMLButtonElement>(".user-message .tool-edit");
       const last = edits.item(edits.length - 1);
       if (last) {
         event.preventDefault();
@@ -62,7 +63,7 @@ export function Composer() {
           placeholder={placeholder()}
           onInput={(event) => {
             text.value = event.currentTarget.value;
-            fit();
+            resize();
           }}
           onKeyDown={onKeyDown}
         />
@@ -79,15 +80,27 @@ export function Composer() {
           >
             <Sliders />
           </button>
-          <span class="grow" />
+          <span class="spacer" />
           <CacheBadge />
           <ContextMeter />
           {live ? (
-            <button type="button" class="send send-stop" aria-label="Stop" title="Stop (Esc)" onClick={() => chat.stop()}>
+            <button
+              type="button"
+              class="send send-stop"
+              aria-label="Stop"
+              title="Stop (Esc)"
+              onClick={() => chat.stop()}
+            >
               <Stop />
             </button>
           ) : (
-            <button type="submit" class="send" aria-label="Send" title="Send (Enter)" disabled={text.value.trim() === "" || !ready}>
+            <button
+              type="submit"
+              class="send"
+              aria-label="Send"
+              title="Send (Enter)"
+              disabled={text.value.trim() === "" || !ready}
+            >
               <Send />
             </button>
           )}
@@ -100,11 +113,12 @@ export function Composer() {
 function Suggestions() {
   const chat = useChat();
   const thread = chat.thread.value;
-  if (thread.live.value || thread.suggestions.value.length === 0 || thread.tree.value.path.value.length === 0) return null;
+  if (thread.live.value || thread.suggestions.value.length === 0 || thread.tree.value.path.value.length === 0)
+    return null;
   return (
     <div class="suggestions">
       {thread.suggestions.value.map((text) => (
-        <button key={text} type="button" class="chip chip-next" onClick={() => chat.send(text)}>
+        <button key={text} type="button" class="chip chip-suggestion" onClick={() => chat.send(text)}>
           {text}
         </button>
       ))}
@@ -125,7 +139,9 @@ function SystemPromptSelect() {
         }}
       >
         {allPrompts.value.map((preset) => (
-          <option key={preset.name} value={preset.text}>{preset.name}</option>
+          <option key={preset.name} value={preset.text}>
+            {preset.name}
+          </option>
         ))}
         <option value="custom">Custom…</option>
       </select>
@@ -142,10 +158,16 @@ function AnswerCount() {
     announce(`${sampling.value.n} answers per message`);
   };
   return (
-    <span class="chip chip-count" role="group" aria-label="Answers per message">
-      <button type="button" aria-label="Fewer answers" disabled={n <= 1} onClick={() => set(n - 1)}><Minus /></button>
-      <span class="count" data-n={n}><b>{n}</b> {noun}</span>
-      <button type="button" aria-label="More answers" disabled={n >= MAX_N} onClick={() => set(n + 1)}><Plus /></button>
+    <span class="chip chip-counter" role="group" aria-label="Answers per message">
+      <button type="button" aria-label="Fewer answers" disabled={n <= 1} onClick={() => set(n - 1)}>
+        <Minus />
+      </button>
+      <span class="answer-count" data-n={n}>
+        <b>{n}</b> {noun}
+      </span>
+      <button type="button" aria-label="More answers" disabled={n >= MAX_N} onClick={() => set(n + 1)}>
+        <Plus />
+      </button>
     </span>
   );
 }
@@ -173,7 +195,9 @@ function ContextMeter() {
         <circle class="meter-track" cx="10" cy="10" r="7.5" />
         <circle class="meter-fill" cx="10" cy="10" r="7.5" pathLength="100" stroke-dasharray={`${share * 100} 100`} />
       </svg>
-      <span class="meter-text">{used.toLocaleString("en")} / {limit.toLocaleString("en")}</span>
+      <span class="meter-text">
+        {used.toLocaleString("en")} / {limit.toLocaleString("en")}
+      </span>
     </span>
   );
 }
@@ -185,8 +209,9 @@ function CacheBadge() {
   if (!warm) return null;
   const label = `Draft-ahead: ${warm.warmTokens} of ${warm.inputTokens} prompt tokens are computed while you type`;
   return (
-    <span class="warm" role="img" aria-label={label} title={label} data-warm={warm.warmTokens}>
-      <span class="dot dot-on" /><span class="warm-text"> warm</span>
+    <span class="cache-badge" role="img" aria-label={label} title={label} data-cached={warm.warmTokens}>
+      <span class="dot dot-on" />
+      <span class="cache-badge-text"> warm</span>
     </span>
   );
 }

@@ -1,13 +1,19 @@
 // An empty conversation teaches: a few things to ask, each with what it shows.
+
+import type { ComponentChildren } from "preact";
 import { PRESETS } from "../app/prompts";
 import { type Sampling, systemPrompt } from "../app/settings";
 import { useChat } from "./context";
 import { Again, Beams, Book, Columns, Fork, Person } from "./icons";
 import { isNarrow, togglePanel } from "./navigation";
-import type { ComponentChildren } from "preact";
 
 const ICONS: Readonly<Record<StarterFeature, typeof Fork>> = {
-  candidates: Columns, beams: Beams, fork: Fork, memory: Again, persona: Person, pages: Book,
+  candidates: Columns,
+  beams: Beams,
+  fork: Fork,
+  memory: Again,
+  persona: Person,
+  pages: Book,
 };
 
 export function EmptyState() {
@@ -20,21 +26,31 @@ export function EmptyState() {
     chat.send(starter.prompt, starter.sampling);
   };
   return (
-    <section class="empty">
-      <header class="empty-head">
-        <h1>Ask once. <span class="ink-cached">Branch freely.</span></h1>
-        <p class="empty-lead">
-          What the model has read stays in small pages. Later turns, other answers and edited questions share them instead of
-          starting over.
+    <section class="empty-state">
+      <header class="empty-state-head">
+        <h1>
+          Ask once. <span class="ink-cached">Branch freely.</span>
+        </h1>
+        <p class="empty-state-lead">
+          What the model has read stays in small pages. Later turns, other answers and edited questions share them
+          instead of starting over.
         </p>
         <ul class="legend-line">
-          <li><i class="cell" aria-hidden="true" />was in the cache</li>
-          <li><i class="cell cell-computed" aria-hidden="true" />had to be computed</li>
+          <li>
+            <i class="cell" aria-hidden="true" />
+            was in the cache
+          </li>
+          <li>
+            <i class="cell cell-computed" aria-hidden="true" />
+            had to be computed
+          </li>
         </ul>
         <ForkDiagram />
       </header>
       <ul class="starters">
-        {STARTERS.map((starter) => <StarterCard key={starter.title} starter={starter} onBegin={begin} />)}
+        {STARTERS.map((starter) => (
+          <StarterCard key={starter.title} starter={starter} onBegin={begin} />
+        ))}
       </ul>
     </section>
   );
@@ -46,12 +62,14 @@ function StarterCard({ starter, onBegin }: { starter: Starter; onBegin: (starter
     <li>
       <button type="button" class="starter" disabled={!useChat().ready.value} onClick={() => onBegin(starter)}>
         <span class="starter-head">
-          <span class="starter-icon"><Icon /></span>
+          <span class="starter-icon">
+            <Icon />
+          </span>
           <span class="starter-title">{starter.title}</span>
           {starter.badge && <span class="badge">{starter.badge}</span>}
         </span>
-        <span class="starter-ask">“{starter.prompt}”</span>
-        <span class="starter-why">{starter.description}</span>
+        <span class="starter-prompt">“{starter.prompt}”</span>
+        <span class="starter-description">{starter.description}</span>
       </button>
     </li>
   );
@@ -69,18 +87,36 @@ const ANSWER_X = FORK_X + 40;
 function ForkDiagram() {
   const trunk = ROW_Y[1]!;
   return (
-    <svg class="hero" viewBox="0 0 226 108" role="img" aria-label="One prompt, read once; three answers that share its pages">
+    <svg
+      class="diagram"
+      viewBox="0 0 226 108"
+      role="img"
+      aria-label="One prompt, read once; three answers that share its pages"
+    >
       {ROW_Y.map((y) => (
-        <path key={y} class="hero-line" pathLength="1" d={`M${FORK_X} ${trunk}c20 0 16 ${y - trunk} 36 ${y - trunk}`} />
+        <path
+          key={y}
+          class="diagram-line"
+          pathLength="1"
+          d={`M${FORK_X} ${trunk}c20 0 16 ${y - trunk} 36 ${y - trunk}`}
+        />
       ))}
       {Array.from({ length: TRUNK_CELLS }, (_, index) => (
-        <rect key={index} class={`hero-cell hero-${index}`} x={index * DIAGRAM_CELL.step} y={trunk - 9} width={DIAGRAM_CELL.width} height={DIAGRAM_CELL.height} rx="2.5" />
+        <rect
+          key={index}
+          class={`diagram-cell diagram-${index}`}
+          x={index * DIAGRAM_CELL.step}
+          y={trunk - 9}
+          width={DIAGRAM_CELL.width}
+          height={DIAGRAM_CELL.height}
+          rx="2.5"
+        />
       ))}
       {ANSWER_CELLS.map((count, row) =>
         Array.from({ length: count }, (_, index) => (
           <rect
             key={`${row} ${index}`}
-            class={`hero-cell hero-new hero-${TRUNK_CELLS + 2 * index + row}`}
+            class={`diagram-cell diagram-new diagram-${TRUNK_CELLS + 2 * index + row}`}
             x={ANSWER_X + index * DIAGRAM_CELL.step + 0.75}
             y={ROW_Y[row]! - 8.25}
             width={DIAGRAM_CELL.width - 1.5}
@@ -173,10 +209,14 @@ interface Props {
 
 export function EmptyPanel({ title, action, onAction, children }: Props) {
   return (
-    <section class="teach">
+    <section class="empty-panel">
       <h2>{title}</h2>
       <p>{children}</p>
-      {action && <button type="button" class="button button-main" onClick={onAction}>{action}</button>}
+      {action && (
+        <button type="button" class="button button-main" onClick={onAction}>
+          {action}
+        </button>
+      )}
     </section>
   );
 }

@@ -29,7 +29,10 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
   const button = useRef<HTMLButtonElement>(null);
   const menu = useRef<HTMLDivElement>(null);
   const entries = () => [...(menu.current?.querySelectorAll<HTMLButtonElement>("[role=menuitem]") ?? [])];
-  const focus = (index: number) => entries().at(index % entries().length)?.focus();
+  const focus = (index: number) =>
+    entries()
+      .at(index % entries().length)
+      ?.focus();
 
   const onToggle = () => {
     if (!open.value || !button.current || !menu.current) return;
@@ -48,7 +51,7 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
     else if (event.key === "Escape" || event.key === "Tab") menu.current?.hidePopover();
     else if (letter) {
       const rest = [...entries().slice(at + 1), ...entries().slice(0, at + 1)];
-      rest.find((entry) => entry.dataset["label"]?.toLowerCase().startsWith(event.key.toLowerCase()))?.focus();
+      rest.find((entry) => entry.dataset.label?.toLowerCase().startsWith(event.key.toLowerCase()))?.focus();
     } else return;
     event.stopPropagation();
     if (event.key !== "Tab") event.preventDefault();
@@ -74,29 +77,44 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
       >
         {children}
       </button>
-      <div class="menu" popover="auto" role="menu" id={id} ref={menu} aria-label={label} onBeforeToggle={onBeforeToggle} onToggle={onToggle} onKeyDown={onKeyDown}>
-        {open.value && note && <p class="menu-note" role="presentation">{note}</p>}
-        {open.value && items.map((item, index) => (
-          <Fragment key={item.label}>
-            {item.line && <hr class="menu-line" />}
-            <button
-              type="button"
-              role="menuitem"
-              tabIndex={-1}
-              autofocus={index === 0}
-              class={item.danger ? "menu-item menu-danger" : "menu-item"}
-              data-label={item.label}
-              onClick={() => {
-                menu.current?.hidePopover();
-                item.run();
-              }}
-            >
-              {item.icon}
-              <span class="grow">{item.label}</span>
-              {item.keys && <kbd aria-hidden="true">{item.keys}</kbd>}
-            </button>
-          </Fragment>
-        ))}
+      <div
+        class="menu"
+        popover="auto"
+        role="menu"
+        id={id}
+        ref={menu}
+        aria-label={label}
+        onBeforeToggle={onBeforeToggle}
+        onToggle={onToggle}
+        onKeyDown={onKeyDown}
+      >
+        {open.value && note && (
+          <p class="menu-note" role="presentation">
+            {note}
+          </p>
+        )}
+        {open.value &&
+          items.map((item, index) => (
+            <Fragment key={item.label}>
+              {item.line && <hr class="menu-line" />}
+              <button
+                type="button"
+                role="menuitem"
+                tabIndex={-1}
+                autofocus={index === 0}
+                class={item.danger ? "menu-item menu-danger" : "menu-item"}
+                data-label={item.label}
+                onClick={() => {
+                  menu.current?.hidePopover();
+                  item.run();
+                }}
+              >
+                {item.icon}
+                <span class="spacer">{item.label}</span>
+                {item.keys && <kbd aria-hidden="true">{item.keys}</kbd>}
+              </button>
+            </Fragment>
+          ))}
       </div>
     </>
   );

@@ -1,14 +1,39 @@
 // How answers are drawn and how the assistant behaves.
-import { type Identity, getIdentity, signOut } from "../api/rest";
+
+import { useSignal } from "@preact/signals";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { getIdentity, type Identity, signOut } from "../api/rest";
 import { announce, toast } from "../app/notifications";
-import { type Preset, allPrompts, customPrompts, findPrompt, isCustom, removePrompt, restorePrompt, savePrompt } from "../app/prompts";
-import { DEFAULT_SAMPLING, MAX_N, autoTitle, clickForAlternatives, defaultSampling, defaultSystem, makeDefaults, prefillWhileTyping, sameSampling, sampling, setSampling, shouldAutoTitle, showStats, systemPrompt } from "../app/settings";
+import {
+  allPrompts,
+  customPrompts,
+  findPrompt,
+  isCustom,
+  type Preset,
+  removePrompt,
+  restorePrompt,
+  savePrompt,
+} from "../app/prompts";
+import {
+  autoTitle,
+  clickForAlternatives,
+  DEFAULT_SAMPLING,
+  defaultSampling,
+  defaultSystem,
+  MAX_N,
+  makeDefaults,
+  prefillWhileTyping,
+  sameSampling,
+  sampling,
+  setSampling,
+  shouldAutoTitle,
+  showStats,
+  systemPrompt,
+} from "../app/settings";
 import { MAX_SYSTEM_CHARS } from "../conversations/metadata";
 import { useChat } from "./context";
 import { Close } from "./icons";
 import { panel } from "./navigation";
-import { useSignal } from "@preact/signals";
-import { useEffect, useRef, useState } from "preact/hooks";
 
 export function Settings() {
   const chat = useChat();
@@ -20,44 +45,105 @@ export function Settings() {
     <aside class="panel" aria-label="Settings" ref={root}>
       <header class="panel-head">
         <h2>Settings</h2>
-        <button type="button" class="tool" aria-label="Close settings" onClick={() => (panel.value = null)}><Close /></button>
+        <button type="button" class="tool" aria-label="Close settings" onClick={() => (panel.value = null)}>
+          <Close />
+        </button>
       </header>
       <SystemPrompts />
       <fieldset class="field">
         <legend>Search</legend>
         <div class="segments">
-          <button type="button" aria-pressed={!beams} onClick={() => setSampling({ search: "sample" })}>Sample</button>
-          <button type="button" aria-pressed={beams} onClick={() => setSampling({ search: "beam", n: Math.max(2, settings.n) })}>
+          <button type="button" aria-pressed={!beams} onClick={() => setSampling({ search: "sample" })}>
+            Sample
+          </button>
+          <button
+            type="button"
+            aria-pressed={beams}
+            onClick={() => setSampling({ search: "beam", n: Math.max(2, settings.n) })}
+          >
             Beam search
           </button>
         </div>
-        <p class="hint">{beams ? "Keeps the most likely texts at every step and shows the best." : "Draws every token from what is likely."}</p>
+        <p class="hint">
+          {beams
+            ? "Keeps the most likely texts at every step and shows the best."
+            : "Draws every token from what is likely."}
+        </p>
       </fieldset>
-      <Slider label={beams ? "Beams" : "Answers"} min={beams ? 2 : 1} max={MAX_N} step={1} value={settings.n} onValue={(n) => setSampling({ n })} />
+      <Slider
+        label={beams ? "Beams" : "Answers"}
+        min={beams ? 2 : 1}
+        max={MAX_N}
+        step={1}
+        value={settings.n}
+        onValue={(n) => setSampling({ n })}
+      />
       {!beams && (
         <>
-          <Slider label="Temperature" min={0} max={2} step={0.05} value={settings.temperature} onValue={(temperature) => setSampling({ temperature })} />
-          <Slider label="Top-p" min={0.05} max={1} step={0.05} value={settings.topP} onValue={(topP) => setSampling({ topP })} />
+          <Slider
+            label="Temperature"
+            min={0}
+            max={2}
+            step={0.05}
+            value={settings.temperature}
+            onValue={(temperature) => setSampling({ temperature })}
+          />
+          <Slider
+            label="Top-p"
+            min={0.05}
+            max={1}
+            step={0.05}
+            value={settings.topP}
+            onValue={(topP) => setSampling({ topP })}
+          />
         </>
       )}
-      <NumberField label="Longest answer, tokens" placeholder="as many as fit" value={settings.maxTokens || null} onValue={(value) => setSampling({ maxTokens: value ?? 0 })} />
-      {!beams && <NumberField label="Seed" placeholder="a new one each time" value={settings.seed} onValue={(seed) => setSampling({ seed })} />}
+      <NumberField
+        label="Longest answer, tokens"
+        placeholder="as many as fit"
+        value={settings.maxTokens || null}
+        onValue={(value) => setSampling({ maxTokens: value ?? 0 })}
+      />
+      {!beams && (
+        <NumberField
+          label="Seed"
+          placeholder="a new one each time"
+          value={settings.seed}
+          onValue={(seed) => setSampling({ seed })}
+        />
+      )}
       <DefaultsSection />
-      <h3 class="panel-part">This browser</h3>
+      <h3 class="panel-section-title">This browser</h3>
       <label class="check">
-        <input type="checkbox" checked={shouldAutoTitle(chat.session.value?.model)} onChange={(event) => (autoTitle.value = event.currentTarget.checked)} />
+        <input
+          type="checkbox"
+          checked={shouldAutoTitle(chat.session.value?.model)}
+          onChange={(event) => (autoTitle.value = event.currentTarget.checked)}
+        />
         The model names new chats
       </label>
       <label class="check">
-        <input type="checkbox" checked={showStats.value} onChange={(event) => (showStats.value = event.currentTarget.checked)} />
+        <input
+          type="checkbox"
+          checked={showStats.value}
+          onChange={(event) => (showStats.value = event.currentTarget.checked)}
+        />
         Figures below each answer
       </label>
       <label class="check">
-        <input type="checkbox" checked={prefillWhileTyping.value} onChange={(event) => (prefillWhileTyping.value = event.currentTarget.checked)} />
+        <input
+          type="checkbox"
+          checked={prefillWhileTyping.value}
+          onChange={(event) => (prefillWhileTyping.value = event.currentTarget.checked)}
+        />
         Draft-ahead: the server reads while I type
       </label>
       <label class="check">
-        <input type="checkbox" checked={clickForAlternatives.value} onChange={(event) => (clickForAlternatives.value = event.currentTarget.checked)} />
+        <input
+          type="checkbox"
+          checked={clickForAlternatives.value}
+          onChange={(event) => (clickForAlternatives.value = event.currentTarget.checked)}
+        />
         A click on a word shows its alternatives
       </label>
       <SignedInSection />
@@ -74,10 +160,16 @@ function DefaultsSection() {
     announce("New chats start like this one.");
   };
   return (
-    <div class="panel-starts">
-      <p class="hint">{same ? "New chats start with these settings." : "These settings are this conversation's own."}</p>
-      <button type="button" class="button" disabled={same} onClick={keep}>Start new chats like this</button>
-      <button type="button" class="button" disabled={plain} onClick={() => (sampling.value = DEFAULT_SAMPLING)}>Back to the usual sampling</button>
+    <div class="panel-section">
+      <p class="hint">
+        {same ? "New chats start with these settings." : "These settings are this conversation's own."}
+      </p>
+      <button type="button" class="button" disabled={same} onClick={keep}>
+        Start new chats like this
+      </button>
+      <button type="button" class="button" disabled={plain} onClick={() => (sampling.value = DEFAULT_SAMPLING)}>
+        Back to the usual sampling
+      </button>
     </div>
   );
 }
@@ -94,8 +186,17 @@ interface SliderProps {
 function Slider({ label, min, max, step, value, onValue }: SliderProps) {
   return (
     <label class="field slider">
-      <span class="field-label">{label} <output>{step < 1 ? value.toFixed(2) : value}</output></span>
-      <input type="range" min={min} max={max} step={step} value={value} onInput={(event) => onValue(event.currentTarget.valueAsNumber)} />
+      <span class="field-label">
+        {label} <output>{step < 1 ? value.toFixed(2) : value}</output>
+      </span>
+      <input
+        type="range"
+        min={min}
+        max={max}
+        step={step}
+        value={value}
+        onInput={(event) => onValue(event.currentTarget.valueAsNumber)}
+      />
     </label>
   );
 }
@@ -112,7 +213,13 @@ function NumberField({ label, placeholder, value, onValue }: NumberProps) {
   return (
     <label class="field">
       <span class="field-label">{label}</span>
-      <input type="text" inputMode="numeric" placeholder={placeholder} value={value ?? ""} onChange={(event) => read(event.currentTarget.value)} />
+      <input
+        type="text"
+        inputMode="numeric"
+        placeholder={placeholder}
+        value={value ?? ""}
+        onChange={(event) => read(event.currentTarget.value)}
+      />
     </label>
   );
 }
@@ -130,7 +237,9 @@ function SystemPrompts() {
     toast(`“${preset.name}” deleted.`, { label: "Undo", run: () => restorePrompt(preset, place) });
   };
   if (editing.value !== null) {
-    return <PromptForm preset={editing.value === "new" ? null : editing.value} onClose={() => (editing.value = null)} />;
+    return (
+      <PromptForm preset={editing.value === "new" ? null : editing.value} onClose={() => (editing.value = null)} />
+    );
   }
   return (
     <fieldset class="field">
@@ -159,8 +268,12 @@ function SystemPrompts() {
       <div class="prompt-tools">
         {own ? (
           <>
-            <button type="button" class="link" onClick={() => (editing.value = own)}>Edit “{own.name}”</button>
-            <button type="button" class="link link-danger" onClick={() => remove(own)}>Delete it</button>
+            <button type="button" class="link" onClick={() => (editing.value = own)}>
+              Edit “{own.name}”
+            </button>
+            <button type="button" class="link link-danger" onClick={() => remove(own)}>
+              Delete it
+            </button>
           </>
         ) : (
           <button type="button" class="link" onClick={() => (editing.value = "new")}>
@@ -204,16 +317,31 @@ function PromptForm({ preset, onClose }: { preset: Preset | null; onClose: () =>
     >
       <label class="field">
         <span class="field-label">Name</span>
-        <input type="text" name="name" maxLength={40} defaultValue={preset?.name ?? ""} autocomplete="off" ref={(input) => input?.focus()} />
+        <input
+          type="text"
+          name="name"
+          maxLength={40}
+          defaultValue={preset?.name ?? ""}
+          autocomplete="off"
+          ref={(input) => input?.focus()}
+        />
       </label>
       <label class="field">
         <span class="field-label">Prompt</span>
         <textarea name="text" rows={6} defaultValue={text} />
       </label>
-      {wrong.value !== null && <p class="ending-error" role="alert">{wrong.value}</p>}
+      {wrong.value !== null && (
+        <p class="ending-error" role="alert">
+          {wrong.value}
+        </p>
+      )}
       <div class="prompt-tools">
-        <button type="submit" class="button button-main">Keep</button>
-        <button type="button" class="button" onClick={onClose}>Cancel</button>
+        <button type="submit" class="button button-main">
+          Keep
+        </button>
+        <button type="button" class="button" onClick={onClose}>
+          Cancel
+        </button>
       </div>
     </form>
   );
@@ -227,11 +355,17 @@ function SignedInSection() {
     getIdentity().then(setIdentity, () => {});
   }, []);
   if (identity === null || identity.key_id === null) return null;
-  const leave = () => signOut().then(() => location.reload(), () => toast("Signing out failed: the server does not answer."));
+  const leave = () =>
+    signOut().then(
+      () => location.reload(),
+      () => toast("Signing out failed: the server does not answer."),
+    );
   return (
-    <div class="panel-starts">
+    <div class="panel-section">
       <p class="hint">Signed in as {identity.user ? `${identity.tenant}/${identity.user}` : identity.tenant}.</p>
-      <button type="button" class="button" onClick={() => void leave()}>Sign out</button>
+      <button type="button" class="button" onClick={() => void leave()}>
+        Sign out
+      </button>
     </div>
   );
 }

@@ -1,16 +1,26 @@
 // Every shortcut of the page: what it is called, and what it does.
+
+import { useEffect, useRef } from "preact/hooks";
 import type { Chat } from "../chat/chat";
 import type { Turn } from "../chat/turn";
 import { Close } from "./icons";
-import { SIDE_PANELS, focusComposer, isNarrow, panel, sidePanel, sidebarOpen, togglePanel, toggleSidePanel } from "./navigation";
+import {
+  focusComposer,
+  isNarrow,
+  panel,
+  SIDE_PANELS,
+  sidebarOpen,
+  sidePanel,
+  togglePanel,
+  toggleSidePanel,
+} from "./navigation";
 import { MAX_UNVIRTUALIZED_ROWS } from "./thread/virtualRows";
-import { useEffect, useRef } from "preact/hooks";
 
 interface Shortcut {
   readonly keys: string;
   readonly description: string;
   readonly matches?: (event: KeyboardEvent) => boolean;
-  readonly run?: (chat: Chat, event: KeyboardEvent) => boolean | void; // false: not handled after all
+  readonly run?: (chat: Chat, event: KeyboardEvent) => unknown; // returns false if the event was not handled
 }
 
 const hasControl = (event: KeyboardEvent) => event.ctrlKey || event.metaKey;
@@ -77,7 +87,7 @@ const SHORTCUTS: readonly Shortcut[] = [
     matches: (event) => event.altKey && !event.shiftKey && !hasControl(event) && event.code === "KeyB",
     run: (chat) => {
       const leaf = chat.thread.value.tree.value.leaf.value;
-      if (!leaf || leaf.role !== "assistant" || !chat.forks.canOpen(leaf)) return false;
+      if (leaf?.role !== "assistant" || !chat.forks.canOpen(leaf)) return false;
       void chat.forks.open(leaf);
       return true;
     },
@@ -108,7 +118,10 @@ const SHORTCUTS: readonly Shortcut[] = [
       setTimeout(focus);
     },
   },
-  { keys: "Ctrl+F", description: `The browser's search; in chats of over ${MAX_UNVIRTUALIZED_ROWS} messages it sees those nearby, Ctrl+K sees all` },
+  {
+    keys: "Ctrl+F",
+    description: `The browser's search; in chats of over ${MAX_UNVIRTUALIZED_ROWS} messages it sees those nearby, Ctrl+K sees all`,
+  },
   { keys: "↓ / ↑", description: "From row to row in the list; Enter opens, F2 renames, Del deletes" },
   {
     keys: "Alt+↑ / ↓",
@@ -137,7 +150,10 @@ const SHORTCUTS: readonly Shortcut[] = [
     keys: "Ctrl+Shift+S",
     description: "Show or hide the list",
     matches: chord("KeyS"),
-    run: () => void (sidebarOpen.value = !sidebarOpen.value),
+    run: () => {
+      sidebarOpen.value = !sidebarOpen.value;
+      return true;
+    },
   },
   {
     keys: "Ctrl+,",
@@ -184,12 +200,18 @@ export function Shortcuts() {
     <dialog class="dialog" ref={dialog} aria-label="Keyboard shortcuts" onClose={close}>
       <header class="panel-head">
         <h2>Keyboard</h2>
-        <button type="button" class="tool" aria-label="Close shortcuts" onClick={() => dialog.current?.close()}><Close /></button>
+        <button type="button" class="tool" aria-label="Close shortcuts" onClick={() => dialog.current?.close()}>
+          <Close />
+        </button>
       </header>
       <dl class="keys">
         {SHORTCUTS.map((shortcut) => (
           <div key={shortcut.keys}>
-            <dt>{shortcut.keys.split("+").map((key) => <kbd key={key}>{key}</kbd>)}</dt>
+            <dt>
+              {shortcut.keys.split("+").map((key) => (
+                <kbd key={key}>{key}</kbd>
+              ))}
+            </dt>
             <dd>{shortcut.description}</dd>
           </div>
         ))}

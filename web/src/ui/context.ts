@@ -1,7 +1,8 @@
 // Hands the chat to every component without passing it down by hand.
-import type { Chat } from "../chat/chat";
+
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";
+import type { Chat } from "../chat/chat";
 
 export const ChatContext = createContext<Chat | null>(null);
 

@@ -1,8 +1,9 @@
 // Which panel is open. One at a time; on a phone they lie over the thread.
+
+import { computed, effect, signal } from "@preact/signals";
 import { load, save } from "../app/browser";
 import type { Chat } from "../chat/chat";
 import type { Message } from "../chat/tree";
-import { computed, effect, signal } from "@preact/signals";
 
 export const SIDE_PANELS = ["candidates", "beams", "branches", "pages"] as const;
 export type SidePanelName = (typeof SIDE_PANELS)[number];

@@ -1,15 +1,16 @@
 // Beam search as it happens: the tree above, the open beams below in words. Afterwards the beams that were kept.
+
+import { effect, type ReadonlySignal, signal, useComputed, useSignal } from "@preact/signals";
+import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import { setSampling } from "../../app/settings";
 import { type BeamNode, type BeamTree, describeLikelihood, percentPerToken } from "../../chat/beamTree";
 import type { Thread } from "../../chat/thread";
 import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
-import { type BeamDrawing, CURVE, type Join, LANE, clipDrawing, drawBeams } from "../../draw/beams";
-import { EmptyPanel } from "../EmptyState";
+import { type BeamDrawing, CURVE, clipDrawing, drawBeams, type Join, LANE } from "../../draw/beams";
 import { useChat } from "../context";
+import { EmptyPanel } from "../EmptyState";
 import { focusComposer } from "../navigation";
-import { type ReadonlySignal, effect, signal, useComputed, useSignal } from "@preact/signals";
-import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 
 const DRAW_MS = 120;
 const SHOWN_CHARS = 44; // of much the end: that is where beams differ
@@ -26,8 +27,8 @@ export function BeamsPanel() {
   };
   return (
     <EmptyPanel title="Watch a search think" action="Try 4 beams" onAction={tryIt}>
-      Beam search keeps the likeliest texts side by side and drops the others, token by token. All of them share the pages of what
-      they have in common. Ask something with beams, and the tree grows here.
+      Beam search keeps the likeliest texts side by side and drops the others, token by token. All of them share the
+      pages of what they have in common. Ask something with beams, and the tree grows here.
     </EmptyPanel>
   );
 }
@@ -62,15 +63,21 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
   const look = (index: number | null) => (held.value = index);
   return (
     <>
-      <p class="side-lead" data-state={searching ? "searching" : "done"}>
+      <p class="side-summary" data-state={searching ? "searching" : "done"}>
         <b>{searching ? "Searching" : found ? "Found" : "Stopped"}</b>
-        <span><b data-figure="open">{ends.length}</b> {found ? "kept" : "open"}</span>
-        <span><b data-figure="agreed">{agreed.depth}</b> tokens agreed</span>
-        <span><b data-figure="dropped">{dropped}</b> dropped</span>
+        <span>
+          <b data-stat="open">{ends.length}</b> {found ? "kept" : "open"}
+        </span>
+        <span>
+          <b data-stat="agreed">{agreed.depth}</b> tokens agreed
+        </span>
+        <span>
+          <b data-stat="dropped">{dropped}</b> dropped
+        </span>
       </p>
       <BeamTreeView drawing={drawing} ends={ends} label={label} />
       <Legend alive={found ? "kept" : "open"} />
-      <h2 class="side-title-2">{found ? "Kept beams, best first" : "Open beams, likeliest first"}</h2>
+      <h2 class="side-heading">{found ? "Kept beams, best first" : "Open beams, likeliest first"}</h2>
       <ol class="beam-list" onMouseLeave={() => look(null)}>
         {ends.map((end, index) => {
           const message = kept.value[index]?.message;
@@ -85,7 +92,10 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
                 onMouseEnter={() => look(index)}
                 onClick={() => message && chat.pick(message)}
               >
-                <span class="beam-place"><span class="sr-only">Beam </span>{index + 1}</span>
+                <span class="beam-rank">
+                  <span class="sr-only">Beam </span>
+                  {index + 1}
+                </span>
                 <span class="beam-text">{beamSuffix(tree, end, agreed)}</span>
                 <span class="beam-score">{describeScore(ends, index, found)}</span>
               </button>
@@ -107,12 +117,24 @@ function keptBeams(turn: Turn, tree: BeamTree): readonly KeptBeam[] {
 function Legend({ alive }: { alive: string }) {
   return (
     <ul class="legend-line">
-      <li><svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-agreed" d="M0 3h22" /></svg>agreed</li>
       <li>
-        <svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-open" d="M0 3h22" /></svg>
+        <svg viewBox="0 0 22 6" aria-hidden="true">
+          <path class="beam-line beam-agreed" d="M0 3h22" />
+        </svg>
+        agreed
+      </li>
+      <li>
+        <svg viewBox="0 0 22 6" aria-hidden="true">
+          <path class="beam-line beam-open" d="M0 3h22" />
+        </svg>
         {alive}
       </li>
-      <li><svg viewBox="0 0 22 6" aria-hidden="true"><path class="beam-line beam-dead" d="M0 3h22" /></svg>dropped</li>
+      <li>
+        <svg viewBox="0 0 22 6" aria-hidden="true">
+          <path class="beam-line beam-dropped" d="M0 3h22" />
+        </svg>
+        dropped
+      </li>
     </ul>
   );
 }
@@ -164,17 +186,33 @@ function BeamTreeView({ drawing, ends, label }: Props) {
     scrolled.value = follows ? Infinity : Math.round(at.scrollLeft / STEP_PX) * STEP_PX;
   };
   return (
-    <div class="beam-scroll" ref={box} onScroll={onScroll} tabIndex={0} role="group" aria-label="Beam tree, scrolls sideways">
-      <svg class="beam-tree" role="img" aria-label={label} width={width} height={height} viewBox={`0 0 ${width} ${height}`}>
+    <div
+      class="beam-scroll"
+      ref={box}
+      onScroll={onScroll}
+      tabIndex={0}
+      role="group"
+      aria-label="Beam tree, scrolls sideways"
+    >
+      <svg
+        class="beam-tree"
+        role="img"
+        aria-label={label}
+        width={width}
+        height={height}
+        viewBox={`0 0 ${width} ${height}`}
+      >
         <path class="beam-line beam-agreed" d={`M${LEFT} ${TOP}h${CURVE}`} />
         {shown.joins.map((join) => (
           <path key={join.key} class={lineClass(join)} d={curve(join)} />
         ))}
         {shown.pieces.map((piece) => (
-          <g key={piece.key} class={`beam-piece beam-${piece.kind} ${piece.highlighted ? "beam-lit" : ""}`}>
+          <g key={piece.key} class={`beam-piece beam-${piece.kind} ${piece.highlighted ? "beam-highlighted" : ""}`}>
             <path class={lineClass(piece)} d={`M${LEFT + piece.x} ${yOf(piece.lane)}h${piece.width}`} />
             {piece.width > 0 && (
-              <text x={LEFT + piece.x} y={yOf(piece.lane) - 7} textLength={piece.width}>{piece.text}</text>
+              <text x={LEFT + piece.x} y={yOf(piece.lane) - 7} textLength={piece.width}>
+                {piece.text}
+              </text>
             )}
           </g>
         ))}
@@ -182,11 +220,15 @@ function BeamTreeView({ drawing, ends, label }: Props) {
         <circle class="beam-root" cx={LEFT} cy={TOP} r="4" />
         {ends.map((end, index) => {
           const place = drawing.ends.get(end);
-          return place && (
-            <g key={index} class={`beam-end ${index === 0 ? "beam-end-best" : ""}`}>
-              <circle cx={LEFT + place.x + 14} cy={yOf(place.lane) - 1} r="8.5" />
-              <text x={LEFT + place.x + 14} y={yOf(place.lane) + 2.5} text-anchor="middle">{index + 1}</text>
-            </g>
+          return (
+            place && (
+              <g key={index} class={`beam-end ${index === 0 ? "beam-end-best" : ""}`}>
+                <circle cx={LEFT + place.x + 14} cy={yOf(place.lane) - 1} r="8.5" />
+                <text x={LEFT + place.x + 14} y={yOf(place.lane) + 2.5} text-anchor="middle">
+                  {index + 1}
+                </text>
+              </g>
+            )
           );
         })}
       </svg>

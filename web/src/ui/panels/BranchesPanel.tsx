@@ -1,17 +1,33 @@
 // The conversation as a map: every message a dot, every branch a lane, the shown path drawn strong. A click or the arrow
 // keys go to a message. Only the rows in sight are drawn, so a thousand messages cost what thirty do.
-import { truncate } from "../../app/format";
-import type { Message, Tree } from "../../chat/tree";
-import { type MapNode, ROW_PX, type Step, branchLines, drawBranches, laneWidth, neighbour, xOf, yOf } from "../../draw/branches";
-import { EmptyPanel } from "../EmptyState";
-import { useChat } from "../context";
-import { focusComposer, goToMessage } from "../navigation";
+
 import { useComputed, useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
+import { truncate } from "../../app/format";
+import type { Message, Tree } from "../../chat/tree";
+import {
+  branchLines,
+  drawBranches,
+  laneWidth,
+  type MapNode,
+  neighbour,
+  ROW_PX,
+  type Step,
+  xOf,
+  yOf,
+} from "../../draw/branches";
+import { useChat } from "../context";
+import { EmptyPanel } from "../EmptyState";
+import { focusComposer, goToMessage } from "../navigation";
 
 const OVERSCAN_ROWS = 8; // rows drawn beyond what is in sight
 const STEPS: Readonly<Record<string, Step>> = {
-  ArrowUp: "up", ArrowDown: "down", ArrowLeft: "left", ArrowRight: "right", Home: "first", End: "last",
+  ArrowUp: "up",
+  ArrowDown: "down",
+  ArrowLeft: "left",
+  ArrowRight: "right",
+  Home: "first",
+  End: "last",
 };
 
 export function BranchesPanel() {
@@ -20,8 +36,8 @@ export function BranchesPanel() {
   if (tree.path.value.length > 0) return <BranchMap tree={tree} />;
   return (
     <EmptyPanel title="Every turn can fork" action="Say something" onAction={focusComposer}>
-      Edit a message, regenerate an answer or pick another candidate: the old version stays as a branch that shares all pages up to
-      there. This map shows every branch; click a dot to go to it.
+      Edit a message, regenerate an answer or pick another candidate: the old version stays as a branch that shares all
+      pages up to there. This map shows every branch; click a dot to go to it.
     </EmptyPanel>
   );
 }
@@ -56,7 +72,8 @@ function BranchMap({ tree }: { tree: Tree }) {
     if (!spot || !scroller) return;
     const top = yOf(spot.depth) - ROW_PX / 2;
     if (top < scroller.scrollTop) scroller.scrollTop = top - ROW_PX;
-    else if (top + ROW_PX > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top + 2 * ROW_PX - scroller.clientHeight;
+    else if (top + ROW_PX > scroller.scrollTop + scroller.clientHeight)
+      scroller.scrollTop = top + 2 * ROW_PX - scroller.clientHeight;
     look();
   }, [at, drawing]);
 
@@ -73,16 +90,22 @@ function BranchMap({ tree }: { tree: Tree }) {
   };
   const wide = laneWidth(drawing.lanes);
   const { first, last } = view.value;
-  const shown = [...drawing.nodes.values()].filter((spot) => spot.message === at || (spot.depth >= first && spot.depth <= last));
+  const shown = [...drawing.nodes.values()].filter(
+    (spot) => spot.message === at || (spot.depth >= first && spot.depth <= last),
+  );
   const lines = branchLines(shown, onPath.value, wide);
   const graphWidth = drawing.lanes * wide + 12;
   const told = pointed.value ?? at;
   const branches = countLeaves(drawing.nodes);
   return (
     <>
-      <p class="side-lead">
-        <span><b data-figure="messages">{drawing.nodes.size}</b> messages</span>
-        <span><b data-figure="branches">{branches}</b> {branches === 1 ? "branch" : "branches"}</span>
+      <p class="side-summary">
+        <span>
+          <b data-stat="messages">{drawing.nodes.size}</b> messages
+        </span>
+        <span>
+          <b data-stat="branches">{branches}</b> {branches === 1 ? "branch" : "branches"}
+        </span>
       </p>
       <div class="branch-scroll" ref={box} onScroll={look}>
         <div class="branch-map">
@@ -91,14 +114,14 @@ function BranchMap({ tree }: { tree: Tree }) {
             role="tree"
             aria-label="Branches of this conversation. Arrow keys go to a message."
             tabindex={0}
-            aria-activedescendant={`spot-${at.key}`}
+            aria-activedescendant={`map-node-${at.key}`}
             width={graphWidth}
             height={drawing.rows * ROW_PX}
             onKeyDown={onKeyDown}
             onMouseLeave={() => (pointed.value = null)}
           >
             <path class="branch-line" d={lines.other} />
-            <path class="branch-line branch-line-on" d={lines.shown} />
+            <path class="branch-line branch-line-on-path" d={lines.shown} />
             {shown.map((spot) => (
               <MapDot
                 key={spot.message.key}
@@ -115,7 +138,7 @@ function BranchMap({ tree }: { tree: Tree }) {
           <Labels path={path} first={first} last={last} at={at} onGo={go} />
         </div>
       </div>
-      <div class="branch-told" aria-hidden="true">
+      <div class="branch-preview" aria-hidden="true">
         <span class="hint">{messageTitle(tree, told)}</span>
         <p>{truncate(told.text.value || "…", 220)}</p>
       </div>
@@ -138,8 +161,8 @@ function MapDot({ spot, tree, wide, on, at, onGo, onPoint }: DotProps) {
   const [x, y] = [xOf(spot.lane, wide), yOf(spot.depth)];
   return (
     <g
-      id={`spot-${message.key}`}
-      class={`spot spot-${message.role} ${on ? "spot-on" : ""} ${at ? "spot-at" : ""}`}
+      id={`map-node-${message.key}`}
+      class={`map-node map-node-${message.role} ${on ? "map-node-on-path" : ""} ${at ? "map-node-current" : ""}`}
       role="treeitem"
       aria-level={spot.depth + 1}
       aria-selected={on}
@@ -147,14 +170,24 @@ function MapDot({ spot, tree, wide, on, at, onGo, onPoint }: DotProps) {
       onClick={() => onGo(message)}
       onMouseEnter={() => onPoint(message)}
     >
-      <rect class="spot-touch" x={x - wide / 2} y={y - ROW_PX / 2} width={wide} height={ROW_PX} />
-      {message.role === "user" ? <rect x={x - 4} y={y - 4} width="8" height="8" rx="2" /> : <circle cx={x} cy={y} r="4.5" />}
+      <rect class="map-node-target" x={x - wide / 2} y={y - ROW_PX / 2} width={wide} height={ROW_PX} />
+      {message.role === "user" ? (
+        <rect x={x - 4} y={y - 4} width="8" height="8" rx="2" />
+      ) : (
+        <circle cx={x} cy={y} r="4.5" />
+      )}
     </g>
   );
 }
 
 /** The words of the shown path, one line to a row. */
-function Labels({ path, first, last, at, onGo }: {
+function Labels({
+  path,
+  first,
+  last,
+  at,
+  onGo,
+}: {
   readonly path: readonly Message[];
   readonly first: number;
   readonly last: number;
@@ -170,7 +203,7 @@ function Labels({ path, first, last, at, onGo }: {
       {path.slice(first, last + 1).map((message) => (
         <div
           key={message.key}
-          class={`branch-label branch-label-${message.role} ${message === at ? "branch-label-at" : ""}`}
+          class={`branch-label branch-label-${message.role} ${message === at ? "branch-label-current" : ""}`}
           onClick={() => onGo(message)}
         >
           {truncate(message.text.value.replace(/\s+/g, " "), 120) || "…"}

@@ -1,23 +1,31 @@
 // The answers to one message beside the thread: what they share once, then where each goes its own way.
+
+import { useComputed } from "@preact/signals";
 import { commonPrefix, truncate } from "../../app/format";
 import { setSampling } from "../../app/settings";
 import type { Chat } from "../../chat/chat";
 import type { Message, Status } from "../../chat/tree";
-import { EmptyPanel } from "../EmptyState";
 import { useChat } from "../context";
+import { EmptyPanel } from "../EmptyState";
 import { Close } from "../icons";
 import { focusComposer, goToMessage } from "../navigation";
-import { useComputed } from "@preact/signals";
 
 const VERSION_LABELS: Readonly<Record<Status, string>> = {
-  waiting: "waiting", streaming: "writing", done: "", stopped: "stopped", length: "cut off", error: "failed",
+  waiting: "waiting",
+  streaming: "writing",
+  done: "",
+  stopped: "stopped",
+  length: "cut off",
+  error: "failed",
 };
 const SHARED_CHARS = 220;
 
 export function CandidatesPanel() {
   const chat = useChat();
   const tree = chat.thread.value.tree.value;
-  const answer = tree.path.value.findLast((message) => message.role === "assistant" && tree.siblings(message).length > 1);
+  const answer = tree.path.value.findLast(
+    (message) => message.role === "assistant" && tree.siblings(message).length > 1,
+  );
   if (!answer) return <NoCandidates />;
   const versions = tree.siblings(answer);
   const asked = answer.parent === null ? undefined : tree.get(answer.parent);
@@ -31,8 +39,8 @@ function NoCandidates() {
   };
   return (
     <EmptyPanel title="One prompt, many answers" action="Try n = 4" onAction={tryIt}>
-      Ask for several answers at once: the prompt is computed once, then forks. Or regenerate an answer. All versions of the
-      latest one that has several are listed here, to compare and to pick from.
+      Ask for several answers at once: the prompt is computed once, then forks. Or regenerate an answer. All versions of
+      the latest one that has several are listed here, to compare and to pick from.
     </EmptyPanel>
   );
 }
@@ -49,7 +57,11 @@ function Versions({ asked, versions, shown }: VersionsProps) {
   const common = shared.value;
   return (
     <>
-      <p class="side-lead"><span><b>{versions.length} answers</b> to <q>{truncate(asked, 80)}</q></span></p>
+      <p class="side-summary">
+        <span>
+          <b>{versions.length} answers</b> to <q>{truncate(asked, 80)}</q>
+        </span>
+      </p>
       {common.trim() !== "" && (
         <p class="shared-start">
           <span class="hint">All begin alike</span>
@@ -68,9 +80,10 @@ function Versions({ asked, versions, shown }: VersionsProps) {
                 goToMessage(chat, message);
               }}
             >
-              <span class="card-place">{index + 1}</span>
+              <span class="card-number">{index + 1}</span>
               <span class="version-text">
-                {message.text.value.slice(common.length).trimStart() || (message.text.value === "" ? "…" : "(as the others begin)")}
+                {message.text.value.slice(common.length).trimStart() ||
+                  (message.text.value === "" ? "…" : "(as the others begin)")}
               </span>
               <span class="version-state">{versionLabel(chat, message, shown)}</span>
             </button>

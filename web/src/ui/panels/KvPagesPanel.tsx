@@ -1,10 +1,11 @@
 // The page map: every KV page of the server as a cell, once a second.
-import type { CacheMap } from "../../api/rest";
-import { BOX, PAGE_STATES, changedPath, columnsFor, countStates, numDrawn, pagePaths } from "../../draw/pages";
-import { KvPageMapPoller } from "../../server/cacheCoverage";
-import { EmptyPanel } from "../EmptyState";
-import { useChat } from "../context";
+
 import { useEffect, useMemo } from "preact/hooks";
+import type { CacheMap } from "../../api/rest";
+import { BOX, changedPath, columnsFor, countStates, numDrawn, PAGE_STATES, pagePaths } from "../../draw/pages";
+import { KvPageMapPoller } from "../../server/cacheCoverage";
+import { useChat } from "../context";
+import { EmptyPanel } from "../EmptyState";
 
 export function KvPagesPanel() {
   const watch = useMemo(() => new KvPageMapPoller(), []);
@@ -12,11 +13,23 @@ export function KvPagesPanel() {
   useEffect(() => (loading ? undefined : watch.start()), [loading]);
   const map = watch.current.value;
   const failure = watch.error.value;
-  if (!map && failure !== null) return <p class="ending ending-error" role="alert">The page map did not load. {failure}</p>;
-  if (!map) return <p class="hint">{loading ? "There are pages once the model is loaded." : "Asking the server for its pages."}</p>;
+  if (!map && failure !== null)
+    return (
+      <p class="ending ending-error" role="alert">
+        The page map did not load. {failure}
+      </p>
+    );
+  if (!map)
+    return (
+      <p class="hint">{loading ? "There are pages once the model is loaded." : "Asking the server for its pages."}</p>
+    );
   return (
     <>
-      {failure !== null && <p class="ending ending-error" role="alert">This map is not current. {failure}</p>}
+      {failure !== null && (
+        <p class="ending ending-error" role="alert">
+          This map is not current. {failure}
+        </p>
+      )}
       <KvPageMap map={map} before={watch.previousCells.value} />
     </>
   );
@@ -35,35 +48,60 @@ function KvPageMap({ map, before }: { map: CacheMap; before: string }) {
   const noun = map.pages_per_cell > 1 ? "cells" : "pages";
   return (
     <>
-      <p class="side-lead">
-        <span><b data-figure="pages">{map.num_pages.toLocaleString("en")}</b> pages of {map.page_size} tokens{map.pages_per_cell > 1 && `, ${map.pages_per_cell} to a cell`}</span>
-        <span><b>{share(used)}</b> in use</span>
+      <p class="side-summary">
+        <span>
+          <b data-stat="pages">{map.num_pages.toLocaleString("en")}</b> pages of {map.page_size} tokens
+          {map.pages_per_cell > 1 && `, ${map.pages_per_cell} to a cell`}
+        </span>
+        <span>
+          <b>{share(used)}</b> in use
+        </span>
       </p>
-      <svg class="page-map" viewBox={`0 0 ${columns * BOX} ${rows * BOX}`} aria-hidden="true">
-        {PAGE_STATES.map(({ name }) => <path key={name} class={`page page-${name}`} d={paths.get(name)} />)}
+      <svg class="kv-page-map" viewBox={`0 0 ${columns * BOX} ${rows * BOX}`} aria-hidden="true">
+        {PAGE_STATES.map(({ name }) => (
+          <path key={name} class={`page page-${name}`} d={paths.get(name)} />
+        ))}
         {changed && <path key={changed} class="page-changed" d={changed} />}
       </svg>
       <table class="page-table">
         <caption class="sr-only">Pages by state</caption>
-        <thead class="sr-only"><tr><th>State</th><th>Number of {noun}</th><th>Share</th></tr></thead>
+        <thead class="sr-only">
+          <tr>
+            <th>State</th>
+            <th>Number of {noun}</th>
+            <th>Share</th>
+          </tr>
+        </thead>
         <tbody>
-          {PAGE_STATES.filter(({ name }) => counts.get(name) || !["pinned", "other"].includes(name)).map(({ name, label, description, shape }) => (
-            <tr key={name}>
-              <th scope="row">
-                <svg viewBox={`0 0 ${BOX} ${BOX}`} aria-hidden="true"><path class={`page page-${name}`} d={`M0 0${shape}`} /></svg>
-                {label}
-                <span class="hint">{description}</span>
-              </th>
-              <td data-count={name}>{(counts.get(name) ?? 0).toLocaleString("en")}</td>
-              <td>{share(counts.get(name) ?? 0)}</td>
-            </tr>
-          ))}
+          {PAGE_STATES.filter(({ name }) => counts.get(name) || !["pinned", "other"].includes(name)).map(
+            ({ name, label, description, shape }) => (
+              <tr key={name}>
+                <th scope="row">
+                  <svg viewBox={`0 0 ${BOX} ${BOX}`} aria-hidden="true">
+                    <path class={`page page-${name}`} d={`M0 0${shape}`} />
+                  </svg>
+                  {label}
+                  <span class="hint">{description}</span>
+                </th>
+                <td data-count={name}>{(counts.get(name) ?? 0).toLocaleString("en")}</td>
+                <td>{share(counts.get(name) ?? 0)}</td>
+              </tr>
+            ),
+          )}
         </tbody>
       </table>
-      {drawn < cells.length && <p class="hint">The other {(cells.length - drawn).toLocaleString("en")} {noun} are free and not drawn.</p>}
-      {map.pages_per_cell > 1 && <p class="hint">One cell stands for {map.pages_per_cell} pages, in the busiest one's state.</p>}
+      {drawn < cells.length && (
+        <p class="hint">
+          The other {(cells.length - drawn).toLocaleString("en")} {noun} are free and not drawn.
+        </p>
+      )}
+      {map.pages_per_cell > 1 && (
+        <p class="hint">One cell stands for {map.pages_per_cell} pages, in the busiest one's state.</p>
+      )}
       {counts.get("free") === cells.length && (
-        <EmptyPanel title="Nothing is held yet">Say something, and watch pages fill. When the answer ends they stay as a cache for the next turn.</EmptyPanel>
+        <EmptyPanel title="Nothing is held yet">
+          Say something, and watch pages fill. When the answer ends they stay as a cache for the next turn.
+        </EmptyPanel>
       )}
     </>
   );

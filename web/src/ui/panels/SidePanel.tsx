@@ -1,15 +1,19 @@
 // The panel at the right: candidates, beams, branches or pages, one at a time.
+
+import { useRef } from "preact/hooks";
 import { Close } from "../icons";
-import { SIDE_PANELS, type SidePanelName, focusComposer, panel, sidePanel } from "../navigation";
+import { focusComposer, panel, SIDE_PANELS, type SidePanelName, sidePanel } from "../navigation";
 import { BeamsPanel } from "./BeamsPanel";
 import { BranchesPanel } from "./BranchesPanel";
 import { CandidatesPanel } from "./CandidatesPanel";
 import { KvPagesPanel } from "./KvPagesPanel";
-import { useRef } from "preact/hooks";
-import "../../styles/side.css";
+import "../../styles/side-panels.css";
 
 const LABELS: Readonly<Record<SidePanelName, string>> = {
-  candidates: "Candidates", beams: "Beams", branches: "Branches", pages: "Pages",
+  candidates: "Candidates",
+  beams: "Beams",
+  branches: "Branches",
+  pages: "Pages",
 };
 const CONTENTS = { candidates: CandidatesPanel, beams: BeamsPanel, branches: BranchesPanel, pages: KvPagesPanel };
 

@@ -1,28 +1,36 @@
 // Conversations by day, pinned ones on top. The end of the list brings the older ones.
+
+import { useSignal } from "@preact/signals";
+import { useEffect, useId, useLayoutEffect, useRef } from "preact/hooks";
 import type { WireConversation } from "../../api/frames";
 import type { ExportFormat } from "../../api/rest";
 import type { Group } from "../../conversations/conversations";
 import { isPinned } from "../../conversations/metadata";
-import { MenuButton, type MenuItem } from "../Menu";
 import { useChat } from "../context";
 import { Download, Edit, More, Pin, Spark, Trash } from "../icons";
+import { MenuButton, type MenuItem } from "../Menu";
 import { closeSidebarIfNarrow } from "../navigation";
-import { useSignal } from "@preact/signals";
-import { useEffect, useId, useLayoutEffect, useRef } from "preact/hooks";
 
 export function ConversationList() {
   const list = useChat().conversations;
   const groups = list.groups.value;
   const state = list.state.value;
   return (
-    <div class="side-scroll" onKeyDown={moveBetweenRows}>
-      {groups.map((group) => <DayGroup key={group.name} group={group} />)}
+    <div class="list-scroll" onKeyDown={moveBetweenRows}>
+      {groups.map((group) => (
+        <DayGroup key={group.name} group={group} />
+      ))}
       {state === "ready" && groups.length === 0 && (
-        <p class="side-empty">Your conversations will be listed here. Drop an export of ChatGPT or of this server to bring yours along.</p>
+        <p class="list-empty">
+          Your conversations will be listed here. Drop an export of ChatGPT or of this server to bring yours along.
+        </p>
       )}
       {state === "failed" && (
-        <p class="side-empty">
-          The list did not load. <button type="button" class="link" onClick={() => void list.refresh()}>Try again</button>
+        <p class="list-empty">
+          The list did not load.{" "}
+          <button type="button" class="link" onClick={() => void list.refresh()}>
+            Try again
+          </button>
         </p>
       )}
       {list.hasMore.value && <LoadMore onWanted={() => list.loadMore()} />}
@@ -34,8 +42,10 @@ function DayGroup({ group }: { group: Group }) {
   const id = useId();
   return (
     <section aria-labelledby={id}>
-      <h2 class="side-day" id={id}>{group.name}</h2>
-      <ul class="side-list">
+      <h2 class="list-heading" id={id}>
+        {group.name}
+      </h2>
+      <ul class="list-items">
         {group.conversations.map((conversation) => (
           <ConversationRow key={conversation.id} conversation={conversation} />
         ))}
@@ -54,14 +64,18 @@ export function LoadMore({ onWanted }: { onWanted: () => Promise<void> }) {
     if (button.current) seen.observe(button.current);
     return () => seen.disconnect();
   });
-  return <button type="button" class="link side-more" ref={button} onClick={() => void onWanted()}>Older conversations</button>;
+  return (
+    <button type="button" class="link list-more" ref={button} onClick={() => void onWanted()}>
+      Older conversations
+    </button>
+  );
 }
 
 /** Arrow keys go from row to row. */
 export function moveBetweenRows(event: KeyboardEvent & { currentTarget: HTMLElement }): void {
   const step = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
-  if (step === 0 || event.altKey || !(event.target as HTMLElement).classList.contains("side-open")) return;
-  const rows = [...event.currentTarget.querySelectorAll<HTMLElement>(".side-open")];
+  if (step === 0 || event.altKey || !(event.target as HTMLElement).classList.contains("conversation-open")) return;
+  const rows = [...event.currentTarget.querySelectorAll<HTMLElement>(".conversation-open")];
   const at = rows.indexOf(event.target as HTMLElement) + step;
   event.preventDefault();
   if (at < 0) document.getElementById("find")?.focus();
@@ -92,12 +106,17 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
     else return;
     event.preventDefault();
   };
-  if (renaming.value) return <li class="side-row"><Rename title={title} onDone={done} /></li>;
+  if (renaming.value)
+    return (
+      <li class="conversation-row">
+        <Rename title={title} onDone={done} />
+      </li>
+    );
   return (
-    <li class={`side-row ${current ? "side-row-current" : ""}`} data-id={id}>
+    <li class={`conversation-row ${current ? "conversation-row-current" : ""}`} data-id={id}>
       <button
         type="button"
-        class="side-open"
+        class="conversation-open"
         ref={button}
         aria-current={current ? "page" : undefined}
         aria-keyshortcuts="F2 Delete"
@@ -105,11 +124,11 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
         onKeyDown={onKeyDown}
         title={title}
       >
-        <span class="side-title">{title}</span>
+        <span class="conversation-title">{title}</span>
         <ConversationStatus id={id} />
       </button>
       <MenuButton
-        class="tool side-menu"
+        class="tool conversation-menu"
         label={`Menu of ${title}`}
         note={chat.cacheCoverage.of(id)?.text}
         items={menuItems(chat, conversation, title, () => (renaming.value = true))}
@@ -120,10 +139,16 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
   );
 }
 
-function menuItems(chat: ReturnType<typeof useChat>, head: WireConversation, title: string, rename: () => void): MenuItem[] {
+function menuItems(
+  chat: ReturnType<typeof useChat>,
+  head: WireConversation,
+  title: string,
+  rename: () => void,
+): MenuItem[] {
   const { id } = head;
   const pinned = isPinned(head.metadata);
-  const save = async (format: ExportFormat) => (await import("../../conversations/importExport")).exportConversations(id, title, format);
+  const save = async (format: ExportFormat) =>
+    (await import("../../conversations/importExport")).exportConversations(id, title, format);
   return [
     { label: "Rename", icon: <Edit />, keys: "F2", run: rename },
     { label: pinned ? "Unpin" : "Pin", icon: <Pin />, run: () => void chat.conversations.pin(id, !pinned) },
@@ -138,7 +163,8 @@ function menuItems(chat: ReturnType<typeof useChat>, head: WireConversation, tit
 function ConversationStatus({ id }: { id: string }) {
   const chat = useChat();
   if (chat.isLive(id)) return <span class="dot dot-live" role="img" aria-label="being written" title="Being written" />;
-  if (chat.conversations.isUnseen(id)) return <span class="dot dot-unseen" role="img" aria-label="new answer" title="New answer" />;
+  if (chat.conversations.isUnseen(id))
+    return <span class="dot dot-unseen" role="img" aria-label="new answer" title="New answer" />;
   const warm = chat.cacheCoverage.of(id);
   return warm ? <span class={`dot dot-${warm.level}`} role="img" aria-label={warm.text} title={warm.text} /> : null;
 }
@@ -158,7 +184,7 @@ function Rename({ title, onDone }: { title: string; onDone: (name: string | null
   return (
     <input
       ref={input}
-      class="find"
+      class="text-input"
       aria-label="New title"
       maxLength={200}
       defaultValue={title}

@@ -1,8 +1,8 @@
-import { MenuButton } from "../Menu";
-import { useChat } from "../context";
-import { Download, More, Upload } from "../icons";
 import { useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
+import { useChat } from "../context";
+import { Download, More, Upload } from "../icons";
+import { MenuButton } from "../Menu";
 
 export function ImportExportMenu() {
   const chat = useChat();
@@ -18,7 +18,8 @@ export function ImportExportMenu() {
     };
     input.click();
   };
-  const exportAll = async () => (await import("../../conversations/importExport")).exportConversations(null, "conversations");
+  const exportAll = async () =>
+    (await import("../../conversations/importExport")).exportConversations(null, "conversations");
   return (
     <MenuButton
       label="Import and export"
@@ -67,8 +68,10 @@ export function DropZone() {
   }, []);
   if (!over.value) return null;
   return (
-    <div class="drop">
-      <p><Upload /> Drop to import conversations</p>
+    <div class="drop-zone">
+      <p>
+        <Upload /> Drop to import conversations
+      </p>
       <p class="hint">Exports of this server (JSON), or ChatGPT's conversations.json</p>
     </div>
   );

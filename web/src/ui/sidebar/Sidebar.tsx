@@ -1,4 +1,6 @@
 // The conversations at the left: new, find, open. At its foot, what is being served and the theme.
+
+import { useEffect } from "preact/hooks";
 import type { SearchHit, TextRange } from "../../api/rest";
 import { type Theme, theme } from "../../app/settings";
 import { splitAtMarks } from "../../conversations/search";
@@ -7,26 +9,32 @@ import { Close, Keyboard, Mark, Moon, Plus, Screen, Sun } from "../icons";
 import { closeSidebarIfNarrow, isNarrow, scrollToMessage, sidebarOpen, togglePanel } from "../navigation";
 import { ConversationList, LoadMore, moveBetweenRows } from "./ConversationList";
 import { ImportExportMenu } from "./ImportExport";
-import { useEffect } from "preact/hooks";
 
 export function Sidebar() {
   const chat = useChat();
   const open = sidebarOpen.value;
   useEffect(() => {
     if (open) chat.cacheCoverage.scheduleRefresh();
-    if (open && isNarrow()) document.querySelector<HTMLElement>(".side-close")?.focus();
+    if (open && isNarrow()) document.querySelector<HTMLElement>(".sidebar-close")?.focus();
   }, [open]);
   const begin = () => {
     chat.newConversation();
     closeSidebarIfNarrow();
   };
   return (
-    <nav class="side" aria-label="Conversations" hidden={!open}>
-      <div class="side-head">
-        <span class="brand"><Mark /> chatcache</span>
+    <nav class="sidebar" aria-label="Conversations" hidden={!open}>
+      <div class="sidebar-head">
+        <span class="brand">
+          <Mark /> chatcache
+        </span>
         <span class="tools">
           <ImportExportMenu />
-          <button type="button" class="tool side-close" aria-label="Close the list" onClick={() => (sidebarOpen.value = false)}>
+          <button
+            type="button"
+            class="tool sidebar-close"
+            aria-label="Close the list"
+            onClick={() => (sidebarOpen.value = false)}
+          >
             <Close />
           </button>
         </span>
@@ -49,7 +57,7 @@ function SearchBox() {
       event.stopPropagation();
       search.set("");
     } else if (event.key === "ArrowDown" || event.key === "Enter") {
-      const first = document.querySelector<HTMLElement>(".side-scroll .side-open");
+      const first = document.querySelector<HTMLElement>(".list-scroll .conversation-open");
       if (event.key === "Enter" && search.state.value === "done") first?.click();
       else first?.focus();
       event.preventDefault();
@@ -58,7 +66,7 @@ function SearchBox() {
   return (
     <input
       id="find"
-      class="find"
+      class="text-input"
       type="search"
       placeholder="Find in all conversations"
       aria-label="Find in all conversations"
@@ -82,10 +90,10 @@ function SidebarFooter() {
   const model = chat.session.value?.model;
   const state = chat.socket.state.value;
   return (
-    <div class="side-foot">
-      <span class="served" title={model}>
+    <div class="sidebar-foot">
+      <span class="model-status" title={model}>
         <span class={`dot ${state === "open" ? "dot-on" : "dot-off"}`} aria-hidden="true" />
-        <span class="side-title">{state === "open" ? (model ?? "connected") : "not connected"}</span>
+        <span class="conversation-title">{state === "open" ? (model ?? "connected") : "not connected"}</span>
       </span>
       <span class="themes" role="group" aria-label="Theme">
         {THEMES.map(({ name, label, icon: Icon }) => (
@@ -102,7 +110,13 @@ function SidebarFooter() {
           </button>
         ))}
       </span>
-      <button type="button" class="tool" aria-label="Keyboard shortcuts" title="Keyboard shortcuts (Ctrl+/)" onClick={() => togglePanel("shortcuts")}>
+      <button
+        type="button"
+        class="tool"
+        aria-label="Keyboard shortcuts"
+        title="Keyboard shortcuts (Ctrl+/)"
+        onClick={() => togglePanel("shortcuts")}
+      >
         <Keyboard />
       </button>
     </div>
@@ -116,16 +130,18 @@ function SearchHits() {
   const { search } = chat;
   const hits = search.hits.value.filter(({ id }) => !chat.conversations.isPendingDelete(id));
   return (
-    <div class="side-scroll" onKeyDown={moveBetweenRows} aria-busy={search.state.value === "looking"}>
+    <div class="list-scroll" onKeyDown={moveBetweenRows} aria-busy={search.state.value === "looking"}>
       {hits.length > 0 && (
-        <ul class="side-list" aria-label="Found">
-          {hits.map((hit) => <HitRow key={hit.id} hit={hit} />)}
+        <ul class="list-items" aria-label="Found">
+          {hits.map((hit) => (
+            <HitRow key={hit.id} hit={hit} />
+          ))}
         </ul>
       )}
       {search.state.value === "done" && hits.length === 0 && (
-        <p class="side-empty">Nothing has these words: no title, and no message of any branch.</p>
+        <p class="list-empty">Nothing has these words: no title, and no message of any branch.</p>
       )}
-      {search.state.value === "failed" && <p class="side-empty">The search did not work. Type on to try again.</p>}
+      {search.state.value === "failed" && <p class="list-empty">The search did not work. Type on to try again.</p>}
       {search.state.value === "done" && search.hasMore.value && <LoadMore onWanted={() => search.loadMore()} />}
     </div>
   );
@@ -142,12 +158,14 @@ function HitRow({ hit }: { hit: SearchHit }) {
     if (item_id !== null && chat.thread.value.id.value === hit.id) scrollToMessage(item_id);
   };
   return (
-    <li class={`side-row ${current ? "side-row-current" : ""}`} data-id={hit.id}>
-      <button type="button" class="side-open side-hit" onClick={() => void open()}>
-        <span class="side-title"><MarkedText text={title} marks={title_marks} /></span>
+    <li class={`conversation-row ${current ? "conversation-row-current" : ""}`} data-id={hit.id}>
+      <button type="button" class="conversation-open search-hit" onClick={() => void open()}>
+        <span class="conversation-title">
+          <MarkedText text={title} marks={title_marks} />
+        </span>
         {snippet && (
-          <span class="side-snippet">
-            <span class="side-who">{role === "user" ? "You" : "Answer"}: </span>
+          <span class="search-snippet">
+            <span class="search-role">{role === "user" ? "You" : "Answer"}: </span>
             <MarkedText text={snippet.text} marks={snippet.marks} />
           </span>
         )}
@@ -157,5 +175,11 @@ function HitRow({ hit }: { hit: SearchHit }) {
 }
 
 function MarkedText({ text, marks }: { text: string; marks: readonly TextRange[] }) {
-  return <>{splitAtMarks(text, marks).map((piece, index) => (piece.marked ? <mark key={index}>{piece.text}</mark> : piece.text))}</>;
+  return (
+    <>
+      {splitAtMarks(text, marks).map((piece, index) =>
+        piece.marked ? <mark key={index}>{piece.text}</mark> : piece.text,
+      )}
+    </>
+  );
 }

@@ -1,4 +1,7 @@
 // One answer at full width: its text, its tools, its figures. A click on a word shows what else could stand there.
+
+import { effect, signal, useComputed } from "@preact/signals";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { clickForAlternatives } from "../../app/settings";
 import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
@@ -10,8 +13,6 @@ import { AnswerStats, UnsavedBadge } from "./AnswerStats";
 import { CopyButton, Ending, Markdown, Pending, Reasoning, VersionSwitcher } from "./MessageParts";
 import { TokenText } from "./TokenView";
 import { wordAtPoint, wordOffset } from "./wordAtPoint";
-import { effect, signal, useComputed } from "@preact/signals";
-import { useLayoutEffect, useRef } from "preact/hooks";
 
 export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {
   const chat = useChat();
@@ -43,7 +44,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
             <CopyButton text={() => message.text.value} label="Copy answer" />
             <button
               type="button"
-              class="tool tool-again"
+              class="tool tool-regenerate"
               aria-label="Regenerate"
               title="Regenerate"
               disabled={chat.live.value !== null}
@@ -53,7 +54,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
             </button>
             <button
               type="button"
-              class="tool tool-inside"
+              class="tool tool-tokens"
               aria-label="Branch inside"
               aria-pressed={tokens !== null}
               title="Branch inside: every token, and what else could stand there. A click on a word does it too."
@@ -88,12 +89,18 @@ export function LiveBeams({ turn }: { turn: Turn }) {
     <article class="answer answer-beams" aria-label="Assistant" aria-busy="true" data-status="searching">
       {tree ? <GhostText turn={turn} /> : <Pending turn={turn} />}
       <div class="answer-foot">
-        <span class="figures">
-          <span class="figure"><b>{tree?.live.length ?? turn.candidates.length}</b> beams open</span>
-          <span class="figure"><b>{agreed}</b> tokens agreed</span>
+        <span class="stats">
+          <span class="stat">
+            <b>{tree?.live.length ?? turn.candidates.length}</b> beams open
+          </span>
+          <span class="stat">
+            <b>{agreed}</b> tokens agreed
+          </span>
         </span>
         {panel.value !== "beams" && (
-          <button type="button" class="tool tool-wide" onClick={() => togglePanel("beams", true)}><Beams /> Watch the tree</button>
+          <button type="button" class="tool tool-wide" onClick={() => togglePanel("beams", true)}>
+            <Beams /> Watch the tree
+          </button>
         )}
       </div>
     </article>
@@ -117,7 +124,8 @@ function GhostText({ turn }: { turn: Turn }) {
       const tree = turn.beamTree.value;
       void [tree?.version.value, drawings.value];
       ghost.remove();
-      if (solid !== shown) stream.update((shown = solid), false);
+      if (solid !== shown) stream.update(solid, false);
+      shown = solid;
       const said = tree?.ghost(solid) ?? "";
       ghost.textContent = prose.hasChildNodes() ? (/\s*$/.exec(solid)?.[0] ?? "") + said : said.trimStart();
       if (said !== "") lastBlock(prose).append(ghost);

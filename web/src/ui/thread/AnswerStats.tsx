@@ -8,8 +8,13 @@ import type { Turn } from "../../chat/turn";
 /** Said of an answer that the server holds in memory because its store is away. */
 export function UnsavedBadge({ turn }: { turn: Turn }) {
   if (!turn.unsaved.value) return null;
-  const title = "The server cannot store conversations right now. It keeps this answer in memory and stores it as soon as it can.";
-  return <span class="badge badge-warning" role="status" title={title}>Not saved yet</span>;
+  const title =
+    "The server cannot store conversations right now. It keeps this answer in memory and stores it as soon as it can.";
+  return (
+    <span class="badge badge-warning" role="status" title={title}>
+      Not saved yet
+    </span>
+  );
 }
 
 export function AnswerStats({ turn, strip = true }: { turn: Turn; strip?: boolean }) {
@@ -20,22 +25,40 @@ export function AnswerStats({ turn, strip = true }: { turn: Turn; strip?: boolea
   const receipt = turn.receipt.value;
   const miss = turn.miss.value;
   return (
-    <div class="figures">
+    <div class="stats">
       <ForkCostBadge turn={turn} usage={usage} />
       {strip && <CacheStrip usage={usage} />}
-      <span class="figure">
-        <b class="ink-cached" data-figure="cached">{usage.cachedTokens}</b> cached
+      <span class="stat">
+        <b class="ink-cached" data-stat="cached">
+          {usage.cachedTokens}
+        </b>{" "}
+        cached
       </span>
-      <span class="figure">
-        <b class="ink-computed" data-figure="computed">{usage.inputTokens - usage.cachedTokens}</b> computed
+      <span class="stat">
+        <b class="ink-computed" data-stat="computed">
+          {usage.inputTokens - usage.cachedTokens}
+        </b>{" "}
+        computed
       </span>
-      {miss && <span class="figure figure-why" data-why={miss.reason} title={miss.detail}>{describeMiss(miss)}</span>}
-      {first !== null && <span class="figure"><b data-figure="first">{formatMs(first)}</b> to first token</span>}
-      {speed !== null && <span class="figure"><b data-figure="speed">{speed < 10 ? speed.toFixed(1) : Math.round(speed)}</b> tokens/s</span>}
+      {miss && (
+        <span class="stat stat-miss" data-miss={miss.reason} title={miss.detail}>
+          {describeMiss(miss)}
+        </span>
+      )}
+      {first !== null && (
+        <span class="stat">
+          <b data-stat="first">{formatMs(first)}</b> to first token
+        </span>
+      )}
+      {speed !== null && (
+        <span class="stat">
+          <b data-stat="speed">{speed < 10 ? speed.toFixed(1) : Math.round(speed)}</b> tokens/s
+        </span>
+      )}
       {receipt && (
-        <span class="figure" data-figure="receipt">
-          stopped in <b>{formatMs(receipt.stop_latency_ms)}</b>: <b>{plural(receipt.tokens_after_stop, "token")}</b> after,{" "}
-          <b>{plural(receipt.pages_freed, "page")}</b> freed
+        <span class="stat" data-stat="receipt">
+          stopped in <b>{formatMs(receipt.stop_latency_ms)}</b>: <b>{plural(receipt.tokens_after_stop, "token")}</b>{" "}
+          after, <b>{plural(receipt.pages_freed, "page")}</b> freed
         </span>
       )}
     </div>
@@ -48,7 +71,9 @@ function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
   if (!turn.start || copied === null) return null;
   const pages = turn.start.inspectedPages + copied;
   const prefilled = prefilledTokens(usage);
-  const place = turn.start.token ? `after token ${turn.start.keepTokens}, with “${turn.start.token.text.trim()}”` : `after token ${turn.start.keepTokens}`;
+  const place = turn.start.token
+    ? `after token ${turn.start.keepTokens}, with “${turn.start.token.text.trim()}”`
+    : `after token ${turn.start.keepTokens}`;
   const title = `Branched ${place}: of ${usage.inputTokens} tokens before the next one, ${usage.cachedTokens} were shared with the original.`;
   return (
     <span class="badge fork-chip" title={title} data-copied={pages} data-prefilled={prefilled}>
@@ -82,7 +107,12 @@ const MAX_CELLS = 32;
 export function CacheStrip({ usage }: { usage: Usage }) {
   const cells = toCells(usage);
   return (
-    <span class="strip" role="img" aria-label={describeUsage(usage)} title={`${describeUsage(usage)}. One cell: ${cells.tokens} tokens.`}>
+    <span
+      class="cache-strip"
+      role="img"
+      aria-label={describeUsage(usage)}
+      title={`${describeUsage(usage)}. One cell: ${cells.tokens} tokens.`}
+    >
       {cells.kinds.map((kind, index) => (
         <i key={index} class={`cell cell-${kind}`} />
       ))}

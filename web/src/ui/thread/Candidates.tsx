@@ -1,11 +1,12 @@
 // n-best side by side: one prompt at the left, a line forking off to every candidate, cards that fill together.
+
+import { useComputed } from "@preact/signals";
 import type { Message, Status } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 import { useChat } from "../context";
 import { Again, Close } from "../icons";
 import { AnswerStats, CacheStrip, DroppedNote, UnsavedBadge } from "./AnswerStats";
 import { Ending, Markdown, Pending, Reasoning } from "./MessageParts";
-import { useComputed } from "@preact/signals";
 
 export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
   const chat = useChat();
@@ -13,15 +14,21 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
   const count = turn.candidates.length;
   const kind = turn.beams ? "beams" : "answers";
   return (
-    <section class="fan" aria-label={`${count} ${kind}, pick one`}>
-      <header class="fan-head">
-        <span class="fan-title">{count} {kind} from one prompt</span>
-        <span class="fan-prompt">
+    <section class="candidates" aria-label={`${count} ${kind}, pick one`}>
+      <header class="candidates-head">
+        <span class="candidates-title">
+          {count} {kind} from one prompt
+        </span>
+        <span class="candidates-prompt">
           {usage && <CacheStrip usage={usage} />}
-          {usage && <span class="hint">{usage.inputTokens} prompt tokens, held once for all {count}</span>}
+          {usage && (
+            <span class="hint">
+              {usage.inputTokens} prompt tokens, held once for all {count}
+            </span>
+          )}
         </span>
       </header>
-      <div class="fan-scroll" tabIndex={0} role="group" aria-label="Candidates">
+      <div class="candidates-scroll" tabIndex={0} role="group" aria-label="Candidates">
         {turn.candidates.map((message, index) => (
           <CandidateCard key={message.key} message={message} turn={turn} index={index} current={message === chosen} />
         ))}
@@ -30,7 +37,7 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
         <div class="tools">
           <button
             type="button"
-            class="tool tool-again"
+            class="tool tool-regenerate"
             aria-label="Regenerate all"
             title="Regenerate all"
             disabled={chat.live.value !== null}
@@ -38,7 +45,9 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
           >
             <Again />
           </button>
-          <span class="hint">Pick one to go on<span class="key-hint">: click it, or Alt+1 … Alt+{count}</span></span>
+          <span class="hint">
+            Pick one to go on<span class="key-hint">: click it, or Alt+1 … Alt+{count}</span>
+          </span>
         </div>
         <UnsavedBadge turn={turn} />
         <AnswerStats turn={turn} strip={false} />
@@ -48,7 +57,12 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
 }
 
 const STATUS_LABELS: Readonly<Record<Status, string>> = {
-  waiting: "waiting", streaming: "writing", done: "done", stopped: "stopped", length: "cut off", error: "failed",
+  waiting: "waiting",
+  streaming: "writing",
+  done: "done",
+  stopped: "stopped",
+  length: "cut off",
+  error: "failed",
 };
 
 interface CardProps {
@@ -70,8 +84,8 @@ function CandidateCard({ message, turn, index, current }: CardProps) {
     chat.pick(message);
   };
   return (
-    <div class={`fan-slot fan-slot-${index}`}>
-      <div class="stem" aria-hidden="true" />
+    <div class={`candidate-slot candidate-slot-${index}`}>
+      <div class="candidate-stem" aria-hidden="true" />
       <article
         class={`card ${current ? "card-current" : ""} ${dropped ? "card-dropped" : ""}`}
         data-status={status}
@@ -80,7 +94,7 @@ function CandidateCard({ message, turn, index, current }: CardProps) {
         onClick={pick}
       >
         <header class="card-head">
-          <span class="card-place">{index + 1}</span>
+          <span class="card-number">{index + 1}</span>
           <span class="card-state">{dropped ? "dropped" : STATUS_LABELS[status]}</span>
           {turn.canDrop(message) && (
             <button
@@ -100,8 +114,15 @@ function CandidateCard({ message, turn, index, current }: CardProps) {
           <Markdown message={message} />
           {dropped ? <DroppedNote receipt={dropped} /> : <Ending message={message} />}
         </div>
-        <button type="button" class="button card-pick" aria-keyshortcuts={`Alt+${index + 1}`} onClick={() => chat.pick(message)}>
-          <span>Pick<span class="sr-only"> answer {index + 1}</span></span>
+        <button
+          type="button"
+          class="button card-pick"
+          aria-keyshortcuts={`Alt+${index + 1}`}
+          onClick={() => chat.pick(message)}
+        >
+          <span>
+            Pick<span class="sr-only"> answer {index + 1}</span>
+          </span>
           <kbd aria-hidden="true">Alt {index + 1}</kbd>
         </button>
       </article>

@@ -1,12 +1,13 @@
 // A message's text as markdown, kept current outside Preact's diff: only the open block is drawn again.
+
+import { effect, useComputed, useSignal } from "@preact/signals";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { copyText } from "../../app/browser";
 import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 import { DrawPacer, openStream } from "../../markdown/textStream";
 import { useChat } from "../context";
 import { Check, Copy, Left, Right } from "../icons";
-import { effect, useComputed, useSignal } from "@preact/signals";
-import { useLayoutEffect, useRef } from "preact/hooks";
 
 const pace = new DrawPacer();
 
@@ -44,7 +45,7 @@ export function Reasoning({ message, turn }: { message: Message; turn: Turn | un
   const thinking = silent.value && ["waiting", "streaming"].includes(message.status.value);
   return (
     <details
-      class="thought"
+      class="reasoning"
       onToggle={(event) => {
         if (event.currentTarget.open) void forks.loadReasoning(message);
       }}
@@ -52,7 +53,7 @@ export function Reasoning({ message, turn }: { message: Message; turn: Turn | un
       <summary>
         {thinking ? "Thinking" : "Thought"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
       </summary>
-      <div class="thought-text">{text}</div>
+      <div class="reasoning-text">{text}</div>
     </details>
   );
 }
@@ -72,8 +73,12 @@ const PHASE_LABELS = { queued: "Waiting for the server", prefill: "Reading", dec
 export function Pending({ turn }: { turn: Turn | undefined }) {
   const phase = turn?.phase.value ?? "queued";
   return (
-    <p class="waiting">
-      <span class="waiting-cells" aria-hidden="true"><i /><i /><i /></span>
+    <p class="pending">
+      <span class="pending-cells" aria-hidden="true">
+        <i />
+        <i />
+        <i />
+      </span>
       {turn?.beams && phase === "decode" ? "Searching" : PHASE_LABELS[phase]}
     </p>
   );
@@ -88,7 +93,12 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
       <div class="ending">
         <span>{status === "stopped" ? "Stopped." : "Cut at the token limit."}</span>
         {alone && (
-          <button type="button" class="button" disabled={!chat.forks.canOpen(message)} onClick={() => void chat.forks.continueAnswer(message)}>
+          <button
+            type="button"
+            class="button"
+            disabled={!chat.forks.canOpen(message)}
+            onClick={() => void chat.forks.continueAnswer(message)}
+          >
             Continue
           </button>
         )}
@@ -99,7 +109,9 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
   return (
     <div class="ending ending-error" role="alert">
       <span>{message.error.value}</span>
-      <button type="button" class="button" onClick={() => chat.regenerate(message)}>Try again</button>
+      <button type="button" class="button" onClick={() => chat.regenerate(message)}>
+        Try again
+      </button>
     </div>
   );
 }
@@ -116,14 +128,20 @@ export function VersionSwitcher({ message }: { message: Message }) {
     if (target) chat.choose(target);
   };
   return (
-    <span class="switcher" role="group" aria-label="Versions">
+    <span class="version-switcher" role="group" aria-label="Versions">
       <button type="button" class="tool" aria-label="Previous version" disabled={at === 0} onClick={() => go(-1)}>
         <Left />
       </button>
-      <span class="switcher-place" aria-label={`Version ${at + 1} of ${siblings.length}`} role="img">
+      <span class="version-position" aria-label={`Version ${at + 1} of ${siblings.length}`} role="img">
         {at + 1}/{siblings.length}
       </span>
-      <button type="button" class="tool" aria-label="Next version" disabled={at === siblings.length - 1} onClick={() => go(1)}>
+      <button
+        type="button"
+        class="tool"
+        aria-label="Next version"
+        disabled={at === siblings.length - 1}
+        onClick={() => go(1)}
+      >
         <Right />
       </button>
     </span>
@@ -139,7 +157,13 @@ export function CopyButton({ text, label = "Copy" }: { text: () => string; label
     setTimeout(() => (copied.value = false), 1600);
   };
   return (
-    <button type="button" class="tool" aria-label={copied.value ? "Copied" : label} title={label} onClick={() => void copy()}>
+    <button
+      type="button"
+      class="tool"
+      aria-label={copied.value ? "Copied" : label}
+      title={label}
+      onClick={() => void copy()}
+    >
       {copied.value ? <Check /> : <Copy />}
     </button>
   );

@@ -1,18 +1,19 @@
 // The shown path of the conversation. A long one is in the document only around the reader (rows.ts says what), at a
 // position that holds still (ThreadScroll.ts says how).
+
+import { useSignalEffect } from "@preact/signals";
+import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import type { Thread } from "../../chat/thread";
 import type { Message } from "../../chat/tree";
-import { EmptyState } from "../EmptyState";
 import { useChat } from "../context";
+import { EmptyState } from "../EmptyState";
 import { Down } from "../icons";
 import { requestedMessage } from "../navigation";
 import { Answer, LiveBeams } from "./Answer";
 import { Candidates } from "./Candidates";
-import { UserMessage } from "./UserMessage";
 import { ThreadScroll } from "./threadScroll";
+import { UserMessage } from "./UserMessage";
 import { MAX_UNVIRTUALIZED_ROWS } from "./virtualRows";
-import { useSignalEffect } from "@preact/signals";
-import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 
 export function ThreadView() {
   const chat = useChat();
@@ -48,7 +49,12 @@ export function ThreadView() {
         </div>
       </div>
       {!scroll.pinned.value && (
-        <button type="button" class="to-end" aria-label="Jump to the latest" onClick={() => scroll.scrollToEnd()}>
+        <button
+          type="button"
+          class="scroll-to-end"
+          aria-label="Jump to the latest"
+          onClick={() => scroll.scrollToEnd()}
+        >
           <Down />
         </button>
       )}
@@ -62,10 +68,19 @@ function Rows({ path, scroll }: { path: readonly Message[]; scroll: ThreadScroll
     <div class="rows" role={partial ? "list" : undefined}>
       {scroll.slots(path).map((slot) => {
         if (!("index" in slot)) {
-          return <div key={`space-${slot.before}`} class="row-space" aria-hidden="true" style={{ height: `${slot.spacePx}px` }} />;
+          return (
+            <div
+              key={`space-${slot.before}`}
+              class="row-space"
+              aria-hidden="true"
+              style={{ height: `${slot.spacePx}px` }}
+            />
+          );
         }
         const message = path[slot.index]!;
-        const place = partial ? { role: "listitem" as const, "aria-posinset": slot.index + 1, "aria-setsize": path.length } : {};
+        const place = partial
+          ? { role: "listitem" as const, "aria-posinset": slot.index + 1, "aria-setsize": path.length }
+          : {};
         return <RowSlot key={message.key} message={message} scroll={scroll} place={place} />;
       })}
     </div>
@@ -108,15 +123,19 @@ function EmptyThread() {
   const chat = useChat();
   const { state, id } = chat.thread.value;
   if (state.value === "ready") return <EmptyState />;
-  if (state.value === "loading") return <p class="waiting">Loading</p>;
+  if (state.value === "loading") return <p class="pending">Loading</p>;
   const missing = state.value === "missing";
   return (
-    <div class="missing">
+    <div class="load-problem">
       <p>{missing ? "This conversation does not exist on this server." : "The conversation did not load."}</p>
       {missing ? (
-        <button type="button" class="button" onClick={() => chat.newConversation()}>Start a new one</button>
+        <button type="button" class="button" onClick={() => chat.newConversation()}>
+          Start a new one
+        </button>
       ) : (
-        <button type="button" class="button" onClick={() => void chat.open(id.value ?? "")}>Try again</button>
+        <button type="button" class="button" onClick={() => void chat.open(id.value ?? "")}>
+          Try again
+        </button>
       )}
     </div>
   );
@@ -128,14 +147,17 @@ function MessageRow({ message }: { message: Message }) {
   const chat = useChat();
   const thread = chat.thread.value;
   if (message.role === "user") {
-    const unanswered = thread.tree.value.leaf.value === message && thread.live.value === null && !thread.awaitingServer.value;
+    const unanswered =
+      thread.tree.value.leaf.value === message && thread.live.value === null && !thread.awaitingServer.value;
     return (
       <>
         <UserMessage message={message} />
         {unanswered && (
           <div class="ending">
             <span>No answer is stored.</span>
-            <button type="button" class="button" onClick={() => chat.answer(message)}>Answer</button>
+            <button type="button" class="button" onClick={() => chat.answer(message)}>
+              Answer
+            </button>
           </div>
         )}
       </>
@@ -143,6 +165,6 @@ function MessageRow({ message }: { message: Message }) {
   }
   const turn = thread.turnOf(message);
   if (turn?.live && (turn.beams || turn.beamTree.value)) return <LiveBeams turn={turn} />;
-  if (turn && turn.showsCandidates.value && turn.candidates.length > 1) return <Candidates turn={turn} chosen={message} />;
+  if (turn?.showsCandidates.value && turn.candidates.length > 1) return <Candidates turn={turn} chosen={message} />;
   return <Answer message={message} turn={turn} />;
 }

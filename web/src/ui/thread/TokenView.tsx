@@ -1,11 +1,12 @@
 // An answer as the tokens it was written in. Every one is a button: the arrow keys walk over them, Enter opens one.
+
+import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Alternatives as AlternativesResponse } from "../../api/rest";
 import { formatPercent, showWhitespace } from "../../app/format";
-import { type Choice, type TokenInspector, type TokenSpan, rankChoices } from "../../chat/tokenFork";
+import { type Choice, rankChoices, type TokenInspector, type TokenSpan } from "../../chat/tokenFork";
 import { useChat } from "../context";
 import { Close, Left, Right } from "../icons";
 import { focusComposer } from "../navigation";
-import { useLayoutEffect, useRef } from "preact/hooks";
 
 export function TokenText({ inside }: { inside: TokenInspector }) {
   const { forks } = useChat();
@@ -22,11 +23,10 @@ export function TokenText({ inside }: { inside: TokenInspector }) {
     if (from === -1) return;
     if (event.key === "Enter" || event.key === " ") void inside.select(from);
     else if (event.key === "Escape") {
-      const tool = root.current?.closest(".answer")?.querySelector<HTMLElement>(".tool-inside");
+      const tool = root.current?.closest(".answer")?.querySelector<HTMLElement>(".tool-tokens");
       forks.close();
       tool?.focus();
-    }
-    else {
+    } else {
       // one stop for Tab, the arrow keys inside: the usual way of a group
       const to = STEPS[event.key]?.(all, from);
       if (to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
@@ -41,9 +41,16 @@ export function TokenText({ inside }: { inside: TokenInspector }) {
     moveRovingFocus(buttons(), to);
     void inside.select(to);
   };
-  if (!spans) return <p class="waiting">Looking inside</p>;
+  if (!spans) return <p class="pending">Looking inside</p>;
   return (
-    <div class="tokens" role="group" aria-label="Tokens of this answer" ref={root} onKeyDown={onKeyDown} onClick={onClick}>
+    <div
+      class="tokens"
+      role="group"
+      aria-label="Tokens of this answer"
+      ref={root}
+      onKeyDown={onKeyDown}
+      onClick={onClick}
+    >
       {spans.map((span, place) => (
         <span
           key={span.index}
@@ -108,7 +115,9 @@ const CONTEXT_CHARS = 28;
 /** The open place, if any; lies over the page so that nothing clips it. */
 export function AlternativesPopover() {
   const inside = useChat().forks.inspector.value;
-  return inside && inside.selected.value !== null ? <Popover key={inside.message.key} inside={inside} at={inside.selected.value} /> : null;
+  return inside && inside.selected.value !== null ? (
+    <Popover key={inside.message.key} inside={inside} at={inside.selected.value} />
+  ) : null;
 }
 
 function Popover({ inside, at }: { inside: TokenInspector; at: number }) {
@@ -146,23 +155,48 @@ function Popover({ inside, at }: { inside: TokenInspector; at: number }) {
     if (event.key === "Escape") away();
     else if (event.key === "ArrowLeft") step(-1);
     else if (event.key === "ArrowRight") step(1);
-    else if (event.key === "ArrowDown" || event.key === "ArrowUp") moveFocus(box.current, event.key === "ArrowDown" ? 1 : -1);
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp")
+      moveFocus(box.current, event.key === "ArrowDown" ? 1 : -1);
     else return;
     event.preventDefault();
     event.stopPropagation();
   };
   return (
-    <div class="alternatives" role="dialog" aria-label="Alternatives at this token" tabIndex={-1} ref={box} onKeyDown={onKeyDown}>
+    <div
+      class="alternatives"
+      role="dialog"
+      aria-label="Alternatives at this token"
+      tabIndex={-1}
+      ref={box}
+      onKeyDown={onKeyDown}
+    >
       <header class="alternatives-head">
-        <button type="button" class="tool" aria-label="Previous token" disabled={at === 0} onClick={() => step(-1)}><Left /></button>
-        <p class="alternatives-place">
-          <span class="hint">{textBefore(inside, at)}</span><mark>{showWhitespace(spans[at]?.text ?? "")}</mark>
+        <button type="button" class="tool" aria-label="Previous token" disabled={at === 0} onClick={() => step(-1)}>
+          <Left />
+        </button>
+        <p class="alternatives-token">
+          <span class="hint">{textBefore(inside, at)}</span>
+          <mark>{showWhitespace(spans[at]?.text ?? "")}</mark>
         </p>
-        <button type="button" class="tool" aria-label="Next token" disabled={at === spans.length - 1} onClick={() => step(1)}><Right /></button>
-        <button type="button" class="tool" aria-label="Close" onClick={away}><Close /></button>
+        <button
+          type="button"
+          class="tool"
+          aria-label="Next token"
+          disabled={at === spans.length - 1}
+          onClick={() => step(1)}
+        >
+          <Right />
+        </button>
+        <button type="button" class="tool" aria-label="Close" onClick={away}>
+          <Close />
+        </button>
       </header>
-      {inside.error.value && <p class="ending ending-error" role="alert">{inside.error.value}</p>}
-      {!found && !inside.error.value && <p class="waiting">Asking the model</p>}
+      {inside.error.value && (
+        <p class="ending ending-error" role="alert">
+          {inside.error.value}
+        </p>
+      )}
+      {!found && !inside.error.value && <p class="pending">Asking the model</p>}
       {found && <Choices found={found} />}
     </div>
   );
@@ -195,7 +229,8 @@ function Choices({ found }: { found: AlternativesResponse }) {
         ))}
       </ul>
       <p class="hint">
-        Choose one to branch here. Looking read {input_tokens} tokens, <b class="ink-cached">{cached_tokens}</b> of them from the cache.
+        Choose one to branch here. Looking read {input_tokens} tokens, <b class="ink-cached">{cached_tokens}</b> of them
+        from the cache.
       </p>
     </>
   );
@@ -229,7 +264,10 @@ function selectedTokenBox(inside: TokenInspector): DOMRect | null {
 
 function positionPopover(box: HTMLElement | null, anchor: DOMRect | null, away: () => void): void {
   if (!box) return;
-  if (!anchor || anchor.bottom < 0 || anchor.top > innerHeight) return away();
+  if (!anchor || anchor.bottom < 0 || anchor.top > innerHeight) {
+    away();
+    return;
+  }
   const { width, height } = box.getBoundingClientRect();
   const below = anchor.bottom + GAP_PX;
   const top = below + height <= innerHeight ? below : anchor.top - GAP_PX - height;

@@ -1,10 +1,11 @@
 // What the reader said, and saying it differently.
+
+import { useSignal } from "@preact/signals";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { Edit } from "../icons";
 import { CopyButton, VersionSwitcher } from "./MessageParts";
-import { useSignal } from "@preact/signals";
-import { useLayoutEffect, useRef } from "preact/hooks";
 
 export function UserMessage({ message }: { message: Message }) {
   const chat = useChat();
@@ -12,8 +13,8 @@ export function UserMessage({ message }: { message: Message }) {
   const close = () => (editing.value = false);
   if (editing.value) return <Editor message={message} onClose={close} />;
   return (
-    <article class="said" aria-label="You">
-      <div class="said-text">{message.text.value}</div>
+    <article class="user-message" aria-label="You">
+      <div class="user-text">{message.text.value}</div>
       <div class="tools">
         <VersionSwitcher message={message} />
         <CopyButton text={() => message.text.value} label="Copy message" />
@@ -57,12 +58,16 @@ function Editor({ message, onClose }: { message: Message; onClose: () => void })
     }
   };
   return (
-    <div class="said said-editor">
+    <div class="user-message user-editor">
       <textarea ref={area} aria-label="Edit message" rows={3} defaultValue={message.text.value} onKeyDown={onKeyDown} />
       <div class="editor-foot">
         <span class="hint">The old version stays as a branch.</span>
-        <button type="button" class="button" onClick={onClose}>Cancel</button>
-        <button type="button" class="button button-main" onClick={save}>Send</button>
+        <button type="button" class="button" onClick={onClose}>
+          Cancel
+        </button>
+        <button type="button" class="button button-main" onClick={save}>
+          Send
+        </button>
       </div>
     </div>
   );

@@ -1,8 +1,9 @@
 // The scroll position of the thread. It follows the end for a reader who is there; for any other reader the line that is
 // at the top stays where it is, whatever grows, is measured or is left out around it.
-import type { Message } from "../../chat/tree";
-import { RowHeights, type Slot, rowOffsets, toSlots, visibleRows } from "./virtualRows";
+
 import { signal } from "@preact/signals";
+import type { Message } from "../../chat/tree";
+import { RowHeights, rowOffsets, type Slot, toSlots, visibleRows } from "./virtualRows";
 
 const NEAR_END_PX = 48;
 const MARGIN_PX = 16;
@@ -108,7 +109,7 @@ export class ThreadScroll {
 
   onFocusMoved(target: EventTarget | null): void {
     const row = target instanceof Element ? target.closest<HTMLElement>("[data-key]") : null;
-    this.focused = row?.dataset["key"] ?? null; // a row that has the focus is not left out
+    this.focused = row?.dataset.key ?? null; // a row that has the focus is not left out
   }
 
   scrollToEnd(): void {
@@ -136,14 +137,14 @@ export class ThreadScroll {
     if (!row) return;
     // whoever walks along the branch map goes on walking there
     if (!document.activeElement?.closest(".side-panel")) row.focus({ preventScroll: true });
-    row.classList.add("row-found");
-    setTimeout(() => row.classList.remove("row-found"), HIGHLIGHT_MS);
+    row.classList.add("row-highlight");
+    setTimeout(() => row.classList.remove("row-highlight"), HIGHLIGHT_MS);
   }
 
   private onResize(entries: readonly ResizeObserverEntry[]): void {
     let news = false;
     for (const { target, borderBoxSize } of entries) {
-      const key = (target as HTMLElement).dataset["key"];
+      const key = (target as HTMLElement).dataset.key;
       if (key !== undefined) news = this.heights.record(key, borderBoxSize[0]!.blockSize) || news;
     }
     this.heightPx = this.box?.clientHeight ?? 0;

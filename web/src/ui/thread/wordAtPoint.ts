@@ -18,7 +18,9 @@ export function wordAtPoint(root: HTMLElement, x: number, y: number): Word | nul
     const range = document.createRange();
     range.setStart(caret.node, match.index);
     range.setEnd(caret.node, match.index + match[0].length);
-    const inside = [...range.getClientRects()].some((box) => x >= box.left - 2 && x <= box.right + 2 && y >= box.top && y <= box.bottom);
+    const inside = [...range.getClientRects()].some(
+      (box) => x >= box.left - 2 && x <= box.right + 2 && y >= box.top && y <= box.bottom,
+    );
     return inside ? { text: match[0], range } : null; // a click beside the last word of a line is none on it
   }
   return null;
@@ -28,7 +30,9 @@ export function wordAtPoint(root: HTMLElement, x: number, y: number): Word | nul
 export function wordOffset(source: string, root: Node, word: Word): number | null {
   const drawn = wordsOf(root);
   const same = drawn.filter((each) => each.text === word.text);
-  const place = same.findIndex((each) => each.node === word.range.startContainer && each.start === word.range.startOffset);
+  const place = same.findIndex(
+    (each) => each.node === word.range.startContainer && each.start === word.range.startOffset,
+  );
   const found = [...source.matchAll(WORD)].filter((match) => match[0] === word.text);
   if (place === -1 || found.length !== same.length) return null;
   return found[place]!.index;
@@ -38,7 +42,8 @@ function wordsOf(root: Node): readonly { text: string; node: Node; start: number
   const words: { text: string; node: Node; start: number }[] = [];
   const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    for (const match of (node.textContent ?? "").matchAll(WORD)) words.push({ text: match[0], node, start: match.index });
+    for (const match of (node.textContent ?? "").matchAll(WORD))
+      words.push({ text: match[0], node, start: match.index });
   }
   return words;
 }

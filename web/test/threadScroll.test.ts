@@ -1,7 +1,7 @@
-import type { Message } from "../src/chat/tree";
-import { ThreadScroll } from "../src/ui/thread/threadScroll";
 import { signal } from "@preact/signals";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import type { Message } from "../src/chat/tree";
+import { ThreadScroll } from "../src/ui/thread/threadScroll";
 
 const SCREEN_PX = 500;
 
@@ -33,17 +33,20 @@ class Box extends EventTarget {
 }
 
 beforeEach(() => {
-  vi.stubGlobal("ResizeObserver", class {
-    observe() {}
-    disconnect() {}
-  });
+  vi.stubGlobal(
+    "ResizeObserver",
+    class {
+      observe() {}
+      disconnect() {}
+    },
+  );
 });
 afterEach(() => vi.unstubAllGlobals());
 
 function atTheEnd() {
   const box = new Box(9000);
   const scroll = new ThreadScroll();
-  scroll.attach(box as unknown as HTMLElement, document.createElement("div"));
+  scroll.attach(box as unknown as HTMLElement, new EventTarget() as HTMLElement);
   scroll.slots([{ key: "a", text: signal("a") } as unknown as Message]);
   scroll.restorePosition();
   scroll.onScroll();

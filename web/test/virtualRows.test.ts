@@ -1,12 +1,21 @@
-import { Tree } from "../src/chat/tree";
-import { MAX_UNVIRTUALIZED_ROWS, RowHeights, estimateHeight, rowOffsets, toSlots, visibleRows } from "../src/ui/thread/virtualRows";
 import { describe, expect, it } from "vitest";
+import { Tree } from "../src/chat/tree";
+import {
+  estimateHeight,
+  MAX_UNVIRTUALIZED_ROWS,
+  RowHeights,
+  rowOffsets,
+  toSlots,
+  visibleRows,
+} from "../src/ui/thread/virtualRows";
 
 const starts = (count: number, px = 100) => rowOffsets(Array.from({ length: count }, () => px));
 
 describe("rowsAt", () => {
   it("has a short thread as a whole", () => {
-    expect(visibleRows(starts(MAX_UNVIRTUALIZED_ROWS), 0, 500, [])).toEqual(Array.from({ length: MAX_UNVIRTUALIZED_ROWS }, (_, index) => index));
+    expect(visibleRows(starts(MAX_UNVIRTUALIZED_ROWS), 0, 500, [])).toEqual(
+      Array.from({ length: MAX_UNVIRTUALIZED_ROWS }, (_, index) => index),
+    );
   });
 
   it("covers the screen and some around it, the last two, and what must stay", () => {
@@ -40,7 +49,12 @@ describe("rowsAt", () => {
 describe("slotsOf", () => {
   it("fills what is left out with space: nothing moves", () => {
     const at = rowOffsets([10, 20, 30, 40, 50]);
-    expect(toSlots([1, 4], at)).toEqual([{ spacePx: 10, before: 1 }, { index: 1 }, { spacePx: 70, before: 4 }, { index: 4 }]);
+    expect(toSlots([1, 4], at)).toEqual([
+      { spacePx: 10, before: 1 },
+      { index: 1 },
+      { spacePx: 70, before: 4 },
+      { index: 4 },
+    ]);
     expect(toSlots([], at)).toEqual([]);
   });
 });

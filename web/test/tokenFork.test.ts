@@ -1,14 +1,14 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { toasts } from "../src/app/notifications";
 import { DEFAULT_SAMPLING, prefillWhileTyping, sampling, systemPrompt } from "../src/app/settings";
 import { Chat } from "../src/chat/chat";
-import { FakeServer, FakeSocket, fakeWires } from "./fakes";
-import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { type FakeServer, FakeSocket, fakeNetwork } from "./fakes";
 
 let server: FakeServer;
 let chat: Chat;
 
 beforeEach(() => {
-  server = fakeWires();
+  server = fakeNetwork();
   sampling.value = DEFAULT_SAMPLING;
   systemPrompt.value = "";
   prefillWhileTyping.value = true;
@@ -24,8 +24,8 @@ afterEach(() => {
 
 const ITEM = "/v1/conversations/conv_1/items/msg_a0";
 const sent = () => FakeSocket.last.sent.at(-1)!;
-const creates = () => FakeSocket.last.sent.filter((frame) => frame["type"] === "response.create");
-const push = (frame: object) => FakeSocket.last.push({ stream_id: creates().at(-1)!["stream_id"], ...frame });
+const creates = () => FakeSocket.last.sent.filter((frame) => frame.type === "response.create");
+const push = (frame: object) => FakeSocket.last.push({ stream_id: creates().at(-1)!.stream_id, ...frame });
 const leaf = () => chat.thread.value.tree.value.leaf.value!;
 const turn = () => chat.thread.value.turnOf(leaf())!;
 const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" } };
@@ -33,7 +33,8 @@ const usage = { input_tokens: 40, output_tokens: 12, input_tokens_details: { cac
 
 function begin(count: number, name = "a"): void {
   push({ type: "response.created", response: { ...response, input_item_ids: ["msg_u"] } });
-  for (let i = 0; i < count; i++) push({ type: "response.output_item.added", output_index: i, item: { id: `msg_${name}${i}` } });
+  for (let i = 0; i < count; i++)
+    push({ type: "response.output_item.added", output_index: i, item: { id: `msg_${name}${i}` } });
 }
 
 function end(text: string, finish_reason = "stop", name = "a"): void {
@@ -49,9 +50,21 @@ function answer(text: string, finish_reason = "stop"): void {
 }
 
 describe("forks inside an answer", () => {
-  const alternative = (id: number, text: string, probability: number) => ({ id, text, logprob: 0, probability, ends: false });
+  const alternative = (id: number, text: string, probability: number) => ({
+    id,
+    text,
+    logprob: 0,
+    probability,
+    ends: false,
+  });
   beforeEach(() => {
-    server.replies[`${ITEM}/tokens`] = { data: [{ index: 0, start: 0, end: 3 }, { index: 1, start: 3, end: 7 }, { index: 2, start: null, end: null }] };
+    server.replies[`${ITEM}/tokens`] = {
+      data: [
+        { index: 0, start: 0, end: 3 },
+        { index: 1, start: 3, end: 7 },
+        { index: 2, start: null, end: null },
+      ],
+    };
     server.replies[`${ITEM}/tokens/1`] = {
       index: 1,
       token: { ...alternative(9, " fox", 0.2), rank: 2 },
@@ -72,12 +85,26 @@ describe("forks inside an answer", () => {
     expect(inside.spans.value!.map((span) => span.text)).toEqual(["The", " fox"]);
     await inside.select(1);
     chat.forks.branch(inside.alternatives.value!.alternatives[0]!);
-    expect(sent()).toMatchObject({ type: "response.create", input: [], previous_item_id: "msg_a0", fork_at: 1, fork_with: 4, explain: true });
+    expect(sent()).toMatchObject({
+      type: "response.create",
+      input: [],
+      previous_item_id: "msg_a0",
+      fork_at: 1,
+      fork_with: 4,
+      explain: true,
+    });
     expect(sent()).not.toHaveProperty("instructions"); // an answer goes on under its own
     expect(sent()).not.toHaveProperty("n");
     expect(chat.forks.inspector.value).toBeNull();
     begin(1, "b");
-    push({ type: "response.progress", phase: "decode", input_tokens: 41, cached_tokens: 40, copied_pages: 0, miss: null });
+    push({
+      type: "response.progress",
+      phase: "decode",
+      input_tokens: 41,
+      cached_tokens: 40,
+      copied_pages: 0,
+      miss: null,
+    });
     end("The owl", "stop", "b");
     expect(leaf().text.value).toBe("The owl");
     expect([turn().start?.inspectedPages, turn().copiedPages.value]).toEqual([1, 0]);
@@ -152,11 +179,15 @@ describe("candidates", () => {
     expect(first!.status.value).toBe("stopped");
     expect(second!.status.value).toBe("streaming");
     chat.drop(first!); // again: nothing
-    expect(FakeSocket.last.sent.filter((frame) => frame["type"] === "response.drop").length).toBe(1);
+    expect(FakeSocket.last.sent.filter((frame) => frame.type === "response.drop").length).toBe(1);
   });
 
   it("says nothing when the one to drop has just ended", () => {
-    FakeSocket.last.push({ type: "error", status: 404, error: { message: "candidate 0 has ended", param: "candidate" } });
+    FakeSocket.last.push({
+      type: "error",
+      status: 404,
+      error: { message: "candidate 0 has ended", param: "candidate" },
+    });
     expect(toasts.value).toEqual([]);
     FakeSocket.last.push({ type: "error", status: 400, error: { message: "candidate of what", param: "input" } });
     expect(toasts.value.length).toBe(1);
@@ -167,14 +198,14 @@ describe("candidates", () => {
     chat.send("Hello");
     begin(2);
     chat.drop(leaf());
-    expect(sent()["type"]).toBe("response.create");
+    expect(sent().type).toBe("response.create");
   });
 });
 
 describe("figures of a turn", () => {
   it("keeps why the prompt missed", () => {
     chat.send("Hello");
-    expect(sent()["explain"]).toBe(true);
+    expect(sent().explain).toBe(true);
     begin(1);
     const miss = { reason: "never_computed", at_token: 32, detail: "nobody has asked this" };
     push({ type: "response.progress", phase: "decode", input_tokens: 40, cached_tokens: 32, copied_pages: 0, miss });
@@ -184,13 +215,21 @@ describe("figures of a turn", () => {
   it("keeps what was thought apart from what is said", () => {
     chat.send("Hello");
     push({ type: "response.created", response });
-    push({ type: "response.output_item.added", output_index: 0, item: { id: "rs_a0", type: "reasoning", candidate: 0 } });
+    push({
+      type: "response.output_item.added",
+      output_index: 0,
+      item: { id: "rs_a0", type: "reasoning", candidate: 0 },
+    });
     push({ type: "response.reasoning_text.delta", output_index: 0, delta: "Hm, " });
     push({ type: "response.reasoning_text.delta", output_index: 0, delta: "well" });
     vi.advanceTimersByTime(20);
     expect(leaf().reasoning.value).toBe("Hm, well");
     push({ type: "response.reasoning_text.done", output_index: 0, text: "Hm, well" });
-    push({ type: "response.output_item.added", output_index: 1, item: { id: "msg_a0", type: "message", candidate: 0 } });
+    push({
+      type: "response.output_item.added",
+      output_index: 1,
+      item: { id: "msg_a0", type: "message", candidate: 0 },
+    });
     push({ type: "response.output_text.done", output_index: 1, text: "Hi" });
     const thoughtful = { ...usage, output_tokens_details: { reasoning_tokens: 7 } };
     push({ type: "response.completed", response: { ...response, status: "completed", usage: thoughtful } });
@@ -213,7 +252,7 @@ describe("thoughts of a stored answer", () => {
 });
 
 describe("draft-ahead", () => {
-  const prewarms = () => FakeSocket.last.sent.filter((frame) => frame["type"] === "prompt.prewarm");
+  const prewarms = () => FakeSocket.last.sent.filter((frame) => frame.type === "prompt.prewarm");
   const warmed = (warm_tokens: number, status = "done") =>
     FakeSocket.last.push({ type: "prompt.prewarmed", status, input_tokens: 48, cached_tokens: 0, warm_tokens });
   beforeEach(() => void vi.advanceTimersByTimeAsync(0));

@@ -1,9 +1,8 @@
-import { DrawPacer } from "../src/markdown/textStream";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { DrawPacer } from "../src/markdown/textStream";
 
 beforeEach(() => void vi.useFakeTimers());
 afterEach(() => void vi.useRealTimers());
-
 
 describe("Pace", () => {
   it("draws at once what is cheap", () => {

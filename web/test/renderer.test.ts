@@ -1,7 +1,8 @@
-import { makeParser, sanitize } from "../src/markdown/parser";
-import { MarkdownStream, closeOpenMarkup, openFence } from "../src/markdown/renderer";
-import { XSS } from "./corpus";
+// @vitest-environment jsdom
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { makeParser, sanitize } from "../src/markdown/parser";
+import { closeOpenMarkup, MarkdownStream, openFence } from "../src/markdown/renderer";
+import { XSS } from "./corpus";
 
 const md = makeParser();
 let root: HTMLElement;
@@ -108,7 +109,10 @@ describe("MarkdownStream", () => {
 
   it("tells the address of an image instead of loading it", () => {
     const long = `https://pictures.example/${"a".repeat(80)}/end.png`;
-    new MarkdownStream(root, md).update(`![a cat](${long}) and [![badge](https://x.example/b.svg)](https://y.example)`, true);
+    new MarkdownStream(root, md).update(
+      `![a cat](${long}) and [![badge](https://x.example/b.svg)](https://y.example)`,
+      true,
+    );
     const chip = root.querySelector<HTMLAnchorElement>("a.image-chip")!;
     expect(chip.href).toBe(long);
     expect(chip.title).toBe(long);
@@ -149,7 +153,8 @@ describe("MarkdownStream", () => {
 });
 
 describe("hostile text", () => {
-  const ACTIVE = "script, img, svg, iframe, form, input, style, base, meta, link, math, object, embed, video, audio, template";
+  const ACTIVE =
+    "script, img, svg, iframe, form, input, style, base, meta, link, math, object, embed, video, audio, template";
   const check = () => {
     const drawn = (element: Element) => element.closest(".katex") !== null; // KaTeX's own nodes: it builds them, the text does not
     expect([...root.querySelectorAll(ACTIVE)].filter((element) => !drawn(element))).toEqual([]);
@@ -183,7 +188,9 @@ describe("hostile text", () => {
     for (const text of XSS) {
       const html = md.render(text);
       expect(html).not.toMatch(links);
-      expect(html).not.toMatch(/<(?:script|img|svg|iframe|form|style|base|meta|link|object|video|input|math|template)/i);
+      expect(html).not.toMatch(
+        /<(?:script|img|svg|iframe|form|style|base|meta|link|object|video|input|math|template)/i,
+      );
       root.replaceChildren(sanitize(text));
       expect(root.querySelector(ACTIVE)).toBeNull();
       for (const element of root.querySelectorAll("*")) {

@@ -1,9 +1,10 @@
+// @vitest-environment jsdom
+import { h, render } from "preact";
+import { afterEach, expect, it, vi } from "vitest";
 import { Chat } from "../src/chat/chat";
 import { ChatContext } from "../src/ui/context";
 import { UserMessage } from "../src/ui/thread/UserMessage";
-import { fakeWires } from "./fakes";
-import { h, render } from "preact";
-import { afterEach, expect, it, vi } from "vitest";
+import { fakeNetwork } from "./fakes";
 
 afterEach(() => {
   render(null, document.body);
@@ -12,7 +13,7 @@ afterEach(() => {
 });
 
 it("puts the caret into the editor before anybody can type, and never again", async () => {
-  fakeWires();
+  fakeNetwork();
   const chat = new Chat("ws://test/v1/responses");
   const message = chat.thread.value.tree.value.add({ key: "u", parent: null, role: "user", text: "What is 2 + 3?" });
   render(h(ChatContext.Provider, { value: chat }, h(UserMessage, { message })), document.body);

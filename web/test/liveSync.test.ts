@@ -1,15 +1,15 @@
-import type { StoredItem } from "../src/api/frames";
-import { DEFAULT_SAMPLING, autoTitle, sampling, systemPrompt } from "../src/app/settings";
-import { Chat } from "../src/chat/chat";
-import { type FakeServer, FakeSocket, fakeWires } from "./fakes";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import type { StoredItem } from "../src/api/frames";
+import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/app/settings";
+import { Chat } from "../src/chat/chat";
+import { type FakeServer, FakeSocket, fakeNetwork } from "./fakes";
 
 const CONV = "/v1/conversations/conv_1";
 let server: FakeServer;
 let chat: Chat;
 
 beforeEach(async () => {
-  server = fakeWires();
+  server = fakeNetwork();
   sampling.value = DEFAULT_SAMPLING;
   systemPrompt.value = "";
   autoTitle.value = false;
@@ -25,22 +25,39 @@ afterEach(() => {
 });
 
 const push = (frame: object) => FakeSocket.last.push(frame);
-const sent = (type: string) => FakeSocket.last.sent.filter((frame) => frame["type"] === type);
+const sent = (type: string) => FakeSocket.last.sent.filter((frame) => frame.type === type);
 const texts = () => chat.thread.value.tree.value.path.value.map((message) => message.text.value);
 const reads = () => server.calls.filter((call) => call.path === `${CONV}/items`).length;
 
 function item(id: string, role: string, parent_id: string | null, text: string): StoredItem {
   return {
-    id, role, parent_id, status: "completed", content: [{ type: "text", text }], response_id: null, index: null,
-    num_tokens: 1, finish_reason: null, created_at: 0,
+    id,
+    role,
+    parent_id,
+    status: "completed",
+    content: [{ type: "text", text }],
+    response_id: null,
+    index: null,
+    num_tokens: 1,
+    finish_reason: null,
+    created_at: 0,
   };
 }
 const user = (id: string, parent: string | null, text: string) => item(id, "user", parent, text);
 const said = (id: string, parent: string, text: string, response_id: string, index = 0): StoredItem => ({
-  ...item(id, "assistant", parent, text), response_id, index, finish_reason: "stop",
+  ...item(id, "assistant", parent, text),
+  response_id,
+  index,
+  finish_reason: "stop",
 });
 const head = (rev: number, active_leaf: string) => ({
-  id: "conv_1", title: "One", created_at: 1, updated_at: rev, active_leaf, rev, metadata: {},
+  id: "conv_1",
+  title: "One",
+  created_at: 1,
+  updated_at: rev,
+  active_leaf,
+  rev,
+  metadata: {},
 });
 
 /** What the server has from now on. */
@@ -56,7 +73,10 @@ async function told(rev: number, leaf: string, running: readonly string[] = []):
 }
 
 async function openIt(running: readonly string[] = []): Promise<void> {
-  push({ type: "conversation.subscribed", running: running.map((response_id) => ({ response_id, conversation_id: "conv_1" })) });
+  push({
+    type: "conversation.subscribed",
+    running: running.map((response_id) => ({ response_id, conversation_id: "conv_1" })),
+  });
   await chat.open("conv_1");
   await vi.advanceTimersByTimeAsync(100);
 }
@@ -73,8 +93,14 @@ describe("Follower", () => {
     expect(chat.thread.value.tree.value.byId("msg_a1")).toBe(kept); // nothing is drawn anew
     const [resume] = sent("response.resume");
     expect(resume).toMatchObject({ response_id: "resp_2", starting_after: -1 });
-    const stream_id = resume!["stream_id"];
-    const response = { id: "resp_2", status: "in_progress", conversation: { id: "conv_1" }, parent_item_id: "msg_u2", n: 1 };
+    const stream_id = resume!.stream_id;
+    const response = {
+      id: "resp_2",
+      status: "in_progress",
+      conversation: { id: "conv_1" },
+      parent_item_id: "msg_u2",
+      n: 1,
+    };
     push({ type: "response.resumed", response_id: "resp_2", stream_id });
     push({ type: "response.created", sequence_number: 0, response, stream_id });
     expect(chat.live.value).not.toBeNull();
@@ -96,8 +122,14 @@ describe("Follower", () => {
   it("reads along after a reload, all candidates below the right message", async () => {
     store([...FIRST, user("msg_u2", "msg_a1", "Two")], "msg_u2", 3);
     await openIt(["resp_2"]);
-    const stream_id = sent("response.resume")[0]!["stream_id"];
-    const response = { id: "resp_2", status: "in_progress", conversation: { id: "conv_1" }, parent_item_id: "msg_u2", n: 2 };
+    const stream_id = sent("response.resume")[0]!.stream_id;
+    const response = {
+      id: "resp_2",
+      status: "in_progress",
+      conversation: { id: "conv_1" },
+      parent_item_id: "msg_u2",
+      n: 2,
+    };
     expect(chat.thread.value.awaitingServer.value).toBe(true); // no "No answer is stored"
     push({ type: "response.created", sequence_number: 0, response, stream_id });
     const outputs = ["a", "b"].map((text, at) => ({ item_id: `msg_${text}`, output_index: at, type: "message", text }));
@@ -111,7 +143,8 @@ describe("Follower", () => {
     await openIt();
     const before = reads();
     server.replies[CONV] = { ...head(3, "msg_a1"), title: "Mine" };
-    const slow = (url: URL, init: RequestInit) => new Promise((go) => setTimeout(go, 400)).then(() => server.fetch(url, init));
+    const slow = (url: URL, init: RequestInit) =>
+      new Promise((go) => setTimeout(go, 400)).then(() => server.fetch(url, init));
     vi.stubGlobal("fetch", slow);
     const renamed = chat.conversations.rename("conv_1", "Mine");
     await told(3, "msg_a1"); // the notice outruns the answer
@@ -123,8 +156,13 @@ describe("Follower", () => {
   it("marks an answer that could not be stored, until it is", async () => {
     await openIt();
     chat.send("Two");
-    const stream_id = sent("response.create")[0]!["stream_id"];
-    const response = { id: "resp_2", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u2"] };
+    const stream_id = sent("response.create")[0]!.stream_id;
+    const response = {
+      id: "resp_2",
+      status: "in_progress",
+      conversation: { id: "conv_1" },
+      input_item_ids: ["msg_u2"],
+    };
     push({ type: "response.created", response, stream_id });
     push({ type: "conversation.updated", conversation: head(3, "msg_u2"), stream_id });
     push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a2" }, stream_id });
@@ -209,8 +247,13 @@ describe("titles", () => {
   async function begin(during: () => void = () => {}): Promise<void> {
     autoTitle.value = true;
     chat.send("One");
-    const stream_id = FakeSocket.last.sent.at(-1)!["stream_id"];
-    const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    const stream_id = FakeSocket.last.sent.at(-1)!.stream_id;
+    const response = {
+      id: "resp_1",
+      status: "in_progress",
+      conversation: { id: "conv_1" },
+      input_item_ids: ["msg_u1"],
+    };
     push({ type: "response.created", response, stream_id });
     push({ type: "conversation.updated", conversation: head(1, "msg_u1"), stream_id });
     during();
@@ -230,7 +273,11 @@ describe("titles", () => {
 
   it("stay where somebody gave one meanwhile", async () => {
     await begin(() => {
-      push({ type: "conversation.updated", conversation: { ...head(2, "msg_u1"), title: "Mine" }, running: ["resp_1"] });
+      push({
+        type: "conversation.updated",
+        conversation: { ...head(2, "msg_u1"), title: "Mine" },
+        running: ["resp_1"],
+      });
     });
     expect(server.calls.some((call) => call.path === title)).toBe(false);
   });

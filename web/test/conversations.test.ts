@@ -1,0 +1,125 @@
+import { describe, expect, it } from "vitest";
+import type { WireConversation } from "../src/api/frames";
+import { DEFAULT_SAMPLING, parseSampling } from "../src/app/settings";
+import { groupByDay } from "../src/conversations/conversations";
+import { summarizeImport, toFileName } from "../src/conversations/importExport";
+import { isPinned, MAX_SYSTEM_CHARS, readSettings, withPin, withSettings } from "../src/conversations/metadata";
+import { splitAtMarks } from "../src/conversations/search";
+
+describe("groups", () => {
+  const at = (iso: string, metadata = {}): WireConversation => ({
+    id: iso,
+    title: iso,
+    created_at: 0,
+    updated_at: new Date(iso).getTime() / 1000,
+    active_leaf: null,
+    rev: 1,
+    metadata,
+  });
+  const now = new Date("2026-03-15T09:00:00").getTime();
+
+  it("goes by the reader's calendar, not by hours", () => {
+    const list = [
+      "2026-03-15T00:01:00",
+      "2026-03-14T23:59:00",
+      "2026-03-13T12:00:00",
+      "2026-03-08T00:00:00",
+      "2026-03-07T23:59:00",
+      "2026-02-13T12:00:00",
+      "2026-02-10T12:00:00",
+      "2025-12-31T12:00:00",
+    ];
+    const named = groupByDay(
+      list.map((iso) => at(iso)),
+      now,
+    ).map(({ name, conversations }) => [name, conversations.length]);
+    expect(named).toEqual([
+      ["Today", 1],
+      ["Yesterday", 1],
+      ["Last 7 days", 2],
+      ["Last 30 days", 2],
+      ["February", 1],
+      ["December 2025", 1],
+    ]);
+  });
+
+  it("puts pinned ones on top and nowhere else", () => {
+    const groups = groupByDay([at("2026-03-15T08:00:00"), at("2024-01-01T08:00:00", { pinned: "true" })], now);
+    expect(groups.map(({ name }) => name)).toEqual(["Pinned", "Today"]);
+    expect(groups.flatMap(({ conversations }) => conversations).length).toBe(2);
+  });
+
+  it("calls what a wrong clock puts into the future today", () => {
+    expect(groupByDay([at("2026-03-16T08:00:00")], now)[0]!.name).toBe("Today");
+  });
+});
+
+describe("metadata", () => {
+  it("gives back the prompt that it was given, of any length that fits, and leaves other entries alone", () => {
+    for (const length of [0, 1, 511, 512, 513, 1024, MAX_SYSTEM_CHARS]) {
+      const system = [..."🎵é".repeat(length)].slice(0, length).join("");
+      const metadata = withSettings({ other: "x", system_3: "old" }, { system, sampling: null });
+      expect(readSettings(metadata).system).toBe(system);
+      expect(metadata.other).toBe("x");
+      expect(Object.values(metadata).every((value) => [...value].length <= 512)).toBe(true);
+    }
+  });
+
+  it("forgets a prompt that is too long rather than keep a part of it", () => {
+    expect(
+      readSettings(withSettings({ system: "old" }, { system: "x".repeat(MAX_SYSTEM_CHARS + 1), sampling: null }))
+        .system,
+    ).toBe("");
+  });
+
+  it("keeps sampling, and takes only what makes sense of it", () => {
+    const sampling = { ...DEFAULT_SAMPLING, n: 3, temperature: 0.35, seed: 7 };
+    expect(readSettings(withSettings({}, { system: "", sampling })).sampling).toEqual(sampling);
+    expect(readSettings({ sampling: "{" }).sampling).toBeNull();
+    expect(parseSampling({ n: 900, temperature: -1, topP: "x", search: "no", seed: 1.5, maxTokens: NaN })).toEqual({
+      ...DEFAULT_SAMPLING,
+      n: 8,
+      temperature: 0,
+    });
+  });
+
+  it("pins and unpins", () => {
+    expect(isPinned(withPin({ system: "x" }, true))).toBe(true);
+    expect(withPin(withPin({ system: "x" }, true), false)).toEqual({ system: "x" });
+    expect(isPinned(null)).toBe(false);
+  });
+});
+
+describe("pieces", () => {
+  it("cuts by characters, whatever they take in UTF-16", () => {
+    const text = "🦓 Où est";
+    expect(splitAtMarks(text, [[2, 4]])).toEqual([
+      { text: "🦓 ", marked: false },
+      { text: "Où", marked: true },
+      { text: " est", marked: false },
+    ]);
+    expect(splitAtMarks(text, [])).toEqual([{ text, marked: false }]);
+    expect(splitAtMarks(text, [[0, 8]])).toEqual([{ text, marked: true }]);
+    expect(splitAtMarks("", [])).toEqual([]);
+  });
+});
+
+describe("files", () => {
+  it("have names that every system takes", () => {
+    expect(toFileName('a/b\\c: "d"? <e>|*')).toBe("a b c d e");
+    expect(toFileName("..")).toBe("conversation");
+    expect(toFileName("🎵".repeat(99))).toBe("🎵".repeat(60));
+  });
+
+  it("are summed up after an import", () => {
+    const report = {
+      created: 2,
+      extended: 0,
+      unchanged: 1,
+      failed: 1,
+      data: [{ status: "failed", error: { message: "Bad." } }],
+    };
+    expect(summarizeImport(report)).toBe("Conversations: 2 imported, 1 already here, 1 failed. Bad.");
+    expect(summarizeImport({ created: 0, extended: 0, unchanged: 0, failed: 0, data: [] })).toContain("none");
+  });
+});

@@ -1,0 +1,33 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { allPrompts, customPrompts, findPrompt, removePrompt, restorePrompt, savePrompt } from "../src/app/prompts";
+import { fakeBrowser } from "./fakes";
+
+describe("prompts", () => {
+  beforeEach(() => {
+    fakeBrowser();
+    customPrompts.value = [];
+  });
+  afterEach(() => vi.unstubAllGlobals());
+
+  it("are kept under names of their own, in this browser", () => {
+    expect(savePrompt(" Poet ", "Be a poet.")).toBeNull();
+    expect(findPrompt("Be a poet.")?.name).toBe("Poet");
+    expect(savePrompt("poet", "Another")).toContain("Poet");
+    expect(savePrompt("Plain", "Another")).toContain("Plain");
+    expect(savePrompt("", "x")).not.toBeNull();
+    expect(savePrompt("x", " ")).not.toBeNull();
+    expect(JSON.parse(localStorage.getItem("chatcache.prompts")!)).toEqual([{ name: "Poet", text: "Be a poet." }]);
+  });
+
+  it("are edited in their place, deleted and brought back", () => {
+    savePrompt("A", "a");
+    savePrompt("B", "b");
+    expect(savePrompt("A2", "a2", customPrompts.value[0])).toBeNull();
+    const [a, b] = customPrompts.value;
+    expect([a!.text, b!.text]).toEqual(["a2", "b"]);
+    removePrompt(a!);
+    expect(allPrompts.value).not.toContain(a);
+    restorePrompt(a!, 0);
+    expect(customPrompts.value).toEqual([a, b]);
+  });
+});

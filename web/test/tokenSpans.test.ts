@@ -1,0 +1,51 @@
+import { describe, expect, it } from "vitest";
+import { rankChoices, toTokenSpans } from "../src/chat/tokenFork";
+
+const token = (index: number, start: number | null, end: number | null) => ({ index, start, end });
+
+describe("spansOf", () => {
+  it("counts characters as the wire does, not as strings here do", () => {
+    const spans = toTokenSpans("a😀bé", [token(0, 0, 1), token(1, 1, 1), token(2, 1, 2), token(3, 2, 4)]);
+    expect(spans).toEqual([
+      { index: 0, text: "a", start: 0 },
+      { index: 2, text: "😀", start: 1 }, // of two tokens: the last has it
+      { index: 3, text: "bé", start: 3 },
+    ]);
+  });
+  it("leaves out what shows nothing, and keeps everybody's own index", () => {
+    expect(
+      toTokenSpans("ab", [token(0, null, null), token(1, 0, 1), token(2, 1, 2), token(3, null, null)]).map(
+        (span) => span.index,
+      ),
+    ).toEqual([1, 2]);
+  });
+});
+
+describe("choicesOf", () => {
+  const alternative = (id: number, probability: number) => ({
+    id,
+    text: `t${id}`,
+    logprob: Math.log(probability),
+    probability,
+    ends: false,
+  });
+  const found = (id: number, rank: number | null) => ({
+    index: 3,
+    token: { ...alternative(id, 0.01), rank },
+    alternatives: [alternative(7, 0.6), alternative(9, 0.3)],
+    usage: { input_tokens: 4, cached_tokens: 3, copied_pages: 0 },
+  });
+  it("marks what was said", () => {
+    expect(rankChoices(found(9, 2)).map((choice) => [choice.id, choice.rank, choice.isOriginal])).toEqual([
+      [7, 1, false],
+      [9, 2, true],
+    ]);
+  });
+  it("adds what was said where it is none of the likeliest", () => {
+    expect(rankChoices(found(5, 40)).map((choice) => [choice.id, choice.rank, choice.isOriginal])).toEqual([
+      [7, 1, false],
+      [9, 2, false],
+      [5, 40, true],
+    ]);
+  });
+});
