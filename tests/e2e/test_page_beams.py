@@ -30,7 +30,7 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, pict
     chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     chat.reload()
     chat.page.keyboard.press("Alt+Shift+2")
-    chat.page.wait_for_selector(".empty-panel >> text=Watch a search think")
+    chat.page.wait_for_selector(".empty-panel >> text=Watch beam search")
     chat.say("Tell me a story about a dragon")
     chat.page.wait_for_selector(f".beam-row >> nth={WIDTH - 1}")
     chat.until("document.querySelector('.answer-beams .ghost')?.textContent.length > 0")
@@ -97,15 +97,15 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_l
         "Once more": "agreed",
         " we": "open",
         " they": "open",
-        " upon": "dead",
-        "There": "dead",
+        " upon": "dropped",
+        "There": "dropped",
     }
     rows = chat.page.locator(".beam-row")
     assert rows.nth(0).locator(".beam-score").inner_text().startswith("the best")
     assert rows.nth(1).locator(".beam-score").inner_text().startswith("12 times less likely than the best")
     rows.nth(1).focus()  # its path lights up in the tree
     chat.page.wait_for_selector(".beam-piece.beam-highlighted >> text=they")
-    assert rows.nth(1).text_content() == "Beam 2they12 times less likely than the best · 31.1% a token"
+    assert rows.nth(1).text_content() == "Beam 2they12 times less likely than the best · 31.1% per token"
 
     script.end(["Once more we", "Once more they"])
     chat.page.wait_for_selector(".card >> nth=1")
@@ -168,7 +168,7 @@ class Script:
 
 
 _KINDS = """Object.fromEntries([...document.querySelectorAll('.beam-piece')].map(piece => [
-    piece.querySelector('text').textContent, /beam-(agreed|open|dead)/.exec(piece.getAttribute('class'))[1]]))"""
+    piece.querySelector('text').textContent, /beam-(agreed|open|dropped)/.exec(piece.getAttribute('class'))[1]]))"""
 
 
 _GHOST = "document.querySelector('.answer-beams .ghost')?.textContent"

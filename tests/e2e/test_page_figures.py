@@ -29,14 +29,14 @@ def test_what_is_typed_is_read_ahead_and_a_switch_turns_it_off(chat: Watched) ->
     assert sign.count() == 0
 
     chat.page.click("[aria-label=Settings]")
-    chat.page.uncheck("text=Draft-ahead")
+    chat.page.uncheck("text=Prefill while typing")
     chat.page.keyboard.press("Escape")
     before = len(asked)
     chat.ask("And now something short")
     assert "prompt.prewarm" not in [frame["type"] for frame in asked[before:]]
     chat.reload()
     chat.page.click("[aria-label=Settings]")
-    assert not chat.page.is_checked("text=Draft-ahead")
+    assert not chat.page.is_checked("text=Prefill while typing")
 
 
 def test_the_sign_of_warmth_leaves_room_on_a_phone(open_page: Any) -> None:
@@ -78,8 +78,8 @@ def test_a_stop_gives_a_receipt_and_the_cut_answer_can_go_on(chat: Watched, endl
 def test_the_cache_bar_says_in_words_why_the_first_miss(chat: Watched) -> None:
     reasons = {
         "never_computed": "new text",
-        "diverged": "differs from what is cached",
-        "evicted": "evicted: its pages were needed elsewhere",
+        "diverged": "differs from the cached text",
+        "evicted": "evicted: its pages were reused",
     }
     # what nobody has said before, and what is not read ahead: else all of it may be cached, and nothing missed
     chat.page.evaluate("localStorage['chatcache.draftAhead'] = 'false'")
@@ -95,7 +95,7 @@ def test_the_cache_bar_says_in_words_why_the_first_miss(chat: Watched) -> None:
             usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"],
         )
         words = chat.page.locator(".stat-miss").last.inner_text()
-        assert words == f"from token {miss['at_token']}: {reasons[miss['reason']]}"
+        assert words == f"miss at token {miss['at_token']}: {reasons[miss['reason']]}"
     assert len(chat.page.locator(".stat-miss").all()) == 3
 
 
@@ -119,7 +119,7 @@ def test_thoughts_are_folded_with_their_length(browser: Any, server: str) -> Non
     chat.say("What is it?")
     chat.page.wait_for_selector(".answer[data-status=done]")
     thought = chat.page.locator(".reasoning")
-    assert thought.locator("summary").inner_text() == "Thought, 9 tokens"
+    assert thought.locator("summary").inner_text() == "Reasoning, 9 tokens"
     assert not thought.locator(".reasoning-text").is_visible()
     chat.until("document.querySelector('.answer .prose')?.innerText === 'A fox.'")  # the renderer comes with it
     thought.locator("summary").press("Enter")

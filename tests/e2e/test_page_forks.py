@@ -61,7 +61,7 @@ def test_the_chip_tells_what_the_server_counted(chat: Watched) -> None:
     shown = [each["index"] for each in _tokens(chat, item) if each["start"] is not None]
     # inside a page that the original keeps: that one is copied
     index = next(each for each in shown[4:] if (begun + each - 1) % PAGE_TOKENS == 5)
-    chat.page.click("[aria-label='Branch inside']")
+    chat.page.click("[aria-label='Show tokens']")
     with chat.page.expect_response(re.compile(f"/tokens/{index}\\?")) as looked:
         chat.page.locator(".token").nth(shown.index(index)).click()
     chat.page.locator(".choice:not([aria-current=true]):enabled").first.click()
@@ -116,7 +116,7 @@ def test_forks_by_keyboard_alone(chat: Watched) -> None:
     page.wait_for_selector(".token")
     page.keyboard.press("Escape")
     assert page.locator(".token").count() == 0
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Branch inside"
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Show tokens"
 
 
 def test_words_under_markdown_are_found_in_the_text(chat: Watched) -> None:
@@ -142,7 +142,7 @@ def test_a_click_beside_words_or_with_the_switch_off_does_nothing(chat: Watched)
     whole = _last_item(chat)["content"][0]["text"]
     word, _ = _word_in_the_middle(whole)
     chat.page.click("[aria-label=Settings]")
-    chat.page.uncheck("text=A click on a word")
+    chat.page.uncheck("text=Clicking a word")
     chat.page.keyboard.press("Escape")
     _click_word(chat, word, whole)
     assert not [url for url in chat.asked if "/tokens" in url]

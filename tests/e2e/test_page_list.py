@@ -77,7 +77,7 @@ def test_rename_that_is_given_up_or_refused_changes_nothing(chat: Watched) -> No
     chat.page.fill("[aria-label='New title']", "Something else")
     chat.page.keyboard.press("Escape")
     row(chat, name).wait_for()
-    chat.until("document.activeElement.classList.contains('side-open')")
+    chat.until("document.activeElement.classList.contains('conversation-open')")
     chat.expected_errors = 1
     chat.page.route(PATCHED, lambda route: route.fulfill(status=500, json={"error": {"message": "No disk."}}))
     chat.page.keyboard.press("F2")
@@ -134,7 +134,7 @@ def test_a_hit_is_marked_and_opens_at_its_message_on_its_branch(chat: Watched) -
     }})()""")
     assert "Another way" not in chat.said()
     chat.page.fill("#find", secrets.token_hex(8))
-    chat.page.wait_for_selector("text=Nothing has these words")
+    chat.page.wait_for_selector("text=No results in titles")
     chat.page.focus("#find")
     chat.page.keyboard.press("Escape")
     row(chat, "About animals").first.wait_for()
@@ -217,7 +217,7 @@ def test_several_answers_are_written_at_once(chat: Watched, endless: None) -> No
     chat.page.keyboard.press("Control+Shift+O")
     chat.say("Tell me a story about a cat")
     chat.until("document.querySelectorAll('.dot-live').length === 2")
-    assert chat.page.locator(".dot-live").first.get_attribute("aria-label") == "being written"
+    assert chat.page.locator(".dot-live").first.get_attribute("aria-label") == "answer in progress"
     running = next(frame["response"]["id"] for frame in chat.received if frame["type"] == "response.created")
     chat.page.request.post(f"{chat.server}/v1/responses/{running}/cancel")
     chat.page.wait_for_selector(f"[data-id={first}] .dot-unseen")

@@ -56,7 +56,7 @@ def test_an_empty_panel_teaches_and_its_button_does_it(chat: Watched) -> None:
     page.click("text=Try 4 beams")
     assert page.locator(".answer-count").inner_text() == "4 beams"
     page.click("#tab-branches")
-    page.wait_for_selector(".empty-panel >> text=Every turn can fork")
+    page.wait_for_selector(".empty-panel >> text=Every message can branch")
 
 
 def test_candidates_beside_the_thread_are_compared_and_picked(chat: Watched) -> None:
@@ -215,7 +215,7 @@ def test_four_thousand_cells_are_six_paths(chat: Watched) -> None:
     cells = "sapiof" * 683
     chat.page.route(MAP, lambda route: route.fulfill(body=_map_of(cells, 8)))
     chat.page.keyboard.press("Alt+Shift+4")
-    chat.page.wait_for_selector("text=One cell stands for 8 pages")
+    chat.page.wait_for_selector("text=One cell represents 8 pages")
     assert chat.page.locator(".kv-page-map *").count() == 6
     box = chat.page.locator(".kv-page-map").bounding_box()
     assert box and box["height"] < 1.2 * box["width"]

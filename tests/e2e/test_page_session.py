@@ -46,7 +46,7 @@ def stored(visitor: Watched) -> str:
 
 def test_a_key_is_handed_in_once(keys: Keyed, visitor: Watched) -> None:
     sign_in(visitor, "cck_wrong_key")
-    visitor.page.wait_for_selector("text=The server does not know this key.")
+    visitor.page.wait_for_selector("text=Invalid API key.")
     sign_in(visitor, keys.bob.key)
     visitor.connected()
     visitor.ask("Hello")

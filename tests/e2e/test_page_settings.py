@@ -71,9 +71,9 @@ def test_new_chats_start_as_the_reader_wants(chat: Watched) -> None:
     frames = record(chat)
     chat.page.keyboard.press("Control+,")
     slide(chat, "Temperature", "1.5")
-    assert chat.page.locator("text=These settings are this conversation's own.").count() == 1
-    chat.page.click("text=Start new chats like this")
-    chat.page.wait_for_selector("text=New chats start with these settings.")
+    assert chat.page.locator("text=These settings apply to this conversation only.").count() == 1
+    chat.page.click("text=Use as default for new chats")
+    chat.page.wait_for_selector("text=These settings are the default for new chats.")
     chat.reload()
     chat.ask("Hello")
     assert sent(chat, frames)["temperature"] == 1.5
@@ -85,8 +85,8 @@ def test_prompts_have_names_and_are_edited_and_deleted(chat: Watched) -> None:
     chat.page.click("text=New prompt…")
     chat.page.fill(".prompt-form [name=name]", "Plain")
     chat.page.fill(".prompt-form [name=text]", "Be a poet.")
-    chat.page.click("button:text('Keep')")
-    chat.page.wait_for_selector("text=There is one called Plain already.")
+    chat.page.click("button:text('Save')")
+    chat.page.wait_for_selector("text=A prompt named Plain already exists.")
     chat.page.fill(".prompt-form [name=name]", "Poet")
     chat.page.keyboard.press("Enter")
     chat.page.wait_for_selector(".segments [aria-pressed=true] >> text=Poet")
@@ -98,14 +98,14 @@ def test_prompts_have_names_and_are_edited_and_deleted(chat: Watched) -> None:
     chat.page.click("text=Edit “Poet”")
     chat.page.fill(".prompt-form [name=text]", LONG)
     with chat.page.expect_response(KEPT):
-        chat.page.click("button:text('Keep')")
+        chat.page.click("button:text('Save')")
     chat.reload()
     chat.page.wait_for_selector(".answer")
     chat.ask("And now?")
     assert sent(chat, frames)["instructions"] == LONG, "of several metadata values, to the letter"
     chat.page.keyboard.press("Control+,")
     chat.unhurried()
-    chat.page.click("text=Delete it")
+    chat.page.click("text=Delete prompt")
     assert chat.page.locator(".segments >> text=Poet").count() == 0
     assert chat.page.input_value("#system") == LONG  # the conversation keeps what it had
     chat.page.click("text=Undo")

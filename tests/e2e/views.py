@@ -102,7 +102,7 @@ def _delete(chat: Watched) -> None:
 
 
 def _inside(chat: Watched) -> None:
-    chat.page.locator("[aria-label='Branch inside']").last.click()
+    chat.page.locator("[aria-label='Show tokens']").last.click()
     chat.page.locator(".token").nth(2).click()
 
 

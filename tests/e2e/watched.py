@@ -88,7 +88,7 @@ class Watched:
         self.page.keyboard.press("Enter")
 
     def ask(self, text: str) -> dict[str, Any]:
-        """Say something and wait for the end of the answer; returns the response object."""
+        """Say something and wait for the end of answer; returns the response object."""
         seen = len(self.ends())
         self.say(text)
         return self.wait_end(seen)

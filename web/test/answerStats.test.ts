@@ -41,8 +41,8 @@ describe("figures in words", () => {
   });
   it("says why the first miss", () => {
     expect(describeMiss({ reason: "evicted", at_token: 32, detail: "" })).toBe(
-      "from token 32: evicted: its pages were needed elsewhere",
+      "miss at token 32: evicted: its pages were reused",
     );
-    expect(describeMiss({ reason: "of_tomorrow", at_token: 0, detail: "" })).toBe("from token 0: of_tomorrow");
+    expect(describeMiss({ reason: "of_tomorrow", at_token: 0, detail: "" })).toBe("miss at token 0: of_tomorrow");
   });
 });

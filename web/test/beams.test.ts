@@ -110,12 +110,12 @@ describe("the drawing", () => {
       ["agreed", 0, "Once upon a"],
       ["open", 0, " time x"],
       ["open", 1, " day y"],
-      ["dead", 1, " I"],
+      ["dropped", 1, " I"],
     ]);
     expect(pieces.filter(({ highlighted }) => highlighted).map(({ text }) => text)).toEqual(["Once upon a", " day y"]);
     expect(joins.map(({ from, to, kind }) => [from, to, kind])).toEqual([
       [0, 1, "open"],
-      [0, 1, "dead"],
+      [0, 1, "dropped"],
     ]);
     expect([ticks.length, lanes]).toEqual([0, 2]);
   });
@@ -143,7 +143,7 @@ describe("the drawing", () => {
     const drawing = drawBeams(tree);
     expectNothingOverlaps(drawing);
     for (const end of tree.live) expect(drawnText(drawing, end)).toBe(singleLine(tree.textOf(end)));
-    const open = new Set(drawing.pieces.filter(({ kind }) => kind !== "dead").map(({ lane }) => lane));
+    const open = new Set(drawing.pieces.filter(({ kind }) => kind !== "dropped").map(({ lane }) => lane));
     expect(open.size).toBe(tree.live.length);
     expect(drawing.pieces.filter(({ kind }) => kind === "agreed").every(({ lane }) => lane === 0)).toBe(true);
     expect(drawing.pieces.find(({ kind }) => kind === "agreed")?.text ?? "").toBe(tree.textOf(tree.agreed()));
@@ -207,7 +207,8 @@ function drawnText({ pieces, joins, ends }: BeamDrawing, end: BeamNode): string 
   let text = "";
   for (;;) {
     const piece = pieces.find(
-      (other) => other.kind !== "dead" && other.lane === lane && other.x < x - 0.01 && other.x + other.width > x - 0.01,
+      (other) =>
+        other.kind !== "dropped" && other.lane === lane && other.x < x - 0.01 && other.x + other.width > x - 0.01,
     );
     if (piece) {
       const upTo = Math.round((x - piece.x) / CELL_PX);
@@ -216,7 +217,7 @@ function drawnText({ pieces, joins, ends }: BeamDrawing, end: BeamNode): string 
       continue;
     }
     const join = joins.find(
-      (other) => other.kind !== "dead" && other.to === lane && Math.abs(other.x + CURVE - x) < 0.01,
+      (other) => other.kind !== "dropped" && other.to === lane && Math.abs(other.x + CURVE - x) < 0.01,
     );
     if (!join) return text;
     [x, lane] = [join.x, join.from];

@@ -156,7 +156,8 @@ describe("hostile text", () => {
   const ACTIVE =
     "script, img, svg, iframe, form, input, style, base, meta, link, math, object, embed, video, audio, template";
   const check = () => {
-    const drawn = (element: Element) => element.closest(".katex") !== null; // KaTeX's own nodes: it builds them, the text does not
+    // KaTeX's own nodes: it builds them, the text does not
+    const drawn = (element: Element) => element.closest(".katex") !== null;
     expect([...root.querySelectorAll(ACTIVE)].filter((element) => !drawn(element))).toEqual([]);
     for (const element of root.querySelectorAll("*")) {
       for (const attribute of element.attributes) {

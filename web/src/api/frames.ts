@@ -1,5 +1,5 @@
-// The frames of the Responses WebSocket, subprotocol `chatcache.v1`, as far as the page reads them.
-// The contract is chatcache/gateway/docs/websocket.md.
+// Frames of the Responses WebSocket, subprotocol `chatcache.v1`: the fields that the page reads.
+// The protocol is documented in chatcache/gateway/docs/websocket.md.
 
 export interface WireUsage {
   readonly input_tokens: number;
@@ -10,8 +10,8 @@ export interface WireUsage {
 
 export interface WireItem {
   readonly id: string;
-  readonly type?: string; // beside messages: reasoning, function_call
-  readonly candidate?: number; // which candidate's; without it, the output_index is
+  readonly type?: string; // "message" if absent; also reasoning, function_call
+  readonly candidate?: number; // index of the candidate; if absent, the output_index is the candidate
   readonly status?: string;
   readonly finish_reason?: string | null;
 }
@@ -21,7 +21,7 @@ export interface WireOutput {
   readonly output_index: number;
   readonly type: string;
   readonly candidate?: number;
-  readonly text?: string; // of a message, or of what was thought
+  readonly text?: string; // text of the message or of the reasoning
 }
 
 export interface WireError {
@@ -61,7 +61,7 @@ export interface StoredItem {
   readonly parent_id: string | null;
   readonly response_id: string | null;
   readonly index: number | null;
-  readonly num_tokens: number | null; // null: its tokens are not stored
+  readonly num_tokens: number | null; // null: token ids are not stored
   readonly finish_reason: string | null;
   readonly created_at: number;
   readonly usage?: WireUsage | null;
@@ -73,7 +73,7 @@ export interface Session {
   readonly limits: { readonly max_frame_bytes: number; readonly max_n: number; readonly max_beam_width: number };
 }
 
-/** Where a prompt first left what is cached, and why. */
+/** First token of a prompt that was not cached, and the reason. */
 export interface CacheMiss {
   readonly reason: string;
   readonly at_token: number;
@@ -129,7 +129,8 @@ export type ServerFrame = StreamFields &
         readonly warm_tokens: number;
       }
     | { readonly type: "response.output_item.done"; readonly output_index: number; readonly item: WireItem }
-    | { readonly type: "response.snapshot"; readonly outputs: readonly WireOutput[] } // in place of frames we were late for
+    // replaces frames that were dropped because the client was too slow
+    | { readonly type: "response.snapshot"; readonly outputs: readonly WireOutput[] }
     | { readonly type: "response.completed"; readonly response: WireResponse; readonly saved?: false }
     | {
         readonly type: "response.incomplete";
@@ -141,7 +142,7 @@ export type ServerFrame = StreamFields &
     | {
         readonly type: "conversation.updated";
         readonly conversation: WireConversation;
-        readonly running?: readonly string[]; // to subscribers: responses under way in it
+        readonly running?: readonly string[]; // sent to subscribers: running responses of the conversation
       }
     | { readonly type: "conversation.subscribed"; readonly running: readonly RunningResponse[] }
     | { readonly type: "conversation.deleted"; readonly conversation_id: string }
@@ -149,13 +150,13 @@ export type ServerFrame = StreamFields &
     | { readonly type: "error"; readonly error: WireError; readonly status?: number }
   );
 
-/** Where in a tree a request continues, and what it adds there. */
+/** Position in the message tree from which a request continues, and the input that it adds. */
 export interface Continuation {
   readonly input: readonly { readonly role: "user"; readonly content: string }[];
   readonly conversation?: string;
   readonly previous_item_id?: string;
-  readonly fork_at?: number; // tokens of that message to keep
-  readonly fork_with?: number; // the token that comes next
+  readonly fork_at?: number; // number of tokens of that message to keep
+  readonly fork_with?: number; // id of the token that follows them
 }
 
 export interface CreateFrame extends Continuation {
@@ -181,6 +182,6 @@ export type ClientFrame =
   | {
       readonly type: "response.resume";
       readonly response_id: string;
-      readonly starting_after: number; // the last sequence_number seen; -1: none
+      readonly starting_after: number; // sequence_number of the last frame received; -1: none
       readonly stream_id: string;
     };

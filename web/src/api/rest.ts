@@ -1,18 +1,18 @@
-// The conversations, over REST.
+// REST client: conversations, tokens of stored messages, the page map, and sessions.
 import type { StoredItem, WireConversation } from "./frames";
 
-const KEEPALIVE: RequestInit = { keepalive: true }; // goes out even if the page closes
+const KEEPALIVE: RequestInit = { keepalive: true }; // the request is sent even if the page closes
 
 export interface ListPage<T> {
   readonly data: readonly T[];
   readonly has_more: boolean;
-  readonly next: string | null; // where the next page begins
+  readonly next: string | null; // cursor of the next page
 }
 
 /** [start, end] in characters (code points). */
 export type TextRange = readonly [number, number];
 
-/** Where a search found its words. */
+/** Location of the search terms in a conversation. */
 export interface SearchMatch {
   readonly item_id: string | null;
   readonly role: string | null;
@@ -46,7 +46,7 @@ export class RequestError extends Error {
   constructor(
     message: string,
     readonly status: number,
-    readonly current: WireConversation | null = null, // of a 409: how the conversation stands
+    readonly current: WireConversation | null = null, // for status 409: the current state of the conversation
     readonly code = "",
   ) {
     super(message);
@@ -66,7 +66,7 @@ export function getConversation(id: string): Promise<WireConversation> {
   return call("GET", conversationPath(id));
 }
 
-/** Every message of every branch, oldest first. */
+/** Return every message of every branch, oldest first. */
 export async function listItems(id: string): Promise<readonly StoredItem[]> {
   const page = await call<ListPage<StoredItem>>("GET", `${conversationPath(id)}/items?branches=all`);
   return page.data;
@@ -76,7 +76,7 @@ export interface ConversationChange {
   readonly title?: string;
   readonly active_leaf?: string;
   readonly metadata?: Readonly<Record<string, string>>;
-  readonly rev?: number; // 409 unless it is the present one
+  readonly rev?: number; // 409 if the conversation has another revision
 }
 
 export function updateConversation(id: string, change: ConversationChange): Promise<WireConversation> {
@@ -87,7 +87,7 @@ export function deleteConversation(id: string): Promise<unknown> {
   return call("DELETE", conversationPath(id), undefined, KEEPALIVE);
 }
 
-/** Let the model name a conversation; `rev`: only if nothing has changed since. */
+/** Let the model generate a title. With `rev`: only if the conversation has that revision. */
 export async function generateTitle(id: string, rev?: number): Promise<WireConversation> {
   const answer = await call<{ conversation: WireConversation }>(
     "POST",
@@ -103,7 +103,7 @@ export async function getCacheCoverage(ids: readonly string[]): Promise<readonly
 
 export type ExportFormat = "json" | "markdown";
 
-/** A conversation as a file; all of them where no id is given. */
+/** Export one conversation; `null` exports all of them. */
 export async function exportFile(id: string | null, format: ExportFormat = "json"): Promise<Blob> {
   const route = id === null ? "v1/conversations/export" : `${conversationPath(id)}/export?format=${format}`;
   return (await request("GET", route)).blob();
@@ -130,27 +130,27 @@ export async function call<T>(method: string, route: string, body?: unknown, how
   return (await (await request(method, route, init)).json()) as T;
 }
 
-/** Raises RequestFailed with the server's own words. */
+/** Send a request; raises RequestError with the server's error message. */
 async function request(method: string, route: string, init: RequestInit = {}): Promise<Response> {
   const response = await fetch(new URL(route, document.baseURI), { ...init, method, credentials: "same-origin" });
   if (response.ok) return response;
-  let told: { message?: string; code?: string; conversation?: WireConversation } = {};
+  let body: { message?: string; code?: string; conversation?: WireConversation } = {};
   try {
-    told = ((await response.json()) as { error?: typeof told }).error ?? {};
+    body = ((await response.json()) as { error?: typeof body }).error ?? {};
   } catch {
-    // not our JSON: a proxy answered
+    // not a JSON error of this API: a proxy answered
   }
   throw new RequestError(
-    told.message ?? `The server answered ${response.status}.`,
+    body.message ?? `The server answered ${response.status}.`,
     response.status,
-    told.conversation,
-    told.code,
+    body.conversation,
+    body.code,
   );
 }
 
-// ---- The tokens of a stored answer, and what the model could have said at each of them.
+// -- Tokens of a stored answer and their alternatives
 
-/** One token; offsets count characters (code points) of the shown text, null where it shows nothing. */
+/** One token. Offsets count characters (code points) of the text; null if the token shows no text. */
 export interface WireToken {
   readonly index: number;
   readonly start: number | null;
@@ -162,12 +162,12 @@ export interface Alternative {
   readonly text: string;
   readonly logprob: number;
   readonly probability: number;
-  readonly ends: boolean; // it would end the answer: nothing can go on behind it
+  readonly ends: boolean; // an end-of-sequence token: the answer cannot continue after it
 }
 
 export interface Alternatives {
   readonly index: number;
-  readonly token: Alternative & { readonly rank: number | null }; // null: beyond the 20 likeliest
+  readonly token: Alternative & { readonly rank: number | null }; // null: not among the 20 most likely tokens
   readonly alternatives: readonly Alternative[];
   readonly usage: { readonly input_tokens: number; readonly cached_tokens: number; readonly copied_pages: number };
 }
@@ -189,7 +189,7 @@ interface ListedItem {
   readonly content?: readonly { readonly text: string }[];
 }
 
-/** What an answer's author thought before it; null if nothing is stored. */
+/** Return the stored reasoning of an answer; null if there is none. */
 export async function getReasoning(conversation: string, item: string): Promise<string | null> {
   const query = `leaf=${encodeURIComponent(item)}&order=desc&limit=2`;
   const list = await call<{ data: readonly ListedItem[] }>("GET", `${conversationPath(conversation)}/items?${query}`);
@@ -201,23 +201,24 @@ function itemPath(conversation: string, item: string): string {
   return `${conversationPath(conversation)}/items/${encodeURIComponent(item)}`;
 }
 
-// ---- The state of every KV page, over REST.
+// -- State of every KV page
 
 export interface CacheMap {
-  readonly page_size: number; // tokens
+  readonly page_size: number; // in tokens
   readonly num_pages: number;
-  readonly pages_per_cell: number; // more than 1 beyond 4,096 pages; the busiest one's state stands for all
-  readonly cells: string; // in page order
+  // over 1 if there are more than 4,096 pages; the cell then has the state of its busiest page
+  readonly pages_per_cell: number;
+  readonly cells: string; // one character per cell, in page order
 }
 
 export function getCacheMap(): Promise<CacheMap> {
   return call("GET", "v1/cache/map");
 }
 
-// ---- Signing in. The API key goes to the server once; what comes back is a cookie that no script sees and that the browser
-// sends along by itself, on both wires. The key is kept nowhere.
+// -- Sign-in. The API key is sent once and never stored: the server answers with an HttpOnly cookie, which the browser
+// sends with REST requests and with the WebSocket handshake.
 
-/** Who the server takes us for; `key_id` is null where it wants no keys. */
+/** The signed-in user; `key_id` is null if the server does not use API keys. */
 export interface Identity {
   readonly key_id: string | null;
   readonly tenant: string;

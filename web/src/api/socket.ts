@@ -1,5 +1,5 @@
-// One WebSocket that comes back: full-jitter backoff, at once when the network or the tab returns, and never again
-// after a refusal that a retry cannot cure.
+// Reconnecting WebSocket: full-jitter backoff, immediate retry when the network or the tab becomes active again,
+// no retry after a close code that a retry cannot fix.
 
 import { signal } from "@preact/signals";
 import type { ClientFrame, ServerFrame } from "./frames";
@@ -13,7 +13,7 @@ const FATAL_CLOSE_CODES = new Set([4400, 4401, 4403]);
 
 export class Socket {
   readonly state = signal<ConnectionState>("connecting");
-  readonly opened = signal(0); // counts connections: 1 the first, more after each return
+  readonly opened = signal(0); // number of connections opened so far
   private socket: WebSocket | null = null;
   private attempts = 0;
   private timer: ReturnType<typeof setTimeout> | undefined;
@@ -48,7 +48,7 @@ export class Socket {
     };
   }
 
-  /** Send a frame; false if there is no open connection to send it on. */
+  /** Send a frame; false if the connection is not open. */
   send(frame: ClientFrame): boolean {
     if (this.socket?.readyState !== WebSocket.OPEN) return false;
     this.socket.send(JSON.stringify(frame));
@@ -61,7 +61,7 @@ export class Socket {
     this.connect();
   }
 
-  /** The connection may be dead without knowing it: have a new one. */
+  /** Replace a connection that may be dead although it looks open. */
   reconnect(): void {
     if (this.state.value !== "open") {
       this.retryNow();
@@ -72,7 +72,7 @@ export class Socket {
     this.connect();
   }
 
-  /** There is no network: do not wait until the connection notices. */
+  /** The network is gone: do not wait for the connection to time out. */
   private handleOffline(): void {
     if (!this.socket) return;
     this.detach();
@@ -81,18 +81,18 @@ export class Socket {
 
   private detach(): void {
     const socket = this.socket;
-    this.socket = null; // its last words are not heard any more
+    this.socket = null; // ignore further events of this socket
     socket?.close();
   }
 
-  /** Stop knocking: a retry cannot cure this. */
+  /** Stop reconnecting: a retry cannot fix the refusal. */
   refuse(): void {
     clearTimeout(this.timer);
     this.state.value = "refused";
     this.socket?.close();
   }
 
-  /** Knock again after a refusal, with whatever was missing. */
+  /** Reconnect after a refusal whose cause is resolved. */
   reopen(): void {
     this.state.value = "connecting";
     this.retryNow();
@@ -105,20 +105,20 @@ export class Socket {
   }
 }
 
-/** Where the socket lives: beside the page, so a path prefix in front of both keeps working. */
+/** Return the WebSocket URL, relative to the page so that a common path prefix keeps working. */
 export function socketUrl(): string {
   const url = new URL("v1/responses", document.baseURI);
   url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
   return url.href;
 }
 
-// ---- A computer that slept has connections that look open and are not. Time that jumped tells, whatever the reason.
+// -- Wake detection: after a sleep, connections look open but are dead; a jump of the clock reveals the sleep
 
 const TICK_MS = 4000;
-const SLEPT_MS = 20_000; // hidden tabs are woken once a second at least for minutes, then once a minute
+const SLEPT_MS = 20_000; // timers of hidden tabs are throttled to one per second, later to one per minute
 const HIDDEN_MS = 60_000;
 
-/** Call `onWake` after a sleep, and when a tab comes back that was hidden for long. Call once. */
+/** Call `onWake` after the computer slept, and when a long-hidden tab becomes visible. Call once. */
 export function watchWake(onWake: () => void): void {
   let last = Date.now();
   let hiddenAt: number | null = null;

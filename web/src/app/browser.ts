@@ -26,7 +26,7 @@ function storageOf(name: "local" | "session"): Storage {
   return name === "local" ? localStorage : sessionStorage;
 }
 
-/** Copy to the clipboard; false where the browser refuses (plain http on another machine, for one). */
+/** Copy to the clipboard; false if the browser refuses, e.g. over plain http from another host. */
 export async function copyText(text: string): Promise<boolean> {
   try {
     await navigator.clipboard.writeText(text);

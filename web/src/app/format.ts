@@ -1,31 +1,29 @@
-// How much room a text takes where every character is one cell wide.
+// Text and numbers for display.
 
-export const CELL_PX = 7.2; // px, one character of the mono font at 12 px
+export const CELL_PX = 7.2; // width of one character of the mono font at 12 px
 
 const WIDE =
   /\p{Extended_Pictographic}|[\u1100-\u115f\u2e80-\u303e\u3041-\u33ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60]/u;
 
-/** A text on one line: breaks and tabs become signs of one character each. */
+/** Put a text on one line: line breaks and tabs become one visible character each. */
 export function singleLine(text: string): string {
   return text.replace(/[\r\n]/g, "⏎").replace(/\t/g, "⇥");
 }
 
-/** How many cells a text takes: wide characters take two. */
+/** Count monospace cells: wide characters take two. */
 export function countCells(text: string): number {
   let count = 0;
   for (const character of text) count += WIDE.test(character) ? 2 : 1;
   return count;
 }
 
-/** The beginning of a text in so many characters. */
+/** Cut a text to at most `most` characters. */
 export function truncate(text: string, most: number): string {
   const characters = [...text];
   return characters.length > most ? `${characters.slice(0, most - 1).join("")}…` : text;
 }
 
-// ---- What several texts have in common.
-
-/** The longest beginning that all share, ending with a whole word. */
+/** Return the longest common beginning of the texts, cut after a whole word. */
 export function commonPrefix(texts: readonly string[]): string {
   const [first = "", ...others] = texts;
   let length = first.length;
@@ -39,14 +37,12 @@ export function commonPrefix(texts: readonly string[]): string {
   return whole ? start : start.replace(/\S+$/, "");
 }
 
-// ---- How tokens and their shares are written.
-
 export function formatPercent(share: number): string {
   if (share >= 0.0995) return `${Math.round(share * 100)} %`;
   return share >= 0.00095 ? `${(share * 100).toFixed(1)} %` : "< 0.1 %";
 }
 
-/** White space that can be seen. */
+/** Replace leading, trailing and control white space by visible characters. */
 export function showWhitespace(text: string): string {
   if (text === "") return "(nothing)";
   return text

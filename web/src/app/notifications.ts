@@ -1,4 +1,4 @@
-// The one line that a screen reader hears. The thread itself is no live region: nobody wants every token read out.
+// Screen reader announcements and toasts. The thread is not a live region, so that streamed tokens are not read out.
 import { signal } from "@preact/signals";
 
 export const announcement = signal("");
@@ -7,7 +7,7 @@ export function announce(text: string): void {
   announcement.value = text;
 }
 
-// ---- A short message at the foot of the page, with at most one thing to do about it.
+// -- Toasts: short messages at the bottom of the page with at most one action
 
 export interface ToastAction {
   readonly label: string;

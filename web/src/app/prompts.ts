@@ -1,4 +1,4 @@
-// Ready-made system prompts and conversation starters. They suit the built-in model; any other model takes them too.
+// Named system prompts: built-in presets, and custom prompts stored in this browser.
 
 import { computed, signal } from "@preact/signals";
 import { load, save } from "./browser";
@@ -17,14 +17,12 @@ export const PRESETS: readonly Preset[] = [
   { name: "Butler", text: "You are a polite butler." },
 ];
 
-// ---- System prompts with names: ready-made ones, and the reader's own, kept in this browser.
-
 const MAX_NAME_CHARS = 40;
 
 export const customPrompts = signal<readonly Preset[]>(loadPrompts());
 export const allPrompts = computed<readonly Preset[]>(() => [...PRESETS, ...customPrompts.value]);
 
-/** The prompt with this text, if it has a name. */
+/** Return the prompt with this text, if there is one. */
 export function findPrompt(text: string): Preset | undefined {
   return allPrompts.value.find((preset) => preset.text === text);
 }
@@ -33,15 +31,15 @@ export function isCustom(preset: Preset): boolean {
   return customPrompts.value.includes(preset);
 }
 
-/** Keep a prompt under a name, in the place of `old` where one is edited. Returns what is wrong, or null. */
+/** Save a prompt; `old` is replaced if given. Returns an error message, or null. */
 export function savePrompt(name: string, text: string, old: Preset | null = null): string | null {
   const preset = { name: name.trim().slice(0, MAX_NAME_CHARS), text };
-  if (preset.name === "") return "It needs a name.";
-  if (text.trim() === "") return "It needs a text.";
+  if (preset.name === "") return "Enter a name.";
+  if (text.trim() === "") return "Enter a text.";
   const taken = allPrompts.value.find(
     (other) => other !== old && other.name.toLowerCase() === preset.name.toLowerCase(),
   );
-  if (taken) return `There is one called ${taken.name} already.`;
+  if (taken) return `A prompt named ${taken.name} already exists.`;
   storePrompts(
     old && isCustom(old)
       ? customPrompts.value.map((other) => (other === old ? preset : other))
@@ -54,8 +52,8 @@ export function removePrompt(preset: Preset): void {
   storePrompts(customPrompts.value.filter((other) => other !== preset));
 }
 
-export function restorePrompt(preset: Preset, place: number): void {
-  storePrompts(customPrompts.value.toSpliced(place, 0, preset));
+export function restorePrompt(preset: Preset, index: number): void {
+  storePrompts(customPrompts.value.toSpliced(index, 0, preset));
 }
 
 function storePrompts(presets: readonly Preset[]): void {
@@ -64,9 +62,9 @@ function storePrompts(presets: readonly Preset[]): void {
 }
 
 function loadPrompts(): readonly Preset[] {
-  const found = load<unknown>("prompts", []);
-  if (!Array.isArray(found)) return [];
-  return found.filter((entry): entry is Preset => {
+  const entries = load<unknown>("prompts", []);
+  if (!Array.isArray(entries)) return [];
+  return entries.filter((entry): entry is Preset => {
     const { name, text } = (entry ?? {}) as Partial<Preset>;
     return typeof name === "string" && typeof text === "string" && name !== "";
   });

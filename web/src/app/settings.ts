@@ -1,5 +1,5 @@
-// What the reader chose. How to look is kept in this browser; how to answer belongs to the shown conversation, and the
-// browser keeps what a new one starts with.
+// User settings. Display settings are stored in the browser; sampling and system prompt belong to the shown
+// conversation, and the browser stores the defaults for new conversations.
 
 import { batch, effect, signal } from "@preact/signals";
 import { load, save } from "./browser";
@@ -9,10 +9,10 @@ export type Search = "sample" | "beam";
 
 export interface Sampling {
   readonly search: Search;
-  readonly n: number; // candidates, or beams
+  readonly n: number; // number of candidates, or of beams
   readonly temperature: number;
   readonly topP: number;
-  readonly maxTokens: number; // 0: as many as the context holds
+  readonly maxTokens: number; // 0: limited by the context only
   readonly seed: number | null;
 }
 
@@ -28,21 +28,21 @@ export const DEFAULT_SAMPLING: Sampling = {
 
 export const theme = signal<Theme>(load("theme", "system"));
 export const showStats = signal<boolean>(load("stats", true));
-export const prefillWhileTyping = signal<boolean>(load("draftAhead", true)); // prefill while the reader types
-export const clickForAlternatives = signal<boolean>(load("wordForks", true)); // a click on a word shows its alternatives
-/** The model names a conversation after its first answer; null: nobody chose, so it does if it can. */
+export const prefillWhileTyping = signal<boolean>(load("draftAhead", true));
+export const clickForAlternatives = signal<boolean>(load("wordForks", true));
+/** Generate a title after the first answer; null: not chosen, so it depends on the model. */
 export const autoTitle = signal<boolean | null>(load("titles", null));
-const BUILTIN_MODEL = "chatcache-builtin"; // tells stories, but cannot say what they are about
+const BUILTIN_MODEL = "chatcache-builtin"; // its generated titles are not useful
 
 export function shouldAutoTitle(model: string | undefined): boolean {
   return autoTitle.value ?? model !== BUILTIN_MODEL;
 }
 
-/** What a new conversation starts with. */
+/** Defaults for new conversations. */
 export const defaultSampling = signal<Sampling>(parseSampling(load("sampling", {})));
 export const defaultSystem = signal<string>(load<string>("system", ""));
 
-/** Of the shown conversation. */
+/** Settings of the shown conversation. */
 export const sampling = signal<Sampling>(defaultSampling.peek());
 export const systemPrompt = signal<string>(defaultSystem.peek());
 
@@ -50,7 +50,7 @@ export function setSampling(change: Partial<Sampling>): void {
   sampling.value = { ...sampling.value, ...change };
 }
 
-/** Answer as a new conversation is answered. */
+/** Apply the defaults to a new conversation. */
 export function startFromDefaults(): void {
   batch(() => {
     sampling.value = defaultSampling.value;
@@ -58,7 +58,7 @@ export function startFromDefaults(): void {
   });
 }
 
-/** Let new conversations start as this one is answered. */
+/** Make the settings of this conversation the defaults. */
 export function makeDefaults(): void {
   batch(() => {
     defaultSampling.value = sampling.value;
@@ -70,7 +70,7 @@ export function sameSampling(a: Sampling, b: Sampling): boolean {
   return (Object.keys(DEFAULT_SAMPLING) as (keyof Sampling)[]).every((name) => a[name] === b[name]);
 }
 
-/** Write every change back, and put the theme on the root element. Call once. */
+/** Persist every change, and set the theme on the root element. Call once. */
 export function persistSettings(): void {
   effect(() => save("system", defaultSystem.value));
   effect(() => save("sampling", defaultSampling.value));
@@ -85,7 +85,7 @@ export function persistSettings(): void {
   });
 }
 
-/** Settings that somebody else may have written: what makes no sense is as it is by default. */
+/** Validate stored settings, which another client may have written; invalid values become the default. */
 export function parseSampling(value: unknown): Sampling {
   const given = (typeof value === "object" && value !== null ? value : {}) as Partial<Record<keyof Sampling, unknown>>;
   const number = (name: keyof Sampling, min: number, max: number): number => {

@@ -1,5 +1,5 @@
-// The shown conversation in the address (#conv_x), and the message to go to (#conv_x/msg_y), so that a reload, a bookmark
-// and the back button find them again.
+// Keeps the address (#conv_x, #conv_x/msg_y) in step with the shown conversation, so that reload, bookmarks and the
+// back button work. The second part is the message to scroll to.
 
 import { effect } from "@preact/signals";
 import type { Chat } from "./chat";
@@ -7,7 +7,7 @@ import type { Chat } from "./chat";
 export interface AddressHandlers {
   /** A conversation is about to be loaded. */
   readonly onOpen: () => void;
-  /** The address names a message in it. */
+  /** The address names a message of the conversation. */
   readonly onMessage: (id: string) => void;
 }
 
@@ -32,7 +32,7 @@ export function syncAddress(chat: Chat, addressed: AddressHandlers): void {
     shown = thread;
     if (id === read()[0]) return;
     const url = id === null ? location.pathname + location.search : `#${encodeURIComponent(id)}`;
-    // going somewhere else can be undone; a new conversation that gets its name is no other place
+    // switching conversations adds a history entry; a new conversation that gets its id does not
     history[another ? "pushState" : "replaceState"](null, "", url);
   });
 }
@@ -42,6 +42,6 @@ function read(): [conversation: string | null, message: string | null] {
     const [id, message] = decodeURIComponent(location.hash.slice(1)).split("/");
     return [id || null, message || null];
   } catch {
-    return [null, null]; // not an address of ours
+    return [null, null]; // not an address of this page
   }
 }

@@ -1,4 +1,4 @@
-// The beams of one search as a tree that grows: every node is one token, told once; some nodes end a live beam.
+// Tree of one beam search. Each node is one token and is sent once; the live beams end at some of the nodes.
 
 import { signal } from "@preact/signals";
 import type { WireBeamNode } from "../api/frames";
@@ -6,19 +6,19 @@ import type { WireBeamNode } from "../api/frames";
 export interface BeamNode {
   readonly id: number;
   readonly parent: BeamNode | null;
-  readonly text: string; // of this token alone
-  readonly score: number; // log-probability of everything up to here
-  readonly depth: number; // tokens
+  readonly text: string; // of this token only
+  readonly score: number; // cumulative log-probability
+  readonly depth: number; // in tokens
   readonly children: BeamNode[];
 }
 
 export class BeamTree {
   readonly root: BeamNode = { id: 0, parent: null, text: "", score: 0, depth: 0, children: [] };
-  readonly version = signal(0); // read it to hear of growth
+  readonly version = signal(0); // read it to subscribe to changes
   private readonly nodes = new Map<number, BeamNode>([[0, this.root]]);
   private ends: readonly BeamNode[] = [];
 
-  /** Ends of the live beams, best first. */
+  /** End nodes of the live beams, best first. */
   get live(): readonly BeamNode[] {
     return this.ends;
   }
@@ -27,11 +27,12 @@ export class BeamTree {
     return this.nodes.size - 1;
   }
 
-  /** Take new nodes, parents first, and which ones end live beams now, best first. */
+  /** Add nodes, parents first, and set the end nodes of the live beams, best first. */
   grow(nodes: readonly WireBeamNode[], live: readonly number[]): void {
     for (const { id, parent: above, text, score } of nodes) {
       if (this.nodes.has(id)) continue;
-      const parent = this.nodes.get(above) ?? this.root; // what we were not told of is missing, the rest still shows
+      // a parent may be missing if its frame was lost; show the node anyway
+      const parent = this.nodes.get(above) ?? this.root;
       const node: BeamNode = { id, parent, text, score, depth: parent.depth + 1, children: [] };
       parent.children.push(node);
       this.nodes.set(id, node);
@@ -40,14 +41,14 @@ export class BeamTree {
     this.version.value++;
   }
 
-  /** Everything that the beam ending at `node` says. */
+  /** Text of the beam that ends at `node`. */
   textOf(node: BeamNode): string {
     return pathTo(node)
       .map((step) => step.text)
       .join("");
   }
 
-  /** The last node that all live beams share; the root before the first. */
+  /** Last node that all live beams share; the root if there is none. */
   agreed(): BeamNode {
     const [first, ...others] = this.ends;
     if (!first) return this.root;
@@ -60,35 +61,35 @@ export class BeamTree {
     return shared.at(-1) ?? this.root;
   }
 
-  /** What the best beam says beyond `solid`; empty where it says something else. */
+  /** Text of the best beam after `solid`; empty if the beam does not start with it. */
   ghost(solid: string): string {
     const best = this.ends[0];
     const text = best ? this.textOf(best) : "";
     return text.startsWith(solid) ? text.slice(solid.length) : "";
   }
 
-  /** The node down to which the tree spells a finished text, if it does. */
+  /** Find the node whose path spells `text`, if there is one. */
   find(text: string): BeamNode | null {
-    const open: { node: BeamNode; said: number }[] = [{ node: this.root, said: 0 }];
+    const open: { node: BeamNode; offset: number }[] = [{ node: this.root, offset: 0 }];
     for (let at = open.pop(); at; at = open.pop()) {
-      const { node, said } = at;
-      if (said === text.length && node !== this.root) return node;
+      const { node, offset } = at;
+      if (offset === text.length && node !== this.root) return node;
       for (const child of node.children) {
-        if (text.startsWith(child.text, said)) open.push({ node: child, said: said + child.text.length });
+        if (text.startsWith(child.text, offset)) open.push({ node: child, offset: offset + child.text.length });
       }
     }
     return null;
   }
 }
 
-/** The nodes from the first token to `node`. */
+/** Return the nodes from the first token to `node`. */
 export function pathTo(node: BeamNode): BeamNode[] {
   const path: BeamNode[] = [];
   for (let at = node; at.parent; at = at.parent) path.push(at);
   return path.reverse();
 }
 
-/** How likely a beam is beside the best one, in words. */
+/** Describe the likelihood of a beam relative to the best one. */
 export function describeLikelihood(score: number, best: number): string {
   const times = Math.exp(best - score);
   if (times < 1.005) return "as likely as the best";
@@ -97,7 +98,7 @@ export function describeLikelihood(score: number, best: number): string {
   return `${times < 10 ? times.toFixed(1) : Math.round(times)} times less likely than the best`;
 }
 
-/** Its mean probability per token, in percent. */
+/** Mean probability per token, in percent. */
 export function percentPerToken(node: BeamNode): number {
   return node.depth === 0 ? 100 : Math.round(1000 * Math.exp(node.score / node.depth)) / 10;
 }

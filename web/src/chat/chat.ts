@@ -1,4 +1,4 @@
-// The page's verbs: send, stop, regenerate, edit, pick, switch, open. They change threads and speak to the server.
+// User actions: send, stop, regenerate, edit, pick, switch, open. Each one changes a thread and sends requests.
 
 import { computed, effect, signal, untracked } from "@preact/signals";
 import type { CreateFrame, ServerFrame, Session, WireConversation } from "../api/frames";
@@ -22,7 +22,7 @@ import { TokenForks } from "./tokenFork";
 import type { Message } from "./tree";
 import { type ForkStart, Turn } from "./turn";
 
-// What a stop or a drop names that came a moment after the end: nothing to tell.
+// Parameters named by the error for a stop or drop request that arrived after the end of the response: not shown.
 const LATE_REQUEST_PARAMS = new Set(["response_id", "candidate"]);
 
 export class Chat {
@@ -42,7 +42,7 @@ export class Chat {
   readonly forks = new TokenForks(this);
   readonly autoTitler = new AutoTitler(this.conversations);
   private readonly threads = new Map<string, Thread>();
-  private readonly startedHere = new Set<string>(); // conversations that began here, their heads not heard of yet
+  private readonly startedHere = new Set<string>(); // started on this page, before their first update from the server
   private readonly loader = new ConversationLoader(this.conversations);
   private readonly settingsSync = new SettingsSync(this.conversations);
   private readonly auth: Auth;
@@ -53,12 +53,12 @@ export class Chat {
   constructor(url = socketUrl(), startOver = resetPage) {
     this.socket = new Socket(url, (frame) => this.receive(frame));
     this.streams = new ResponseStreams(this.socket, this.loader, {
-      created: (lane, conversation) => this.onCreated(lane, conversation),
-      ended: (lane) => this.onEnded(lane),
+      created: (stream, conversation) => this.onCreated(stream, conversation),
+      ended: (stream) => this.onEnded(stream),
     });
     const next = () => continuationAfter(this.thread.value, this.thread.value.tree.value.leaf.value?.key ?? null);
-    const place = () => (this.ready.value && !this.live.value ? next() : null);
-    this.prefill = new PrefillAhead(place, (frame) => this.socket.send(frame));
+    const target = () => (this.ready.value && !this.live.value ? next() : null);
+    this.prefill = new PrefillAhead(target, (frame) => this.socket.send(frame));
     this.liveSync = new LiveSync(this.socket, this.conversations, this.loader, this.streams, {
       shown: () => this.thread.peek(),
       changed: (before, now) => this.onRemoteChange(before, now),
@@ -79,46 +79,46 @@ export class Chat {
     });
   }
 
-  /** Connect and fill the list; or stop at a locked door until a key is given. */
+  /** Connect and load the list; the page is locked if the server requires a key. */
   async start(): Promise<void> {
     if (await this.auth.connect()) this.cacheCoverage.scheduleRefresh();
   }
 
-  /** Hand in a key for a session. */
+  /** Sign in with an API key. */
   async signIn(key: string): Promise<void> {
     if (!(await this.auth.signIn(key))) return;
     const id = this.thread.value.id.value;
     if (id !== null) await this.open(id);
   }
 
-  // -- verbs ------------------------------------------------------------------------------------------------------
+  // -- user actions
 
-  /** Say something after the shown leaf. `only` changes the sampling of this one turn. */
+  /** Send a message after the shown leaf. `only` overrides the sampling of this turn. */
   send(text: string, only: Partial<Sampling> = {}): void {
     const thread = this.thread.value;
     if (thread.live.value || thread.state.value !== "ready") return;
     const tree = thread.tree.value;
     const leaf = tree.leaf.value;
     const turn = leaf ? thread.turnOf(leaf) : undefined;
-    if (turn) turn.showsCandidates.value = false; // going on is a pick
+    if (turn) turn.showsCandidates.value = false; // continuing counts as picking the shown candidate
     const user = tree.add({ key: this.newKey("user"), parent: leaf?.key ?? null, role: "user", text });
     thread.suggestions.value = thread.suggestions.value.filter((suggestion) => suggestion !== text);
     this.generate(thread, user, only);
   }
 
-  /** Ask again for the answer to the same message: a sibling, nothing is lost. */
+  /** Generate another answer to the same message; the old one stays as a sibling. */
   regenerate(answer: Message): void {
     const thread = this.thread.value;
     const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
     if (user && !thread.live.value) this.generate(thread, user);
   }
 
-  /** Answer a user message that has none. */
+  /** Generate an answer to a user message that has none. */
   answer(user: Message): void {
     if (!this.thread.value.live.value) this.generate(this.thread.value, user);
   }
 
-  /** Say it differently: a branch beside the old message. */
+  /** Send a changed message as a sibling of the old one. */
   edit(message: Message, text: string): void {
     const thread = this.thread.value;
     if (thread.live.value) return;
@@ -126,7 +126,7 @@ export class Chat {
     this.generate(thread, tree.add({ key: this.newKey("user"), parent: message.parent, role: "user", text }));
   }
 
-  /** Go on inside an answer: another one beside it, with the same beginning. */
+  /** Generate a sibling of an answer that starts with its first tokens. */
   forkAtToken(answer: Message, start: ForkStart): void {
     const thread = this.thread.value;
     const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
@@ -138,17 +138,17 @@ export class Chat {
     if (turn) this.streams.stop(turn);
   }
 
-  /** Settle on one candidate. The others stay as its siblings. */
+  /** Pick one candidate. The others stay as its siblings. */
   pick(message: Message): void {
     const thread = this.thread.value;
     const turn = thread.turnOf(message);
     if (turn) turn.showsCandidates.value = false;
-    const place = turn ? turn.candidates.indexOf(message) + 1 : 1;
-    announce(`Picked answer ${place}.`);
+    const target = turn ? turn.candidates.indexOf(message) + 1 : 1;
+    announce(`Picked answer ${target}.`);
     this.choose(message);
   }
 
-  /** Give up one candidate while the others go on; its pages return at once. */
+  /** Stop one candidate while the others continue; its KV pages are freed immediately. */
   drop(message: Message): void {
     const thread = this.thread.value;
     const turn = thread.turnOf(message);
@@ -195,7 +195,7 @@ export class Chat {
     return this.conversations.runningIn(id).length > 0 || (this.threads.get(id)?.live.value ?? null) !== null;
   }
 
-  // -- the server ---------------------------------------------------------------------------------------------------
+  // -- requests and events
 
   private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}, start: ForkStart | null = null): void {
     const tree = thread.tree.value;
@@ -212,7 +212,8 @@ export class Chat {
       type: "response.create",
       stream_id: key,
       ...(start ? continuationAtToken(start) : continuationOf(thread, user)),
-      ...(systemPrompt.value && !start ? { instructions: systemPrompt.value } : {}), // an answer goes on under its own
+      // a forked answer keeps its own instructions
+      ...(systemPrompt.value && !start ? { instructions: systemPrompt.value } : {}),
       explain: true,
       ...requestFields(settings),
     };
@@ -246,7 +247,7 @@ export class Chat {
     if (thread === this.thread.value) void this.liveSync.syncThread(thread);
   }
 
-  /** A response that is sent to this page changed its conversation. */
+  /** A response created by this page changed its conversation. */
   private onOwnUpdate(head: WireConversation): void {
     this.conversations.applyOwnChange(head);
     if (!this.startedHere.delete(head.id)) return;
@@ -258,7 +259,7 @@ export class Chat {
     const id = thread.id.value;
     const isShown = thread === this.thread.value;
     void this.afterTurn(thread, turn);
-    if (turn.failed) void this.readiness.pollUntilReady(); // perhaps the model is gone
+    if (turn.failed) void this.readiness.pollUntilReady(); // the model may have failed
     if (id === null) {
       announce(describeEnding(turn));
       return;
@@ -273,12 +274,13 @@ export class Chat {
     this.cacheCoverage.scheduleRefresh();
   }
 
-  /** What is told to the server after a turn: one thing after the other, as each is a change of the conversation. */
+  /** Store what follows from a turn. Sequential, because each step is a revision of the conversation. */
   private async afterTurn(thread: Thread, turn: Turn): Promise<void> {
     if (turn.candidates.indexOf(thread.tree.value.leaf.value!) > 0) await this.loader.saveActiveLeaf(thread);
     await this.settingsSync.flush();
-    const said = !turn.failed && turn.candidates.some((message) => message.text.value !== ""); // stopped early, there is none
-    if (shouldAutoTitle(this.session.value?.model) && said && thread.id.value !== null)
+    // false if the turn was stopped before the first token
+    const hasText = !turn.failed && turn.candidates.some((message) => message.text.value !== "");
+    if (shouldAutoTitle(this.session.value?.model) && hasText && thread.id.value !== null)
       await this.autoTitler.onAnswered(thread.id.value);
   }
 
@@ -294,7 +296,7 @@ export class Chat {
     toast("This conversation was deleted elsewhere.");
   }
 
-  /** The connection is back. */
+  /** The connection was restored. */
   private onReconnected(): void {
     void this.conversations.refresh().then(() => this.cacheCoverage.scheduleRefresh());
     this.streams.recover();

@@ -1,4 +1,4 @@
-// What the server keeps of a conversation: loading it, waiting for it after a break, and telling it what we chose.
+// Loads conversations from the server, waits for answers after a lost connection, and stores the active leaf.
 import type { StoredItem, WireConversation } from "../api/frames";
 import * as rest from "../api/rest";
 import { toast } from "../app/notifications";
@@ -18,10 +18,10 @@ export class ConversationLoader {
 
   constructor(private readonly conversations: Conversations) {}
 
-  /** Load a conversation; returns its head, or null if it did not load. */
+  /** Load a conversation; returns its head, or null if that failed. */
   async load(thread: Thread, id: string): Promise<WireConversation | null> {
     thread.state.value = "loading";
-    thread.awaitingServer.value = true; // until it is known whether something is being written
+    thread.awaitingServer.value = true; // until it is known whether a response is running
     try {
       const { head, items } = await fetchStored(id);
       thread.load(items, head);
@@ -34,13 +34,13 @@ export class ConversationLoader {
     }
   }
 
-  /** Learn how a conversation stands. */
+  /** Update the head of a conversation. */
   async loadHead(id: string): Promise<void> {
     const head = await rest.getConversation(id).catch(() => null);
     if (head) this.conversations.upsert(head);
   }
 
-  /** Read again what others have changed, under what is shown. False if that did not work. */
+  /** Reload messages that other clients changed, without replacing the shown ones. False if that failed. */
   refresh(thread: Thread, id: string): Promise<boolean> {
     const reading =
       this.refreshes.get(thread) ??
@@ -56,9 +56,9 @@ export class ConversationLoader {
     return reading;
   }
 
-  /** Wait until the answers of `response` are stored, and show them. False if none turned up. */
+  /** Wait until the answers of `response` are stored, then show them. False if none appeared. */
   async waitUntilStored(thread: Thread, id: string, response: string): Promise<boolean> {
-    for (let look = 0; look < MAX_POLLS; look++) {
+    for (let poll = 0; poll < MAX_POLLS; poll++) {
       const stored = await fetchStored(id).catch(() => null);
       const answers = stored?.items.filter((item) => item.response_id === response && item.role === "assistant") ?? [];
       if (stored && answers.length > 0 && answers.every((item) => item.status !== "in_progress")) {
@@ -70,7 +70,7 @@ export class ConversationLoader {
     return false;
   }
 
-  /** Tell the server which branch is shown, so that a reload shows it again. */
+  /** Store which branch is shown, so that a reload shows it again. */
   async saveActiveLeaf(thread: Thread): Promise<void> {
     const leaf = thread.tree.value.leaf.value?.id.value;
     const id = thread.id.value;
@@ -83,7 +83,7 @@ export class ConversationLoader {
   }
 }
 
-/** The head first: what changes between the two is then news, never overlooked. */
+/** The head is read first: a change between the two requests is then detected as a newer revision. */
 async function fetchStored(id: string): Promise<StoredConversation> {
   const head = await rest.getConversation(id);
   return { head, items: await rest.listItems(id) };

@@ -1,5 +1,5 @@
-// What happens to conversations elsewhere: other tabs, other devices, a model that goes on while this page was away.
-// The shown conversation is kept as the server has it, and whatever is being written in it is read along.
+// Synchronises with changes made elsewhere (other tabs, other devices, responses that continued while this page was
+// away): reloads the shown conversation when it has changed, and follows its running responses.
 
 import { signal } from "@preact/signals";
 import type { ServerFrame, WireConversation } from "../api/frames";
@@ -9,13 +9,13 @@ import type { ConversationLoader } from "./conversationLoader";
 import type { ResponseStreams } from "./responseStreams";
 import type { Thread } from "./thread";
 
-const DEBOUNCE_MS = 50; // the same change reaches us by two ways: what was ours is known by then
+const DEBOUNCE_MS = 50; // a change made by this page is reported twice; wait until it is known as its own
 
-const MAX_ATTEMPTS = 3; // it changes while it is read; the next notice brings the rest
+const MAX_ATTEMPTS = 3; // the conversation may change while it is read; the next notification triggers the rest
 
 export interface RemoteChanges {
   readonly shown: () => Thread;
-  /** Others changed a conversation: as it was known, and as it is. */
+  /** Another client changed a conversation: its head before and after. */
   readonly changed: (before: WireConversation | undefined, now: WireConversation) => void;
   readonly deleted: (id: string) => void;
 }
@@ -27,8 +27,8 @@ export class LiveSync {
   constructor(
     private readonly socket: Socket,
     private readonly conversations: Conversations,
-    private readonly keeper: ConversationLoader,
-    private readonly lanes: ResponseStreams,
+    private readonly loader: ConversationLoader,
+    private readonly streams: ResponseStreams,
     private readonly remote: RemoteChanges,
   ) {
     socket.state.subscribe((state) => {
@@ -36,12 +36,12 @@ export class LiveSync {
     });
   }
 
-  /** A new connection: hear of everything from here on. */
+  /** Subscribe to notifications on a new connection. */
   subscribe(): void {
     this.socket.send({ type: "conversation.subscribe" });
   }
 
-  /** Take a frame of the subscription. */
+  /** Handle a frame of the subscription. */
   receive(frame: ServerFrame): void {
     if (frame.type === "conversation.subscribed") {
       this.conversations.setAllRunning(frame.running);
@@ -58,15 +58,15 @@ export class LiveSync {
     }
   }
 
-  /** Whatever was missed while nobody told us: read it now. Call it for every thread that comes into view. */
+  /** Load changes that were missed while disconnected. Call it for every thread that is shown. */
   async refreshThread(thread: Thread): Promise<void> {
     const id = thread.id.value;
     if (id === null || !this.subscribed.value || thread.state.value !== "ready") return;
-    await this.keeper.loadHead(id);
+    await this.loader.loadHead(id);
     await this.syncThread(thread);
   }
 
-  /** Read what is new in a thread, and read along what is being written there. */
+  /** Load changes of a thread, and follow its running responses. */
   async syncThread(thread: Thread): Promise<void> {
     const id = thread.id.value;
     if (id === null || thread.state.value !== "ready") return;
@@ -76,10 +76,10 @@ export class LiveSync {
       tries < MAX_ATTEMPTS && thread.staleCheck.isStale(this.conversations.find(id)?.rev ?? 0);
       tries++
     ) {
-      if (!(await this.keeper.refresh(thread, id))) break;
+      if (!(await this.loader.refresh(thread, id))) break;
     }
-    for (const response of this.conversations.runningIn(id)) this.lanes.follow(thread, response);
-    thread.awaitingServer.value = !this.subscribed.value || this.lanes.isAwaiting(thread);
+    for (const response of this.conversations.runningIn(id)) this.streams.follow(thread, response);
+    thread.awaitingServer.value = !this.subscribed.value || this.streams.isAwaiting(thread);
   }
 
   private onUpdated(head: WireConversation, running: readonly string[]): void {

@@ -1,19 +1,19 @@
-// Draft-ahead prefill: while the reader types, the server is asked to read what is there already, when it has nothing
-// better to do. One draft at a time, so that every answer is of the draft that was asked about; nothing is stored.
+// Prefill while typing: the unsent draft is sent to the server, which prefills it when it is idle. One draft at a time,
+// so that each response belongs to the draft that was sent; nothing is stored.
 
 import { computed, effect, type ReadonlySignal, signal } from "@preact/signals";
 import type { ClientFrame, Continuation, ServerFrame } from "../api/frames";
 import { prefillWhileTyping, systemPrompt } from "../app/settings";
 
-const DEBOUNCE_MS = 350; // of typing, before the draft is sent
-const BUSY_RETRY_MS = 2000; // the server is answering somebody
+const DEBOUNCE_MS = 350; // pause in typing before the draft is sent
+const BUSY_RETRY_MS = 2000; // the server is busy with other requests
 const MAX_CHARS = 100_000;
 
 type Prewarmed = Extract<ServerFrame, { type: "prompt.prewarmed" }>;
 
 interface Draft {
   readonly text: string;
-  readonly target: string; // where it would be said, and under which instructions
+  readonly target: string; // continuation point and instructions of the draft, as JSON
 }
 
 export interface PrefillProgress {
@@ -22,21 +22,21 @@ export interface PrefillProgress {
 }
 
 export class PrefillAhead {
-  readonly text = signal(""); // as it stands in the message box
+  readonly text = signal(""); // content of the message box
   private readonly last = signal<(Draft & PrefillProgress) | null>(null);
   private readonly pending = signal<Draft | null>(null);
   private readonly key: ReadonlySignal<string | null>;
   private timer: ReturnType<typeof setTimeout> | undefined;
   private pauseMs = DEBOUNCE_MS;
 
-  /** What the server has read of the draft as it stands; null if nothing. */
+  /** Prefilled part of the current draft; null if there is none. */
   readonly progress = computed<PrefillProgress | null>(() => {
     const last = this.last.value;
     const fits = last !== null && last.target === this.key.value && this.text.value.trimStart().startsWith(last.text);
     return fits && prefillWhileTyping.value && last.warmTokens > 0 ? last : null;
   });
 
-  /** `place` is where the draft would be said, or null while nothing can be. */
+  /** `target` returns where the draft would be sent, or null while nothing can be sent. */
   constructor(
     private readonly target: () => Omit<Continuation, "input"> | null,
     private readonly send: (frame: ClientFrame) => boolean,
@@ -66,16 +66,16 @@ export class PrefillAhead {
     this.pending.value = null;
   }
 
-  /** An error that no lane claims: true if a draft was refused. Who sends it is told why. */
+  /** Handle an error that belongs to no stream: true if it refused a draft. Sending the message will report it. */
   handleError(): boolean {
     const draft = this.pending.peek();
     if (!draft) return false;
-    this.last.value = { ...draft, inputTokens: 0, warmTokens: 0 }; // not again as it stands
+    this.last.value = { ...draft, inputTokens: 0, warmTokens: 0 }; // do not retry this draft
     this.pending.value = null;
     return true;
   }
 
-  /** The connection is another one: no answer will come. */
+  /** The connection was replaced: no response will arrive. */
   reset(): void {
     this.pending.value = null;
   }

@@ -1,4 +1,4 @@
-// Where in the tree a request continues, and what it adds there.
+// Fields of a request: where in the message tree it continues, and its sampling parameters.
 import type { Continuation, CreateFrame } from "../api/frames";
 import type { Sampling } from "../app/settings";
 import type { Thread } from "./thread";
@@ -11,13 +11,13 @@ export function continuationOf(thread: Thread, user: Message): Continuation {
   return { input: [{ role: "user", content: user.text.value }], ...continuationAfter(thread, user.parent) };
 }
 
-/** Inside an answer: another one beside it, with the same beginning. */
+/** Continue inside an answer: the new answer shares its first tokens. */
 export function continuationAtToken(start: ForkStart): Continuation {
-  const place = { input: [], previous_item_id: start.item, fork_at: start.keepTokens };
-  return start.token ? { ...place, fork_with: start.token.id } : place;
+  const continuation = { input: [], previous_item_id: start.item, fork_at: start.keepTokens };
+  return start.token ? { ...continuation, fork_with: start.token.id } : continuation;
 }
 
-/** Where something goes that is said after the message `parent`; null is the root. */
+/** Continue after the message `parent`; null is the root. */
 export function continuationAfter(thread: Thread, parent: string | null): Omit<Continuation, "input"> {
   const conversation = thread.id.value;
   const after = nearestStored(thread, parent);
@@ -25,7 +25,7 @@ export function continuationAfter(thread: Thread, parent: string | null): Omit<C
   return conversation === null ? {} : { conversation, previous_item_id: "root" };
 }
 
-/** The nearest message from `key` upwards that the server knows; null at a root. */
+/** Find the nearest stored message from `key` upwards; null at a root. */
 function nearestStored(thread: Thread, key: string | null): string | null {
   while (key !== null) {
     const above = thread.tree.value.get(key);
@@ -34,8 +34,6 @@ function nearestStored(thread: Thread, key: string | null): string | null {
   }
   return null;
 }
-
-// ---- Sampling settings as the wire spells them.
 
 type Fields = Pick<
   CreateFrame,

@@ -1,5 +1,5 @@
-// Responses under way on this connection, whoever asked for them: which frames belong to which turn, how a turn ends, and
-// how it goes on after the connection was lost.
+// Running responses of this connection, started here or elsewhere: assigns frames to turns, ends turns, and resumes
+// them after a lost connection.
 import type { CreateFrame, ServerFrame, WireResponse } from "../api/frames";
 import type { Socket } from "../api/socket";
 import { announce } from "../app/notifications";
@@ -11,36 +11,36 @@ import { DeltaBatcher, Turn } from "./turn";
 export interface ResponseStream {
   readonly thread: Thread;
   readonly turn: Turn;
-  readonly user: Message | null; // what the turn answers, where this page said it
-  resuming: boolean; // asked to go on after a lost connection, not answered yet
+  readonly user: Message | null; // the message that the turn answers, if it was sent here
+  resuming: boolean; // resume was requested and not answered yet
 }
 
-/** A response that somebody else began, asked for and not heard of yet. */
+/** A response started elsewhere whose resume was requested and not answered yet. */
 interface PendingFollow {
   readonly thread: Thread;
   readonly response: string;
 }
 
 export interface StreamEvents {
-  /** The server has taken it and given names; `conversation` is where it belongs. */
-  created(lane: ResponseStream, conversation: string | null): void;
-  /** The turn is over, one way or the other. */
-  ended(lane: ResponseStream): void;
+  /** The server accepted the request and assigned ids. */
+  created(stream: ResponseStream, conversation: string | null): void;
+  /** The turn has ended, completed or not. */
+  ended(stream: ResponseStream): void;
 }
 
 export class ResponseStreams {
-  private readonly streams = new Map<string, ResponseStream>(); // by stream_id, which is the turn's key
+  private readonly streams = new Map<string, ResponseStream>(); // by stream_id, which is the key of the turn
   private readonly pendingFollows = new Map<string, PendingFollow>(); // by stream_id
   private readonly batcher = new DeltaBatcher();
   private count = 0;
 
   constructor(
     private readonly socket: Socket,
-    private readonly keeper: ConversationLoader,
+    private readonly loader: ConversationLoader,
     private readonly events: StreamEvents,
   ) {}
 
-  /** Ask for a response; its frames become the turn's. */
+  /** Send a request and register its stream. */
   start(thread: Thread, turn: Turn, user: Message, frame: CreateFrame): void {
     thread.addTurn(turn);
     this.streams.set(turn.key, { thread, turn, user, resuming: false });
@@ -49,11 +49,11 @@ export class ResponseStreams {
     else this.finish(turn.key, "There is no connection to the server.");
   }
 
-  /** Show a response that runs in this thread, begun by another tab or before a reload. */
+  /** Follow a response that another tab started, or this one before a reload. */
   follow(thread: Thread, response: string): void {
-    if (thread.turnOfResponse(response)) return; // ours, or stored by now
-    for (const lane of this.streams.values()) {
-      if (lane.thread === thread && lane.turn.responseId.value === null) return; // may be this very one
+    if (thread.turnOfResponse(response)) return; // started here, or stored already
+    for (const stream of this.streams.values()) {
+      if (stream.thread === thread && stream.turn.responseId.value === null) return; // this turn may be the response
     }
     for (const other of this.pendingFollows.values()) if (other.response === response) return;
     const key = `follow-${++this.count}`;
@@ -62,13 +62,13 @@ export class ResponseStreams {
     this.socket.send({ type: "response.resume", response_id: response, starting_after: -1, stream_id: key });
   }
 
-  /** Whether a followed response of this thread has not shown itself yet. */
+  /** Whether a followed response of this thread has sent no frame yet. */
   isAwaiting(thread: Thread): boolean {
     for (const other of this.pendingFollows.values()) if (other.thread === thread) return true;
     return false;
   }
 
-  /** End a turn that was never sent. */
+  /** End a turn that was not sent. */
   reject(turn: Turn, reason: string): void {
     turn.fail(reason, this.batcher);
   }
@@ -79,99 +79,103 @@ export class ResponseStreams {
     if (id !== null) this.socket.send({ type: "response.cancel", response_id: id });
   }
 
-  /** End one candidate; the others go on. */
+  /** Stop one candidate; the others continue. */
   drop(turn: Turn, message: Message): void {
     const response_id = turn.responseId.value;
     const candidate = turn.candidates.indexOf(message);
     if (response_id !== null) this.socket.send({ type: "response.drop", response_id, candidate });
   }
 
-  /** Take a frame of one of the lanes; false if it is of none. */
+  /** Handle a frame of one of the streams; false if it belongs to none. */
   receive(frame: ServerFrame): boolean {
     if (frame.stream_id === undefined) return false;
     const followed = this.pendingFollows.get(frame.stream_id);
     if (followed) this.onFirstFrame(frame.stream_id, followed, frame);
-    const lane = this.streams.get(frame.stream_id);
-    if (!lane) return followed !== undefined;
-    const lost = lane.resuming && frame.type === "error";
-    lane.resuming = false;
+    const stream = this.streams.get(frame.stream_id);
+    if (!stream) return followed !== undefined;
+    const lost = stream.resuming && frame.type === "error";
+    stream.resuming = false;
     if (lost) {
-      void this.showStored(lane);
+      void this.showStored(stream);
       return true;
     }
-    lane.turn.apply(frame, this.batcher);
+    stream.turn.apply(frame, this.batcher);
     if (frame.type === "response.created") {
-      if (lane.user) lane.user.id.value ??= frame.response.input_item_ids?.at(-1) ?? null;
-      this.events.created(lane, frame.response.conversation?.id ?? null);
-      if (lane.turn.stopRequested) this.stop(lane.turn);
+      if (stream.user) stream.user.id.value ??= frame.response.input_item_ids?.at(-1) ?? null;
+      this.events.created(stream, frame.response.conversation?.id ?? null);
+      if (stream.turn.stopRequested) this.stop(stream.turn);
     }
-    if (!lane.turn.live) this.finish(lane.turn.key, null);
+    if (!stream.turn.live) this.finish(stream.turn.key, null);
     return true;
   }
 
-  /** The connection is back. What was running went on without us: read on where we were. */
+  /** Resume all streams after the connection was restored. */
   recover(): void {
     for (const [key, { response }] of this.pendingFollows) {
       this.socket.send({ type: "response.resume", response_id: response, starting_after: -1, stream_id: key });
     }
-    for (const [key, lane] of [...this.streams]) {
-      const response_id = lane.turn.responseId.value;
+    for (const [key, stream] of [...this.streams]) {
+      const response_id = stream.turn.responseId.value;
       if (response_id === null) {
         this.finish(key, "The connection was lost before this was sent.");
         continue;
       }
-      lane.resuming = true;
-      const starting_after = lane.turn.lastSequence;
+      stream.resuming = true;
+      const starting_after = stream.turn.lastSequence;
       this.socket.send({ type: "response.resume", response_id, starting_after, stream_id: key });
-      if (lane.turn.stopRequested) this.socket.send({ type: "response.cancel", response_id });
+      if (stream.turn.stopRequested) this.socket.send({ type: "response.cancel", response_id });
     }
   }
 
   private finish(key: string, failure: string | null): void {
-    const lane = this.streams.get(key);
-    if (!lane) return;
-    if (failure !== null) lane.turn.fail(failure, this.batcher);
+    const stream = this.streams.get(key);
+    if (!stream) return;
+    if (failure !== null) stream.turn.fail(failure, this.batcher);
     this.streams.delete(key);
-    if (lane.thread.live.value === lane.turn) lane.thread.live.value = this.otherTurn(lane.thread);
-    this.events.ended(lane);
+    if (stream.thread.live.value === stream.turn) stream.thread.live.value = this.otherTurn(stream.thread);
+    this.events.ended(stream);
   }
 
   private otherTurn(thread: Thread): Turn | null {
-    for (const lane of this.streams.values()) if (lane.thread === thread) return lane.turn;
+    for (const stream of this.streams.values()) if (stream.thread === thread) return stream.turn;
     return null;
   }
 
-  /** The first frames of a followed response: it gets its place in the tree. */
+  /** Add the turn of a followed response to the tree when its first frame arrives. */
   private onFirstFrame(key: string, { thread, response }: PendingFollow, frame: ServerFrame): void {
     if (frame.type === "response.created") {
       const turn = thread.turnOfResponse(response) ? null : followedTurn(thread, key, frame.response);
       if (turn) {
         thread.addTurn(turn);
         this.streams.set(key, { thread, turn, user: null, resuming: false });
-        announce("An answer is being written.");
+        announce("An answer is being generated.");
       }
     } else if (frame.type !== "error") return;
     this.pendingFollows.delete(key);
     thread.awaitingServer.value = this.isAwaiting(thread);
   }
 
-  /** The server knows the stream no more: show what it kept of the answer. */
-  private async showStored(lane: ResponseStream): Promise<void> {
-    const id = lane.thread.id.value;
-    const response = lane.turn.responseId.value;
-    const found = id !== null && response !== null && (await this.keeper.waitUntilStored(lane.thread, id, response));
-    this.finish(lane.turn.key, found ? "Interrupted." : "The connection was lost and the server kept no answer.");
+  /** The server has no such stream: show what it stored of the answer. */
+  private async showStored(stream: ResponseStream): Promise<void> {
+    const id = stream.thread.id.value;
+    const response = stream.turn.responseId.value;
+    const found = id !== null && response !== null && (await this.loader.waitUntilStored(stream.thread, id, response));
+    this.finish(
+      stream.turn.key,
+      found ? "Interrupted." : "The connection was lost and the server has no stored answer.",
+    );
   }
 }
 
-/** The candidates of a response that others began, below the message that it answers; null if that is not here. */
+/** Create the turn of a response started elsewhere; null if the message that it answers is not loaded. */
 function followedTurn(thread: Thread, key: string, response: WireResponse): Turn | null {
   const tree = thread.tree.value;
   const above = response.parent_item_id ?? response.input_item_ids?.at(-1);
   const parent = above === undefined ? undefined : tree.byId(above);
   if (!parent) return null;
   const path = tree.path.value;
-  const watching = path.at(-1) === parent || (thread.followsActiveLeaf && path.includes(parent)); // others are not moved
+  // the shown branch changes only if the user is following it
+  const watching = path.at(-1) === parent || (thread.followsActiveLeaf && path.includes(parent));
   const candidates = Array.from({ length: Math.max(1, response.n ?? 1) }, (_, index) =>
     tree.add(
       { key: `${key}-${index}`, parent: parent.key, role: "assistant", turn: key, status: "waiting" },
@@ -181,7 +185,7 @@ function followedTurn(thread: Thread, key: string, response: WireResponse): Turn
   return new Turn(key, candidates, response.beam_width !== undefined, null, true);
 }
 
-/** What a screen reader is told at the end of a turn. */
+/** Announcement for screen readers at the end of a turn. */
 export function describeEnding(turn: Turn): string {
   const [first] = turn.candidates;
   const words = first?.text.value.split(/\s+/).filter(Boolean).length ?? 0;

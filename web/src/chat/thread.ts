@@ -1,4 +1,4 @@
-// One conversation as the page holds it: the tree, the turns that made it, and whether one is still running.
+// One conversation: its message tree, its turns, the running one, and merging with the messages stored on the server.
 
 import { computed, signal } from "@preact/signals";
 import type { StoredItem, WireConversation } from "../api/frames";
@@ -10,21 +10,21 @@ export type ThreadState = "ready" | "loading" | "failed" | "missing";
 export class Thread {
   readonly id = signal<string | null>(null);
   readonly state = signal<ThreadState>("ready");
-  readonly awaitingServer = signal(false); // an answer may still turn up on the server
+  readonly awaitingServer = signal(false); // an answer may still arrive from the server
   readonly tree = signal(new Tree());
   readonly live = signal<Turn | null>(null);
-  readonly suggestions = signal<readonly string[]>([]); // what a starter suggests to ask after this answer
+  readonly suggestions = signal<readonly string[]>([]); // follow-up messages suggested by a starter
   readonly staleCheck = new StaleCheck();
-  isLoaded = false; // what the server had was read, or there was nothing yet
-  followsActiveLeaf = true; // at the last load, whether the active branch was the one shown
+  isLoaded = false; // the messages are loaded, or the conversation is new
+  followsActiveLeaf = true; // at the last load, whether the shown branch was the active one
   private readonly turns = new Map<string, Turn>();
   private listed: ReadonlySet<string> = new Set();
-  private activeLeaf: string | null = null; // as the server last told
-  private followedLeaf: Message | null = null; // the end of the path after the last load, of who followed: shown still, nobody chose
+  private activeLeaf: string | null = null; // as last reported by the server
+  private followedLeaf: Message | null = null; // last shown leaf if the user followed the active branch
 
-  /** Tokens that the next turn starts from, as far as the last one told. */
+  /** Number of tokens before the next turn, as reported by the last one. */
   readonly contextTokens = computed<number>(() => {
-    void this.live.value; // turns come and end without the path changing
+    void this.live.value; // turns start and end without a change of the path
     const path = this.tree.value.path.value;
     for (let index = path.length - 1; index >= 0; index--) {
       const turn = this.turnOf(path[index]!);
@@ -44,30 +44,30 @@ export class Thread {
     this.live.value = turn;
   }
 
-  /** The turn that made a response, if the page has it. */
+  /** Return the turn of a response, if it is loaded. */
   turnOfResponse(response: string): Turn | undefined {
     for (const turn of this.turns.values()) if (turn.responseId.value === response) return turn;
     return undefined;
   }
 
-  /** A change that the page made, or watched happen. */
+  /** Record a change that this page made or observed. */
   recordOwnChange(head: WireConversation): void {
     this.staleCheck.markSeen(head.rev);
     if (!this.staleCheck.isStale(head.rev)) this.activeLeaf = head.active_leaf;
   }
 
-  /** It came since the last load and has ended: written here or read along, it was the active leaf when it came. */
+  /** True for a finished message newer than the last load: it was the active leaf when it arrived. */
   private isNew({ id }: Message): boolean {
     return this.isLoaded && this.live.value === null && id.value !== null && !this.listed.has(id.value);
   }
 
-  /** The server lists what it said. */
+  /** Clear the unsaved flag of a response that the server lists. */
   private markSaved(response: string): void {
     const turn = this.turnOfResponse(response);
     if (turn?.unsaved.value) turn.unsaved.value = false;
   }
 
-  /** Take what the server stored. Who was looking at the active branch follows it; nobody else is moved. */
+  /** Merge the stored messages. The shown branch changes only if the user was following the active one. */
   load(items: readonly StoredItem[], head: WireConversation): void {
     const shown = this.tree.value.leaf.value;
     this.followsActiveLeaf =
@@ -80,7 +80,7 @@ export class Thread {
     const leaf = head.active_leaf === null ? undefined : tree.byId(head.active_leaf);
     if (leaf && this.followsActiveLeaf) tree.reveal(leaf);
     const moved = leaf && shown !== null && tree.leaf.value !== shown ? this.turnOf(leaf) : undefined;
-    if (moved?.candidates.includes(shown!)) moved.showsCandidates.value = false; // picked elsewhere
+    if (moved?.candidates.includes(shown!)) moved.showsCandidates.value = false; // picked in another tab
     this.listed = new Set(items.map((item) => item.id));
     this.activeLeaf = head.active_leaf;
     this.staleCheck.markRead(head.rev);
@@ -99,26 +99,26 @@ function storedTurn(key: string, { items, messages }: StoredResponse): Turn {
   return turn;
 }
 
-// ---- Which changes of a conversation the page has seen. Every change has a number of its own, so what the page did itself
-// need not be read back, and what somebody else did is never taken for it.
+// -- Stale check: revisions of a conversation that the page has seen. Each change has its own revision number, so own
+// changes need no reload, and changes made elsewhere are always detected.
 
 export class StaleCheck {
-  private seen = 0; // everything up to here
+  private seen = 0; // all revisions up to this one
   private readonly ahead = new Set<number>();
 
-  /** All of the conversation was read as it stood then. */
+  /** The whole conversation was read at this revision. */
   markRead(rev: number): void {
     this.seen = Math.max(this.seen, rev);
     this.advance();
   }
 
-  /** That one change is known: the page made it, or watched it happen. */
+  /** One change is findMessage: the page made or observed it. */
   markSeen(rev: number): void {
     if (rev > this.seen) this.ahead.add(rev);
     this.advance();
   }
 
-  /** Whether a conversation that stands at `rev` holds something the page has not seen. */
+  /** Whether the conversation at `rev` contains a change that the page has not seen. */
   isStale(rev: number): boolean {
     return rev > this.seen;
   }
@@ -129,9 +129,9 @@ export class StaleCheck {
   }
 }
 
-// ---- What the server stored, joined with what the page shows: messages that are there already stay the same objects.
+// -- Merge of stored messages into the shown tree: messages that are shown already stay the same objects
 
-/** Messages of one response that the page has no turn for yet. */
+/** Messages of one response without a turn. */
 export interface StoredResponse {
   readonly items: StoredItem[];
   readonly messages: Message[];
@@ -143,8 +143,8 @@ export interface MergeResult {
 }
 
 /**
- * `items`: oldest first. `listed`: the ids that an earlier list had; a message of those that is missing now is gone. What
- * the server never listed (unsent, failed, or newer than the list) stays below what it followed.
+ * `items`: oldest first. `listed`: ids of the previous load; a message that was listed before and is missing now was deleted.
+ * Messages that were never listed (unsent, failed, or newer than the list) stay below their parent.
  */
 function mergeStored(
   before: Tree,
@@ -154,20 +154,21 @@ function mergeStored(
 ): MergeResult {
   const tree = new Tree();
   const responses = new Map<string, StoredResponse>();
-  const known = messageFinder(before, turns);
-  const keys = new Map<string, string | null>(); // message id -> its key; of what is not shown, the key it hangs below
+  const findMessage = messageFinder(before, turns);
+  // message id -> key; for hidden items, the key of their nearest shown ancestor
+  const keys = new Map<string, string | null>();
   for (const item of items) {
     const parent = item.parent_id === null ? null : (keys.get(item.parent_id) ?? null);
     if (item.role !== "user" && item.role !== "assistant") {
       keys.set(item.id, parent);
       continue;
     }
-    const mine = known(item);
-    const first = (item.index ?? 0) === 0; // of the candidates, the first; of the turns, the newest
-    if (mine && mine.parent === parent) {
-      applyStored(mine, item);
-      tree.attach(mine, first);
-      keys.set(item.id, mine.key);
+    const existing = findMessage(item);
+    const first = (item.index ?? 0) === 0; // choose the first candidate, and the newest turn
+    if (existing && existing.parent === parent) {
+      applyStored(existing, item);
+      tree.attach(existing, first);
+      keys.set(item.id, existing.key);
     } else {
       const message = addStored(tree, item, parent, first);
       keys.set(item.id, message.key);
@@ -183,21 +184,21 @@ function mergeStored(
   return { tree, responses };
 }
 
-/** Finds the page's own message of an item: by its id, or as the candidate of a response that had no id yet. */
+/** Find the shown message of an item: by id, or as a candidate of its response that has no id yet. */
 function messageFinder(before: Tree, turns: Iterable<Turn>): (item: StoredItem) => Message | undefined {
   const byId = new Map<string, Message>();
   for (const message of before.all()) if (message.id.value !== null) byId.set(message.id.value, message);
   const byResponse = new Map<string, Turn>();
   for (const turn of turns) if (turn.responseId.value !== null) byResponse.set(turn.responseId.value, turn);
   return (item) => {
-    const mine = byId.get(item.id);
-    if (mine || item.response_id === null || item.role !== "assistant") return mine;
+    const existing = byId.get(item.id);
+    if (existing || item.response_id === null || item.role !== "assistant") return existing;
     const candidate = byResponse.get(item.response_id)?.candidates[item.index ?? 0];
     return candidate?.id.value === null ? candidate : undefined;
   };
 }
 
-/** What is stored is final. */
+/** Apply the stored text and status, which are final. */
 function applyStored(message: Message, item: StoredItem): void {
   message.id.value = item.id;
   message.tokens.value = item.num_tokens ?? 0;

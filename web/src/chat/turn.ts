@@ -1,4 +1,4 @@
-// One request and what came of it: its candidates, its figures, and how frames change them.
+// One request and its result: candidates, statistics, and how frames change them.
 
 import { batch, computed, type Signal, signal } from "@preact/signals";
 import type { CacheMiss, ServerFrame, StopReceipt, WireItem, WireOutput, WireResponse, WireUsage } from "../api/frames";
@@ -7,39 +7,40 @@ import type { Message, Status, Usage } from "./tree";
 
 export type Phase = "queued" | "prefill" | "decode" | "ended";
 
-/** A turn that goes on inside an answer: with its first `keep` tokens, and with another token then. */
+/** Start of a turn inside an answer: its first `keepTokens` tokens, then optionally another token. */
 export interface ForkStart {
   readonly item: string;
   readonly keepTokens: number;
-  readonly token: { readonly id: number; readonly text: string } | null; // null: whatever the model says next
-  readonly inspectedPages: number; // copied when the place was looked at; the branch takes them over
+  readonly token: { readonly id: number; readonly text: string } | null; // null: the model samples the next token
+  readonly inspectedPages: number; // pages copied when the alternatives were computed; the fork reuses them
 }
 
 const STATUS_OF_REASON: Readonly<Record<string, Status>> = { stop: "done", length: "length", cancelled: "stopped" };
 
-const MIN_DECODE_MS = 200; // deltas come in bunches: over less than this a speed would be made up
+const MIN_DECODE_MS = 200; // deltas arrive in bursts: over a shorter time the speed is meaningless
 
 export class Turn {
   readonly responseId = signal<string | null>(null);
   readonly phase = signal<Phase>("queued");
   readonly usage = signal<Usage | null>(null);
   readonly receipt = signal<StopReceipt | null>(null);
-  readonly miss = signal<CacheMiss | null>(null); // why the prompt was not all in the cache
-  readonly copiedPages = signal<number | null>(null); // written beside what shared them
+  readonly miss = signal<CacheMiss | null>(null); // why the prompt was not fully cached
+  readonly copiedPages = signal<number | null>(null); // pages copied on write
   readonly dropped = signal<ReadonlyMap<Message, StopReceipt>>(new Map());
-  readonly firstTokenMs = signal<number | null>(null); // after sending
-  readonly decodeMs = signal<number | null>(null); // first token to the end
-  readonly unsaved = signal(false); // it ended while the store took nothing; the server keeps it until it does
-  readonly showsCandidates = signal(true); // candidates stand side by side until one is picked
-  readonly beamTree = signal<BeamTree | null>(null); // once live beams were told
+  readonly firstTokenMs = signal<number | null>(null); // since sending
+  readonly decodeMs = signal<number | null>(null); // from the first token to the end
+  readonly unsaved = signal(false); // the store was unavailable at the end; the server retries
+  readonly showsCandidates = signal(true); // candidates are shown side by side until one is picked
+  readonly beamTree = signal<BeamTree | null>(null); // set by the first beam frame
   stopRequested = false;
-  private readonly candidateByOutput = new Map<number, number>(); // output_index of a message -> its candidate
-  private readonly reasoningByOutput = new Map<number, number>(); // output_index of reasoning -> its candidate
-  lastSequence = -1; // the newest frame of the response that we have
+  private readonly candidateByOutput = new Map<number, number>(); // output_index of a message -> candidate
+  private readonly reasoningByOutput = new Map<number, number>(); // output_index of reasoning -> candidate
+  lastSequence = -1; // sequence_number of the newest frame received
   private readonly sentAt = performance.now();
 
   readonly tokensPerSecond = computed<number | null>(() => {
-    const tokens = (this.usage.value?.outputTokens ?? 0) - this.candidates.length; // the first ones belong to the prefill
+    // the first token of each candidate belongs to the prefill
+    const tokens = (this.usage.value?.outputTokens ?? 0) - this.candidates.length;
     const ms = this.decodeMs.value;
     return ms !== null && ms > MIN_DECODE_MS && tokens > 0 ? (tokens / ms) * 1000 : null;
   });
@@ -49,14 +50,14 @@ export class Turn {
     readonly candidates: readonly Message[],
     readonly beams = false,
     readonly start: ForkStart | null = null,
-    private readonly isFollowed = false, // begun elsewhere: how long it took is not ours to tell
+    private readonly isFollowed = false, // started elsewhere: the time to the first token is unknown
   ) {}
 
   get live(): boolean {
     return this.phase.value !== "ended";
   }
 
-  /** Whether `message` is one of several answers that are still being written. Beams compete: none can be taken out. */
+  /** Whether the candidate is running and can be stopped alone. Beams compete and cannot. */
   canDrop(message: Message): boolean {
     const open = message.status.value === "waiting" || message.status.value === "streaming";
     return (
@@ -73,9 +74,9 @@ export class Turn {
     return this.candidates.some((message) => message.status.value === "error");
   }
 
-  /** Take one frame of this turn's lane. */
+  /** Apply one frame of this turn's stream. */
   apply(frame: ServerFrame, batcher: DeltaBatcher): void {
-    if (frame.type === "response.resumed") return; // its number is the server's newest, not ours
+    if (frame.type === "response.resumed") return; // its number is the newest one of the server, not of this page
     this.lastSequence = Math.max(this.lastSequence, frame.sequence_number ?? -1);
     switch (frame.type) {
       case "response.created":
@@ -240,9 +241,9 @@ export function toUsage(usage: WireUsage): Usage {
   };
 }
 
-// ---- Deltas arrive faster than the screen draws. Gather them and hand them over once per frame.
+// -- Delta batching: deltas arrive faster than frames are drawn, so they are applied once per animation frame
 
-const HIDDEN_TAB_MS = 250; // a hidden tab gets no animation frames
+const HIDDEN_TAB_MS = 250; // hidden tabs get no animation frames
 
 export class DeltaBatcher {
   private readonly pending = new Map<Signal<string>, string>();

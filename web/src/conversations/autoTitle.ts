@@ -1,5 +1,5 @@
-// The model names a conversation after its first answer, and whenever it is asked to. A title that somebody gave it
-// meanwhile stays.
+// Generates conversation titles with the model: after the first answer, and on request. A title that was set in the
+// meantime is kept.
 import type { WireConversation } from "../api/frames";
 import * as rest from "../api/rest";
 import { load, save } from "../app/browser";
@@ -10,32 +10,33 @@ const MAX_ATTEMPTS = 3;
 const STORAGE_KEY = "untitled";
 
 export class AutoTitler {
-  private readonly untitled: Map<string, string | null>; // begun in this tab, not named yet: the title they began with
+  // conversations started in this tab without a generated title -> initial title
+  private readonly untitled: Map<string, string | null>;
 
   constructor(private readonly conversations: Conversations) {
     this.untitled = new Map(load<readonly [string, string | null][]>(STORAGE_KEY, [], "session"));
   }
 
-  /** A conversation began on this page. */
+  /** A conversation was started on this page. */
   onStarted(head: WireConversation): void {
     if (this.untitled.has(head.id)) return;
     this.untitled.set(head.id, head.title);
     this.saveUntitled();
   }
 
-  /** Let the model name it, now that somebody asks for that. */
+  /** Generate a title on request of the user. */
   async suggest(id: string): Promise<void> {
     const before = this.conversations.find(id)?.title;
     try {
       const head = await this.conversations.trackOwnChange(rest.generateTitle(id));
       announce(`The title is now ${head.title}.`);
-      if (head.title === before) toast("The model has no better title.");
+      if (head.title === before) toast("The model generated the same title.");
     } catch (error) {
-      toast(`No title. ${(error as Error).message}`);
+      toast(`No title generated. ${(error as Error).message}`);
     }
   }
 
-  /** An answer is complete: if it was the first one, ask for a name. */
+  /** An answer is complete: generate a title if it was the first answer. */
   async onAnswered(id: string): Promise<void> {
     const title = this.untitled.get(id);
     if (title === undefined) return;
@@ -47,7 +48,8 @@ export class AutoTitler {
         await this.conversations.trackOwnChange(rest.generateTitle(id, head.rev));
         return;
       } catch (error) {
-        // something else changed: perhaps the title, then it stays. Without a model there is no name, and no harm.
+        // A conflict: if the title changed it is kept, else retry with the new revision. Other errors leave the title
+        // as it is.
         head = error instanceof rest.RequestError ? (error.current ?? undefined) : undefined;
       }
     }

@@ -1,4 +1,4 @@
-// The list at the left: what there is, what is being written, and what is about to be deleted (with time for an "undo").
+// The conversation list: entries, running responses, unseen answers, pending deletions (with undo).
 
 import { computed, signal } from "@preact/signals";
 import type { RunningResponse, WireConversation } from "../api/frames";
@@ -12,12 +12,12 @@ const MAX_ATTEMPTS = 4;
 
 export class Conversations {
   readonly state = signal<"loading" | "ready" | "failed" | "locked">("loading");
-  readonly lockCode = signal(""); // the code of the error that locked the page
+  readonly lockCode = signal(""); // error code of the response that locked the page
   readonly hasMore = signal(false);
   private readonly all = signal<ReadonlyMap<string, WireConversation>>(new Map());
   private readonly pendingDeletes = signal<ReadonlySet<string>>(new Set());
-  private readonly running = signal<ReadonlyMap<string, readonly string[]>>(new Map()); // responses by conversation
-  private readonly unseen = signal<ReadonlySet<string>>(new Set()); // answered while another one was shown
+  private readonly running = signal<ReadonlyMap<string, readonly string[]>>(new Map()); // response ids by conversation
+  private readonly unseen = signal<ReadonlySet<string>>(new Set()); // answered while another conversation was shown
   private readonly now = signal(Date.now());
   private readonly ownChanges = new Set<Promise<WireConversation>>();
   private next: string | null = null;
@@ -28,7 +28,7 @@ export class Conversations {
   });
   readonly groups = computed(() => groupByDay(this.shown.value, this.now.value));
 
-  /** `own` is told how a conversation stands after a change of ours. */
+  /** `onOwnChange` receives the conversation after each change made by this page. */
   constructor(private readonly onOwnChange: (head: WireConversation) => void = () => {}) {
     addEventListener("pagehide", () => this.pendingDeletes.value.forEach((id) => void rest.deleteConversation(id)));
     document.addEventListener("visibilitychange", () => (this.now.value = Date.now()));
@@ -42,7 +42,7 @@ export class Conversations {
     return this.pendingDeletes.value.has(id);
   }
 
-  // -- reading ------------------------------------------------------------------------------------------------------
+  // -- reading
 
   async refresh(): Promise<void> {
     try {
@@ -58,7 +58,7 @@ export class Conversations {
     }
   }
 
-  /** Stop at the door if the server does not let us in; whether that was what it said. */
+  /** Lock the page if the error is a 401; returns whether it was. */
   lockIfUnauthorized(error: unknown): boolean {
     if (!(error instanceof rest.RequestError) || error.status !== 401) return false;
     this.lockCode.value = error.code;
@@ -75,26 +75,26 @@ export class Conversations {
     this.hasMore.value = page.has_more;
   }
 
-  /** Pinned ones stand at the top however old they are, so they are asked for by name. */
+  /** Load pinned conversations by id: they are listed first however old they are. */
   private async fetchPinned(): Promise<void> {
     const missing = load<readonly string[]>("pinned", []).filter((id) => !this.find(id));
     const found = await Promise.all(missing.map((id) => rest.getConversation(id).catch(() => null)));
     this.store(found.filter((head) => head !== null));
   }
 
-  /** What should be on the first page and is not has been deleted while nobody told us. */
+  /** Remove conversations that are missing from the first page although they would belong listed: they were deleted. */
   private removeDeleted(first: rest.ListPage<WireConversation>): void {
-    const there = new Set(first.data.map(({ id }) => id));
+    const listed = new Set(first.data.map(({ id }) => id));
     const oldest = first.has_more ? (first.data.at(-1)?.updated_at ?? 0) : -Infinity;
-    const kept = [...this.all.value].filter(([id, head]) => there.has(id) || head.updated_at < oldest);
-    this.all.value = new Map(kept);
+    const remaining = [...this.all.value].filter(([id, head]) => listed.has(id) || head.updated_at < oldest);
+    this.all.value = new Map(remaining);
   }
 
   private store(heads: readonly WireConversation[]): void {
     const all = new Map(this.all.value);
     for (const head of heads) {
-      const known = all.get(head.id);
-      if (!known || known.rev <= head.rev) all.set(head.id, head); // an old answer may come late
+      const current = all.get(head.id);
+      if (!current || current.rev <= head.rev) all.set(head.id, head); // an older response may arrive late
     }
     this.all.value = all;
     this.now.value = Date.now();
@@ -106,7 +106,7 @@ export class Conversations {
     this.store([head]);
   }
 
-  /** Make a change of ours: it is known as such before anybody takes it for news. */
+  /** Wait for a change made by this page, and record it as its own before its notification arrives. */
   async trackOwnChange(change: Promise<WireConversation>): Promise<WireConversation> {
     this.ownChanges.add(change);
     try {
@@ -118,18 +118,18 @@ export class Conversations {
     }
   }
 
-  /** Wait until no change of ours is on its way. */
+  /** Wait until no change made by this page is in flight. */
   async waitForOwnChanges(): Promise<void> {
     while (this.ownChanges.size > 0) await Promise.allSettled(this.ownChanges);
   }
 
-  /** A change of ours was made. */
+  /** Apply a change made by this page. */
   applyOwnChange(head: WireConversation): void {
     this.onOwnChange(head);
     this.store([head]);
   }
 
-  /** It was deleted, by whomever. */
+  /** Remove a conversation that was deleted, here or elsewhere. */
   removeLocal(id: string): void {
     const all = new Map(this.all.value);
     all.delete(id);
@@ -138,7 +138,7 @@ export class Conversations {
     this.markSeen(id);
   }
 
-  // -- what goes on in them -------------------------------------------------------------------------------------------
+  // -- running responses and unseen answers
 
   setAllRunning(running: readonly RunningResponse[]): void {
     const all = new Map<string, string[]>();
@@ -171,7 +171,7 @@ export class Conversations {
     return this.unseen.value.has(id);
   }
 
-  // -- changing -----------------------------------------------------------------------------------------------------
+  // -- changing
 
   async rename(id: string, title: string): Promise<void> {
     const before = this.find(id);
@@ -189,20 +189,21 @@ export class Conversations {
     await this.changeMetadata(id, (metadata) => withPin(metadata, pinned));
   }
 
-  /** Change the metadata, whatever others change in it at the same time. */
+  /** Change the metadata; retries if another client changes it at the same time. */
   async changeMetadata(id: string, change: (metadata: Metadata | null | undefined) => Metadata): Promise<void> {
     let head = this.find(id);
     for (let tries = 0; head && tries < MAX_ATTEMPTS; tries++) {
       const metadata = change(head.metadata);
       if (sameMetadata(metadata, head.metadata)) return;
       try {
-        // a new one's first answer changes it at any moment; nobody else has written metadata into it
+        // no revision check for a new conversation: its first answer changes the revision, and nobody else has written
+        // metadata
         const rev = head.rev > 1 ? { rev: head.rev } : {};
         await this.trackOwnChange(rest.updateConversation(id, { metadata, ...rev }));
         return;
       } catch (error) {
         if (!(error instanceof rest.RequestError) || !error.current) {
-          toast(`Not kept. ${(error as Error).message}`);
+          toast(`Not saved. ${(error as Error).message}`);
           return;
         }
         head = error.current;
@@ -210,7 +211,7 @@ export class Conversations {
     }
   }
 
-  /** Hide the conversation now, delete it on the server when the time for an undo is over. */
+  /** Hide the conversation now and delete it on the server when the undo period is over. */
   remove(id: string, undone: () => void): void {
     const title = this.find(id)?.title ?? "Conversation";
     this.pendingDeletes.value = new Set([...this.pendingDeletes.value, id]);
@@ -241,7 +242,7 @@ export class Conversations {
   }
 }
 
-// ---- The list of conversations by day: pinned ones, today, yesterday, the last week, the last month, then months.
+// -- Groups of the list: pinned, today, yesterday, last 7 days, last 30 days, then months
 
 export interface Group {
   readonly name: string;
@@ -250,7 +251,7 @@ export interface Group {
 
 const DAY_MS = 24 * 60 * 60 * 1000;
 
-/** `conversations`: newest first. `nowMs`: the present, by the clock of the reader. */
+/** Group conversations, given newest first, by calendar day in the user's time zone. */
 export function groupByDay(conversations: readonly WireConversation[], nowMs: number): readonly Group[] {
   const names = new Map<string, WireConversation[]>();
   const pinned = conversations.filter((conversation) => isPinned(conversation.metadata));
@@ -276,7 +277,7 @@ function dayName(thenMs: number, nowMs: number): string {
   return new Intl.DateTimeFormat("en", { month: "long", ...year }).format(then);
 }
 
-/** Counts days of the reader's calendar, whatever the clock was turned by between them. */
+/** Number of the calendar day; not affected by daylight saving time. */
 function calendarDay(ms: number): number {
   const date = new Date(ms);
   return Math.round(Date.UTC(date.getFullYear(), date.getMonth(), date.getDate()) / DAY_MS);

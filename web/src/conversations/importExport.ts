@@ -1,4 +1,4 @@
-// Conversations leave as files and come back from them.
+// Import and export of conversations as files.
 
 import * as rest from "../api/rest";
 import { toast } from "../app/notifications";
@@ -7,7 +7,7 @@ import type { Conversations } from "./conversations";
 const EXTENSIONS: Readonly<Record<rest.ExportFormat, string>> = { json: "json", markdown: "md" };
 const MAX_NAME_CHARS = 60;
 
-/** Save one conversation; with `id` null all of them, one JSON to a line. */
+/** Download one conversation; with `id` null all of them, as one JSON object per line. */
 export async function exportConversations(
   id: string | null,
   title: string,
@@ -21,13 +21,13 @@ export async function exportConversations(
   }
 }
 
-/** Take files that this server or ChatGPT wrote. Returns the conversation to show, where just one is new. */
+/** Import files exported by this server or by ChatGPT. Returns the id if exactly one conversation was created or extended. */
 export async function importFiles(files: readonly File[], conversations: Conversations): Promise<string | null> {
-  const touched: string[] = [];
-  const told: string[] = [];
+  const imported: string[] = [];
+  const messages: string[] = [];
   for (const file of files) {
     if (/\.zip$/i.test(file.name)) {
-      told.push(`${file.name}: unpack it first, conversations.json is inside.`);
+      messages.push(`${file.name}: unpack it first, conversations.json is inside.`);
       continue;
     }
     try {
@@ -35,19 +35,19 @@ export async function importFiles(files: readonly File[], conversations: Convers
         file,
         /\.(jsonl|ndjson)$/i.test(file.name) ? "application/x-ndjson" : "application/json",
       );
-      touched.push(
+      imported.push(
         ...report.data
           .filter(({ status }) => status === "created" || status === "extended")
           .flatMap(({ id }) => id ?? []),
       );
-      told.push(summarizeImport(report));
+      messages.push(summarizeImport(report));
     } catch (error) {
-      told.push(`${file.name} was not imported. ${(error as Error).message}`);
+      messages.push(`${file.name} was not imported. ${(error as Error).message}`);
     }
   }
-  if (touched.length > 0) await conversations.refresh();
-  if (told.length > 0) toast(told.join(" "));
-  return touched.length === 1 ? touched[0]! : null;
+  if (imported.length > 0) await conversations.refresh();
+  if (messages.length > 0) toast(messages.join(" "));
+  return imported.length === 1 ? imported[0]! : null;
 }
 
 export function summarizeImport(report: rest.ImportReport): string {
@@ -62,7 +62,7 @@ export function summarizeImport(report: rest.ImportReport): string {
   return `Conversations: ${words.join(", ") || "none in the file"}.${why ? ` ${why}` : ""}`;
 }
 
-/** A title as a file name that every system takes. */
+/** Turn a title into a file name that is valid on every system. */
 export function toFileName(title: string): string {
   const plain = title
     .replace(/[\p{Cc}\\/:*?"<>|]+/gu, " ")
@@ -77,5 +77,5 @@ function downloadBlob(blob: Blob, name: string): void {
   link.href = URL.createObjectURL(blob);
   link.download = name;
   link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // the download reads it in its own time
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // the download may still be reading it
 }

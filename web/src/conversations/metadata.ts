@@ -1,5 +1,5 @@
-// What the page keeps in a conversation's metadata: its system prompt, how to sample, whether it is pinned.
-// Values there hold 512 characters, so a longer prompt takes several. Entries of other clients are left alone.
+// The metadata that the page stores in a conversation: system prompt, sampling, pinned flag. A value holds at most
+// 512 characters, so a longer prompt is split over several keys. Keys of other clients are kept.
 
 import { batch } from "@preact/signals";
 import type { WireConversation } from "../api/frames";
@@ -16,10 +16,10 @@ import {
 
 export type Metadata = Readonly<Record<string, string>>;
 
-/** How a conversation wants to be answered. */
+/** System prompt and sampling of a conversation. */
 export interface ConversationSettings {
   readonly system: string;
-  readonly sampling: Sampling | null; // null: as the reader's defaults have it
+  readonly sampling: Sampling | null; // null: the defaults of the browser
 }
 
 const VALUE_CHARS = 512;
@@ -34,12 +34,12 @@ export function readSettings(metadata: Metadata | null | undefined): Conversatio
   return { system, sampling: readSampling(metadata?.sampling) };
 }
 
-/** The metadata with this profile in it; a prompt too long to keep is left out. */
+/** Return the metadata with these settings; a prompt over the limit is left out. */
 export function withSettings(metadata: Metadata | null | undefined, profile: ConversationSettings): Metadata {
   const next: Record<string, string> = { ...metadata };
   for (let part = 0; part < SYSTEM_PARTS; part++) delete next[systemKey(part)];
   delete next.sampling;
-  const chars = [...profile.system]; // by code points: half a character would be no text
+  const chars = [...profile.system]; // by code points, so that no surrogate pair is split
   if (chars.length <= MAX_SYSTEM_CHARS) {
     for (let part = 0; part * VALUE_CHARS < chars.length; part++) {
       next[systemKey(part)] = chars.slice(part * VALUE_CHARS, (part + 1) * VALUE_CHARS).join("");
@@ -64,7 +64,7 @@ export function sameMetadata(a: Metadata | null | undefined, b: Metadata | null 
   return text(a) === text(b);
 }
 
-/** Settings that another client may have written: what makes no sense is as it is by default. */
+/** Read sampling settings, which another client may have written. */
 function readSampling(text: string | undefined): Sampling | null {
   if (text === undefined) return null;
   try {
@@ -74,9 +74,9 @@ function readSampling(text: string | undefined): Sampling | null {
   }
 }
 
-// ---- Keeps how the shown conversation is answered (system prompt, sampling) in its metadata, a moment after a change.
+// -- Synchronisation of the settings of the shown conversation with its metadata, with a short delay
 
-const SAVE_DELAY_MS = 400; // a slider changes often
+const SAVE_DELAY_MS = 400; // sliders change often
 
 interface PendingSave {
   readonly id: string;
@@ -92,13 +92,13 @@ interface MetadataWriter {
 export class SettingsSync {
   private pending: PendingSave | null = null;
   private writing: Promise<void> | null = null;
-  private savedState = ""; // what is shown and need not be written
+  private savedState = ""; // the settings that are stored already, as JSON
 
   constructor(private readonly conversations: MetadataWriter) {
     addEventListener("pagehide", () => void this.flush());
   }
 
-  /** Answer as the conversation remembers it. */
+  /** Apply the settings stored with a conversation. */
   apply(head: WireConversation | undefined): void {
     const { system, sampling: stored } = readSettings(head?.metadata);
     this.savedState = "showing";
@@ -109,20 +109,20 @@ export class SettingsSync {
     this.savedState = JSON.stringify(currentSettings());
   }
 
-  /** Answer as any new conversation. */
+  /** Apply the defaults to a new conversation. */
   applyDefaults(): void {
     void this.flush();
     startFromDefaults();
   }
 
-  /** A conversation began with the present settings: remember them. */
+  /** Store the current settings with a conversation that has just been created. */
   attach(id: string): void {
     this.savedState = JSON.stringify({ system: "", sampling: null });
     this.scheduleSave(id);
     void this.flush();
   }
 
-  /** The settings may have changed: remember them with the conversation. */
+  /** Schedule saving the settings if they changed. */
   scheduleSave(id: string | null): void {
     if (this.savedState === "showing") return;
     if (this.pending && this.pending.id !== id) void this.flush();
@@ -133,7 +133,7 @@ export class SettingsSync {
     this.pending = { id, profile, timer: setTimeout(() => void this.flush(), SAVE_DELAY_MS) };
   }
 
-  /** Write what waits to be written, and wait until all is. */
+  /** Save pending changes now, and wait until all are saved. */
   async flush(): Promise<void> {
     const waiting = this.pending;
     if (!waiting) return (await this.writing) ?? undefined;
@@ -148,14 +148,14 @@ export class SettingsSync {
     if (this.writing === writing) this.writing = null;
   }
 
-  /** Another tab may have changed the settings of the shown conversation: take them, unless ours are on their way. */
+  /** Apply settings changed by another tab, unless own changes are pending. */
   applyRemote(before: WireConversation | undefined, now: WireConversation): void {
     if (this.pending || this.writing || !before || before.rev > now.rev) return;
     if (JSON.stringify(readSettings(before.metadata)) !== JSON.stringify(readSettings(now.metadata))) this.apply(now);
   }
 }
 
-/** How the shown conversation is answered. What is as it is for everybody needs no memory. */
+/** Settings of the shown conversation. Sampling is not stored while it equals the built-in defaults. */
 function currentSettings(): ConversationSettings {
   const plain = sameSampling(sampling.value, DEFAULT_SAMPLING) && sameSampling(defaultSampling.value, DEFAULT_SAMPLING);
   return { system: systemPrompt.value, sampling: plain ? null : sampling.value };

@@ -1,10 +1,10 @@
-// Finding words in every branch of every conversation. The server looks; a newer question drops the answer to an older.
+// Full-text search over every branch of every conversation. A newer query discards the response to an older one.
 
 import { signal } from "@preact/signals";
 import * as rest from "../api/rest";
 import { announce } from "../app/notifications";
 
-const DEBOUNCE_MS = 150; // of the typing
+const DEBOUNCE_MS = 150; // of typing
 
 export class Search {
   readonly query = signal("");
@@ -33,18 +33,18 @@ export class Search {
   }
 
   private async run(after?: string): Promise<void> {
-    const asked = ++this.requestId;
+    const requestId = ++this.requestId;
     try {
       const page = await rest.searchConversations(this.query.value.trim(), after);
-      if (asked !== this.requestId) return;
+      if (requestId !== this.requestId) return;
       this.hits.value = after ? [...this.hits.value, ...page.data] : page.data;
       this.next = page.next;
       this.hasMore.value = page.has_more;
       this.state.value = "done";
       const count = this.hits.value.length;
-      announce(count === 0 ? "Nothing found." : `${count}${page.has_more ? " or more" : ""} found.`);
+      announce(count === 0 ? "No results." : `${count}${page.has_more ? " or more" : ""} results.`);
     } catch {
-      if (asked === this.requestId) this.state.value = "failed";
+      if (requestId === this.requestId) this.state.value = "failed";
     }
   }
 }
@@ -54,13 +54,13 @@ export interface MarkedPiece {
   readonly marked: boolean;
 }
 
-/** A text cut at its marks, which count characters, not UTF-16 units. */
+/** Split a text at its marks. Marks count characters, not UTF-16 units. */
 export function splitAtMarks(text: string, marks: readonly rest.TextRange[]): readonly MarkedPiece[] {
   const chars = [...text];
-  const found: MarkedPiece[] = [];
+  const pieces: MarkedPiece[] = [];
   let at = 0;
   const cut = (end: number, marked: boolean) => {
-    if (end > at) found.push({ text: chars.slice(at, end).join(""), marked });
+    if (end > at) pieces.push({ text: chars.slice(at, end).join(""), marked });
     at = Math.max(at, end);
   };
   for (const [start, end] of marks) {
@@ -68,5 +68,5 @@ export function splitAtMarks(text: string, marks: readonly rest.TextRange[]): re
     cut(end, true);
   }
   cut(chars.length, false);
-  return found;
+  return pieces;
 }

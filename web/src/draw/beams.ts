@@ -1,5 +1,5 @@
-// Where everything of a beam tree goes. Text runs to the right in cells of one width; every live beam has a lane of its
-// own, what all agree on keeps the top one, and dropped beams lie where room is left, or become a tick.
+// Layout of a beam tree. Text runs to the right in cells of equal width. Each live beam has its own lane, the common
+// part is in the top lane, and dropped beams use free space or become a tick.
 //
 //   There was once a dragon ─┬ called Kai ── who lived      lane 0: the trunk, then its first-born child
 //                  ╰ king    ╰ in the ─┬ edge of the        lane 1: "king" was dropped; then a live beam
@@ -7,16 +7,16 @@
 import { CELL_PX, countCells, singleLine, truncate } from "../app/format";
 import type { BeamNode, BeamTree } from "../chat/beamTree";
 
-export const LANE = 30; // px
-export const CURVE = 18; // px from where a beam forks off to where its text begins
-const MAX_DROPPED_LANES = 4; // a dropped beam goes no further from its parent than this
-const DROPPED_CHARS = 22; // shown of it
+export const LANE = 30;
+export const CURVE = 18; // px between a fork and the text after it
+const MAX_DROPPED_LANES = 4; // maximum distance of a dropped beam from its parent
+const DROPPED_CHARS = 22; // maximum text of a dropped beam
 
-export type Kind = "agreed" | "open" | "dead";
+export type Kind = "agreed" | "open" | "dropped";
 
 interface NodeStyle {
   readonly kind: Kind;
-  readonly highlighted: boolean; // the first of the beams that count runs through it
+  readonly highlighted: boolean; // on the path of the best beam
 }
 
 export interface Piece extends NodeStyle {
@@ -30,7 +30,7 @@ export interface Piece extends NodeStyle {
 export interface Join extends NodeStyle {
   readonly key: string;
   readonly x: number;
-  readonly from: number; // lanes
+  readonly from: number; // lane
   readonly to: number;
 }
 
@@ -42,24 +42,24 @@ export interface Point {
 export interface BeamDrawing {
   readonly pieces: readonly Piece[];
   readonly joins: readonly Join[];
-  readonly ticks: readonly Point[]; // where a beam was dropped that found no room
-  readonly ends: ReadonlyMap<BeamNode, Point>; // of the live beams
+  readonly ticks: readonly Point[]; // dropped beams without space for text
+  readonly ends: ReadonlyMap<BeamNode, Point>; // ends of the live beams
   readonly lanes: number;
-  readonly width: number; // px
+  readonly width: number; // in px
 }
 
 interface Fork extends Point {
   readonly child: BeamNode; // forks off at x, from lane
 }
 
-/** `alive`: the ends of the beams that count, best first. */
+/** Lay out the tree; `alive` are the end nodes of the beams to show as live, best first. */
 export function drawBeams(tree: BeamTree, alive: readonly BeamNode[] = tree.live): BeamDrawing {
-  const looks = new NodeStyles(tree, alive);
-  const grown = layoutLiveBeams(tree, looks, alive);
-  return layoutDroppedBeams(grown, looks);
+  const styles = new NodeStyles(tree, alive);
+  const layout = layoutLiveBeams(tree, styles, alive);
+  return layoutDroppedBeams(layout, styles);
 }
 
-/** What of a drawing lies between two places: a search may be thousands of characters wide, a panel shows fifty. */
+/** Return the part of a drawing between two x positions: a tree may be far wider than the panel. */
 export function clipDrawing(drawing: BeamDrawing, from: number, to: number): BeamDrawing {
   const near = ({ x }: { readonly x: number }) => x > from - CURVE && x < to;
   return {
@@ -76,17 +76,17 @@ function clipPiece(piece: Piece, from: number, to: number): Piece {
   if (piece.x >= from && piece.x + piece.width <= to) return piece;
   let [x, width, text] = [piece.x, 0, ""];
   for (const character of piece.text) {
-    const wide = countCells(character) * CELL_PX;
-    if (x + width + wide <= from) x += wide;
+    const charWidth = countCells(character) * CELL_PX;
+    if (x + width + charWidth <= from) x += charWidth;
     else if (x + width < to) {
       text += character;
-      width += wide;
+      width += charWidth;
     } else break;
   }
   return { ...piece, x, width, text };
 }
 
-/** What every node is: agreed on, open or dropped. */
+/** Style of each node: agreed, open or dropped. */
 class NodeStyles {
   readonly alive = new Set<BeamNode>();
   private readonly bestPath = new Set<BeamNode>();
@@ -106,11 +106,11 @@ class NodeStyles {
   }
 
   of(node: BeamNode): NodeStyle {
-    const kind = this.agreed.has(node) ? "agreed" : this.alive.has(node) ? "open" : "dead";
+    const kind = this.agreed.has(node) ? "agreed" : this.alive.has(node) ? "open" : "dropped";
     return { kind, highlighted: this.bestPath.has(node) };
   }
 
-  /** The child that goes on in its parent's lane: the first-born that lives. */
+  /** The child that continues in the lane of its parent: the first live one. */
   mainChild(node: BeamNode): BeamNode | null {
     return node.children.find((child) => this.alive.has(child)) ?? null;
   }
@@ -126,99 +126,99 @@ interface Layout {
   width: number;
 }
 
-/** Lanes of the live beams. Of a lane's forks the rightmost takes the next lane, so that no line crosses another. */
-function layoutLiveBeams(tree: BeamTree, looks: NodeStyles, alive: readonly BeamNode[]): Layout {
-  const grown: Layout = { pieces: [], joins: [], ends: new Map(), occupied: [], dropped: [], lanes: 0, width: 0 };
-  const waiting: Fork[] = []; // taken from its end
-  const aside = (node: BeamNode, x: number, lane: number) => {
-    const heir = looks.mainChild(node);
+/** Assign lanes to the live beams. The rightmost fork of a lane gets the next lane, so that no lines cross. */
+function layoutLiveBeams(tree: BeamTree, styles: NodeStyles, alive: readonly BeamNode[]): Layout {
+  const layout: Layout = { pieces: [], joins: [], ends: new Map(), occupied: [], dropped: [], lanes: 0, width: 0 };
+  const stack: Fork[] = []; // used as a stack
+  const queueForks = (node: BeamNode, x: number, lane: number) => {
+    const main = styles.mainChild(node);
     for (const child of node.children.toReversed()) {
-      if (child !== heir) (looks.alive.has(child) ? waiting : grown.dropped).push({ child, x, lane });
+      if (child !== main) (styles.alive.has(child) ? stack : layout.dropped).push({ child, x, lane });
     }
-    return heir;
+    return main;
   };
-  const first = aside(tree.root, 0, 0);
-  if (first) waiting.push({ child: first, x: 0, lane: 0 });
-  for (let side = waiting.pop(); side; side = waiting.pop()) {
-    const lane = grown.lanes++;
-    if (lane > 0) addJoin(grown, looks, side, lane);
-    const from = side.x + CURVE;
+  const first = queueForks(tree.root, 0, 0);
+  if (first) stack.push({ child: first, x: 0, lane: 0 });
+  for (let fork = stack.pop(); fork; fork = stack.pop()) {
+    const lane = layout.lanes++;
+    if (lane > 0) addJoin(layout, styles, fork, lane);
+    const from = fork.x + CURVE;
     let x = from;
     let run: BeamNode[] = [];
-    for (let node: BeamNode | null = side.child; node; ) {
+    for (let node: BeamNode | null = fork.child; node; ) {
       run.push(node);
       const end: number = x + countCells(singleLine(node.text)) * CELL_PX;
-      const next = aside(node, end, lane);
-      if (alive.includes(node)) grown.ends.set(node, { x: end, lane });
-      if (!next || !sameStyle(looks.of(node), looks.of(next))) {
+      const next = queueForks(node, end, lane);
+      if (alive.includes(node)) layout.ends.set(node, { x: end, lane });
+      if (!next || !sameStyle(styles.of(node), styles.of(next))) {
         const text = singleLine(run.map((step) => step.text).join(""));
         const start = end - countCells(text) * CELL_PX;
-        grown.pieces.push({ key: `p${run[0]!.id}`, ...looks.of(node), lane, x: start, width: end - start, text });
+        layout.pieces.push({ key: `p${run[0]!.id}`, ...styles.of(node), lane, x: start, width: end - start, text });
         run = [];
       }
       [node, x] = [next, end];
     }
-    grown.occupied.push({ lane, from: side.x, to: x + CELL_PX });
-    grown.width = Math.max(grown.width, x);
+    layout.occupied.push({ lane, from: fork.x, to: x + CELL_PX });
+    layout.width = Math.max(layout.width, x);
   }
-  return grown;
+  return layout;
 }
 
-/** Dropped beams, the longest first: one that was open for long is worth more room than one that fell at once. */
-function layoutDroppedBeams(grown: Layout, looks: NodeStyles): BeamDrawing {
-  const lanes = new LaneGrid(grown.width + CURVE + 2 * DROPPED_CHARS * CELL_PX);
-  for (const { lane, from, to } of grown.occupied) lanes.occupy(lane, from, to);
+/** Place dropped beams, longest first, so that the longest-lived ones get the space. */
+function layoutDroppedBeams(layout: Layout, styles: NodeStyles): BeamDrawing {
+  const lanes = new LaneGrid(layout.width + CURVE + 2 * DROPPED_CHARS * CELL_PX);
+  for (const { lane, from, to } of layout.occupied) lanes.occupy(lane, from, to);
   const ticks: Point[] = [];
-  const dead = grown.dropped.map((side) => ({ side, text: droppedText(side.child) }));
-  dead.sort((a, b) => b.text.length - a.text.length || b.side.x - a.side.x);
-  for (const { side, text } of dead) {
+  const dropped = layout.dropped.map((fork) => ({ fork, text: droppedText(fork.child) }));
+  dropped.sort((a, b) => b.text.length - a.text.length || b.fork.x - a.fork.x);
+  for (const { fork, text } of dropped) {
     const width = countCells(text) * CELL_PX;
-    const end = side.x + CURVE + width;
-    const lane = findFreeLane(lanes, side, end + CELL_PX);
+    const end = fork.x + CURVE + width;
+    const lane = findFreeLane(lanes, fork, end + CELL_PX);
     if (lane === null) {
-      ticks.push({ lane: side.lane, x: side.x });
+      ticks.push({ lane: fork.lane, x: fork.x });
       continue;
     }
-    addJoin(grown, looks, side, lane);
-    for (let between = side.lane + 1; between < lane; between++) lanes.occupy(between, side.x, side.x + CURVE);
-    lanes.occupy(lane, side.x, end + CELL_PX);
-    grown.pieces.push({
-      key: `d${side.child.id}`,
-      kind: "dead",
+    addJoin(layout, styles, fork, lane);
+    for (let between = fork.lane + 1; between < lane; between++) lanes.occupy(between, fork.x, fork.x + CURVE);
+    lanes.occupy(lane, fork.x, end + CELL_PX);
+    layout.pieces.push({
+      key: `d${fork.child.id}`,
+      kind: "dropped",
       highlighted: false,
       lane,
-      x: side.x + CURVE,
+      x: fork.x + CURVE,
       width,
       text,
     });
-    grown.lanes = Math.max(grown.lanes, lane + 1);
-    grown.width = Math.max(grown.width, end);
+    layout.lanes = Math.max(layout.lanes, lane + 1);
+    layout.width = Math.max(layout.width, end);
   }
-  const { pieces, joins, ends, width } = grown;
-  return { pieces, joins, ticks, ends, lanes: grown.lanes, width };
+  const { pieces, joins, ends, width } = layout;
+  return { pieces, joins, ticks, ends, lanes: layout.lanes, width };
 }
 
-/** The nearest lane that is free up to `end` and whose line to it crosses nothing; null if there is none. */
-function findFreeLane(lanes: LaneGrid, side: Fork, end: number): number | null {
-  for (let lane = side.lane + 1; lane <= side.lane + MAX_DROPPED_LANES; lane++) {
-    if (lanes.isFree(lane, side.x, end)) return lane;
-    if (!lanes.isFree(lane, side.x, side.x + CURVE)) return null;
+/** Find the nearest lane that is free up to `end` and whose connection crosses nothing; null if there is none. */
+function findFreeLane(lanes: LaneGrid, fork: Fork, end: number): number | null {
+  for (let lane = fork.lane + 1; lane <= fork.lane + MAX_DROPPED_LANES; lane++) {
+    if (lanes.isFree(lane, fork.x, end)) return lane;
+    if (!lanes.isFree(lane, fork.x, fork.x + CURVE)) return null;
   }
   return null;
 }
 
-function addJoin(grown: Layout, looks: NodeStyles, side: Fork, lane: number): void {
-  const { child, x } = side;
-  grown.joins.push({ key: `j${child.id}`, ...looks.of(child), x, from: side.lane, to: lane });
-  for (let between = side.lane + 1; between < lane; between++)
-    grown.occupied.push({ lane: between, from: x, to: x + CURVE });
+function addJoin(layout: Layout, styles: NodeStyles, fork: Fork, lane: number): void {
+  const { child, x } = fork;
+  layout.joins.push({ key: `j${child.id}`, ...styles.of(child), x, from: fork.lane, to: lane });
+  for (let between = fork.lane + 1; between < lane; between++)
+    layout.occupied.push({ lane: between, from: x, to: x + CURVE });
 }
 
 function sameStyle(a: NodeStyle, b: NodeStyle): boolean {
   return a.kind === b.kind && a.highlighted === b.highlighted;
 }
 
-/** What a dropped beam said along its first children, cut short. */
+/** Text of a dropped beam along its first children, truncated. */
 function droppedText(start: BeamNode): string {
   let text = "";
   for (let node: BeamNode | undefined = start; node && text.length <= DROPPED_CHARS; node = node.children[0])
@@ -226,7 +226,7 @@ function droppedText(start: BeamNode): string {
   return truncate(singleLine(text), DROPPED_CHARS);
 }
 
-// ---- Which cells of which lane hold something already.
+// -- Occupied cells of each lane
 
 class LaneGrid {
   private readonly rows: Uint8Array[] = [];

@@ -1,13 +1,13 @@
-// The page map as one path per state. Every state has a shape of its own beside its colour.
+// The page map as one SVG path per state. Each state has its own shape in addition to its colour.
 
 export type PageState = "shared" | "active" | "pinned" | "idle" | "other" | "free";
 
 interface PageStateInfo {
-  readonly code: string; // on the wire
+  readonly code: string; // character in the API response
   readonly name: PageState;
   readonly label: string;
   readonly description: string;
-  readonly shape: string; // in a box of 10 by 10, from its corner
+  readonly shape: string; // path relative to the corner of a 10 x 10 cell
 }
 
 export const PAGE_STATES: readonly PageStateInfo[] = [
@@ -23,18 +23,18 @@ export const PAGE_STATES: readonly PageStateInfo[] = [
     code: "p",
     name: "pinned",
     label: "Pinned",
-    description: "kept for good: a public prompt",
+    description: "kept permanently: a shared system prompt",
     shape: "m5 0.5l4.5 4.5l-4.5 4.5l-4.5 -4.5z",
   },
   {
     code: "i",
     name: "idle",
     label: "Idle",
-    description: "cached, given up when room is needed",
+    description: "cached, evicted when memory is needed",
     shape: "m1 1h8v8h-8zm2 2v4h4v-4z",
   },
-  { code: "o", name: "other", label: "Others", description: "of somebody else", shape: "m1 4h8v2h-8z" },
-  { code: "f", name: "free", label: "Free", description: "never used, or given back", shape: "m4 4h2v2h-2z" },
+  { code: "o", name: "other", label: "Other tenants", description: "pages of another tenant", shape: "m1 4h8v2h-8z" },
+  { code: "f", name: "free", label: "Free", description: "not in use", shape: "m4 4h2v2h-2z" },
 ];
 
 export const BOX = 10; // units per cell
@@ -46,7 +46,7 @@ export function columnsFor(count: number): number {
   return Math.min(MAX_COLUMNS, Math.max(8, Math.ceil(Math.sqrt(count))));
 }
 
-/** How many cells to draw: those beyond the last used one are free, and said in a line. It grows by doubling, to stay calm. */
+/** Number of cells to draw: free cells after the last used one are left out. Doubles, to avoid frequent resizing. */
 export function numDrawn(cells: string): number {
   let used = cells.length;
   while (used > 0 && cells[used - 1] === "f") used--;
@@ -55,7 +55,7 @@ export function numDrawn(cells: string): number {
   return Math.min(drawn, cells.length);
 }
 
-/** The outlines of every state's cells. */
+/** Return the path of each state. */
 export function pagePaths(cells: string, columns: number): ReadonlyMap<PageState, string> {
   return new Map(
     PAGE_STATES.map(({ code, name, shape }) => {
@@ -67,7 +67,7 @@ export function pagePaths(cells: string, columns: number): ReadonlyMap<PageState
   );
 }
 
-/** The cells that differ from what was there before, as one path of boxes. */
+/** Return the cells that changed, as one path. */
 export function changedPath(cells: string, before: string, columns: number): string {
   if (before.length !== cells.length) return "";
   let path = "";

@@ -1,10 +1,10 @@
-// What a rendered block gets beyond its markup: frames around code, tables that scroll, drawn formulas, task marks.
+// Decoration of rendered blocks: code frames with colours, scrollable tables, formulas, task marks.
 
 import type { HLJSApi } from "highlight.js";
 import { copyText } from "../app/browser";
 import { sanitize } from "./parser";
 
-/** Finish the nodes of `fragment` before they are shown. `complete`: no more text will come for them. */
+/** Decorate the nodes of `fragment` before they are shown. `complete`: the text will not grow. */
 export function decorateBlocks(fragment: DocumentFragment, complete: boolean): void {
   for (const pre of fragment.querySelectorAll("pre")) frameCode(pre, complete);
   for (const item of fragment.querySelectorAll("li")) decorateTask(item);
@@ -12,14 +12,14 @@ export function decorateBlocks(fragment: DocumentFragment, complete: boolean): v
   drawFormulas(fragment);
 }
 
-/** What is wider than the column scrolls; the keyboard must reach it. */
+/** Make wide content scrollable by keyboard. */
 function makeScrollable(box: HTMLElement, label: string): void {
   box.tabIndex = 0;
   box.setAttribute("role", "group");
   box.setAttribute("aria-label", label);
 }
 
-/** `[ ]` and `[x]` at the head of a list item, as a mark rather than brackets. */
+/** Show `[ ]` and `[x]` at the start of a list item as a check mark. */
 function decorateTask(item: HTMLElement): void {
   const first = item.firstChild?.nodeType === Node.TEXT_NODE ? item.firstChild : item.firstChild?.firstChild;
   const match = first?.nodeType === Node.TEXT_NODE ? /^\[([ xX])\]\s/.exec(first.textContent ?? "") : null;
@@ -32,11 +32,11 @@ function decorateTask(item: HTMLElement): void {
   item.classList.add("task-item");
 }
 
-// ---- The frame around a code block: its language, a copy button, and colours once the block is complete.
+// -- Code blocks
 
 const COPIED_MS = 1600;
 
-/** Wrap `pre` in a labelled frame. Colours come only when `complete`: half a program has no stable syntax. */
+/** Wrap `pre` in a labelled frame. Colours only when `complete`: partial code has no stable syntax. */
 function frameCode(pre: HTMLPreElement, complete: boolean): HTMLElement {
   const code = pre.querySelector("code");
   const language = code?.dataset.language ?? "";
@@ -47,7 +47,7 @@ function frameCode(pre: HTMLPreElement, complete: boolean): HTMLElement {
   const label = document.createElement("span");
   label.textContent = language || "text";
   bar.append(label, copyButton(pre));
-  pre.tabIndex = 0; // wide code scrolls; the keyboard must reach it
+  pre.tabIndex = 0; // wide code scrolls by keyboard
   pre.setAttribute("role", "region");
   pre.setAttribute("aria-label", language ? `${language} code` : "code");
   pre.replaceWith(frame);
@@ -70,7 +70,7 @@ function copyButton(pre: HTMLPreElement): HTMLButtonElement {
   return button;
 }
 
-// ---- Syntax colours, fetched the first time a complete code block needs them.
+// -- Syntax colours, loaded with the first complete code block
 
 const MAX_CODE_CHARS = 60_000;
 let highlighterLoading: Promise<HLJSApi> | null = null;
@@ -84,11 +84,11 @@ export async function highlight(code: HTMLElement, language: string): Promise<vo
     if (!hljs.getLanguage(language)) return;
     code.replaceChildren(sanitize(hljs.highlight(text, { language, ignoreIllegals: true }).value));
   } catch {
-    highlighterLoading = null; // the chunk did not arrive; the plain text stays, the next block asks again
+    highlighterLoading = null; // the chunk did not load: the code stays plain, the next block tries again
   }
 }
 
-// ---- Formulas, drawn as soon as they are complete. KaTeX is fetched for the first one; until then TeX stands there as text.
+// -- Formulas, drawn when complete. KaTeX is loaded with the first one; until then the TeX source is shown
 
 const MAX_TEX_CHARS = 5000;
 const MAX_CACHED = 300;
@@ -97,9 +97,9 @@ type DrawFormula = (tex: string, display: boolean) => HTMLElement | null;
 
 let drawTex: DrawFormula | null = null;
 let katexLoading: Promise<void> | null = null;
-const cache = new Map<string, HTMLElement | null>(); // the open block is drawn again and again, its formulas are not
+const cache = new Map<string, HTMLElement | null>(); // the open block is rendered again and again, its formulas are not
 
-/** Draw every formula below `root`, now or when KaTeX has arrived. */
+/** Draw every formula below `root`, now or when KaTeX is loaded. */
 function drawFormulas(root: DocumentFragment): void {
   const formulas = root.querySelectorAll<HTMLElement>(".math");
   if (formulas.length === 0) return;
@@ -118,25 +118,25 @@ function drawFormulas(root: DocumentFragment): void {
   void katexLoading.then(() => drawTex && formulas.forEach(showFormula));
 }
 
-function showFormula(place: HTMLElement): void {
-  const tex = place.textContent ?? "";
-  if (!place.classList.contains("math") || tex.length > MAX_TEX_CHARS) return;
-  const display = place.classList.contains("math-display");
+function showFormula(element: HTMLElement): void {
+  const tex = element.textContent ?? "";
+  if (!element.classList.contains("math") || tex.length > MAX_TEX_CHARS) return;
+  const display = element.classList.contains("math-display");
   const key = `${display} ${tex}`;
   if (!cache.has(key)) {
     if (cache.size >= MAX_CACHED) cache.clear();
     cache.set(key, drawTex!(tex, display));
   }
   const drawn = cache.get(key);
-  place.classList.remove("math");
+  element.classList.remove("math");
   if (!drawn) {
-    place.classList.add("math-wrong");
+    element.classList.add("math-wrong");
     return;
   }
-  place.classList.add("math-drawn");
-  place.replaceChildren(...drawn.cloneNode(true).childNodes);
+  element.classList.add("math-drawn");
+  element.replaceChildren(...drawn.cloneNode(true).childNodes);
   if (!display) return;
-  place.tabIndex = 0; // a wide formula scrolls; the keyboard must reach it
-  place.setAttribute("role", "group");
-  place.setAttribute("aria-label", "Formula");
+  element.tabIndex = 0; // wide formulas scroll by keyboard
+  element.setAttribute("role", "group");
+  element.setAttribute("aria-label", "Formula");
 }

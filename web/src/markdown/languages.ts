@@ -1,4 +1,4 @@
-// The languages that the page can colour. A chunk of its own: see highlight.ts.
+// Languages with syntax colours, in their own chunk (see blocks.ts).
 import hljs from "highlight.js/lib/core";
 import bash from "highlight.js/lib/languages/bash";
 import c from "highlight.js/lib/languages/c";

@@ -1,11 +1,12 @@
-// Where a formula begins and ends: `$..$`, `\(..\)`, and for whole lines `$$..$$` and `\[..\]`. Money is not a formula.
+// Detection of formulas: `$..$` and `\(..\)` inline, `$$..$$` and `\[..\]` as blocks. Amounts of money are not
+// formulas.
 import type MarkdownIt from "markdown-it";
 import type { StateBlock, StateInline } from "markdown-it";
 
 const CLOSES: Readonly<Record<string, string>> = { $$: "$$", $: "$", "\\(": "\\)", "\\[": "\\]" };
 const OPENS = Object.keys(CLOSES); // `$$` before `$`
 const NOTATION = /[\\^_={}<>+]/;
-const PROSE = /\s\S*[A-Za-z]{2}|[A-Za-z]{2}\S*\s/; // words in a row
+const PROSE = /\s\S*[A-Za-z]{2}|[A-Za-z]{2}\S*\s/; // several words
 
 export function addMath(md: InstanceType<typeof MarkdownIt>): void {
   md.inline.ruler.before("escape", "math", inlineMath);
@@ -40,19 +41,19 @@ function inlineMath(state: StateInline, silent: boolean): boolean {
   return true;
 }
 
-/** Where the `$` at `pos` closes: neither beside a space, nor before a digit or letter, as prices are. -1: it opens nothing. */
+/** Find the `$` that closes the one at `pos`: not next to a space, not before a digit or letter (prices). -1: no formula. */
 function closingDollar(src: string, pos: number): number {
   if (/[\w$]/.test(src[pos - 1] ?? "") || /[\s$]/.test(src[pos + 1] ?? " ")) return -1;
   for (let at = pos + 1; at < src.length; at++) {
     if (src[at] === "\\") at++;
     else if (src[at] === "`")
-      return -1; // code is stronger
+      return -1; // code has precedence
     else if (src[at] === "$") return /\s/.test(src[at - 1]!) || /[\w$]/.test(src[at + 1] ?? "") ? -1 : at;
   }
   return -1;
 }
 
-/** `$x, y$` is a formula; `$5 (or 4$)` and `$7), 5$` are money, `\[citation needed\]` is words. */
+/** `$x, y$` is a formula; `$5 (or 4$)` and `$7), 5$` are money, `\[citation needed\]` is text. */
 function looksLikeMath(content: string): boolean {
   if (NOTATION.test(content)) return true;
   const amount = /^\d/.test(content) && content.split("(").length !== content.split(")").length;
@@ -65,7 +66,7 @@ function blockMath(state: StateBlock, startLine: number, endLine: number, silent
   const open = first.startsWith("$$") ? "$$" : first.startsWith("\\[") ? "\\[" : null;
   if (open === null) return false;
   const end = closingLine(state, startLine, endLine, CLOSES[open]!);
-  // A formula has no empty line in it. One that is still being written runs to the end of the text, if its mark stands alone.
+  // A formula contains no empty line. An open one extends to the end of the text if its mark is alone on its line.
   if (end === null && (first.trim() !== open || !reachesEnd(state, startLine, endLine))) return false;
   const last = end ?? endLine - 1;
   const whole = state.getLines(startLine, last + 1, state.sCount[startLine]!, false).trim();
@@ -82,7 +83,7 @@ function blockMath(state: StateBlock, startLine: number, endLine: number, silent
   return true;
 }
 
-/** The line that ends with the closing mark; null where there is none before an empty line, or something follows it. */
+/** Find the line that ends with the closing mark; null if there is none before an empty line, or if text follows it. */
 function closingLine(state: StateBlock, startLine: number, endLine: number, close: string): number | null {
   for (let line = startLine; line < endLine && isContinuation(state, startLine, line); line++) {
     const text = lineText(state, line);

@@ -1,5 +1,5 @@
-// Markdown to HTML text, with everything that could act removed at the parser: no raw HTML, no image that loads,
-// no link that is not http(s) or mailto. `sanitize.ts` stands behind it all the same.
+// Markdown to HTML with active content removed: no raw HTML, no images, no links other than http(s) and mailto. The
+// result is sanitized again (`sanitize`), so that neither step is the only protection.
 
 import DOMPurify from "dompurify";
 import MarkdownIt, { type Token } from "markdown-it";
@@ -21,7 +21,7 @@ export function makeParser(): Parser {
     token.attrSet("rel", "noopener noreferrer nofollow");
     return self.renderToken(tokens, index, options);
   };
-  // An image is a request to a stranger. It becomes a chip that tells the address and opens it only when clicked.
+  // An image would send a request to another host. It becomes a link that shows the address.
   md.renderer.rules.image = (tokens, index) => {
     const token = tokens[index]!;
     const source = String(token.attrGet("src") ?? "");
@@ -31,7 +31,7 @@ export function makeParser(): Parser {
     const href = md.utils.escapeHtml(source);
     return `<a class="image-chip" href="${href}" title="${href}" target="_blank" rel="noopener noreferrer nofollow">${inside}</a>`;
   };
-  // Column alignment as a class: the policy forbids style attributes.
+  // Column alignment as a class: the content security policy forbids style attributes.
   for (const rule of ["th_open", "td_open"] as const) {
     md.renderer.rules[rule] = (tokens, index, options, _env, self) => {
       const token = tokens[index]!;
@@ -63,13 +63,13 @@ function insideLink(tokens: readonly Token[], index: number): boolean {
   return depth > 0;
 }
 
-/** The address without its scheme, its middle left out where it is long: who is asked must be seen. */
+/** Return the address without its scheme, shortened in the middle: the host must stay visible. */
 function shortAddress(address: string): string {
   const bare = address.replace(/^https?:\/\//i, "");
   return bare.length <= MAX_ADDRESS ? bare : `${bare.slice(0, MAX_ADDRESS - 16)}…${bare.slice(-15)}`;
 }
 
-// ---- The second wall: even if the parser let something through, only these tags and attributes reach the page.
+// -- Second protection: only these tags and attributes reach the page, even if the parser lets others through
 
 const TAGS = [
   "a",

@@ -1,27 +1,27 @@
-// Markdown that grows. Top-level blocks that are finished are rendered once and never touched again; only the last,
-// still open block is rendered anew, and of it only what changed is replaced. So a long answer costs the same per delta
-// as a short one.
+// Incremental markdown rendering. Finished top-level blocks are rendered once and never changed; only the last, open
+// block is rendered again, and only its changed nodes are replaced. The cost per delta does not grow with the answer.
+// In its own chunk (see textStream.ts).
 
 import type { Token } from "markdown-it";
 import { decorateBlocks } from "./blocks";
 import { makeParser, type Parser, sanitize } from "./parser";
 
 const MAYBE_ITEM = /^ {0,3}(\d{1,9}[.)]?|[-+*])?\s*$/;
-const REFERENCE = /^ {0,3}\[[^\]]+\]:\s/m; // a definition may change how an earlier block reads
+const REFERENCE = /^ {0,3}\[[^\]]+\]:\s/m; // a definition may change earlier blocks
 
 export class MarkdownStream {
   private text = "";
   private frozenChars = 0;
   private tail: ChildNode[] = [];
   private tailCode: Text | null = null;
-  private openMath = false; // the tail began like a formula
+  private openMath = false; // the tail began as a formula
 
   constructor(
     private readonly root: HTMLElement,
     private readonly md: Parser,
   ) {}
 
-  /** Show `text`. `complete` says that no more will come. A text that does not extend the last one starts afresh. */
+  /** Show `text`; `complete`: it will not grow. A text that does not extend the previous one is rendered from scratch. */
   update(given: string, complete: boolean): void {
     const text = given.includes("\r") ? given.replace(/\r\n?/g, "\n") : given;
     if (!text.startsWith(this.text)) this.reset();
@@ -29,7 +29,7 @@ export class MarkdownStream {
     if (complete && REFERENCE.test(text)) this.reset();
     let outline = outlineOf(this.md, text.slice(this.frozenChars));
     if (this.openMath && !outline.startsWithMath && this.frozenChars > 0) {
-      this.reset(); // it was none after all: its lines may belong to the block before
+      this.reset(); // not a formula after all: its lines may belong to the block before
       outline = outlineOf(this.md, text);
     }
     const source = text.slice(this.frozenChars);
@@ -60,7 +60,7 @@ export class MarkdownStream {
   private renderTail(source: string): void {
     const open = openFence(source);
     if (open !== null && this.tailCode?.isConnected && open.startsWith(this.tailCode.data)) {
-      this.tailCode.appendData(open.slice(this.tailCode.length)); // a growing program: only text is added to it
+      this.tailCode.appendData(open.slice(this.tailCode.length)); // growing code: only text is appended
       return;
     }
     this.tail = patchNodes(this.root, this.tail, this.render(closeOpenMarkup(source), false));
@@ -77,7 +77,7 @@ export class MarkdownStream {
 }
 
 interface Outline {
-  readonly lastStart: number; // where the last top-level block begins: everything before it is final
+  readonly lastStart: number; // start of the last top-level block; everything before it is final
   readonly startsWithMath: boolean;
   readonly endsWithOpenMath: boolean;
 }
@@ -92,7 +92,7 @@ function outlineOf(md: Parser, source: string): Outline {
   };
 }
 
-/** The tokens that begin top-level blocks. Blocks only: what is inside them does not matter here. */
+/** Return the tokens that start top-level blocks. Inline content is not parsed. */
 function topLevelTokens(md: Parser, source: string): Token[] {
   const tokens: Token[] = [];
   md.block.parse(source, md, {}, tokens);
@@ -102,7 +102,7 @@ function topLevelTokens(md: Parser, source: string): Token[] {
 function startOfLast(source: string, blocks: readonly Token[]): number {
   const start = (block: Token | undefined) => (block?.map ? lineStart(source, block.map[0]) : 0);
   const last = start(blocks.at(-1));
-  // "2" after a list is a paragraph now and the list's next item one delta later
+  // "2" after a list is a paragraph current, and the next item of the list one delta later
   return MAYBE_ITEM.test(source.slice(last)) ? start(blocks.at(-2)) : last;
 }
 
@@ -112,7 +112,7 @@ function lineStart(source: string, line: number): number {
   return position;
 }
 
-/** Close what an unfinished block has opened, so that half a `**word` does not show its stars. */
+/** Close markup that an unfinished block has opened, so that `**word` does not show its stars. */
 export function closeOpenMarkup(source: string): string {
   if (openFence(source) !== null) return source;
   let text = source.replace(/!?\[([^\]\n]*)\]\([^)\s]*$/, "$1");
@@ -123,7 +123,7 @@ export function closeOpenMarkup(source: string): string {
   return text;
 }
 
-/** The content of `source` where it is one fenced block that has not closed yet, else null. */
+/** Return the content of `source` if it is one unclosed fenced block, else null. */
 export function openFence(source: string): string | null {
   const match = /^(`{3,}|~{3,})[^\n`]*\n/.exec(source);
   if (!match) return null;
@@ -133,17 +133,17 @@ export function openFence(source: string): string | null {
   return close.test(body) ? null : body;
 }
 
-// ---- Replace nodes by newer ones, but keep what did not change: a selection, a scrolled table, a hovered link survive.
+// -- Patching: replace nodes but keep unchanged ones, so that selection, scroll position and hover survive
 
-/** Put `fresh` where `old` stood (at the end of `root` if nowhere); returns the nodes that stand there now. */
-function patchNodes(root: Node, old: readonly ChildNode[], fresh: readonly ChildNode[]): ChildNode[] {
-  const now = fresh.map((node, index) => {
+/** Replace `old` by `next` (append to `root` if there is nothing to replace); returns the nodes in place. */
+function patchNodes(root: Node, old: readonly ChildNode[], next: readonly ChildNode[]): ChildNode[] {
+  const current = next.map((node, index) => {
     const before = old[index];
     if (!before || before.parentNode !== root) return root.appendChild(node);
     return updateNode(before, node);
   });
-  for (const node of old.slice(fresh.length)) node.remove();
-  return now;
+  for (const node of old.slice(next.length)) node.remove();
+  return current;
 }
 
 function updateNode(before: ChildNode, after: ChildNode): ChildNode {
@@ -161,13 +161,11 @@ function updateNode(before: ChildNode, after: ChildNode): ChildNode {
   return after;
 }
 
-/** Same tag and attributes. Drawn formulas are taken whole: half of two of them is none. */
+/** Same tag and attributes. Formulas are replaced as a whole. */
 function sameKind(before: Element, after: Element): boolean {
   if (before.tagName !== after.tagName || before.matches(".math, .math-drawn, .math-wrong")) return false;
   return before.cloneNode(false).isEqualNode(after.cloneNode(false));
 }
-
-// ---- Everything that turns markdown into nodes: a chunk of its own, see lazy.ts.
 
 const parser = makeParser();
 

@@ -1,8 +1,8 @@
-// The renderer is 40 KB that the start page does not need. It is fetched with the first text, and stays.
+// Shows growing markdown texts: loads the renderer (40 KB) with the first text, and limits how often texts are drawn.
 
 type Renderer = typeof import("./renderer");
 
-/** A text that grows in `root`. */
+/** A text that grows inside `root`. */
 export interface TextStream {
   update(text: string, complete: boolean): void;
 }
@@ -10,21 +10,21 @@ export interface TextStream {
 let renderer: Renderer | null = null;
 let loading: Promise<Renderer | null> | null = null;
 
-/** Ask for the renderer before there is something to draw. */
+/** Start loading the renderer before it is needed. */
 export function loadRenderer(): Promise<Renderer | null> {
   loading ??= import("./renderer").then(
     (module) => (renderer = module),
-    () => (loading = null), // did not arrive: texts stand there as they are, the next one asks again
+    () => (loading = null), // did not load: texts are shown as plain text, the next one tries again
   );
   return loading;
 }
 
-/** `drawn` hears when a text that had to wait for the renderer stands there. */
+/** Open a stream. `drawn` is called when a text that waited for the renderer has been drawn. */
 export function openStream(root: HTMLElement, drawn: () => void = () => {}): TextStream {
   return renderer ? renderer.makeStream(root) : new DeferredStream(root, drawn);
 }
 
-/** Keeps the newest text until the renderer is there. */
+/** Holds the newest text until the renderer is loaded. */
 class DeferredStream implements TextStream {
   private stream: TextStream | null = null;
   private last: [string, boolean] | null = null;
@@ -45,8 +45,8 @@ class DeferredStream implements TextStream {
   }
 }
 
-// ---- How often growing texts are drawn. A drawing that took long is followed by a pause in proportion, so that whatever
-// arrives, and however many texts grow side by side, drawing takes a small share of the main thread.
+// -- Draw pacing: a drawing is followed by a pause in proportion to its duration, so that drawing takes a small share
+// of the main thread however many texts grow at once
 
 const MAX_DRAW_SHARE = 0.025;
 
@@ -57,7 +57,7 @@ export class DrawPacer {
   private timer: ReturnType<typeof setTimeout> | null = null;
   private idleUntilMs = 0;
 
-  /** Draw soon; a later call with the same `owner` replaces one that still waits. */
+  /** Draw soon; a later call with the same `owner` replaces a pending one. */
   schedule(owner: object, draw: Draw): void {
     this.pending.set(owner, draw);
     if (this.timer !== null) return;
@@ -66,7 +66,7 @@ export class DrawPacer {
     else this.run();
   }
 
-  /** What is final does not wait. */
+  /** Draw the final text immediately. */
   drawNow(owner: object, draw: Draw): void {
     this.pending.delete(owner);
     draw();

@@ -1,4 +1,4 @@
-// The door: where the server wants a key, the page stays outside until somebody hands one in.
+// Sign-in state: locks the page if the server requires an API key, and resets it if the user changes.
 
 import { effect, untracked } from "@preact/signals";
 import { getIdentity, type Identity, RequestError, signIn } from "../api/rest";
@@ -7,9 +7,9 @@ import { toast } from "../app/notifications";
 import type { Conversations } from "../conversations/conversations";
 
 export class Auth {
-  private owner: string | null = null; // whose chats this page has shown, once that is known
+  private owner: string | null = null; // user whose conversations the page has shown, once known
 
-  /** `startOver`: forget all that this page shows; somebody else is there. */
+  /** `reset` discards everything that the page shows, because another user is signed in. */
   constructor(
     private readonly socket: Socket,
     private readonly conversations: Conversations,
@@ -20,7 +20,7 @@ export class Auth {
     });
   }
 
-  /** Connect and fill the list; false where it is locked. */
+  /** Connect and load the list; false if the page is locked. */
   async connect(): Promise<boolean> {
     this.socket.connect();
     await this.conversations.refresh();
@@ -35,7 +35,7 @@ export class Auth {
     return true;
   }
 
-  /** Hand in a key for a session; false where it opens nothing, which is told. */
+  /** Sign in with a key; false if that failed, which a toast reports. */
   async signIn(key: string): Promise<boolean> {
     let owner: string;
     try {
@@ -46,7 +46,7 @@ export class Auth {
     }
     await this.conversations.refresh();
     if (this.conversations.state.value === "locked") {
-      toast("This browser keeps no cookies for this page: nobody can stay signed in.");
+      toast("The browser blocks cookies for this page, so signing in is not possible.");
       return false;
     }
     if (this.isOtherUser(owner)) return false;
@@ -55,7 +55,7 @@ export class Auth {
     return true;
   }
 
-  /** The connection is gone: was it the session? Then only a key helps; or another tab has signed in as somebody else. */
+  /** The connection was lost: lock the page if the session ended, reset it if another tab signed in as another user. */
   private async checkSession(): Promise<void> {
     const ended = await getIdentity().then(
       (who) => this.isOtherUser(identityKey(who)),
@@ -64,7 +64,7 @@ export class Auth {
     if (ended) this.socket.refuse();
   }
 
-  /** Start over if this is not whose chats are shown. */
+  /** Reset the page if its conversations belong to another user. */
   private isOtherUser(owner: string): boolean {
     if (this.owner === null || owner === this.owner) return false;
     this.reset();
@@ -72,7 +72,7 @@ export class Auth {
   }
 }
 
-/** Load the page anew, at no conversation. */
+/** Reload the page without a conversation. */
 export function resetPage(): void {
   history.replaceState(null, "", location.pathname + location.search);
   location.reload();
@@ -82,8 +82,8 @@ function identityKey({ tenant, user }: Identity): string {
   return JSON.stringify([tenant, user]);
 }
 
-/** Why a key was not taken. */
+/** Describe why a key was refused. */
 function signInError(error: unknown): string {
   if (!(error instanceof RequestError) || error.status !== 401) return "Signing in failed. Try again.";
-  return error.code === "api_key_revoked" ? "This key was revoked." : "The server does not know this key.";
+  return error.code === "api_key_revoked" ? "This key was revoked." : "Invalid API key.";
 }

@@ -1,14 +1,14 @@
-// How much of each conversation is in the cache right now: a warm one answers without reading itself again.
+// State of the server's KV cache: the cached share of each conversation, and the page map.
 
 import { signal } from "@preact/signals";
 import * as rest from "../api/rest";
 import { type CacheMap, getCacheMap } from "../api/rest";
 
 const REFRESH_MS = 20_000;
-const DEBOUNCE_MS = 600; // several things happen at the end of an answer
+const DEBOUNCE_MS = 600; // several changes arrive at the end of an answer
 const MAX_IDS = 100;
-const WARM_SHARE = 0.9; // the newest tokens are not computed before they are needed
-const COLD_SHARE = 0.05; // how every prompt of the model begins is always there
+const WARM_SHARE = 0.9; // the newest tokens are computed only when they are needed
+const COLD_SHARE = 0.05; // the beginning of the chat template is always cached
 
 export type CoverageLevel = "warm" | "partly" | "cold";
 
@@ -22,7 +22,7 @@ export class CacheCoverageWatch {
   private timer: ReturnType<typeof setTimeout> | undefined;
   private isSupported = true; // by this server
 
-  /** `ids`: the listed conversations, those most worth asking for first. */
+  /** `listedIds` returns the listed conversations, most relevant first. */
   constructor(private readonly listedIds: () => readonly string[]) {
     document.addEventListener("visibilitychange", () => this.scheduleRefresh());
   }
@@ -31,7 +31,7 @@ export class CacheCoverageWatch {
     return this.coverage.value.get(id);
   }
 
-  /** Something changed: look in a moment, and from then on every now and then. */
+  /** Refresh soon, and then periodically. */
   scheduleRefresh(): void {
     clearTimeout(this.timer);
     if (this.isSupported && !document.hidden) this.timer = setTimeout(() => void this.refresh(), DEBOUNCE_MS);
@@ -45,7 +45,7 @@ export class CacheCoverageWatch {
         this.coverage.value = new Map(found.map((entry) => [entry.conversation_id, describeCoverage(entry)]));
       }
     } catch (error) {
-      this.coverage.value = new Map(); // better none than old ones
+      this.coverage.value = new Map(); // no value is better than a stale one
       this.isSupported = !(error instanceof rest.RequestError && [404, 405].includes(error.status));
     }
     clearTimeout(this.timer);
@@ -58,22 +58,22 @@ export function describeCoverage({ tokens, cached_tokens }: rest.CacheCoverage):
   const counts = `${cached_tokens.toLocaleString("en")} of ${tokens.toLocaleString("en")} tokens are cached`;
   if (share >= WARM_SHARE) return { level: "warm", text: `Warm: ${counts}` };
   if (share >= COLD_SHARE) return { level: "partly", text: `Partly warm: ${counts}` };
-  return { level: "cold", text: `Cold: ${counts}, the next turn reads the rest again` };
+  return { level: "cold", text: `Cold: ${counts}, the next turn computes the rest` };
 }
 
-// ---- The page map, asked for once a second while somebody looks, and not at all while the tab is hidden.
+// -- Page map, polled once a second while it is shown and the tab is visible
 
 const POLL_MS = 1000;
 
 export class KvPageMapPoller {
   readonly current = signal<CacheMap | null>(null);
-  readonly previousCells = signal<string>(""); // the cells of the look before
+  readonly previousCells = signal<string>(""); // cells of the poll before
   readonly error = signal<string | null>(null);
   private timer: ReturnType<typeof setTimeout> | undefined;
   private isActive = false;
   private isPolling = false;
 
-  /** Look until the returned function is called. */
+  /** Poll until the returned function is called. */
   start(): () => void {
     const turn = () => {
       clearTimeout(this.timer);

@@ -1,4 +1,4 @@
-// Whether the server can answer yet. The page is there before the model is loaded; it says how far that is.
+// Readiness of the server. The page is served before the model is loaded; it shows the progress.
 import { signal } from "@preact/signals";
 
 const POLL_MS = 700;
@@ -20,7 +20,7 @@ export class ReadinessPoller {
   readonly contextTokens = signal(0);
   private isPolling = false;
 
-  /** Look until the server is ready. */
+  /** Poll until the server is ready. */
   async pollUntilReady(): Promise<void> {
     if (this.isPolling) return;
     this.isPolling = true;
@@ -28,14 +28,14 @@ export class ReadinessPoller {
     this.isPolling = false;
   }
 
-  /** Look now and then, so that a model that died is noticed before somebody asks it. Call once. */
+  /** Poll now and then, so that a failed model is noticed before the next request. Call once. */
   pollPeriodically(): void {
     setInterval(() => {
       if (!document.hidden) void this.pollUntilReady();
     }, IDLE_POLL_MS);
   }
 
-  /** Look once; true when there is nothing to wait for. */
+  /** Poll once; true if there is nothing to wait for. */
   private async poll(): Promise<boolean> {
     try {
       const reply = await fetch(new URL("readyz", document.baseURI), { credentials: "same-origin" });
@@ -49,7 +49,7 @@ export class ReadinessPoller {
       this.status.value = { phase, detail: body.detail ?? "", progress: body.progress ?? 0 };
       return false;
     } catch {
-      return true; // no server at all: the socket tells that, and asks again when it is back
+      return true; // the server is unreachable: the socket reports that and triggers polling when it is back
     }
   }
 }

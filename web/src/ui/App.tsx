@@ -1,4 +1,4 @@
-// The page: list, thread, composer, and whichever panel is open.
+// The page: sidebar, top bar, thread, composer, panels, toasts.
 
 import { signal } from "@preact/signals";
 import type { ComponentType, JSX } from "preact";
@@ -83,8 +83,6 @@ function TopBar() {
   );
 }
 
-// ---- The four doors to the side panel, in the top bar. On a phone one opens what was shown last.
-
 const PANEL_BUTTONS: readonly { name: SidePanelName; label: string; icon: typeof Fork }[] = [
   { name: "candidates", label: "Candidates", icon: Columns },
   { name: "beams", label: "Beams", icon: Beams },
@@ -124,8 +122,6 @@ function PanelButtons() {
   );
 }
 
-// ---- Short messages at the foot of the page.
-
 function Toasts() {
   return (
     <div class="toasts" role="status">
@@ -153,7 +149,7 @@ function Toasts() {
   );
 }
 
-/** A component that is loaded when it is first shown. `failed` runs when it does not load; the next showing tries again. */
+/** Load a component when it is first shown. After a failure, which calls `failed`, showing it again retries. */
 function lazy(
   load: () => Promise<ComponentType>,
   loading: JSX.Element | null = null,

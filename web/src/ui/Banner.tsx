@@ -1,4 +1,4 @@
-// What stands between the reader and an answer, when something does: a key, the network, a model still loading.
+// Banner above the thread: sign-in form, lost connection, loading or failed model.
 
 import { signal } from "@preact/signals";
 import { useChat } from "./context";
@@ -24,8 +24,8 @@ export function Banner() {
   if (link === "lost") {
     return (
       <div class="banner" role="alert">
-        {online.value ? "The connection is lost." : "You are offline."} Your conversation is stored; the page reconnects
-        by itself.
+        {online.value ? "The connection was lost." : "You are offline."} Your conversation is stored; the page
+        reconnects automatically.
         <button type="button" class="button" onClick={() => chat.socket.retryNow()}>
           Try now
         </button>
@@ -50,7 +50,7 @@ function LoadingBanner() {
   if (state.phase === "unavailable") {
     return (
       <div class="banner" role="alert">
-        <span>The model is not running. What was said is stored; the page goes on when it is back.</span>
+        <span>The model is not running. The conversation is stored; answers continue when the model is back.</span>
         <span class="hint">{state.detail}</span>
       </div>
     );
@@ -58,7 +58,7 @@ function LoadingBanner() {
   return null;
 }
 
-/** Why somebody who was in has to sign in again, by the server's code. */
+/** Why a signed-in user has to sign in again, by error code. */
 const LOCK_REASONS: Readonly<Record<string, string>> = {
   api_key_revoked: "Your API key is no longer valid: it was revoked.",
   session_expired: "Your session has ended.",
@@ -78,7 +78,7 @@ function SignInForm() {
     >
       {why && <span role="alert">{why}</span>}
       <label>
-        This server wants an API key <input class="text-input" name="key" type="password" autocomplete="off" />
+        This server requires an API key <input class="text-input" name="key" type="password" autocomplete="off" />
       </label>
       <button type="submit" class="button button-main">
         Sign in

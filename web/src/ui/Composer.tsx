@@ -1,4 +1,4 @@
-// Where the reader writes, and the three choices that matter most: who answers, how many answers, how it is drawn.
+// The message box with its controls: system prompt, number of answers, settings, cache badge, context meter.
 
 import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../app/notifications";
@@ -25,12 +25,12 @@ export function Composer() {
   };
   useEffect(() => area.current?.focus(), [chat.thread.value]);
   const send = () => {
-    const said = text.value.trim();
-    if (said === "" || live || !ready) return;
+    const message = text.value.trim();
+    if (message === "" || live || !ready) return;
     text.value = "";
     if (area.current) area.current.value = "";
     resize();
-    chat.send(said);
+    chat.send(message);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -127,12 +127,12 @@ function Suggestions() {
 }
 
 function SystemPromptSelect() {
-  const known = findPrompt(systemPrompt.value) !== undefined;
+  const isNamed = findPrompt(systemPrompt.value) !== undefined;
   return (
     <label class="chip chip-select" title="System prompt">
       <span class="sr-only">System prompt</span>
       <select
-        value={known ? systemPrompt.value : "custom"}
+        value={isNamed ? systemPrompt.value : "custom"}
         onChange={(event) => {
           if (event.currentTarget.value === "custom") togglePanel("settings", true);
           else systemPrompt.value = event.currentTarget.value;
@@ -174,11 +174,9 @@ function AnswerCount() {
 
 function placeholder(): string {
   const { n, search } = sampling.value;
-  if (search === "beam") return `Ask, and search with ${Math.max(2, n)} beams`;
-  return n > 1 ? `Ask for ${n} answers at once` : "Say something";
+  if (search === "beam") return `Send a message, search with ${Math.max(2, n)} beams`;
+  return n > 1 ? `Send a message, get ${n} answers` : "Send a message";
 }
-
-// ---- How much of the model's context the conversation fills.
 
 const NEARLY_FULL = 0.85;
 
@@ -202,16 +200,14 @@ function ContextMeter() {
   );
 }
 
-// ---- A small sign while the reader types: what is written so far has been read by the server already.
-
 function CacheBadge() {
-  const warm = useChat().prefill.progress.value;
-  if (!warm) return null;
-  const label = `Draft-ahead: ${warm.warmTokens} of ${warm.inputTokens} prompt tokens are computed while you type`;
+  const progress = useChat().prefill.progress.value;
+  if (!progress) return null;
+  const label = `Prefill while typing: ${progress.warmTokens} of ${progress.inputTokens} prompt tokens are cached`;
   return (
-    <span class="cache-badge" role="img" aria-label={label} title={label} data-cached={warm.warmTokens}>
+    <span class="cache-badge" role="img" aria-label={label} title={label} data-cached={progress.warmTokens}>
       <span class="dot dot-on" />
-      <span class="cache-badge-text"> warm</span>
+      <span class="cache-badge-text"> cached</span>
     </span>
   );
 }

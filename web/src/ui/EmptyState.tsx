@@ -1,4 +1,4 @@
-// An empty conversation teaches: a few things to ask, each with what it shows.
+// Empty states: the start page with conversation starters, and panels without content.
 
 import type { ComponentChildren } from "preact";
 import { PRESETS } from "../app/prompts";
@@ -33,16 +33,16 @@ export function EmptyState() {
         </h1>
         <p class="empty-state-lead">
           What the model has read stays in small pages. Later turns, other answers and edited questions share them
-          instead of starting over.
+          instead of instead of computing them again.
         </p>
         <ul class="legend-line">
           <li>
             <i class="cell" aria-hidden="true" />
-            was in the cache
+            cached
           </li>
           <li>
             <i class="cell cell-computed" aria-hidden="true" />
-            had to be computed
+            computed
           </li>
         </ul>
         <ForkDiagram />
@@ -75,8 +75,6 @@ function StarterCard({ starter, onBegin }: { starter: Starter; onBegin: (starter
   );
 }
 
-// ---- The idea of the whole page as a drawing: a prompt that is read once, and answers that fork off it.
-
 const DIAGRAM_CELL = { width: 9, height: 18, step: 13 };
 const TRUNK_CELLS = 7; // cells of the prompt
 const ANSWER_CELLS = [4, 6, 5]; // new cells of each answer
@@ -91,7 +89,7 @@ function ForkDiagram() {
       class="diagram"
       viewBox="0 0 226 108"
       role="img"
-      aria-label="One prompt, read once; three answers that share its pages"
+      aria-label="One prompt, computed once; three answers share its KV pages"
     >
       {ROW_Y.map((y) => (
         <path
@@ -140,7 +138,7 @@ export interface Starter {
   readonly sampling?: Partial<Sampling>;
   readonly system?: string;
   readonly followUps?: readonly string[];
-  readonly panel?: "beams" | "pages"; // opened beside it
+  readonly panel?: "beams" | "pages"; // panel to open with the answer
 }
 
 const SINGLE_ANSWER: Partial<Sampling> = { search: "sample", n: 1 };
@@ -151,15 +149,15 @@ const STARTERS: readonly Starter[] = [
     feature: "candidates",
     badge: "4 answers",
     prompt: "Tell me a story about a dragon",
-    description: "n = 4: the prompt is computed once, then forks into four answers. Pick the one you like.",
+    description: "n = 4: the prompt is computed once and shared by four answers. Pick one.",
     sampling: { search: "sample", n: 4, temperature: 1 },
   },
   {
-    title: "A search, live",
+    title: "Live beam search",
     feature: "beams",
     badge: "5 beams",
     prompt: "Tell me a story about a robot",
-    description: "Beam search grows a tree of texts: what all agree on is solid, what is still open is a ghost.",
+    description: "Beam search extends several texts at once. Text that all beams share is solid, the rest is grey.",
     sampling: { search: "beam", n: 5 },
     panel: "beams",
   },
@@ -167,7 +165,7 @@ const STARTERS: readonly Starter[] = [
     title: "Fork at a word",
     feature: "fork",
     prompt: "Tell me a story about a fox",
-    description: "Then click a word: what else could stand there, how likely it was, and a branch from it.",
+    description: "Then click a word to see its alternatives and their probabilities, and to branch from one.",
     sampling: SINGLE_ANSWER,
   },
   {
@@ -175,7 +173,7 @@ const STARTERS: readonly Starter[] = [
     feature: "memory",
     badge: "2 turns",
     prompt: "My name is Ada.",
-    description: "Then ask for it. The second turn reuses the pages of the first: watch the bar under the answer.",
+    description: "Then ask for it. The second turn reuses the KV pages of the first: see the cells below the answer.",
     sampling: SINGLE_ANSWER,
     followUps: ["What is my name?"],
   },
@@ -184,7 +182,7 @@ const STARTERS: readonly Starter[] = [
     feature: "persona",
     badge: "Pirate",
     prompt: "Who are you?",
-    description: "A system prompt is shared: every chat that uses it starts from the same pages.",
+    description: "All chats with the same system prompt share its KV pages.",
     sampling: SINGLE_ANSWER,
     system: "Pirate",
   },
@@ -192,13 +190,13 @@ const STARTERS: readonly Starter[] = [
     title: "Under the hood",
     feature: "pages",
     prompt: "What is a KV page?",
-    description: "The idea that this server is built on, with the map of all its pages beside the answer.",
+    description: "The main idea of this server, with the map of all KV pages next to the answer.",
     sampling: SINGLE_ANSWER,
     panel: "pages",
   },
 ];
 
-// ---- An empty panel says what it would show, and has the one button that fills it.
+// Placeholder of an empty panel: describes the content, with a button that produces some.
 
 interface Props {
   readonly title: string;

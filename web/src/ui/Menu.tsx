@@ -1,5 +1,5 @@
-// A button that opens a menu: arrow keys, first letters, Escape; closed again by whatever happens elsewhere. Keys that
-// follow at once are the menu's already: the browser gives the first entry the focus as it shows the menu, by `autofocus`.
+// Menu button with arrow keys, first-letter navigation and Escape. The first entry gets the focus through `autofocus`,
+// as the popover opens, so that keys typed immediately afterwards reach the menu.
 import { useSignal } from "@preact/signals";
 import { type ComponentChildren, Fragment } from "preact";
 import { useId, useRef } from "preact/hooks";
@@ -10,22 +10,22 @@ export interface MenuItem {
   readonly icon?: ComponentChildren;
   readonly keys?: string;
   readonly danger?: boolean;
-  readonly line?: boolean; // a line above it
+  readonly line?: boolean; // separator above the entry
 }
 
 interface MenuProps {
   readonly label: string;
   readonly items: readonly MenuItem[];
-  readonly children: ComponentChildren; // of the button
+  readonly children: ComponentChildren; // content of the button
   readonly class?: string;
-  readonly note?: string | undefined; // said above the items
+  readonly note?: string | undefined; // text above the entries
 }
 
 const MARGIN_PX = 8;
 
 export function MenuButton({ label, items, children, class: name = "tool", note }: MenuProps) {
   const id = useId();
-  const open = useSignal(false); // a long list has many menus, and shows one
+  const open = useSignal(false); // entries are rendered only while the menu is open
   const button = useRef<HTMLButtonElement>(null);
   const menu = useRef<HTMLDivElement>(null);
   const entries = () => [...(menu.current?.querySelectorAll<HTMLButtonElement>("[role=menuitem]") ?? [])];
@@ -36,7 +36,7 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
 
   const onToggle = () => {
     if (!open.value || !button.current || !menu.current) return;
-    place(menu.current, button.current);
+    positionMenu(menu.current, button.current);
     if (!menu.current.contains(document.activeElement)) focus(0);
   };
   const onBeforeToggle = (event: { readonly newState: string }) => {
@@ -72,7 +72,7 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
           event.preventDefault();
           event.stopPropagation();
           open.value = true;
-          queueMicrotask(() => menu.current?.showPopover()); // the entries are there by then
+          queueMicrotask(() => menu.current?.showPopover()); // after the entries are rendered
         }}
       >
         {children}
@@ -120,8 +120,8 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
   );
 }
 
-/** Below the button, or above it where there is no room; always inside the window. */
-function place(menu: HTMLElement, button: HTMLElement): void {
+/** Place the menu below the button, or above it if there is no room; always inside the window. */
+function positionMenu(menu: HTMLElement, button: HTMLElement): void {
   const anchor = button.getBoundingClientRect();
   const { width, height } = menu.getBoundingClientRect();
   const below = anchor.bottom + height + MARGIN_PX < innerHeight;

@@ -1,4 +1,4 @@
-// How answers are drawn and how the assistant behaves.
+// The settings panel: system prompt, sampling, defaults for new chats, browser settings, sign-out.
 
 import { useSignal } from "@preact/signals";
 import { useEffect, useRef, useState } from "preact/hooks";
@@ -66,8 +66,8 @@ export function Settings() {
         </div>
         <p class="hint">
           {beams
-            ? "Keeps the most likely texts at every step and shows the best."
-            : "Draws every token from what is likely."}
+            ? "Keeps the most likely texts at each step and returns the best."
+            : "Samples each token from the model's distribution."}
         </p>
       </fieldset>
       <Slider
@@ -99,15 +99,15 @@ export function Settings() {
         </>
       )}
       <NumberField
-        label="Longest answer, tokens"
-        placeholder="as many as fit"
+        label="Max output tokens"
+        placeholder="limited by the context"
         value={settings.maxTokens || null}
         onValue={(value) => setSampling({ maxTokens: value ?? 0 })}
       />
       {!beams && (
         <NumberField
           label="Seed"
-          placeholder="a new one each time"
+          placeholder="random"
           value={settings.seed}
           onValue={(seed) => setSampling({ seed })}
         />
@@ -120,7 +120,7 @@ export function Settings() {
           checked={shouldAutoTitle(chat.session.value?.model)}
           onChange={(event) => (autoTitle.value = event.currentTarget.checked)}
         />
-        The model names new chats
+        Generate titles with the model
       </label>
       <label class="check">
         <input
@@ -128,7 +128,7 @@ export function Settings() {
           checked={showStats.value}
           onChange={(event) => (showStats.value = event.currentTarget.checked)}
         />
-        Figures below each answer
+        Show statistics below each answer
       </label>
       <label class="check">
         <input
@@ -136,7 +136,7 @@ export function Settings() {
           checked={prefillWhileTyping.value}
           onChange={(event) => (prefillWhileTyping.value = event.currentTarget.checked)}
         />
-        Draft-ahead: the server reads while I type
+        Prefill while typing
       </label>
       <label class="check">
         <input
@@ -144,31 +144,31 @@ export function Settings() {
           checked={clickForAlternatives.value}
           onChange={(event) => (clickForAlternatives.value = event.currentTarget.checked)}
         />
-        A click on a word shows its alternatives
+        Clicking a word shows its alternatives
       </label>
       <SignedInSection />
     </aside>
   );
 }
 
-/** These settings belong to the conversation; new ones start with what is kept here. */
+/** Compare the settings of this conversation with the defaults, and offer to copy or reset them. */
 function DefaultsSection() {
   const plain = sameSampling(sampling.value, DEFAULT_SAMPLING);
   const same = sameSampling(sampling.value, defaultSampling.value) && systemPrompt.value === defaultSystem.value;
   const keep = () => {
     makeDefaults();
-    announce("New chats start like this one.");
+    announce("Default settings saved.");
   };
   return (
     <div class="panel-section">
       <p class="hint">
-        {same ? "New chats start with these settings." : "These settings are this conversation's own."}
+        {same ? "These settings are the default for new chats." : "These settings apply to this conversation only."}
       </p>
       <button type="button" class="button" disabled={same} onClick={keep}>
-        Start new chats like this
+        Use as default for new chats
       </button>
       <button type="button" class="button" disabled={plain} onClick={() => (sampling.value = DEFAULT_SAMPLING)}>
-        Back to the usual sampling
+        Reset sampling
       </button>
     </div>
   );
@@ -224,7 +224,7 @@ function NumberField({ label, placeholder, value, onValue }: NumberProps) {
   );
 }
 
-// ---- The system prompt of this conversation, and prompts with names to choose from: ready-made ones and the reader's own.
+// -- System prompt: of this conversation, and the list of named prompts
 
 function SystemPrompts() {
   const editing = useSignal<Preset | "new" | null>(null);
@@ -272,19 +272,19 @@ function SystemPrompts() {
               Edit “{own.name}”
             </button>
             <button type="button" class="link link-danger" onClick={() => remove(own)}>
-              Delete it
+              Delete prompt
             </button>
           </>
         ) : (
           <button type="button" class="link" onClick={() => (editing.value = "new")}>
-            {text && !chosen ? "Keep this one under a name…" : "New prompt…"}
+            {text && !chosen ? "Save this prompt…" : "New prompt…"}
           </button>
         )}
       </div>
       <p class="hint">
         {[...text].length > MAX_SYSTEM_CHARS
-          ? `Over ${MAX_SYSTEM_CHARS.toLocaleString("en")} characters: it works, but the conversation forgets it with a reload.`
-          : "It belongs to this conversation. Chats that start with the same text share its pages."}
+          ? `Over ${MAX_SYSTEM_CHARS.toLocaleString("en")} characters: it is used, but not stored with the conversation.`
+          : "Applies to this conversation. Chats with the same system prompt share its KV pages."}
       </p>
     </fieldset>
   );
@@ -337,7 +337,7 @@ function PromptForm({ preset, onClose }: { preset: Preset | null; onClose: () =>
       )}
       <div class="prompt-tools">
         <button type="submit" class="button button-main">
-          Keep
+          Save
         </button>
         <button type="button" class="button" onClick={onClose}>
           Cancel
@@ -347,7 +347,7 @@ function PromptForm({ preset, onClose }: { preset: Preset | null; onClose: () =>
   );
 }
 
-// ---- Whose chats these are, where the server has keys; and the way out.
+// -- The signed-in user, and signing out
 
 function SignedInSection() {
   const [identity, setIdentity] = useState<Identity | null>(null);
@@ -358,7 +358,7 @@ function SignedInSection() {
   const leave = () =>
     signOut().then(
       () => location.reload(),
-      () => toast("Signing out failed: the server does not answer."),
+      () => toast("Signing out failed: the server is unreachable."),
     );
   return (
     <div class="panel-section">

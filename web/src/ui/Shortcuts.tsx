@@ -1,4 +1,4 @@
-// Every shortcut of the page: what it is called, and what it does.
+// Keyboard shortcuts: the table, its key handler, and the dialog that lists them.
 
 import { useEffect, useRef } from "preact/hooks";
 import type { Chat } from "../chat/chat";
@@ -45,10 +45,10 @@ const SHORTCUTS: readonly Shortcut[] = [
       return true;
     },
   },
-  { keys: "↑", description: "Edit the last message, from an empty box" },
+  { keys: "↑", description: "Edit the last message (from an empty message box)" },
   {
     keys: "Alt+Shift+1 … 4",
-    description: "Candidates, beams, branches, pages",
+    description: "Candidates, beams, branches, KV pages",
     matches: (event) => event.altKey && event.shiftKey && !hasControl(event) && /^Digit[1-4]$/.test(event.code),
     run: (_, event) => togglePanel(SIDE_PANELS[Number(event.code.slice(5)) - 1]!),
   },
@@ -73,7 +73,7 @@ const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Alt+Del",
-    description: "Drop the candidate that has the focus, while it is written",
+    description: "Drop the focused candidate while it is generated",
     matches: (event) => event.altKey && event.key === "Delete",
     run: () => {
       const drop = document.activeElement?.closest(".card")?.querySelector<HTMLElement>(".card-drop");
@@ -83,7 +83,7 @@ const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Alt+B",
-    description: "Branch inside the last answer",
+    description: "Show the tokens of the last answer",
     matches: (event) => event.altKey && !event.shiftKey && !hasControl(event) && event.code === "KeyB",
     run: (chat) => {
       const leaf = chat.thread.value.tree.value.leaf.value;
@@ -113,16 +113,16 @@ const SHORTCUTS: readonly Shortcut[] = [
     matches: (event) => hasControl(event) && !event.shiftKey && event.code === "KeyK",
     run: () => {
       const focus = () => document.getElementById("find")?.focus();
-      if (sidebarOpen.value) return focus(); // at once: the next key is the first letter
+      if (sidebarOpen.value) return focus(); // immediately: the next key is typed into the box
       sidebarOpen.value = true;
       setTimeout(focus);
     },
   },
   {
     keys: "Ctrl+F",
-    description: `The browser's search; in chats of over ${MAX_UNVIRTUALIZED_ROWS} messages it sees those nearby, Ctrl+K sees all`,
+    description: `Browser search (nearby messages only in chats over ${MAX_UNVIRTUALIZED_ROWS} messages)`,
   },
-  { keys: "↓ / ↑", description: "From row to row in the list; Enter opens, F2 renames, Del deletes" },
+  { keys: "↓ / ↑", description: "Move between rows of the list; Enter opens, F2 renames, Del deletes" },
   {
     keys: "Alt+↑ / ↓",
     description: "Previous or next conversation",
@@ -169,7 +169,7 @@ const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Ctrl+/",
-    description: "This list",
+    description: "Keyboard shortcuts",
     matches: (event) => hasControl(event) && event.key === "/",
     run: () => togglePanel("shortcuts"),
   },
@@ -187,8 +187,6 @@ export function listenForShortcuts(chat: Chat): void {
     if (shortcut?.run && shortcut.run(chat, event) !== false) event.preventDefault();
   });
 }
-
-// ---- The list behind Ctrl+/. It is the same table that keys.ts acts on.
 
 export function Shortcuts() {
   const dialog = useRef<HTMLDialogElement>(null);

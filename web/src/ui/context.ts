@@ -1,4 +1,4 @@
-// Hands the chat to every component without passing it down by hand.
+// Preact context that provides the chat to all components.
 
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";

@@ -1,4 +1,4 @@
-// The page's own line icons, 20 units square, drawn with the text colour.
+// Line icons, 20 units square, in the text colour.
 import type { ComponentChildren } from "preact";
 
 function Icon({ children }: { children: ComponentChildren }) {
@@ -185,7 +185,7 @@ export const Keyboard = () => (
   </Icon>
 );
 
-/** The mark: pages on a trunk, one of them forked off. */
+/** Logo: KV pages in a column, one of them forked off. */
 export const Mark = () => (
   <svg class="mark" viewBox="0 0 24 24" aria-hidden="true" focusable="false">
     <rect x="3" y="2.5" width="8" height="5" rx="1.4" />

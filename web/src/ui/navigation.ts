@@ -1,4 +1,5 @@
-// Which panel is open. One at a time; on a phone they lie over the thread.
+// Navigation state: the open panel (one at a time; over the thread on a phone), the sidebar, and the message to scroll
+// to.
 
 import { computed, effect, signal } from "@preact/signals";
 import { load, save } from "../app/browser";
@@ -15,7 +16,7 @@ export const sidebarOpen = signal(!matchMedia("(max-width: 800px)").matches);
 const restored = restorePanel();
 export const panel = signal<PanelName>(restored.open && !isNarrow() ? restored.side : null);
 
-/** The side that was shown last: what opens when nothing says which. */
+/** The side panel that was shown last; shortcuts reopen it. */
 export const lastSidePanel = signal<SidePanelName>(restored.side);
 
 export const sidePanel = computed<SidePanelName | null>(() => SIDE_PANELS.find((name) => name === panel.value) ?? null);
@@ -46,27 +47,27 @@ function restorePanel(): { side: SidePanelName; open: boolean } {
   return { side: found.side, open: found.open === true };
 }
 
-/** On a phone the list lies over the thread: what was chosen there is what to see now. */
+/** On a phone the sidebar covers the thread: close it after a selection. */
 export function closeSidebarIfNarrow(): void {
   if (isNarrow()) sidebarOpen.value = false;
 }
 
-// ---- A place in the thread that somebody wants to see: a search hit, a node of the branch map, an address.
+// -- Scrolling to a message: a search hit, a node of the branch map, an address
 
-/** A message's key or the server's id for it; null: nobody asks. */
+/** Key or server id of the message to scroll to; null: none. */
 export const requestedMessage = signal<string | null>(null);
 
 /**
- * Bring a message into view, whether it is in the document or not, and mark it for a moment. If it is on another branch,
- * that branch is shown; if its conversation still loads, it is shown when it has.
+ * Scroll to a message and highlight it briefly, whether it is in the document or not. If it is on another branch, that branch
+ * is shown; if its conversation is still loading, it happens afterwards.
  */
 export function scrollToMessage(key: string): void {
   requestedMessage.value = key;
 }
 
-// ---- Going to a message: its branch becomes the shown one, and the thread scrolls to it.
+// Show the branch of a message and scroll to it.
 
-const SAVE_DELAY_MS = 400; // whoever walks with the arrow keys passes many branches; the last one is kept
+const SAVE_DELAY_MS = 400; // arrow keys pass many branches; only the last one is stored
 
 let saveTimer: ReturnType<typeof setTimeout> | undefined;
 
@@ -75,7 +76,7 @@ export function goToMessage(chat: Chat, message: Message): void {
   const leaf = tree.leaf.value;
   tree.reveal(message);
   scrollToMessage(message.key);
-  if (isNarrow()) panel.value = null; // it lies over the thread
+  if (isNarrow()) panel.value = null; // it covers the thread
   clearTimeout(saveTimer);
   if (tree.leaf.value !== leaf) saveTimer = setTimeout(() => chat.choose(message), SAVE_DELAY_MS);
 }

@@ -1,4 +1,4 @@
-// Beam search as it happens: the tree above, the open beams below in words. Afterwards the beams that were kept.
+// Beam search panel: the tree, and the list of open beams during the search or of the kept beams after it.
 
 import { effect, type ReadonlySignal, signal, useComputed, useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
@@ -13,27 +13,27 @@ import { EmptyPanel } from "../EmptyState";
 import { focusComposer } from "../navigation";
 
 const DRAW_MS = 120;
-const SHOWN_CHARS = 44; // of much the end: that is where beams differ
+const SHOWN_CHARS = 44; // the end of the text is shown, because beams differ there
 
 export function BeamsPanel() {
   const chat = useChat();
   const turn = latestSearch(chat.thread.value);
   const tree = turn?.beamTree.value;
   if (turn && tree) return <BeamSearchView key={turn.key} turn={turn} tree={tree} />;
-  if (turn?.live) return <p class="hint">The first beams are on their way.</p>;
+  if (turn?.live) return <p class="hint">Waiting for the first beams.</p>;
   const tryIt = () => {
     setSampling({ search: "beam", n: 4 });
     focusComposer();
   };
   return (
-    <EmptyPanel title="Watch a search think" action="Try 4 beams" onAction={tryIt}>
-      Beam search keeps the likeliest texts side by side and drops the others, token by token. All of them share the
-      pages of what they have in common. Ask something with beams, and the tree grows here.
+    <EmptyPanel title="Watch beam search" action="Try 4 beams" onAction={tryIt}>
+      Beam search keeps the most likely texts and drops the others, token by token. All beams share the KV pages of
+      their common beginning. Send a message with beam search to see the tree.
     </EmptyPanel>
   );
 }
 
-/** The latest search on the shown path. */
+/** Return the latest beam search on the shown path. */
 function latestSearch(thread: Thread): Turn | undefined {
   const turns = thread.tree.value.path.value.map((message) => thread.turnOf(message));
   return turns.findLast((turn) => turn && (turn.beamTree.value || (turn.beams && turn.live)));
@@ -46,27 +46,27 @@ interface KeptBeam {
 
 function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
   const chat = useChat();
-  const held = useSignal<number | null>(null); // the beam that the reader looks at
+  const hovered = useSignal<number | null>(null); // index of the beam under the pointer or focus
   const searching = turn.live;
   const version = useThrottled(tree.version, DRAW_MS);
   const kept = useComputed(() => (turn.phase.value === "ended" ? keptBeams(turn, tree) : []));
   const ends = kept.value.length > 0 ? kept.value.map(({ node }) => node) : tree.live;
-  const chosen = held.value === null ? undefined : ends[held.value];
+  const chosen = hovered.value === null ? undefined : ends[hovered.value];
   const drawing = useMemo(
     () => drawBeams(tree, chosen ? [chosen, ...ends.filter((end) => end !== chosen)] : ends),
     [tree, version.value, chosen, kept.value],
   );
   const agreed = tree.agreed();
-  const dropped = drawing.pieces.filter((piece) => piece.kind === "dead").length + drawing.ticks.length;
-  const found = kept.value.length > 0;
-  const label = `Beam tree. ${ends.length} ${found ? "kept" : "open"}, ${dropped} dropped. All agree on ${agreed.depth} tokens.`;
-  const look = (index: number | null) => (held.value = index);
+  const dropped = drawing.pieces.filter((piece) => piece.kind === "dropped").length + drawing.ticks.length;
+  const hasKept = kept.value.length > 0;
+  const label = `Beam tree. ${ends.length} ${hasKept ? "kept" : "open"}, ${dropped} dropped. All agree on ${agreed.depth} tokens.`;
+  const hover = (index: number | null) => (hovered.value = index);
   return (
     <>
       <p class="side-summary" data-state={searching ? "searching" : "done"}>
-        <b>{searching ? "Searching" : found ? "Found" : "Stopped"}</b>
+        <b>{searching ? "Searching" : hasKept ? "Found" : "Stopped"}</b>
         <span>
-          <b data-stat="open">{ends.length}</b> {found ? "kept" : "open"}
+          <b data-stat="open">{ends.length}</b> {hasKept ? "kept" : "open"}
         </span>
         <span>
           <b data-stat="agreed">{agreed.depth}</b> tokens agreed
@@ -76,9 +76,9 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
         </span>
       </p>
       <BeamTreeView drawing={drawing} ends={ends} label={label} />
-      <Legend alive={found ? "kept" : "open"} />
-      <h2 class="side-heading">{found ? "Kept beams, best first" : "Open beams, likeliest first"}</h2>
-      <ol class="beam-list" onMouseLeave={() => look(null)}>
+      <Legend alive={hasKept ? "kept" : "open"} />
+      <h2 class="side-heading">{hasKept ? "Kept beams, best first" : "Open beams, most likely first"}</h2>
+      <ol class="beam-list" onMouseLeave={() => hover(null)}>
         {ends.map((end, index) => {
           const message = kept.value[index]?.message;
           return (
@@ -87,9 +87,9 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
                 type="button"
                 class="beam-row"
                 aria-current={message && message === chat.thread.value.tree.value.leaf.value ? "true" : undefined}
-                onFocus={() => look(index)}
-                onBlur={() => look(null)}
-                onMouseEnter={() => look(index)}
+                onFocus={() => hover(index)}
+                onBlur={() => hover(null)}
+                onMouseEnter={() => hover(index)}
                 onClick={() => message && chat.pick(message)}
               >
                 <span class="beam-rank">
@@ -97,7 +97,7 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
                   {index + 1}
                 </span>
                 <span class="beam-text">{beamSuffix(tree, end, agreed)}</span>
-                <span class="beam-score">{describeScore(ends, index, found)}</span>
+                <span class="beam-score">{describeScore(ends, index, hasKept)}</span>
               </button>
             </li>
           );
@@ -107,10 +107,10 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
   );
 }
 
-/** Which of the tree's nodes the answers are, in their order; none of a search that was stopped, which kept what all say. */
+/** Match the answers to nodes of the tree. Empty for a stopped search, whose answers are the common part. */
 function keptBeams(turn: Turn, tree: BeamTree): readonly KeptBeam[] {
-  const found = turn.candidates.map((message) => ({ message, node: tree.find(message.text.value) }));
-  const kept = found.filter((beam): beam is KeptBeam => beam.node !== null);
+  const hasKept = turn.candidates.map((message) => ({ message, node: tree.find(message.text.value) }));
+  const kept = hasKept.filter((beam): beam is KeptBeam => beam.node !== null);
   return new Set(kept.map(({ node }) => node)).size === kept.length ? kept : [];
 }
 
@@ -139,28 +139,28 @@ function Legend({ alive }: { alive: string }) {
   );
 }
 
-/** What a beam says beyond what all agree on; of much the end. */
+/** Text of a beam after the common part; of a long text the end. */
 function beamSuffix(tree: BeamTree, end: BeamNode, agreed: BeamNode): string {
   const text = tree.textOf(end).slice(tree.textOf(agreed).length).trim();
-  return text.length > SHOWN_CHARS ? `…${text.slice(-SHOWN_CHARS)}` : text || "(nothing more yet)";
+  return text.length > SHOWN_CHARS ? `…${text.slice(-SHOWN_CHARS)}` : text || "(no further text yet)";
 }
 
-/** Of open beams, which all have as many tokens, how likely they are; of kept ones, what a length counts out of. */
-function describeScore(ends: readonly BeamNode[], index: number, found: boolean): string {
+/** Describe a score: likelihood for open beams (equal length), mean probability for kept ones (any length). */
+function describeScore(ends: readonly BeamNode[], index: number, hasKept: boolean): string {
   const end = ends[index]!;
-  const perToken = `${percentPerToken(end)}% a token`;
-  if (found) return `${index === 0 ? "the best · " : ""}${perToken} over ${end.depth} tokens`;
+  const perToken = `${percentPerToken(end)}% per token`;
+  if (hasKept) return `${index === 0 ? "the best · " : ""}${perToken} over ${end.depth} tokens`;
   return `${index === 0 ? "the best" : describeLikelihood(end.score, ends[0]!.score)} · ${perToken}`;
 }
 
-// ---- The beam tree, drawn: it grows to the right, and the view goes with it until the reader scrolls back.
+// -- Drawing of the tree: it grows to the right, and the view follows until the user scrolls back
 
-const LEFT = 14; // px, room for the prompt's dot
-const TOP = 26; // px, room for the text above the first line
-const RIGHT = 34; // px, room for the place at a beam's end
+const LEFT = 14; // room for the root
+const TOP = 26; // room for the text above the first line
+const RIGHT = 34; // room for the number at the end of a beam
 const NEAR_PX = 24;
-const SPARE_PX = 400; // drawn beyond what is in sight
-const STEP_PX = 200; // scrolled before more is drawn
+const SPARE_PX = 400; // drawn beyond the visible part
+const STEP_PX = 200; // scroll distance before more is drawn
 
 interface Props {
   readonly drawing: BeamDrawing;
@@ -170,7 +170,7 @@ interface Props {
 
 function BeamTreeView({ drawing, ends, label }: Props) {
   const box = useRef<HTMLDivElement>(null);
-  const scrolled = useSignal(Infinity); // px; as long as it follows, the end
+  const scrolled = useSignal(Infinity); // px; Infinity while following the end
   const width = LEFT + drawing.width + RIGHT;
   const height = TOP + (Math.max(1, drawing.lanes) - 1) * LANE + 14;
   useLayoutEffect(() => {
@@ -219,12 +219,12 @@ function BeamTreeView({ drawing, ends, label }: Props) {
         <path class="beam-ticks" d={shown.ticks.map(({ x, lane }) => `M${LEFT + x} ${yOf(lane)}l4 6`).join("")} />
         <circle class="beam-root" cx={LEFT} cy={TOP} r="4" />
         {ends.map((end, index) => {
-          const place = drawing.ends.get(end);
+          const position = drawing.ends.get(end);
           return (
-            place && (
+            position && (
               <g key={index} class={`beam-end ${index === 0 ? "beam-end-best" : ""}`}>
-                <circle cx={LEFT + place.x + 14} cy={yOf(place.lane) - 1} r="8.5" />
-                <text x={LEFT + place.x + 14} y={yOf(place.lane) + 2.5} text-anchor="middle">
+                <circle cx={LEFT + position.x + 14} cy={yOf(position.lane) - 1} r="8.5" />
+                <text x={LEFT + position.x + 14} y={yOf(position.lane) + 2.5} text-anchor="middle">
                   {index + 1}
                 </text>
               </g>
@@ -249,9 +249,7 @@ function lineClass({ kind, highlighted }: { kind: string; highlighted: boolean }
   return `beam-line beam-${kind} ${highlighted ? "beam-lit" : ""}`;
 }
 
-// ---- Slows a signal down to what is worth drawing.
-
-/** A signal that follows `source`, at once after a quiet time and then once per `everyMs`. */
+/** Return a signal that follows `source` at most once per `everyMs`, immediately after a pause. */
 function useThrottled<T>(source: ReadonlySignal<T>, everyMs: number): ReadonlySignal<T> {
   const shown = useMemo(() => signal(source.peek()), [source]);
   useEffect(() => {

@@ -1,5 +1,5 @@
-// The conversation as a map: every message a dot, every branch a lane, the shown path drawn strong. A click or the arrow
-// keys go to a message. Only the rows in sight are drawn, so a thousand messages cost what thirty do.
+// Branch map of the conversation: a node per message, a lane per branch, the shown path highlighted. Click or arrow
+// keys go to a message. Only visible rows are rendered.
 
 import { useComputed, useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
@@ -20,7 +20,7 @@ import { useChat } from "../context";
 import { EmptyPanel } from "../EmptyState";
 import { focusComposer, goToMessage } from "../navigation";
 
-const OVERSCAN_ROWS = 8; // rows drawn beyond what is in sight
+const OVERSCAN_ROWS = 8; // rendered beyond the visible part
 const STEPS: Readonly<Record<string, Step>> = {
   ArrowUp: "up",
   ArrowDown: "down",
@@ -35,9 +35,9 @@ export function BranchesPanel() {
   const tree = chat.thread.value.tree.value;
   if (tree.path.value.length > 0) return <BranchMap tree={tree} />;
   return (
-    <EmptyPanel title="Every turn can fork" action="Say something" onAction={focusComposer}>
+    <EmptyPanel title="Every message can branch" action="Send a message" onAction={focusComposer}>
       Edit a message, regenerate an answer or pick another candidate: the old version stays as a branch that shares all
-      pages up to there. This map shows every branch; click a dot to go to it.
+      KV pages before it. This map shows every branch; click a dot to go to it.
     </EmptyPanel>
   );
 }
@@ -46,35 +46,35 @@ function BranchMap({ tree }: { tree: Tree }) {
   const chat = useChat();
   const box = useRef<HTMLDivElement>(null);
   const view = useSignal({ first: 0, last: 60 });
-  const pointed = useSignal<Message | null>(null);
+  const hovered = useSignal<Message | null>(null);
   const cursor = useSignal<Message | null>(null);
   const path = tree.path.value;
   const drawing = useMemo(() => drawBranches(tree), [tree, path]);
   const onPath = useComputed(() => new Set(tree.path.value.map((message) => message.key)));
   const at = cursor.value && tree.get(cursor.value.key) === cursor.value ? cursor.value : path.at(-1)!;
 
-  const look = () => {
+  const updateView = () => {
     const { scrollTop = 0, clientHeight = 0 } = box.current ?? {};
     const first = Math.max(0, Math.floor(scrollTop / ROW_PX) - OVERSCAN_ROWS);
     const last = Math.ceil((scrollTop + clientHeight) / ROW_PX) + OVERSCAN_ROWS;
     if (first !== view.peek().first || last !== view.peek().last) view.value = { first, last };
   };
-  useLayoutEffect(look, []);
+  useLayoutEffect(updateView, []);
   useEffect(() => {
-    const observer = new ResizeObserver(look);
+    const observer = new ResizeObserver(updateView);
     if (box.current) observer.observe(box.current);
     return () => observer.disconnect();
   }, []);
-  // where the reader is comes into sight, by itself and after every step
+  // keep the current node visible
   useLayoutEffect(() => {
-    const spot = drawing.nodes.get(at.key);
+    const node = drawing.nodes.get(at.key);
     const scroller = box.current;
-    if (!spot || !scroller) return;
-    const top = yOf(spot.depth) - ROW_PX / 2;
+    if (!node || !scroller) return;
+    const top = yOf(node.depth) - ROW_PX / 2;
     if (top < scroller.scrollTop) scroller.scrollTop = top - ROW_PX;
     else if (top + ROW_PX > scroller.scrollTop + scroller.clientHeight)
       scroller.scrollTop = top + 2 * ROW_PX - scroller.clientHeight;
-    look();
+    updateView();
   }, [at, drawing]);
 
   const go = (message: Message) => {
@@ -88,14 +88,14 @@ function BranchMap({ tree }: { tree: Tree }) {
     const target = neighbour(tree, at, step);
     if (target) go(target);
   };
-  const wide = laneWidth(drawing.lanes);
+  const laneWidthPx = laneWidth(drawing.lanes);
   const { first, last } = view.value;
   const shown = [...drawing.nodes.values()].filter(
-    (spot) => spot.message === at || (spot.depth >= first && spot.depth <= last),
+    (node) => node.message === at || (node.depth >= first && node.depth <= last),
   );
-  const lines = branchLines(shown, onPath.value, wide);
-  const graphWidth = drawing.lanes * wide + 12;
-  const told = pointed.value ?? at;
+  const lines = branchLines(shown, onPath.value, laneWidthPx);
+  const graphWidth = drawing.lanes * laneWidthPx + 12;
+  const previewed = hovered.value ?? at;
   const branches = countLeaves(drawing.nodes);
   return (
     <>
@@ -107,7 +107,7 @@ function BranchMap({ tree }: { tree: Tree }) {
           <b data-stat="branches">{branches}</b> {branches === 1 ? "branch" : "branches"}
         </span>
       </p>
-      <div class="branch-scroll" ref={box} onScroll={look}>
+      <div class="branch-scroll" ref={box} onScroll={updateView}>
         <div class="branch-map">
           <svg
             class="branch-graph"
@@ -118,20 +118,20 @@ function BranchMap({ tree }: { tree: Tree }) {
             width={graphWidth}
             height={drawing.rows * ROW_PX}
             onKeyDown={onKeyDown}
-            onMouseLeave={() => (pointed.value = null)}
+            onMouseLeave={() => (hovered.value = null)}
           >
             <path class="branch-line" d={lines.other} />
             <path class="branch-line branch-line-on-path" d={lines.shown} />
-            {shown.map((spot) => (
+            {shown.map((node) => (
               <MapDot
-                key={spot.message.key}
-                spot={spot}
+                key={node.message.key}
+                node={node}
                 tree={tree}
-                wide={wide}
-                on={onPath.value.has(spot.message.key)}
-                at={spot.message === at}
+                laneWidthPx={laneWidthPx}
+                on={onPath.value.has(node.message.key)}
+                at={node.message === at}
                 onGo={go}
-                onPoint={(message) => (pointed.value = message)}
+                onPoint={(message) => (hovered.value = message)}
               />
             ))}
           </svg>
@@ -139,38 +139,38 @@ function BranchMap({ tree }: { tree: Tree }) {
         </div>
       </div>
       <div class="branch-preview" aria-hidden="true">
-        <span class="hint">{messageTitle(tree, told)}</span>
-        <p>{truncate(told.text.value || "…", 220)}</p>
+        <span class="hint">{messageTitle(tree, previewed)}</span>
+        <p>{truncate(previewed.text.value || "…", 220)}</p>
       </div>
     </>
   );
 }
 
 interface DotProps {
-  readonly spot: MapNode;
+  readonly node: MapNode;
   readonly tree: Tree;
-  readonly wide: number;
+  readonly laneWidthPx: number;
   readonly on: boolean;
   readonly at: boolean;
   readonly onGo: (message: Message) => void;
   readonly onPoint: (message: Message) => void;
 }
 
-function MapDot({ spot, tree, wide, on, at, onGo, onPoint }: DotProps) {
-  const { message } = spot;
-  const [x, y] = [xOf(spot.lane, wide), yOf(spot.depth)];
+function MapDot({ node, tree, laneWidthPx, on, at, onGo, onPoint }: DotProps) {
+  const { message } = node;
+  const [x, y] = [xOf(node.lane, laneWidthPx), yOf(node.depth)];
   return (
     <g
       id={`map-node-${message.key}`}
       class={`map-node map-node-${message.role} ${on ? "map-node-on-path" : ""} ${at ? "map-node-current" : ""}`}
       role="treeitem"
-      aria-level={spot.depth + 1}
+      aria-level={node.depth + 1}
       aria-selected={on}
       aria-label={`${messageTitle(tree, message)}: ${truncate(message.text.peek(), 80)}`}
       onClick={() => onGo(message)}
       onMouseEnter={() => onPoint(message)}
     >
-      <rect class="map-node-target" x={x - wide / 2} y={y - ROW_PX / 2} width={wide} height={ROW_PX} />
+      <rect class="map-node-target" x={x - laneWidthPx / 2} y={y - ROW_PX / 2} width={laneWidthPx} height={ROW_PX} />
       {message.role === "user" ? (
         <rect x={x - 4} y={y - 4} width="8" height="8" rx="2" />
       ) : (
@@ -180,7 +180,7 @@ function MapDot({ spot, tree, wide, on, at, onGo, onPoint }: DotProps) {
   );
 }
 
-/** The words of the shown path, one line to a row. */
+/** Text of the messages on the shown path, one line per row. */
 function Labels({
   path,
   first,
@@ -219,7 +219,7 @@ function messageTitle(tree: Tree, message: Message): string {
   return siblings.length > 1 ? `${who}, version ${siblings.indexOf(message) + 1} of ${siblings.length}` : who;
 }
 
-function countLeaves(spots: ReadonlyMap<string, MapNode>): number {
-  const parents = new Set<MapNode | null>([...spots.values()].map((spot) => spot.parent));
-  return [...spots.values()].filter((spot) => !parents.has(spot)).length;
+function countLeaves(nodes: ReadonlyMap<string, MapNode>): number {
+  const parents = new Set<MapNode | null>([...nodes.values()].map((node) => node.parent));
+  return [...nodes.values()].filter((node) => !parents.has(node)).length;
 }

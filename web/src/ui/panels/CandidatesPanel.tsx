@@ -1,4 +1,4 @@
-// The answers to one message beside the thread: what they share once, then where each goes its own way.
+// Candidates panel: all versions of one answer, the common beginning shown once.
 
 import { useComputed } from "@preact/signals";
 import { commonPrefix, truncate } from "../../app/format";
@@ -12,7 +12,7 @@ import { focusComposer, goToMessage } from "../navigation";
 
 const VERSION_LABELS: Readonly<Record<Status, string>> = {
   waiting: "waiting",
-  streaming: "writing",
+  streaming: "generating",
   done: "",
   stopped: "stopped",
   length: "cut off",
@@ -28,8 +28,8 @@ export function CandidatesPanel() {
   );
   if (!answer) return <NoCandidates />;
   const versions = tree.siblings(answer);
-  const asked = answer.parent === null ? undefined : tree.get(answer.parent);
-  return <Versions key={answer.parent} asked={asked?.text.value ?? ""} versions={versions} shown={answer} />;
+  const question = answer.parent === null ? undefined : tree.get(answer.parent);
+  return <Versions key={answer.parent} question={question?.text.value ?? ""} versions={versions} shown={answer} />;
 }
 
 function NoCandidates() {
@@ -39,19 +39,19 @@ function NoCandidates() {
   };
   return (
     <EmptyPanel title="One prompt, many answers" action="Try n = 4" onAction={tryIt}>
-      Ask for several answers at once: the prompt is computed once, then forks. Or regenerate an answer. All versions of
-      the latest one that has several are listed here, to compare and to pick from.
+      Request several answers: the prompt is computed once and shared. Or regenerate an answer. All versions of the
+      latest answer with several versions are listed here.
     </EmptyPanel>
   );
 }
 
 interface VersionsProps {
-  readonly asked: string;
+  readonly question: string;
   readonly versions: readonly Message[];
   readonly shown: Message;
 }
 
-function Versions({ asked, versions, shown }: VersionsProps) {
+function Versions({ question, versions, shown }: VersionsProps) {
   const chat = useChat();
   const shared = useComputed(() => commonPrefix(versions.map((message) => message.text.value)));
   const common = shared.value;
@@ -59,12 +59,12 @@ function Versions({ asked, versions, shown }: VersionsProps) {
     <>
       <p class="side-summary">
         <span>
-          <b>{versions.length} answers</b> to <q>{truncate(asked, 80)}</q>
+          <b>{versions.length} answers</b> to <q>{truncate(question, 80)}</q>
         </span>
       </p>
       {common.trim() !== "" && (
         <p class="shared-start">
-          <span class="hint">All begin alike</span>
+          <span class="hint">Common beginning</span>
           {truncate(common.trim(), SHARED_CHARS)}
         </p>
       )}
@@ -83,7 +83,7 @@ function Versions({ asked, versions, shown }: VersionsProps) {
               <span class="card-number">{index + 1}</span>
               <span class="version-text">
                 {message.text.value.slice(common.length).trimStart() ||
-                  (message.text.value === "" ? "…" : "(as the others begin)")}
+                  (message.text.value === "" ? "…" : "(no further text)")}
               </span>
               <span class="version-state">{versionLabel(chat, message, shown)}</span>
             </button>
@@ -92,7 +92,7 @@ function Versions({ asked, versions, shown }: VersionsProps) {
                 type="button"
                 class="tool version-drop"
                 aria-label={`Drop answer ${index + 1}`}
-                title="Drop it: its pages return at once"
+                title="Stop this answer and free its KV pages"
                 onClick={() => chat.drop(message)}
               >
                 <Close />
@@ -101,7 +101,7 @@ function Versions({ asked, versions, shown }: VersionsProps) {
           </li>
         ))}
       </ol>
-      <p class="hint">Picking one shows its branch. The others stay.</p>
+      <p class="hint">Picking an answer shows its branch. The others are kept.</p>
     </>
   );
 }

@@ -1,4 +1,4 @@
-// The page map: every KV page of the server as a cell, once a second.
+// KV page map: one cell per KV page of the server, updated once a second.
 
 import { useEffect, useMemo } from "preact/hooks";
 import type { CacheMap } from "../../api/rest";
@@ -21,13 +21,13 @@ export function KvPagesPanel() {
     );
   if (!map)
     return (
-      <p class="hint">{loading ? "There are pages once the model is loaded." : "Asking the server for its pages."}</p>
+      <p class="hint">{loading ? "The page map is available once the model is loaded." : "Loading the page map."}</p>
     );
   return (
     <>
       {failure !== null && (
         <p class="ending ending-error" role="alert">
-          This map is not current. {failure}
+          The page map is outdated. {failure}
         </p>
       )}
       <KvPageMap map={map} before={watch.previousCells.value} />
@@ -96,11 +96,11 @@ function KvPageMap({ map, before }: { map: CacheMap; before: string }) {
         </p>
       )}
       {map.pages_per_cell > 1 && (
-        <p class="hint">One cell stands for {map.pages_per_cell} pages, in the busiest one's state.</p>
+        <p class="hint">One cell represents {map.pages_per_cell} pages and shows the state of the busiest one.</p>
       )}
       {counts.get("free") === cells.length && (
-        <EmptyPanel title="Nothing is held yet">
-          Say something, and watch pages fill. When the answer ends they stay as a cache for the next turn.
+        <EmptyPanel title="All pages are free">
+          Send a message to see pages fill. After the answer they stay cached for the next turn.
         </EmptyPanel>
       )}
     </>

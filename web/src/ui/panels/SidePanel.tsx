@@ -1,4 +1,4 @@
-// The panel at the right: candidates, beams, branches or pages, one at a time.
+// The panel at the right with its tabs: candidates, beams, branches, KV pages.
 
 import { useRef } from "preact/hooks";
 import { Close } from "../icons";

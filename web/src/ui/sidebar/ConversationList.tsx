@@ -1,4 +1,4 @@
-// Conversations by day, pinned ones on top. The end of the list brings the older ones.
+// Conversations grouped by day, pinned ones first; older ones are loaded at the end of the list.
 
 import { useSignal } from "@preact/signals";
 import { useEffect, useId, useLayoutEffect, useRef } from "preact/hooks";
@@ -21,9 +21,7 @@ export function ConversationList() {
         <DayGroup key={group.name} group={group} />
       ))}
       {state === "ready" && groups.length === 0 && (
-        <p class="list-empty">
-          Your conversations will be listed here. Drop an export of ChatGPT or of this server to bring yours along.
-        </p>
+        <p class="list-empty">No conversations yet. Drop an export of ChatGPT or of this server here to import it.</p>
       )}
       {state === "failed" && (
         <p class="list-empty">
@@ -54,7 +52,7 @@ function DayGroup({ group }: { group: Group }) {
   );
 }
 
-/** Asks for more when it comes into view; a button for whoever does not scroll. */
+/** Load more entries when the button becomes visible or is clicked. */
 export function LoadMore({ onWanted }: { onWanted: () => Promise<void> }) {
   const button = useRef<HTMLButtonElement>(null);
   useEffect(() => {
@@ -71,7 +69,7 @@ export function LoadMore({ onWanted }: { onWanted: () => Promise<void> }) {
   );
 }
 
-/** Arrow keys go from row to row. */
+/** Move the focus between rows with the arrow keys. */
 export function moveBetweenRows(event: KeyboardEvent & { currentTarget: HTMLElement }): void {
   const step = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
   if (step === 0 || event.altKey || !(event.target as HTMLElement).classList.contains("conversation-open")) return;
@@ -82,7 +80,7 @@ export function moveBetweenRows(event: KeyboardEvent & { currentTarget: HTMLElem
   else rows[at]?.focus();
 }
 
-// ---- One conversation in the list: open it, see whether it is warm or being written, rename it in place, its menu.
+// -- One row: title, status, rename in place, menu
 
 function ConversationRow({ conversation }: { conversation: WireConversation }) {
   const chat = useChat();
@@ -98,7 +96,7 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
   const done = (name: string | null) => {
     renaming.value = false;
     if (name !== null) void chat.conversations.rename(id, name.trim());
-    setTimeout(() => button.current?.focus()); // the row is there again
+    setTimeout(() => button.current?.focus()); // after the row is rendered again
   };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key === "F2") renaming.value = true;
@@ -152,17 +150,18 @@ function menuItems(
   return [
     { label: "Rename", icon: <Edit />, keys: "F2", run: rename },
     { label: pinned ? "Unpin" : "Pin", icon: <Pin />, run: () => void chat.conversations.pin(id, !pinned) },
-    { label: "Let the model name it", icon: <Spark />, run: () => void chat.autoTitler.suggest(id) },
+    { label: "Generate title", icon: <Spark />, run: () => void chat.autoTitler.suggest(id) },
     { label: "Export as JSON", icon: <Download />, line: true, run: () => void save("json") },
     { label: "Export as Markdown", icon: <Download />, run: () => void save("markdown") },
     { label: "Delete", icon: <Trash />, keys: "Del", danger: true, line: true, run: () => chat.remove(id) },
   ];
 }
 
-/** What goes on in it: being written, answered meanwhile, or how warm it is. */
+/** Status dot: running response, unseen answer, or cache coverage. */
 function ConversationStatus({ id }: { id: string }) {
   const chat = useChat();
-  if (chat.isLive(id)) return <span class="dot dot-live" role="img" aria-label="being written" title="Being written" />;
+  if (chat.isLive(id))
+    return <span class="dot dot-live" role="img" aria-label="answer in progress" title="Answer in progress" />;
   if (chat.conversations.isUnseen(id))
     return <span class="dot dot-unseen" role="img" aria-label="new answer" title="New answer" />;
   const warm = chat.cacheCoverage.of(id);
@@ -173,11 +172,11 @@ function Rename({ title, onDone }: { title: string; onDone: (name: string | null
   const input = useRef<HTMLInputElement>(null);
   const over = useRef(false);
   useLayoutEffect(() => {
-    input.current?.focus(); // before the next key
+    input.current?.focus(); // before the next key press
     input.current?.select();
   }, []);
   const end = (name: string | null) => {
-    if (over.current) return; // what is taken out of the page loses the focus once more
+    if (over.current) return; // removing the input triggers another blur
     over.current = true;
     onDone(name);
   };

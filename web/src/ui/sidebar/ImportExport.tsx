@@ -33,7 +33,7 @@ export function ImportExportMenu() {
   );
 }
 
-// ---- Files dropped anywhere on the page are imported.
+// Drop zone over the whole page: dropped files are imported.
 
 const hasFiles = (event: DragEvent) => event.dataTransfer?.types.includes("Files") ?? false;
 
@@ -43,7 +43,7 @@ export function DropZone() {
   useEffect(() => {
     const onOver = (event: DragEvent) => {
       if (!hasFiles(event)) return;
-      event.preventDefault(); // or the browser opens the file in place of the page
+      event.preventDefault(); // otherwise the browser opens the file
       over.value = true;
     };
     const onLeave = (event: DragEvent) => {
@@ -53,7 +53,7 @@ export function DropZone() {
       if (!hasFiles(event)) return;
       event.preventDefault();
       over.value = false;
-      const files = [...(event.dataTransfer?.files ?? [])]; // gone from the event a moment later
+      const files = [...(event.dataTransfer?.files ?? [])]; // the event loses them after the handler
       const id = await (await import("../../conversations/importExport")).importFiles(files, chat.conversations);
       if (id !== null) void chat.open(id);
     };

@@ -1,4 +1,4 @@
-// The conversations at the left: new, find, open. At its foot, what is being served and the theme.
+// Sidebar: new chat, search, conversation list, and the footer with model name and theme.
 
 import { useEffect } from "preact/hooks";
 import type { SearchHit, TextRange } from "../../api/rest";
@@ -68,8 +68,8 @@ function SearchBox() {
       id="find"
       class="text-input"
       type="search"
-      placeholder="Find in all conversations"
-      aria-label="Find in all conversations"
+      placeholder="Search all conversations"
+      aria-label="Search all conversations"
       autocomplete="off"
       maxLength={200}
       value={search.query.value}
@@ -123,7 +123,7 @@ function SidebarFooter() {
   );
 }
 
-// ---- What a search found: titles and snippets with the words marked. A hit opens at its message.
+// -- Search results: titles and snippets with the terms marked; a hit opens at its message
 
 function SearchHits() {
   const chat = useChat();
@@ -139,9 +139,9 @@ function SearchHits() {
         </ul>
       )}
       {search.state.value === "done" && hits.length === 0 && (
-        <p class="list-empty">Nothing has these words: no title, and no message of any branch.</p>
+        <p class="list-empty">No results in titles or messages.</p>
       )}
-      {search.state.value === "failed" && <p class="list-empty">The search did not work. Type on to try again.</p>}
+      {search.state.value === "failed" && <p class="list-empty">The search failed. Change the query to try again.</p>}
       {search.state.value === "done" && search.hasMore.value && <LoadMore onWanted={() => search.loadMore()} />}
     </div>
   );

@@ -1,4 +1,4 @@
-// One answer at full width: its text, its tools, its figures. A click on a word shows what else could stand there.
+// One answer at full width: text, tools, statistics; or a running beam search. Clicking a word shows its alternatives.
 
 import { effect, signal, useComputed } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
@@ -18,7 +18,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   const chat = useChat();
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
-  const blank = useComputed(() => message.text.value === ""); // not the text itself: it changes with every frame
+  const isEmpty = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
   const inside = chat.forks.inspector.value;
   const tokens = inside?.message === message && inside.word === null ? inside : null;
   const onClick = (event: MouseEvent) => {
@@ -34,8 +34,8 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   return (
     <article class="answer" aria-label="Assistant" data-status={status} aria-busy={open} onClick={onClick}>
       <Reasoning message={message} turn={turn} />
-      {blank.value && open && <Pending turn={turn} />}
-      {tokens ? <TokenText inside={tokens} /> : <Markdown message={message} />}
+      {isEmpty.value && open && <Pending turn={turn} />}
+      {tokens ? <TokenText inspector={tokens} /> : <Markdown message={message} />}
       <Ending message={message} alone />
       {!open && (
         <div class="answer-foot">
@@ -55,9 +55,9 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
             <button
               type="button"
               class="tool tool-tokens"
-              aria-label="Branch inside"
+              aria-label="Show tokens"
               aria-pressed={tokens !== null}
-              title="Branch inside: every token, and what else could stand there. A click on a word does it too."
+              title="Show tokens: every token with its alternatives. Clicking a word selects its token."
               disabled={!tokens && !chat.forks.canOpen(message)}
               onClick={() => (tokens ? chat.forks.close() : void chat.forks.open(message))}
             >
@@ -77,9 +77,9 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   );
 }
 
-// ---- A search while it runs: what all beams agree on stands in ink, what only the best one says so far is a ghost behind it.
+// Running beam search: text that all beams share is shared, the rest of the best beam is ghost text.
 
-const INNER = "UL, OL, LI, BLOCKQUOTE"; // the ghost goes on inside of them
+const INNER = "UL, OL, LI, BLOCKQUOTE"; // the ghost text continues inside these elements
 
 export function LiveBeams({ turn }: { turn: Turn }) {
   const tree = turn.beamTree.value;
@@ -113,28 +113,28 @@ function GhostText({ turn }: { turn: Turn }) {
   useLayoutEffect(() => {
     if (!root.current) return;
     const prose = root.current;
-    const drawings = signal(0); // of what was solid before the renderer came
+    const drawings = signal(0); // counts drawings of the shared text made when the renderer was loaded
     const stream = openStream(prose, () => drawings.value++);
     const ghost = document.createElement("span");
     ghost.className = "ghost";
     ghost.setAttribute("aria-hidden", "true");
     let shown = "";
     return effect(() => {
-      const solid = first.text.value;
+      const shared = first.text.value;
       const tree = turn.beamTree.value;
       void [tree?.version.value, drawings.value];
       ghost.remove();
-      if (solid !== shown) stream.update(solid, false);
-      shown = solid;
-      const said = tree?.ghost(solid) ?? "";
-      ghost.textContent = prose.hasChildNodes() ? (/\s*$/.exec(solid)?.[0] ?? "") + said : said.trimStart();
-      if (said !== "") lastBlock(prose).append(ghost);
+      if (shared !== shown) stream.update(shared, false);
+      shown = shared;
+      const rest = tree?.ghost(shared) ?? "";
+      ghost.textContent = prose.hasChildNodes() ? (/\s*$/.exec(shared)?.[0] ?? "") + rest : rest.trimStart();
+      if (rest !== "") lastBlock(prose).append(ghost);
     });
   }, [turn]);
   return <div class="prose" ref={root} />;
 }
 
-/** Where text that follows `prose` goes on: its last paragraph, list item or program. */
+/** Return the element where text after `prose` continues: the last paragraph, list item or code block. */
 function lastBlock(prose: HTMLElement): Element {
   let block: Element = prose;
   for (let last = prose.lastElementChild; last; last = last.lastElementChild) {

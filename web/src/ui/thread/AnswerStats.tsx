@@ -1,15 +1,15 @@
-// The line of figures below an answer: cache and why the first miss, speed, time to first token, the receipt of a stop.
+// Statistics below an answer: cached and computed tokens, first cache miss, speed, time to first token, stop receipt.
 import type { CacheMiss, StopReceipt } from "../../api/frames";
 import { formatMs, plural } from "../../app/format";
 import { showStats } from "../../app/settings";
 import type { Usage } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 
-/** Said of an answer that the server holds in memory because its store is away. */
+/** Badge of an answer that the server keeps in memory because its store is unavailable. */
 export function UnsavedBadge({ turn }: { turn: Turn }) {
   if (!turn.unsaved.value) return null;
   const title =
-    "The server cannot store conversations right now. It keeps this answer in memory and stores it as soon as it can.";
+    "The server cannot store conversations right now. It keeps this answer in memory and stores it as soon as possible.";
   return (
     <span class="badge badge-warning" role="status" title={title}>
       Not saved yet
@@ -65,16 +65,16 @@ export function AnswerStats({ turn, strip = true }: { turn: Turn; strip?: boolea
   );
 }
 
-/** What branching inside an answer cost, as the server counted it. */
+/** Cost of a fork inside an answer, as reported by the server. */
 function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
   const copied = turn.copiedPages.value;
   if (!turn.start || copied === null) return null;
   const pages = turn.start.inspectedPages + copied;
   const prefilled = prefilledTokens(usage);
-  const place = turn.start.token
+  const position = turn.start.token
     ? `after token ${turn.start.keepTokens}, with “${turn.start.token.text.trim()}”`
     : `after token ${turn.start.keepTokens}`;
-  const title = `Branched ${place}: of ${usage.inputTokens} tokens before the next one, ${usage.cachedTokens} were shared with the original.`;
+  const title = `Branched ${position}: of ${usage.inputTokens} tokens before the next one, ${usage.cachedTokens} were shared with the original.`;
   return (
     <span class="badge fork-chip" title={title} data-copied={pages} data-prefilled={prefilled}>
       {plural(pages, "page")} copied, {plural(prefilled, "token")} prefilled
@@ -82,24 +82,24 @@ function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
   );
 }
 
-/** Tokens that were read again. The last one before the next is computed in the step that writes the next, always. */
+/** Number of tokens prefilled again. The last prompt token is always computed by the step that samples the next one. */
 export function prefilledTokens(usage: Usage): number {
   return Math.max(0, usage.inputTokens - usage.cachedTokens - 1);
 }
 
 const MISS_REASONS: Readonly<Record<string, string>> = {
   never_computed: "new text",
-  evicted: "evicted: its pages were needed elsewhere",
-  diverged: "differs from what is cached",
-  template_changed: "the chat template rewrites the history",
+  evicted: "evicted: its pages were reused",
+  diverged: "differs from the cached text",
+  template_changed: "the chat template changed the history",
 };
 
-/** The first miss in words. */
+/** Describe the first cache miss. */
 export function describeMiss(miss: CacheMiss): string {
-  return `from token ${miss.at_token}: ${MISS_REASONS[miss.reason] ?? miss.reason}`;
+  return `miss at token ${miss.at_token}: ${MISS_REASONS[miss.reason] ?? miss.reason}`;
 }
 
-// ---- Where an answer's prompt came from, drawn as cells: filled ones were in the cache, hatched ones were computed.
+// -- Strip of cells: which part of the prompt was cached (filled) and which was computed (outlined)
 
 const CELL_TOKENS = 16;
 const MAX_CELLS = 32;
@@ -127,24 +127,24 @@ function describeUsage(usage: Usage): string {
 
 type CellKind = "cached" | "computed";
 
-/** One cell per 16 prompt tokens, or more tokens per cell where the prompt is long. */
+/** Return one cell per 16 prompt tokens; more tokens per cell for a long prompt. */
 export function toCells(usage: Usage): { kinds: readonly CellKind[]; tokens: number } {
   const tokens = CELL_TOKENS * Math.max(1, Math.ceil(usage.inputTokens / CELL_TOKENS / MAX_CELLS));
   const count = Math.max(1, Math.ceil(usage.inputTokens / tokens));
   const kinds = Array.from({ length: count }, (_, index): CellKind => {
     const start = index * tokens;
-    const size = Math.min(tokens, usage.inputTokens - start); // the last cell may stand for less
-    return usage.cachedTokens - start >= size / 2 ? "cached" : "computed"; // as most of its tokens are
+    const size = Math.min(tokens, usage.inputTokens - start); // the last cell may be partial
+    return usage.cachedTokens - start >= size / 2 ? "cached" : "computed"; // the majority of its tokens decides
   });
   return { kinds, tokens };
 }
 
-// ---- What giving up one candidate gave back.
+// Note on a dropped candidate: pages freed and tokens generated after the drop.
 
 export function DroppedNote({ receipt }: { receipt: StopReceipt }) {
   return (
     <p class="ending" data-dropped={receipt.pages_freed}>
-      Dropped: {plural(receipt.pages_freed, "page")} returned, {plural(receipt.tokens_after_stop, "token")} after.
+      Dropped: {plural(receipt.pages_freed, "page")} freed, {plural(receipt.tokens_after_stop, "token")} after.
     </p>
   );
 }

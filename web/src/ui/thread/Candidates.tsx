@@ -1,4 +1,4 @@
-// n-best side by side: one prompt at the left, a line forking off to every candidate, cards that fill together.
+// Candidates of one prompt side by side, each in a card.
 
 import { useComputed } from "@preact/signals";
 import type { Message, Status } from "../../chat/tree";
@@ -23,7 +23,7 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
           {usage && <CacheStrip usage={usage} />}
           {usage && (
             <span class="hint">
-              {usage.inputTokens} prompt tokens, held once for all {count}
+              {usage.inputTokens} prompt tokens, shared by all {count}
             </span>
           )}
         </span>
@@ -46,7 +46,7 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
             <Again />
           </button>
           <span class="hint">
-            Pick one to go on<span class="key-hint">: click it, or Alt+1 … Alt+{count}</span>
+            Pick one to continue<span class="key-hint">: click it, or Alt+1 … Alt+{count}</span>
           </span>
         </div>
         <UnsavedBadge turn={turn} />
@@ -58,7 +58,7 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
 
 const STATUS_LABELS: Readonly<Record<Status, string>> = {
   waiting: "waiting",
-  streaming: "writing",
+  streaming: "generating",
   done: "done",
   stopped: "stopped",
   length: "cut off",
@@ -76,7 +76,7 @@ function CandidateCard({ message, turn, index, current }: CardProps) {
   const chat = useChat();
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
-  const blank = useComputed(() => message.text.value === "");
+  const isEmpty = useComputed(() => message.text.value === "");
   const dropped = turn.dropped.value.get(message);
   const pick = (event: MouseEvent) => {
     const inside = event.target as HTMLElement;
@@ -101,7 +101,7 @@ function CandidateCard({ message, turn, index, current }: CardProps) {
               type="button"
               class="tool card-drop"
               aria-label={`Drop answer ${index + 1}`}
-              title="Drop it: its pages return at once (Alt+Del)"
+              title="Stop this answer and free its KV pages (Alt+Del)"
               onClick={() => chat.drop(message)}
             >
               <Close />
@@ -110,7 +110,7 @@ function CandidateCard({ message, turn, index, current }: CardProps) {
         </header>
         <div class="card-body">
           <Reasoning message={message} turn={turn} />
-          {blank.value && open && <Pending turn={turn} />}
+          {isEmpty.value && open && <Pending turn={turn} />}
           <Markdown message={message} />
           {dropped ? <DroppedNote receipt={dropped} /> : <Ending message={message} />}
         </div>

@@ -1,4 +1,4 @@
-// A message's text as markdown, kept current outside Preact's diff: only the open block is drawn again.
+// Parts of a message: markdown text, reasoning, pending indicator, ending, version switcher, copy button.
 
 import { effect, useComputed, useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
@@ -13,7 +13,7 @@ const pace = new DrawPacer();
 
 export function Markdown({ message }: { message: Message }) {
   const root = useRef<HTMLDivElement>(null);
-  // before the paint: a picked answer must not blink
+  // before the paint, so that a picked answer does not flicker
   useLayoutEffect(() => {
     if (!root.current) return;
     root.current.replaceChildren();
@@ -34,12 +34,12 @@ export function Markdown({ message }: { message: Message }) {
   return <div class="prose" ref={root} />;
 }
 
-// ---- What the model reasoned before it spoke: folded, with its length. Of a stored answer it is fetched when opened.
+// Folded reasoning of an answer with its length. For a stored answer it is loaded when opened.
 
 export function Reasoning({ message, turn }: { message: Message; turn: Turn | undefined }) {
   const { forks } = useChat();
   const text = message.reasoning.value;
-  const silent = useComputed(() => message.text.value === ""); // not the text itself: it changes with every frame
+  const silent = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
   const tokens = turn?.usage.value?.reasoningTokens ?? 0;
   if (text === "" && tokens === 0) return null;
   const thinking = silent.value && ["waiting", "streaming"].includes(message.status.value);
@@ -51,24 +51,24 @@ export function Reasoning({ message, turn }: { message: Message; turn: Turn | un
       }}
     >
       <summary>
-        {thinking ? "Thinking" : "Thought"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
+        {thinking ? "Reasoning…" : "Reasoning"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
       </summary>
       <div class="reasoning-text">{text}</div>
     </details>
   );
 }
 
-/** Tokens where they are known, else words. */
+/** Length in tokens if known, else in words. */
 function reasoningLength(text: string, tokens: number): string {
   if (tokens > 0) return `${tokens.toLocaleString("en")} ${tokens === 1 ? "token" : "tokens"}`;
   const words = text.split(/\s+/).filter(Boolean).length;
-  if (words === 0) return "open to read";
+  if (words === 0) return "open to load";
   return `${words.toLocaleString("en")} ${words === 1 ? "word" : "words"}`;
 }
 
-// ---- What the server is doing before the first token: three cells that fill, and a word.
+// Indicator of what the server does before the first token.
 
-const PHASE_LABELS = { queued: "Waiting for the server", prefill: "Reading", decode: "Writing", ended: "" } as const;
+const PHASE_LABELS = { queued: "Queued", prefill: "Processing the prompt", decode: "Generating", ended: "" } as const;
 
 export function Pending({ turn }: { turn: Turn | undefined }) {
   const phase = turn?.phase.value ?? "queued";
@@ -84,7 +84,7 @@ export function Pending({ turn }: { turn: Turn | undefined }) {
   );
 }
 
-/** Why a text ended where it did, when it was not the model's own end. */
+/** Note below an answer that was stopped, cut or failed. */
 export function Ending({ message, alone = false }: { message: Message; alone?: boolean }) {
   const chat = useChat();
   const status = message.status.value;
@@ -116,7 +116,7 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
   );
 }
 
-// ---- `< 2/3 >`: move between the versions of one message.
+// `< 2/3 >`: switch between the versions of a message.
 
 export function VersionSwitcher({ message }: { message: Message }) {
   const chat = useChat();
@@ -148,7 +148,7 @@ export function VersionSwitcher({ message }: { message: Message }) {
   );
 }
 
-// ---- Copies a text and says so for a moment.
+// Button that copies a text and confirms it briefly.
 
 export function CopyButton({ text, label = "Copy" }: { text: () => string; label?: string }) {
   const copied = useSignal(false);

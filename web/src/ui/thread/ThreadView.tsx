@@ -1,5 +1,5 @@
-// The shown path of the conversation. A long one is in the document only around the reader (rows.ts says what), at a
-// position that holds still (ThreadScroll.ts says how).
+// The shown path of the conversation. Of a long one only the rows near the viewport are in the document
+// (virtualRows.ts), at a stable scroll position (threadScroll.ts).
 
 import { useSignalEffect } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
@@ -78,29 +78,29 @@ function Rows({ path, scroll }: { path: readonly Message[]; scroll: ThreadScroll
           );
         }
         const message = path[slot.index]!;
-        const place = partial
+        const ariaProps = partial
           ? { role: "listitem" as const, "aria-posinset": slot.index + 1, "aria-setsize": path.length }
           : {};
-        return <RowSlot key={message.key} message={message} scroll={scroll} place={place} />;
+        return <RowSlot key={message.key} message={message} scroll={scroll} ariaProps={ariaProps} />;
       })}
     </div>
   );
 }
 
-function RowSlot({ message, scroll, place }: { message: Message; scroll: ThreadScroll; place: object }) {
+function RowSlot({ message, scroll, ariaProps }: { message: Message; scroll: ThreadScroll; ariaProps: object }) {
   const box = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
     scroll.setRowElement(message.key, box.current);
     return () => scroll.setRowElement(message.key, null);
   }, [message.key]);
   return (
-    <div class="row" data-key={message.key} tabIndex={-1} ref={box} {...place}>
+    <div class="row" data-key={message.key} tabIndex={-1} ref={box} {...ariaProps}>
       <MessageRow message={message} />
     </div>
   );
 }
 
-/** Go to the message that somebody asked for, as soon as it is there; on another branch, show that branch first. */
+/** Scroll to the requested message when it is loaded; show its branch first if necessary. */
 function useRequestedMessage(scroll: ThreadScroll, thread: Thread, path: readonly Message[]): void {
   const chat = useChat();
   const wanted = requestedMessage.value;
@@ -112,7 +112,7 @@ function useRequestedMessage(scroll: ThreadScroll, thread: Thread, path: readonl
     if (message && !path.includes(message)) {
       tree.reveal(message);
       chat.choose(message);
-      return; // comes again with the new path
+      return; // runs again with the new path
     }
     requestedMessage.value = null;
     if (message) scroll.scrollToRow(message);
@@ -141,7 +141,7 @@ function EmptyThread() {
   );
 }
 
-// ---- One message of the thread, in whatever form it has now: said, answered, or still to be picked from candidates.
+// One message in its current form: user message, answer, or candidates.
 
 function MessageRow({ message }: { message: Message }) {
   const chat = useChat();

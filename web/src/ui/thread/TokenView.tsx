@@ -1,4 +1,4 @@
-// An answer as the tokens it was written in. Every one is a button: the arrow keys walk over them, Enter opens one.
+// An answer as a sequence of tokens, and the popover with the alternatives at one token. Arrow keys move, Enter opens.
 
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Alternatives as AlternativesResponse } from "../../api/rest";
@@ -8,26 +8,26 @@ import { useChat } from "../context";
 import { Close, Left, Right } from "../icons";
 import { focusComposer } from "../navigation";
 
-export function TokenText({ inside }: { inside: TokenInspector }) {
+export function TokenText({ inspector }: { inspector: TokenInspector }) {
   const { forks } = useChat();
   const root = useRef<HTMLDivElement>(null);
-  const spans = inside.spans.value;
+  const spans = inspector.spans.value;
   const buttons = () => [...(root.current?.children ?? [])] as HTMLElement[];
   useLayoutEffect(() => {
     const all = buttons();
-    if (spans && all.length > 0) moveRovingFocus(all, inside.selected.peek() ?? 0);
+    if (spans && all.length > 0) moveRovingFocus(all, inspector.selected.peek() ?? 0);
   }, [spans]);
   const onKeyDown = (event: KeyboardEvent) => {
     const all = buttons();
     const from = all.indexOf(event.target as HTMLElement);
     if (from === -1) return;
-    if (event.key === "Enter" || event.key === " ") void inside.select(from);
+    if (event.key === "Enter" || event.key === " ") void inspector.select(from);
     else if (event.key === "Escape") {
       const tool = root.current?.closest(".answer")?.querySelector<HTMLElement>(".tool-tokens");
       forks.close();
       tool?.focus();
     } else {
-      // one stop for Tab, the arrow keys inside: the usual way of a group
+      // roving tabindex: one tab stop, arrow keys inspector the group
       const to = STEPS[event.key]?.(all, from);
       if (to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
       moveRovingFocus(all, to);
@@ -39,9 +39,9 @@ export function TokenText({ inside }: { inside: TokenInspector }) {
     const to = buttons().indexOf(event.target as HTMLElement);
     if (to === -1) return;
     moveRovingFocus(buttons(), to);
-    void inside.select(to);
+    void inspector.select(to);
   };
-  if (!spans) return <p class="pending">Looking inside</p>;
+  if (!spans) return <p class="pending">Loading tokens</p>;
   return (
     <div
       class="tokens"
@@ -57,7 +57,7 @@ export function TokenText({ inside }: { inside: TokenInspector }) {
           class="token"
           role="button"
           tabIndex={-1}
-          aria-expanded={place === inside.selected.value}
+          aria-expanded={place === inspector.selected.value}
           aria-label={tokenLabel(span)}
         >
           {showLineBreaks(span.text)}
@@ -76,7 +76,7 @@ const STEPS: Readonly<Record<string, (all: readonly HTMLElement[], from: number)
   End: (all) => all.length - 1,
 };
 
-/** The token above or below, as it looks on screen. */
+/** Find the token above or below on screen. */
 function moveByLine(all: readonly HTMLElement[], from: number, step: 1 | -1): number {
   const here = all[from]!.getBoundingClientRect();
   let best = from;
@@ -98,7 +98,7 @@ function moveRovingFocus(all: readonly HTMLElement[], to: number): void {
   all[to]!.focus();
 }
 
-/** A line break shows itself, so that it can be clicked. */
+/** Show line breaks as a character, so that they can be clicked. */
 function showLineBreaks(text: string): string {
   return text.replaceAll("\n", "↵\n");
 }
@@ -107,28 +107,29 @@ function tokenLabel(span: TokenSpan): string {
   return span.text.trim() === "" ? (span.text.includes("\n") ? "line break" : "space") : span.text.trim();
 }
 
-// ---- What else the model could have said at one place of an answer, likeliest first. Choosing one branches there.
+// -- Alternatives at the selected token, most likely first; choosing one creates a branch
 
 const GAP_PX = 8;
 const CONTEXT_CHARS = 28;
 
-/** The open place, if any; lies over the page so that nothing clips it. */
+/** Popover at the selected token, if any; a child of the page, so that no container clips it. */
 export function AlternativesPopover() {
-  const inside = useChat().forks.inspector.value;
-  return inside && inside.selected.value !== null ? (
-    <Popover key={inside.message.key} inside={inside} at={inside.selected.value} />
+  const inspector = useChat().forks.inspector.value;
+  return inspector && inspector.selected.value !== null ? (
+    <Popover key={inspector.message.key} inspector={inspector} at={inspector.selected.value} />
   ) : null;
 }
 
-function Popover({ inside, at }: { inside: TokenInspector; at: number }) {
+function Popover({ inspector, at }: { inspector: TokenInspector; at: number }) {
   const { forks } = useChat();
   const box = useRef<HTMLDivElement>(null);
-  const found = inside.alternatives.value;
-  const spans = inside.spans.value ?? [];
-  const away = () => (inside.word ? forks.close() : closeAndRefocus(inside));
+  const response = inspector.alternatives.value;
+  const spans = inspector.spans.value ?? [];
+  const dismiss = () => (inspector.word ? forks.close() : closeAndRefocus(inspector));
 
   useLayoutEffect(() => {
-    const place = () => positionPopover(box.current, inside.word ? inside.word.box() : selectedTokenBox(inside), away);
+    const place = () =>
+      positionPopover(box.current, inspector.word ? inspector.word.box() : selectedTokenBox(inspector), dismiss);
     place();
     addEventListener("scroll", place, true);
     addEventListener("resize", place);
@@ -136,23 +137,23 @@ function Popover({ inside, at }: { inside: TokenInspector; at: number }) {
       removeEventListener("scroll", place, true);
       removeEventListener("resize", place);
     };
-  }, [at, found]);
+  }, [at, response]);
   useLayoutEffect(() => {
     (box.current?.querySelector<HTMLElement>(".choice:enabled") ?? box.current)?.focus({ preventScroll: true });
-  }, [found]);
+  }, [response]);
   useLayoutEffect(() => {
     const outside = (event: PointerEvent) => {
       const target = event.target as HTMLElement;
-      if (!box.current?.contains(target) && !target.closest(".token")) away();
+      if (!box.current?.contains(target) && !target.closest(".token")) dismiss();
     };
     addEventListener("pointerdown", outside);
     return () => removeEventListener("pointerdown", outside);
-  }, [inside]);
+  }, [inspector]);
 
-  const step = (by: number) => void inside.select(Math.min(spans.length - 1, Math.max(0, at + by)));
+  const step = (by: number) => void inspector.select(Math.min(spans.length - 1, Math.max(0, at + by)));
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
-    if (event.key === "Escape") away();
+    if (event.key === "Escape") dismiss();
     else if (event.key === "ArrowLeft") step(-1);
     else if (event.key === "ArrowRight") step(1);
     else if (event.key === "ArrowDown" || event.key === "ArrowUp")
@@ -175,7 +176,7 @@ function Popover({ inside, at }: { inside: TokenInspector; at: number }) {
           <Left />
         </button>
         <p class="alternatives-token">
-          <span class="hint">{textBefore(inside, at)}</span>
+          <span class="hint">{textBefore(inspector, at)}</span>
           <mark>{showWhitespace(spans[at]?.text ?? "")}</mark>
         </p>
         <button
@@ -187,28 +188,28 @@ function Popover({ inside, at }: { inside: TokenInspector; at: number }) {
         >
           <Right />
         </button>
-        <button type="button" class="tool" aria-label="Close" onClick={away}>
+        <button type="button" class="tool" aria-label="Close" onClick={dismiss}>
           <Close />
         </button>
       </header>
-      {inside.error.value && (
+      {inspector.error.value && (
         <p class="ending ending-error" role="alert">
-          {inside.error.value}
+          {inspector.error.value}
         </p>
       )}
-      {!found && !inside.error.value && <p class="pending">Asking the model</p>}
-      {found && <Choices found={found} />}
+      {!response && !inspector.error.value && <p class="pending">Loading alternatives</p>}
+      {response && <Choices response={response} />}
     </div>
   );
 }
 
-function Choices({ found }: { found: AlternativesResponse }) {
+function Choices({ response }: { response: AlternativesResponse }) {
   const chat = useChat();
-  const { input_tokens, cached_tokens } = found.usage;
+  const { input_tokens, cached_tokens } = response.usage;
   return (
     <>
       <ul class="choices">
-        {rankChoices(found).map((choice) => (
+        {rankChoices(response).map((choice) => (
           <li key={choice.id}>
             <button
               type="button"
@@ -217,11 +218,12 @@ function Choices({ found }: { found: AlternativesResponse }) {
               disabled={choice.ends || chat.live.value !== null}
               onClick={() => {
                 chat.forks.branch(choice);
-                if (matchMedia("(hover: hover)").matches) focusComposer(); // on a phone it would call the keyboard
+                // on a phone the focus would open the keyboard
+                if (matchMedia("(hover: hover)").matches) focusComposer();
               }}
             >
-              <span class="choice-text">{choice.ends ? "end of the answer" : showWhitespace(choice.text)}</span>
-              {choice.isOriginal && <span class="badge">{originalLabel(choice, found.alternatives.length)}</span>}
+              <span class="choice-text">{choice.ends ? "end of answer" : showWhitespace(choice.text)}</span>
+              {choice.isOriginal && <span class="badge">{originalLabel(choice, response.alternatives.length)}</span>}
               <ProbabilityBar share={choice.probability} />
               <span class="choice-share">{choice.rank === null ? "rare" : formatPercent(choice.probability)}</span>
             </button>
@@ -229,8 +231,8 @@ function Choices({ found }: { found: AlternativesResponse }) {
         ))}
       </ul>
       <p class="hint">
-        Choose one to branch here. Looking read {input_tokens} tokens, <b class="ink-cached">{cached_tokens}</b> of them
-        from the cache.
+        Choose a token to branch here. The lookup read {input_tokens} tokens, <b class="ink-cached">{cached_tokens}</b>{" "}
+        of them cached.
       </p>
     </>
   );
@@ -244,28 +246,28 @@ function ProbabilityBar({ share }: { share: number }) {
   );
 }
 
-/** What was said stands in its place among the likeliest, or below them with its rank. */
+/** Label of the original token: its rank if it is not among the listed ones. */
 function originalLabel(choice: Choice, shown: number): string {
-  if (choice.rank === null) return "said, rank over 20";
-  return choice.rank > shown ? `said, rank ${choice.rank}` : "said";
+  if (choice.rank === null) return "original, rank over 20";
+  return choice.rank > shown ? `original, rank ${choice.rank}` : "original";
 }
 
-function textBefore(inside: TokenInspector, at: number): string {
-  const text = inside.message.text.value.slice(0, inside.spans.value?.[at]?.start ?? 0).replace(/\s+/g, " ");
+function textBefore(inspector: TokenInspector, at: number): string {
+  const text = inspector.message.text.value.slice(0, inspector.spans.value?.[at]?.start ?? 0).replace(/\s+/g, " ");
   return text.length > CONTEXT_CHARS ? `…${text.slice(-CONTEXT_CHARS)}` : text;
 }
 
-// -- where it lies
+// -- position of the popover
 
-function selectedTokenBox(inside: TokenInspector): DOMRect | null {
+function selectedTokenBox(inspector: TokenInspector): DOMRect | null {
   const tokens = document.querySelectorAll<HTMLElement>(".tokens .token");
-  return tokens.item(inside.selected.peek() ?? 0)?.getClientRects()[0] ?? null;
+  return tokens.item(inspector.selected.peek() ?? 0)?.getClientRects()[0] ?? null;
 }
 
-function positionPopover(box: HTMLElement | null, anchor: DOMRect | null, away: () => void): void {
+function positionPopover(box: HTMLElement | null, anchor: DOMRect | null, dismiss: () => void): void {
   if (!box) return;
   if (!anchor || anchor.bottom < 0 || anchor.top > innerHeight) {
-    away();
+    dismiss();
     return;
   }
   const { width, height } = box.getBoundingClientRect();
@@ -280,9 +282,9 @@ function moveFocus(box: HTMLElement | null, by: number): void {
   all[(all.indexOf(document.activeElement as HTMLElement) + by + all.length) % all.length]?.focus();
 }
 
-/** Back to the token that was looked at. */
-function closeAndRefocus(inside: TokenInspector): void {
-  const at = inside.selected.peek() ?? 0;
-  void inside.select(null);
+/** Close the popover and focus the token. */
+function closeAndRefocus(inspector: TokenInspector): void {
+  const at = inspector.selected.peek() ?? 0;
+  void inspector.select(null);
   document.querySelectorAll<HTMLElement>(".tokens .token").item(at)?.focus();
 }

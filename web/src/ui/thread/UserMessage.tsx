@@ -1,4 +1,4 @@
-// What the reader said, and saying it differently.
+// A user message and its editor.
 
 import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
@@ -36,7 +36,7 @@ export function UserMessage({ message }: { message: Message }) {
 function Editor({ message, onClose }: { message: Message; onClose: () => void }) {
   const chat = useChat();
   const area = useRef<HTMLTextAreaElement>(null);
-  // at once: a paint later, somebody may have begun to type
+  // before the paint, so that no key press is lost
   useLayoutEffect(() => {
     area.current?.focus();
     area.current?.setSelectionRange(-1, -1);

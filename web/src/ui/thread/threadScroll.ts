@@ -1,5 +1,5 @@
-// The scroll position of the thread. It follows the end for a reader who is there; for any other reader the line that is
-// at the top stays where it is, whatever grows, is measured or is left out around it.
+// Scroll position of the thread. At the end, the view follows new content; elsewhere the top visible row keeps its
+// position while rows around it grow, are measured, or are left out.
 
 import { signal } from "@preact/signals";
 import type { Message } from "../../chat/tree";
@@ -8,21 +8,21 @@ import { RowHeights, rowOffsets, type Slot, toSlots, visibleRows } from "./virtu
 const NEAR_END_PX = 48;
 const MARGIN_PX = 16;
 const HIGHLIGHT_MS = 1600;
-const USER_SCROLL_MS = 1000; // so long after the last of these, or the last scroll of theirs, it is the reader who scrolls
+const USER_SCROLL_MS = 1000; // for this long after an input event, scrolling is attributed to the user
 const USER_INPUT_EVENTS = ["wheel", "touchmove", "pointerdown", "keydown"];
 
 interface Anchor {
   readonly key: string;
-  readonly offsetPx: number; // of the row's top from the top of the screen
+  readonly offsetPx: number; // top of the row relative to the top of the viewport
 }
 
 export class ThreadScroll {
   readonly pinned = signal(true);
-  readonly version = signal(0); // other rows are wanted
+  readonly version = signal(0); // incremented when other rows have to be rendered
   private box: HTMLElement | null = null;
-  private topPx = Infinity; // the end
+  private topPx = Infinity; // Infinity: the end
   private heightPx = 0;
-  private contentPx = 0; // of all rows, when the position was last put right
+  private contentPx = 0; // scrollHeight when the position was last restored
   private userInputMs = -Infinity;
   private anchor: Anchor | null = null;
   private focused: string | null = null;
@@ -33,7 +33,7 @@ export class ThreadScroll {
   private readonly rows = new Map<string, HTMLElement>();
   private readonly observer = new ResizeObserver((entries) => this.onResize(entries));
 
-  /** Watch the scroller and what is in it; returns what ends that. */
+  /** Observe the scroll container and its content; returns the function that stops it. */
   attach(box: HTMLElement, inner: HTMLElement): () => void {
     this.box = box;
     this.heightPx = box.clientHeight;
@@ -47,7 +47,7 @@ export class ThreadScroll {
     };
   }
 
-  /** The rows and spaces of `path` as they have to be now. */
+  /** Return the rows and spaces to render for `path`. */
   slots(path: readonly Message[]): Slot[] {
     this.path = path;
     this.starts = rowOffsets(path.map((message) => this.heights.of(message)));
@@ -55,7 +55,7 @@ export class ThreadScroll {
     return toSlots(this.shown, this.starts);
   }
 
-  /** Take or give up the element of a row. */
+  /** Register or unregister the element of a row. */
   setRowElement(key: string, element: HTMLElement | null): void {
     const old = this.rows.get(key);
     if (old === element) return;
@@ -66,7 +66,7 @@ export class ThreadScroll {
     } else this.rows.delete(key);
   }
 
-  /** Another conversation: begin at its end. */
+  /** Show another conversation, from its end. */
   reset(): void {
     this.anchor = null;
     this.focused = null;
@@ -74,13 +74,14 @@ export class ThreadScroll {
     this.pinned.value = true;
   }
 
-  /** After rows came, went or changed their size: put the position right. */
+  /** Restore the position after rows were added, removed or resized. */
   restorePosition(): void {
     const { box } = this;
     if (!box) return;
     this.contentPx = box.scrollHeight;
     if (this.pinned.peek()) {
-      const end = this.path.length === 0 ? 0 : box.scrollHeight - box.clientHeight; // the start page is read from its top
+      // the start page is shown from its top
+      const end = this.path.length === 0 ? 0 : box.scrollHeight - box.clientHeight;
       if (Math.abs(box.scrollTop - end) >= 1) box.scrollTop = end;
       return;
     }
@@ -95,7 +96,8 @@ export class ThreadScroll {
     if (!box) return;
     const nowMs = performance.now();
     if (nowMs - this.userInputMs < USER_SCROLL_MS) this.userInputMs = nowMs;
-    else if (this.pinned.peek() && box.scrollHeight !== this.contentPx) this.restorePosition(); // rows moved it, nobody left the end
+    // layout changed the position, not the user
+    else if (this.pinned.peek() && box.scrollHeight !== this.contentPx) this.restorePosition();
     const upwards = Number.isFinite(this.topPx) && box.scrollTop < this.topPx - 1;
     this.topPx = box.scrollTop;
     const below = box.scrollHeight - box.scrollTop - box.clientHeight;
@@ -109,7 +111,7 @@ export class ThreadScroll {
 
   onFocusMoved(target: EventTarget | null): void {
     const row = target instanceof Element ? target.closest<HTMLElement>("[data-key]") : null;
-    this.focused = row?.dataset.key ?? null; // a row that has the focus is not left out
+    this.focused = row?.dataset.key ?? null; // the focused row stays in the document
   }
 
   scrollToEnd(): void {
@@ -120,7 +122,7 @@ export class ThreadScroll {
     this.restorePosition();
   }
 
-  /** Bring the row of `message` to the top, and mark it for a moment. */
+  /** Scroll the row of `message` to the top and highlight it briefly. */
   scrollToRow(message: Message): void {
     const index = this.path.indexOf(message);
     if (index < 0) return;
@@ -135,32 +137,32 @@ export class ThreadScroll {
     this.restorePosition();
     const row = this.rows.get(key);
     if (!row) return;
-    // whoever walks along the branch map goes on walking there
+    // keep the focus in the branch map during keyboard navigation
     if (!document.activeElement?.closest(".side-panel")) row.focus({ preventScroll: true });
     row.classList.add("row-highlight");
     setTimeout(() => row.classList.remove("row-highlight"), HIGHLIGHT_MS);
   }
 
   private onResize(entries: readonly ResizeObserverEntry[]): void {
-    let news = false;
+    let changed = false;
     for (const { target, borderBoxSize } of entries) {
       const key = (target as HTMLElement).dataset.key;
-      if (key !== undefined) news = this.heights.record(key, borderBoxSize[0]!.blockSize) || news;
+      if (key !== undefined) changed = this.heights.record(key, borderBoxSize[0]!.blockSize) || changed;
     }
     this.heightPx = this.box?.clientHeight ?? 0;
-    if (news) this.starts = rowOffsets(this.path.map((message) => this.heights.of(message)));
+    if (changed) this.starts = rowOffsets(this.path.map((message) => this.heights.of(message)));
     this.restorePosition();
     this.refresh();
   }
 
-  /** Ask for a new drawing if other rows are wanted than there are. */
+  /** Request a redraw if other rows are needed. */
   private refresh(): void {
     const wanted = this.wantedRows();
     if (wanted.length !== this.shown.length || wanted.some((index, at) => index !== this.shown[at])) this.redraw();
   }
 
   private redraw(): void {
-    this.version.value = this.version.peek() + 1; // without reading: effects call this
+    this.version.value = this.version.peek() + 1; // peek: this is called from effects, which must not subscribe
   }
 
   private wantedRows(): number[] {
@@ -168,7 +170,7 @@ export class ThreadScroll {
     return visibleRows(this.starts, this.topPx, this.heightPx, keep);
   }
 
-  /** Note which row is at the top of the screen, and where exactly. */
+  /** Save the top visible row and its offset. */
   private saveAnchor(): void {
     for (const index of this.shown) {
       const key = this.path[index]?.key;

@@ -1,31 +1,32 @@
-// Which messages of a long conversation are in the document: those on screen, some around them, and the few that must
-// stay reachable. The rest is empty space of about their height.
+// Virtual list of messages: which rows of a long conversation are in the document. The others are replaced by space of
+// about their height.
 import type { Message } from "../../chat/tree";
 
-export const MAX_UNVIRTUALIZED_ROWS = 80; // a thread of up to so many messages is there as a whole: the browser's own search finds everything
-const OVERSCAN_SCREENS = 1.5; // screens above and below
-const NUM_LAST_ROWS = 2; // the newest messages, so that shortcuts and streams find them
+// up to this length all rows are in the document, so that the browser's search finds them
+export const MAX_UNVIRTUALIZED_ROWS = 80;
+const OVERSCAN_SCREENS = 1.5; // screens above and below the viewport
+const NUM_LAST_ROWS = 2; // the newest messages, needed by shortcuts and streams
 const LINE_PX = 24;
-const ROW_CHROME_PX = 64; // what surrounds a text: tools, figures, distances
+const ROW_CHROME_PX = 64; // everything around the text: tools, statistics, margins
 const LINE_CHARS = 84;
 const DEFAULT_HEIGHT_PX = 800;
 
-/** What a row is: a message, or the height in pixels that left-out messages take. */
+/** A rendered row, or a space that replaces rows. */
 export type Slot = { readonly index: number } | { readonly spacePx: number; readonly before: number };
 
-/** Heights of messages: as measured, or as a guess from their text until they were. */
+/** Row heights: measured, or estimated from the text. */
 export class RowHeights {
   private readonly px = new Map<string, number>();
 
   of(message: Message): number {
-    const known = this.px.get(message.key);
-    if (known !== undefined) return known;
+    const cached = this.px.get(message.key);
+    if (cached !== undefined) return cached;
     const guess = estimateHeight(message.text.peek());
     this.px.set(message.key, guess);
     return guess;
   }
 
-  /** Take a measured height. True if it is news. */
+  /** Record a measured height; true if it changed. */
   record(key: string, px: number): boolean {
     const old = this.px.get(key);
     this.px.set(key, px);
@@ -39,14 +40,14 @@ export function estimateHeight(text: string): number {
   return ROW_CHROME_PX + lines * LINE_PX;
 }
 
-/** Where each row begins, and in the last place where all end. */
+/** Return the offset of each row, and the total height as the last element. */
 export function rowOffsets(heights: readonly number[]): number[] {
   const starts = [0];
   for (const height of heights) starts.push(starts.at(-1)! + height);
   return starts;
 }
 
-/** Indices of the rows to have when the reader looks at `top` to `top + height`, in order. `keep` are had anyway. */
+/** Return the indices of the rows to render for a viewport, in order. `keep` are always rendered. */
 export function visibleRows(starts: readonly number[], top: number, height: number, keep: Iterable<number>): number[] {
   const count = starts.length - 1;
   if (count <= MAX_UNVIRTUALIZED_ROWS) return Array.from({ length: count }, (_, index) => index);
@@ -61,7 +62,7 @@ export function visibleRows(starts: readonly number[], top: number, height: numb
   return [...wanted].sort((a, b) => a - b);
 }
 
-/** Rows, and the spaces between them. */
+/** Return the rows and the spaces between them. */
 export function toSlots(rows: readonly number[], starts: readonly number[]): Slot[] {
   const slots: Slot[] = [];
   let next = 0;
@@ -73,7 +74,7 @@ export function toSlots(rows: readonly number[], starts: readonly number[]): Slo
   return slots;
 }
 
-/** The first row that ends below `y`. */
+/** Return the first row that ends below `y`. */
 function firstAfter(starts: readonly number[], y: number): number {
   let low = 0;
   let high = starts.length - 1;

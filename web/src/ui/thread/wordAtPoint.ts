@@ -1,6 +1,6 @@
-// Which word of a rendered answer was clicked, and where it stands in the answer's own text. Markdown keeps the order of
-// words, so the third "fox" on screen is the third "fox" in the text, as long as both have as many. Where they have not
-// (a link's address, a formula drawn twice) there is no honest answer, and none is given.
+// Finds the word under the pointer in a rendered answer, and its offset in the source text. Markdown keeps the order of
+// words, so the third "fox" on screen is the third "fox" in the source if both have equally many. Otherwise (a link
+// address, a formula) the offset is unknown.
 
 const WORD = /[\p{L}\p{N}\p{M}_]+/gu;
 
@@ -9,7 +9,7 @@ export interface Word {
   readonly range: Range;
 }
 
-/** The word at a point of the screen, if there is one inside `root`. */
+/** Return the word at a point of the screen inside `root`, if any. */
 export function wordAtPoint(root: HTMLElement, x: number, y: number): Word | null {
   const caret = caretAt(x, y);
   if (!caret || !root.contains(caret.node) || caret.node.nodeType !== Node.TEXT_NODE) return null;
@@ -21,21 +21,21 @@ export function wordAtPoint(root: HTMLElement, x: number, y: number): Word | nul
     const inside = [...range.getClientRects()].some(
       (box) => x >= box.left - 2 && x <= box.right + 2 && y >= box.top && y <= box.bottom,
     );
-    return inside ? { text: match[0], range } : null; // a click beside the last word of a line is none on it
+    return inside ? { text: match[0], range } : null; // the point is next to the word, e.g. after the end of a line
   }
   return null;
 }
 
-/** Where `word` of the drawn `root` begins in `source`, in UTF-16 units; null where that cannot be told. */
+/** Offset of `word` of the rendered `root` in `source`, in UTF-16 units; null if unknown. */
 export function wordOffset(source: string, root: Node, word: Word): number | null {
-  const drawn = wordsOf(root);
-  const same = drawn.filter((each) => each.text === word.text);
-  const place = same.findIndex(
+  const rendered = wordsOf(root);
+  const equal = rendered.filter((each) => each.text === word.text);
+  const position = equal.findIndex(
     (each) => each.node === word.range.startContainer && each.start === word.range.startOffset,
   );
-  const found = [...source.matchAll(WORD)].filter((match) => match[0] === word.text);
-  if (place === -1 || found.length !== same.length) return null;
-  return found[place]!.index;
+  const matches = [...source.matchAll(WORD)].filter((match) => match[0] === word.text);
+  if (position === -1 || matches.length !== equal.length) return null;
+  return matches[position]!.index;
 }
 
 function wordsOf(root: Node): readonly { text: string; node: Node; start: number }[] {
