@@ -1,4 +1,4 @@
-// Builds the page into the Python package. Relative URLs, so that it also works below a path prefix.
+// Builds the page into the Python package. URLs are relative, so that it works below a path prefix.
 import { readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { defineConfig } from "vite";
@@ -19,14 +19,14 @@ const SHIPPED = [
   "@fontsource-variable/geist-mono",
 ];
 
-/** Ship the licence text of everything that ends up in the bundle. */
+/** Emit a file with the licence texts of all bundled packages. */
 function licences() {
   const text = (name) => {
     for (const file of ["LICENSE", "LICENSE.md", "LICENSE.txt", "LICENSE-MIT.txt"]) {
       try {
         return `${name}\n${"-".repeat(name.length)}\n${readFileSync(`node_modules/${name}/${file}`, "utf8").trim()}\n`;
       } catch {
-        // not under this name
+        // try the next file name
       }
     }
     return `${name}\n`;
@@ -39,7 +39,7 @@ function licences() {
   };
 }
 
-/** KaTeX offers every font in three formats; every browser that can run the page reads the first. */
+/** Keep only the WOFF2 fonts of KaTeX: every browser that can run the page supports them. */
 function oneFontFormat() {
   return {
     name: "one-font-format",
@@ -60,10 +60,10 @@ export default defineConfig({
   build: {
     outDir: "../chatcache/gateway/static",
     emptyOutDir: true,
-    assetsInlineLimit: 0, // the policy allows fonts from 'self' only
+    assetsInlineLimit: 0, // the content security policy allows fonts from 'self' only
     modulePreload: { polyfill: false },
     target: "es2022",
-    cssTarget: ["chrome123", "firefox120", "safari17.5"], // light-dark() as it is
+    cssTarget: ["chrome123", "firefox120", "safari17.5"], // browsers with light-dark(), which is then not transpiled
     reportCompressedSize: true,
   },
   server: { proxy: { "/v1": { target: process.env.CHATCACHE_URL ?? "http://127.0.0.1:8000", ws: true } } },

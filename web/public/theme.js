@@ -1,4 +1,4 @@
-// Runs before the first paint: a chosen theme must not flash the other one.
+// Runs before the first paint, so that a chosen theme does not flash the other one.
 try {
   const theme = JSON.parse(localStorage.getItem("chatcache.theme"));
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;

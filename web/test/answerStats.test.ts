@@ -4,25 +4,25 @@ import { describeMiss, prefilledTokens, toCells } from "../src/ui/thread/AnswerS
 
 const cells = (inputTokens: number, cachedTokens: number) => toCells({ inputTokens, cachedTokens, outputTokens: 0 });
 
-describe("cellsOf", () => {
-  it("draws one cell per 16 tokens, cached ones first", () => {
+describe("toCells", () => {
+  it("returns one cell per 16 tokens, cached ones first", () => {
     expect(cells(40, 32)).toEqual({ tokens: 16, kinds: ["cached", "cached", "computed"] });
   });
-  it("draws a cell as most of its tokens are, however few it stands for", () => {
+  it("gives a cell the kind of most of its tokens, also if the cell is partial", () => {
     expect(cells(39, 38).kinds).toEqual(["cached", "cached", "cached"]);
     expect(cells(39, 34).kinds).toEqual(["cached", "cached", "computed"]);
     expect(cells(20, 0).kinds).toEqual(["computed", "computed"]);
   });
-  it("draws at most 32 cells however long the prompt", () => {
+  it("returns at most 32 cells for any prompt length", () => {
     for (const tokens of [511, 512, 513, 5000, 131072]) expect(cells(tokens, 0).kinds.length).toBeLessThanOrEqual(32);
   });
-  it("draws something for a tiny prompt", () => {
+  it("returns one cell for a prompt of one token", () => {
     expect(cells(1, 0).kinds).toEqual(["computed"]);
   });
 });
 
-describe("figures in words", () => {
-  it("writes shares that can be told apart", () => {
+describe("display of statistics", () => {
+  it("formatPercent keeps enough digits to tell shares apart", () => {
     expect([1, 0.414, 0.0961, 0.0012, 0.0000001].map(formatPercent)).toEqual([
       "100 %",
       "41 %",
@@ -31,15 +31,15 @@ describe("figures in words", () => {
       "< 0.1 %",
     ]);
   });
-  it("shows white space", () => {
+  it("showWhitespace replaces leading and trailing white space", () => {
     expect([" the", "\n\n", "", "a b"].map(showWhitespace)).toEqual(["·the", "↵↵", "(nothing)", "a b"]);
   });
-  it("does not call the step that writes the next token prefill", () => {
+  it("prefilledTokens does not count the step that samples the next token", () => {
     const usage = { inputTokens: 37, cachedTokens: 36, outputTokens: 5 };
     expect(prefilledTokens(usage)).toBe(0);
     expect(prefilledTokens({ ...usage, cachedTokens: 20 })).toBe(16);
   });
-  it("says why the first miss", () => {
+  it("describeMiss names the position and the reason", () => {
     expect(describeMiss({ reason: "evicted", at_token: 32, detail: "" })).toBe(
       "miss at token 32: evicted: its pages were reused",
     );

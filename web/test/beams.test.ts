@@ -3,7 +3,7 @@ import { CELL_PX, countCells, singleLine, truncate } from "../src/app/format";
 import { type BeamNode, BeamTree, describeLikelihood, pathTo, percentPerToken } from "../src/chat/beamTree";
 import { type BeamDrawing, CURVE, clipDrawing, drawBeams } from "../src/draw/beams";
 
-/** A tree from lines of "id parent text". */
+/** Build a tree from lines of "id parent text". */
 function treeOf(lines: string, live: number[]): BeamTree {
   const tree = new BeamTree();
   const nodes = lines
@@ -17,7 +17,7 @@ function treeOf(lines: string, live: number[]): BeamTree {
   return tree;
 }
 
-/** The same numbers every time. */
+/** Deterministic pseudo-random numbers. */
 function numbers(seed: number): () => number {
   let state = seed;
   return () => {
@@ -26,7 +26,7 @@ function numbers(seed: number): () => number {
   };
 }
 
-/** A search with random choices: every step each beam has two heirs at most, the best `width` stay. */
+/** Simulate a search with random choices: each beam has up to three children, the best `width` survive a step. */
 function grown(seed: number, width: number, steps: number): BeamTree {
   const next = numbers(seed);
   const tree = new BeamTree();
@@ -53,10 +53,10 @@ function grown(seed: number, width: number, steps: number): BeamTree {
   return tree;
 }
 
-describe("the tree", () => {
+describe("BeamTree", () => {
   const TREE = "1 0 Once\n2 1 _upon\n3 1 _there\n4 2 _a\n5 3 _was\n6 5 _a";
 
-  test("what all live beams share is agreed on", () => {
+  test("agreed returns the last node shared by all live beams", () => {
     const tree = treeOf(TREE, [4, 6]);
     expect(tree.textOf(tree.agreed())).toBe("Once");
     tree.grow([], [6]);
@@ -65,19 +65,19 @@ describe("the tree", () => {
     expect(tree.agreed()).toBe(tree.root);
   });
 
-  test("a beam that is the beginning of another is what they agree on", () => {
+  test("agreed returns a beam that is the beginning of another", () => {
     const tree = treeOf(TREE, [3, 6]);
     expect(tree.textOf(tree.agreed())).toBe("Once there");
   });
 
-  test("the ghost is what the best beam says beyond the solid text", () => {
+  test("ghost returns the text of the best beam after the solid text", () => {
     const tree = treeOf(TREE, [6, 4]);
     expect(tree.ghost("Once")).toBe(" there was a");
     expect(tree.ghost("Once upon")).toBe("");
     expect(new BeamTree().ghost("Once")).toBe("");
   });
 
-  test("a finished text is found again, though tokens cut it differently", () => {
+  test("find returns the node of a finished text although tokens split it differently", () => {
     const tree = treeOf("1 0 a\n2 0 ab\n3 1 b\n4 2 c\n5 3 c\n6 3 d", [4, 5, 6]);
     expect(pathTo(tree.find("abd")!).map((node) => node.id)).toEqual([1, 3, 6]);
     expect(tree.textOf(tree.find("abc")!)).toBe("abc");
@@ -85,13 +85,13 @@ describe("the tree", () => {
     expect(tree.find("")).toBeNull();
   });
 
-  test("a node is told once, and one whose parent we missed still shows", () => {
+  test("grow ignores a repeated node and shows one whose parent is missing", () => {
     const tree = treeOf("1 0 a\n1 0 b\n9 7 c", [1, 9]);
     expect(tree.size).toBe(2);
     expect(tree.live.map((node) => tree.textOf(node))).toEqual(["a", "c"]);
   });
 
-  test("scores in words", () => {
+  test("scores are described in words", () => {
     expect(describeLikelihood(-1, -1)).toBe("as likely as the best");
     expect(describeLikelihood(-1.05, -1)).toBe("almost as likely as the best");
     expect(describeLikelihood(-1 - Math.log(2.5), -1)).toBe("2.5 times less likely than the best");
@@ -102,8 +102,8 @@ describe("the tree", () => {
   });
 });
 
-describe("the drawing", () => {
-  test("the trunk keeps the top lane; a dropped beam lies below it, open ones fork off", () => {
+describe("drawBeams", () => {
+  test("keeps the common part in the top lane, with dropped and open beams below it", () => {
     const tree = treeOf("1 0 Once\n2 1 _upon\n3 1 _I\n4 2 _a\n5 4 _time\n6 4 _day\n7 5 _x\n8 6 _y", [8, 7]);
     const { pieces, joins, ticks, lanes } = drawBeams(tree);
     expect(pieces.map(({ kind, lane, text }) => [kind, lane, text])).toEqual([
@@ -120,7 +120,7 @@ describe("the drawing", () => {
     expect([ticks.length, lanes]).toEqual([0, 2]);
   });
 
-  test("beams that fork at one place lie by age, and stay so whichever is best", () => {
+  test("orders beams that fork at one point by age, whichever is best", () => {
     const lines = "1 0 a\n2 0 b\n3 0 c\n4 2 x\n5 2 y\n6 2 z";
     for (const live of [
       [1, 3, 4, 5, 6],
@@ -138,7 +138,7 @@ describe("the drawing", () => {
     [3, 6, 120],
     [4, 2, 30],
     [5, 8, 8],
-  ])("seed %i, width %i, %i tokens", (seed, width, steps) => {
+  ])("draws every live beam without overlap: seed %i, width %i, %i tokens", (seed, width, steps) => {
     const tree = grown(seed, width, steps);
     const drawing = drawBeams(tree);
     expectNothingOverlaps(drawing);
@@ -155,7 +155,7 @@ describe("the drawing", () => {
     [900, 1100],
     [0, 1e6],
     [5000, 6000],
-  ])("cut out from %i to %i it shows the same", (from, to) => {
+  ])("clipDrawing from %i to %i keeps the visible pieces", (from, to) => {
     const whole = drawBeams(grown(3, 6, 60));
     const part = clipDrawing(whole, from, to);
     for (const piece of part.pieces) {
@@ -171,7 +171,7 @@ describe("the drawing", () => {
     expect([part.width, part.lanes]).toEqual([whole.width, whole.lanes]);
   });
 
-  test("wide characters take two cells, breaks one", () => {
+  test("countCells counts two cells for wide characters; singleLine and truncate keep characters whole", () => {
     expect(countCells("ab")).toBe(2);
     expect(countCells("日本")).toBe(4);
     expect(countCells("🦉")).toBe(2);
@@ -181,7 +181,7 @@ describe("the drawing", () => {
   });
 });
 
-/** Texts of one lane have room for themselves, and lines come down where nothing is written. */
+/** Check that texts in a lane do not overlap and that connecting lines cross no text. */
 function expectNothingOverlaps({ pieces, joins }: BeamDrawing): void {
   const boxes = pieces.map(({ lane, x, width }) => ({ lane, from: x, to: x + width }));
   for (const one of boxes) {
@@ -201,7 +201,7 @@ function expectNothingOverlaps({ pieces, joins }: BeamDrawing): void {
   }
 }
 
-/** What one reads who follows the lines back from a beam's end. */
+/** Read the text of a beam back from the drawing, following the lines from its end. */
 function drawnText({ pieces, joins, ends }: BeamDrawing, end: BeamNode): string {
   let { x, lane } = ends.get(end)!;
   let text = "";

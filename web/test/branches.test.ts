@@ -2,7 +2,7 @@ import { describe, expect, test } from "vitest";
 import { Tree } from "../src/chat/tree";
 import { branchLines, drawBranches, laneWidth, neighbour } from "../src/draw/branches";
 
-/** A tree from "key parent" lines, in order of age; "-" is the root. */
+/** Build a tree from "key parent" lines, oldest first; "-" is the root. */
 function treeOf(lines: string): Tree {
   const tree = new Tree();
   for (const line of lines.trim().split("\n")) {
@@ -18,8 +18,8 @@ function places(tree: Tree): Record<string, [number, number]> {
 
 const TALK = "u1 -\na1 u1\nu2 a1\na2 u2\na2b u2\na2c u2\nu3 a2\na3 u3\nu2x a1\na2x u2x";
 
-describe("the branch map", () => {
-  test("the oldest goes straight on, siblings fork off to the right, lanes are used again", () => {
+describe("drawBranches", () => {
+  test("continues the oldest child in its lane, forks siblings to the right, and reuses lanes", () => {
     expect(places(treeOf(TALK))).toEqual({
       u1: [0, 0],
       a1: [1, 0],
@@ -34,19 +34,19 @@ describe("the branch map", () => {
     });
   });
 
-  test("two ends of one lane do not touch", () => {
+  test("separates two branches that end and start in one lane", () => {
     const tree = treeOf("u1 -\na1 u1\nb1 u1\nu2 a1\na2 u2\nb2 u2");
     expect(places(tree)).toMatchObject({ b1: [1, 1], b2: [3, 1] });
   });
 
-  test("what is chosen changes nothing about the places", () => {
+  test("does not move messages when another branch is chosen", () => {
     const tree = treeOf(TALK);
     const before = places(tree);
     tree.reveal(tree.get("a2c")!);
     expect(places(tree)).toEqual(before);
   });
 
-  test("no two messages at one place, every child right below its parent, in a tree of a thousand", () => {
+  test("gives 1000 messages distinct positions, each directly below its parent", () => {
     const tree = new Tree();
     let state = 7;
     const next = (below: number) => {
@@ -68,7 +68,7 @@ describe("the branch map", () => {
     }
   });
 
-  test("arrow keys walk along the tree", () => {
+  test("neighbour follows arrow keys along the tree", () => {
     const tree = treeOf(TALK);
     tree.reveal(tree.get("a3")!);
     const walk = (key: string, step: Parameters<typeof neighbour>[2]) =>
@@ -83,7 +83,7 @@ describe("the branch map", () => {
     expect([walk("a2x", "first"), walk("a2x", "last")]).toEqual(["u1", "a3"]);
   });
 
-  test("every line is drawn once, the shown path apart", () => {
+  test("branchLines draws each connection once, the shown path separately", () => {
     const tree = treeOf(TALK);
     tree.reveal(tree.get("a2x")!);
     const { nodes } = drawBranches(tree);

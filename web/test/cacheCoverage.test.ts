@@ -2,8 +2,8 @@ import { afterEach, beforeEach, describe, expect, it, test, vi } from "vitest";
 import { describeCoverage, KvPageMapPoller } from "../src/server/cacheCoverage";
 import { type FakeDocument, fakeBrowser } from "./fakes";
 
-describe("warmth", () => {
-  it("is told in words with the counts", () => {
+describe("describeCoverage", () => {
+  it("names the level and the counts", () => {
     const of = (tokens: number, cached_tokens: number) =>
       describeCoverage({ conversation_id: "c", tokens, cached_tokens });
     expect(of(1234, 1233)).toEqual({ level: "warm", text: "Warm: 1,233 of 1,234 tokens are cached" });
@@ -13,7 +13,7 @@ describe("warmth", () => {
   });
 });
 
-describe("looking at it", () => {
+describe("KvPageMapPoller", () => {
   let asked = 0;
   let page: FakeDocument;
   const answer = (cells: string) =>
@@ -35,20 +35,20 @@ describe("looking at it", () => {
     vi.unstubAllGlobals();
   });
 
-  test("once a second, with what was there before, until nobody looks", async () => {
-    const watch = new KvPageMapPoller();
-    const stop = watch.start();
+  test("polls once a second, keeping the previous cells, until it is stopped", async () => {
+    const poller = new KvPageMapPoller();
+    const stop = poller.start();
     await vi.advanceTimersByTimeAsync(2500);
     expect(asked).toBe(3);
-    expect([watch.current.value?.cells, watch.previousCells.value]).toEqual(["fa", "aa"]);
+    expect([poller.current.value?.cells, poller.previousCells.value]).toEqual(["fa", "aa"]);
     stop();
     await vi.advanceTimersByTimeAsync(5000);
     expect(asked).toBe(3);
   });
 
-  test("not while the tab is hidden, and at once when it is back", async () => {
-    const watch = new KvPageMapPoller();
-    const stop = watch.start();
+  test("pauses while the tab is hidden and polls immediately afterwards", async () => {
+    const poller = new KvPageMapPoller();
+    const stop = poller.start();
     await vi.advanceTimersByTimeAsync(100);
     show(false);
     await vi.advanceTimersByTimeAsync(5000);
@@ -61,24 +61,24 @@ describe("looking at it", () => {
     stop();
   });
 
-  test("an answer that comes after the end asks for no other", async () => {
-    const watch = new KvPageMapPoller();
-    watch.start()(); // looked, and gone before the answer
+  test("does not poll again if it was stopped during a request", async () => {
+    const poller = new KvPageMapPoller();
+    poller.start()(); // stopped before the response arrives
     await vi.advanceTimersByTimeAsync(5000);
     expect(asked).toBe(1);
   });
 
-  test("a failure is told, the last map stays, and it goes on asking", async () => {
-    const watch = new KvPageMapPoller();
-    const stop = watch.start();
+  test("keeps the last map after an error and continues polling", async () => {
+    const poller = new KvPageMapPoller();
+    const stop = poller.start();
     await vi.advanceTimersByTimeAsync(100);
     const works = globalThis.fetch;
     vi.stubGlobal("fetch", () => Promise.reject(new Error("no network")));
     await vi.advanceTimersByTimeAsync(1000);
-    expect([watch.error.value, watch.current.value?.cells]).toEqual(["no network", "fa"]);
+    expect([poller.error.value, poller.current.value?.cells]).toEqual(["no network", "fa"]);
     vi.stubGlobal("fetch", works);
     await vi.advanceTimersByTimeAsync(1000);
-    expect([watch.error.value, watch.current.value?.cells]).toEqual([null, "aa"]);
+    expect([poller.error.value, poller.current.value?.cells]).toEqual([null, "aa"]);
     stop();
   });
 });

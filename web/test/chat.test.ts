@@ -23,11 +23,11 @@ afterEach(() => {
 });
 
 const sent = () => FakeSocket.last.sent.at(-1)!;
-const lane = () => sent().stream_id as string;
+const streamId = () => sent().stream_id as string;
 
-/** Play the server's side of one response with these texts as candidates. */
+/** Send the frames of one response with these texts as candidates. */
 function reply(texts: readonly string[], name = "1", finish: "completed" | "cancelled" = "completed"): void {
-  const stream_id = lane();
+  const stream_id = streamId();
   const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
   const input = sent().input as unknown[];
   const response = { id: `resp_${name}`, status: "in_progress", conversation: { id: "conv_1" } };
@@ -59,7 +59,7 @@ const texts = () => chat.thread.value.tree.value.path.value.map((message) => mes
 const leaf = () => chat.thread.value.tree.value.leaf.value!;
 
 describe("Chat", () => {
-  it("streams an answer and keeps its figures", () => {
+  it("stores the text and the usage of a streamed answer", () => {
     chat.send("Hello");
     expect(sent()).toMatchObject({ type: "response.create", input: [{ role: "user", content: "Hello" }] });
     expect(sent()).not.toHaveProperty("previous_item_id");
@@ -71,28 +71,28 @@ describe("Chat", () => {
     expect(turn.usage.value).toEqual({ inputTokens: 40, cachedTokens: 32, outputTokens: 12 });
   });
 
-  it("shows what is said, not what is thought before", () => {
+  it("shows the message and not the reasoning", () => {
     chat.send("Hello");
-    const stream_id = lane();
+    const stream_id = streamId();
     const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
     const response = { id: "resp_t", status: "in_progress", conversation: { id: "conv_1" } };
     const thought = { id: "rs_t", type: "reasoning", candidate: 0 };
-    const said = { id: "msg_t", type: "message", candidate: 0 };
+    const answer = { id: "msg_t", type: "message", candidate: 0 };
     push({ type: "response.created", response: { ...response, input_item_ids: ["msg_u"] } });
     push({ type: "response.output_item.added", output_index: 0, item: thought });
     push({ type: "response.reasoning_text.delta", output_index: 0, delta: "Hm" });
     push({ type: "response.output_item.done", output_index: 0, item: thought });
-    push({ type: "response.output_item.added", output_index: 1, item: said });
+    push({ type: "response.output_item.added", output_index: 1, item: answer });
     push({ type: "response.output_text.delta", output_index: 1, delta: "Hi" });
     push({ type: "response.output_text.done", output_index: 1, text: "Hi" });
-    push({ type: "response.output_item.done", output_index: 1, item: { ...said, finish_reason: "stop" } });
+    push({ type: "response.output_item.done", output_index: 1, item: { ...answer, finish_reason: "stop" } });
     expect(texts()).toEqual(["Hello", "Hi"]);
     expect(leaf().id.value).toBe("msg_t");
   });
 
-  it("shows all text so far when it was too slow for every word", () => {
+  it("shows the whole text after a snapshot frame", () => {
     chat.send("Hello");
-    const push = (frame: object) => FakeSocket.last.push({ stream_id: lane(), ...frame });
+    const push = (frame: object) => FakeSocket.last.push({ stream_id: streamId(), ...frame });
     const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" } };
     push({ type: "response.created", response: { ...response, input_item_ids: ["msg_u1"] } });
     const text = "Hi the";
@@ -135,7 +135,7 @@ describe("Chat", () => {
     expect(sent().previous_item_id).toBe("msg_a11");
   });
 
-  it("remembers a pick that was made while the answers were still coming", () => {
+  it("stores a pick made while the answers were streaming", () => {
     sampling.value = { ...DEFAULT_SAMPLING, n: 2 };
     chat.send("Story");
     chat.pick(chat.thread.value.turnOf(leaf())!.candidates[1]!);
@@ -143,7 +143,7 @@ describe("Chat", () => {
     expect(calls.at(-1)).toMatchObject({ body: { active_leaf: "msg_a11" } });
   });
 
-  it("regenerates below the same user message, without sending it again", () => {
+  it("regenerates an answer without sending the user message again", () => {
     chat.send("One");
     reply(["first"]);
     chat.regenerate(leaf());
@@ -153,7 +153,7 @@ describe("Chat", () => {
     expect(chat.thread.value.tree.value.siblings(leaf()).length).toBe(2);
   });
 
-  it("edits the first message as a new root of the same conversation", () => {
+  it("sends an edited first message as a new root of the same conversation", () => {
     chat.send("One");
     reply(["first"]);
     chat.edit(chat.thread.value.tree.value.path.value[0]!, "Uno");
@@ -162,7 +162,7 @@ describe("Chat", () => {
     expect(texts()).toEqual(["Uno", "primo"]);
   });
 
-  it("edits a later message as a branch after the answer before it", () => {
+  it("sends an edited later message as a branch after the previous answer", () => {
     chat.send("One");
     reply(["first"]);
     chat.send("Two");
@@ -171,25 +171,25 @@ describe("Chat", () => {
     expect(sent()).toMatchObject({ previous_item_id: "msg_a10", input: [{ content: "Zwei" }] });
   });
 
-  it("stops by the response's name, also when asked before it has one", () => {
+  it("cancels the response by id, also if stop was requested before the id arrived", () => {
     chat.send("Long");
     chat.stop();
     expect(sent().type).toBe("response.create");
-    const stream_id = lane();
+    const stream_id = streamId();
     FakeSocket.last.push({ type: "response.created", stream_id, response: { id: "resp_9", status: "in_progress" } });
     expect(sent()).toEqual({ type: "response.cancel", response_id: "resp_9" });
   });
 
-  it("says what the server refused, and can go on", () => {
+  it("shows the error of a refused request and can retry", () => {
     chat.send("One");
-    FakeSocket.last.push({ type: "error", stream_id: lane(), status: 400, error: { message: "n must be 1..64" } });
+    FakeSocket.last.push({ type: "error", stream_id: streamId(), status: 400, error: { message: "n must be 1..64" } });
     expect(leaf().status.value).toBe("error");
     expect(leaf().error.value).toBe("n must be 1..64");
     chat.regenerate(leaf());
     expect(sent()).toMatchObject({ input: [{ content: "One" }] });
   });
 
-  it("asks for beams instead of samples", () => {
+  it("sends beam search parameters instead of sampling parameters", () => {
     sampling.value = { ...DEFAULT_SAMPLING, search: "beam", n: 4 };
     chat.send("One");
     expect(sent()).toMatchObject({ beam_width: 4, n: 4 });
@@ -205,12 +205,12 @@ describe("Chat", () => {
     expect(calls.find((call) => call.method === "POST")?.body).toEqual({ metadata: { system: "Be brief." } });
   });
 
-  it("starts a new conversation without a system prompt and finds the old one's again", async () => {
+  it("starts a new conversation without the system prompt of the previous one", async () => {
     replies["/v1/conversations/conv_1"] = { id: "conv_1", updated_at: 1, rev: 2, metadata: { system: "Be brief." } };
     systemPrompt.value = "Be brief.";
     chat.send("One");
     reply(["first"]);
-    chat.newConversation(); // what waited to be kept is kept
+    chat.newConversation(); // pending settings are saved
     await vi.advanceTimersByTimeAsync(0);
     expect(systemPrompt.value).toBe("");
     chat.send("Two");
@@ -219,9 +219,9 @@ describe("Chat", () => {
     expect(systemPrompt.value).toBe("Be brief.");
   });
 
-  it("comes back after a lost connection and shows what the server kept", async () => {
+  it("shows the stored answer if the response cannot be resumed after a reconnect", async () => {
     chat.send("One");
-    const stream_id = lane();
+    const stream_id = streamId();
     const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
     FakeSocket.last.push({ type: "response.created", stream_id, response: created });
     FakeSocket.last.close();
@@ -251,9 +251,9 @@ describe("Chat", () => {
     expect(chat.live.value).toBeNull();
   });
 
-  it("reads on where it was when the connection comes back", async () => {
+  it("resumes a response after the last received frame when the connection is back", async () => {
     chat.send("One");
-    const stream_id = lane();
+    const stream_id = streamId();
     const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
     const response = {
       id: "resp_1",
@@ -278,7 +278,7 @@ describe("Chat", () => {
     expect(chat.live.value).toBeNull();
   });
 
-  it("does not talk into a conversation that did not load", async () => {
+  it("does not send to a conversation that did not load", async () => {
     statuses["/v1/conversations/conv_7"] = 500;
     await chat.open("conv_7");
     expect(chat.thread.value.state.value).toBe("failed");
@@ -291,7 +291,7 @@ describe("Chat", () => {
     expect(chat.thread.value.state.value).toBe("ready");
   });
 
-  it("leaves a conversation where it stands in the list when it is renamed or pinned, and moves it when it goes on", async () => {
+  it("keeps the list position of a renamed or pinned conversation and moves a continued one", async () => {
     const DAY_S = 24 * 3600;
     const nowS = Date.now() / 1000;
     const old = { id: "conv_o", title: "Old", created_at: 1, updated_at: nowS - 90 * DAY_S, rev: 4, metadata: {} };
@@ -330,7 +330,7 @@ describe("Chat", () => {
     expect(groups()).toEqual([["Today", "conv_o", "conv_y"]]);
   });
 
-  it("waits at a locked door for a key, hands it in once and keeps it nowhere", async () => {
+  it("locks the page until an API key is entered, sends the key once and does not store it", async () => {
     statuses["/v1/conversations"] = 401;
     await chat.start();
     expect(chat.conversations.state.value).toBe("locked");
@@ -342,17 +342,17 @@ describe("Chat", () => {
     delete statuses["/v1/conversations"];
     replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
     await chat.signIn("sk-1");
-    const told = calls.filter((call) => JSON.stringify(call.headers ?? {}).includes("sk-1"));
-    expect(told.map(({ method, path }) => [method, path])).toEqual([["POST", "/v1/session"]]);
+    const requests = calls.filter((call) => JSON.stringify(call.headers ?? {}).includes("sk-1"));
+    expect(requests.map(({ method, path }) => [method, path])).toEqual([["POST", "/v1/session"]]);
     expect(chat.socket.state.value).toBe("connecting");
     expect(FakeSocket.last.protocols).toEqual(["chatcache.v1"]);
-    const kept = [localStorage, sessionStorage].flatMap((store) =>
+    const stored = [localStorage, sessionStorage].flatMap((store) =>
       Object.values(store as unknown as Record<string, string>),
     );
-    expect(kept.filter((value) => value.includes("sk-1"))).toEqual([]);
+    expect(stored.filter((value) => value.includes("sk-1"))).toEqual([]);
   });
 
-  it("shows nobody what somebody else was shown before", async () => {
+  it("resets the page if another user signs in", async () => {
     const startOver = vi.fn();
     const page = new Chat(undefined, startOver);
     replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
@@ -364,7 +364,7 @@ describe("Chat", () => {
     expect(startOver).not.toHaveBeenCalled();
     replies["/v1/session"] = { key_id: "key_3", tenant: "acme", user: "bob" };
     FakeSocket.last.open();
-    FakeSocket.last.close(1006); // another tab is bob's by now
+    FakeSocket.last.close(1006); // another tab has signed in as bob
     await vi.advanceTimersByTimeAsync(0);
     expect(startOver).toHaveBeenCalled();
     startOver.mockClear();
@@ -372,7 +372,7 @@ describe("Chat", () => {
     expect(startOver).toHaveBeenCalledOnce();
   });
 
-  it("asks for a key again when its session has ended", async () => {
+  it("locks the page when the session has ended", async () => {
     statuses["/v1/session"] = 401;
     FakeSocket.last.close(4401);
     await vi.advanceTimersByTimeAsync(0);
@@ -380,14 +380,14 @@ describe("Chat", () => {
     expect(chat.socket.state.value).toBe("refused");
   });
 
-  it("comes back by itself when only the connection is lost", async () => {
+  it("does not lock the page when only the connection is lost", async () => {
     FakeSocket.last.close(1006);
     await vi.advanceTimersByTimeAsync(0);
     expect(chat.conversations.state.value).not.toBe("locked");
     expect(chat.socket.state.value).toBe("lost");
   });
 
-  it("tells how far the model is loaded, until it is", async () => {
+  it("reports the loading progress until the model is ready", async () => {
     statuses["/readyz"] = 503;
     replies["/readyz"] = { status: "loading", progress: 0.4, detail: "weights" };
     chat.readiness.status.value = { phase: "unknown" };
@@ -401,7 +401,7 @@ describe("Chat", () => {
     expect(chat.readiness.contextTokens.value).toBe(2048);
   });
 
-  it("does not knock again where it was refused", async () => {
+  it("does not reconnect after a refusal", async () => {
     const refused = FakeSocket.last;
     refused.close(4401);
     await vi.advanceTimersByTimeAsync(60_000);

@@ -6,7 +6,7 @@ import { summarizeImport, toFileName } from "../src/conversations/importExport";
 import { isPinned, MAX_SYSTEM_CHARS, readSettings, withPin, withSettings } from "../src/conversations/metadata";
 import { splitAtMarks } from "../src/conversations/search";
 
-describe("groups", () => {
+describe("groupByDay", () => {
   const at = (iso: string, metadata = {}): WireConversation => ({
     id: iso,
     title: iso,
@@ -18,7 +18,7 @@ describe("groups", () => {
   });
   const now = new Date("2026-03-15T09:00:00").getTime();
 
-  it("goes by the reader's calendar, not by hours", () => {
+  it("uses calendar days in the user's time zone", () => {
     const list = [
       "2026-03-15T00:01:00",
       "2026-03-14T23:59:00",
@@ -43,19 +43,19 @@ describe("groups", () => {
     ]);
   });
 
-  it("puts pinned ones on top and nowhere else", () => {
+  it("lists pinned conversations first and only once", () => {
     const groups = groupByDay([at("2026-03-15T08:00:00"), at("2024-01-01T08:00:00", { pinned: "true" })], now);
     expect(groups.map(({ name }) => name)).toEqual(["Pinned", "Today"]);
     expect(groups.flatMap(({ conversations }) => conversations).length).toBe(2);
   });
 
-  it("calls what a wrong clock puts into the future today", () => {
+  it("treats a time in the future as today", () => {
     expect(groupByDay([at("2026-03-16T08:00:00")], now)[0]!.name).toBe("Today");
   });
 });
 
 describe("metadata", () => {
-  it("gives back the prompt that it was given, of any length that fits, and leaves other entries alone", () => {
+  it("round-trips a system prompt of any valid length and keeps other entries", () => {
     for (const length of [0, 1, 511, 512, 513, 1024, MAX_SYSTEM_CHARS]) {
       const system = [..."🎵é".repeat(length)].slice(0, length).join("");
       const metadata = withSettings({ other: "x", system_3: "old" }, { system, sampling: null });
@@ -65,14 +65,14 @@ describe("metadata", () => {
     }
   });
 
-  it("forgets a prompt that is too long rather than keep a part of it", () => {
+  it("drops a system prompt over the limit instead of truncating it", () => {
     expect(
       readSettings(withSettings({ system: "old" }, { system: "x".repeat(MAX_SYSTEM_CHARS + 1), sampling: null }))
         .system,
     ).toBe("");
   });
 
-  it("keeps sampling, and takes only what makes sense of it", () => {
+  it("round-trips sampling and replaces invalid values by defaults", () => {
     const sampling = { ...DEFAULT_SAMPLING, n: 3, temperature: 0.35, seed: 7 };
     expect(readSettings(withSettings({}, { system: "", sampling })).sampling).toEqual(sampling);
     expect(readSettings({ sampling: "{" }).sampling).toBeNull();
@@ -83,15 +83,15 @@ describe("metadata", () => {
     });
   });
 
-  it("pins and unpins", () => {
+  it("round-trips the pinned flag", () => {
     expect(isPinned(withPin({ system: "x" }, true))).toBe(true);
     expect(withPin(withPin({ system: "x" }, true), false)).toEqual({ system: "x" });
     expect(isPinned(null)).toBe(false);
   });
 });
 
-describe("pieces", () => {
-  it("cuts by characters, whatever they take in UTF-16", () => {
+describe("splitAtMarks", () => {
+  it("splits by characters, not UTF-16 units", () => {
     const text = "🦓 Où est";
     expect(splitAtMarks(text, [[2, 4]])).toEqual([
       { text: "🦓 ", marked: false },
@@ -104,14 +104,14 @@ describe("pieces", () => {
   });
 });
 
-describe("files", () => {
-  it("have names that every system takes", () => {
+describe("import and export", () => {
+  it("toFileName returns names valid on every system", () => {
     expect(toFileName('a/b\\c: "d"? <e>|*')).toBe("a b c d e");
     expect(toFileName("..")).toBe("conversation");
     expect(toFileName("🎵".repeat(99))).toBe("🎵".repeat(60));
   });
 
-  it("are summed up after an import", () => {
+  it("summarizeImport counts the results and quotes the first error", () => {
     const report = {
       created: 2,
       extended: 0,

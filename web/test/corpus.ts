@@ -1,4 +1,4 @@
-// Texts that try to act. Whoever renders them must end with text and nothing else. tests/e2e reads the same file.
+// Texts with active content. Rendered output must contain only inert text. tests/e2e reads the same file.
 import corpus from "./corpus.json";
 
 export const XSS: readonly string[] = corpus;

@@ -1,7 +1,7 @@
 // Test doubles of the server and of the browser.
 import { vi } from "vitest";
 
-/** A socket whose other end is the test. */
+/** A WebSocket whose server side is the test. */
 export class FakeSocket {
   static readonly OPEN = 1;
   static last: FakeSocket;
@@ -32,7 +32,7 @@ export class FakeSocket {
   }
 }
 
-/** One request that the page made. */
+/** One request made by the page. */
 export interface Call {
   method: string;
   path: string;
@@ -40,7 +40,7 @@ export interface Call {
   headers: unknown;
 }
 
-/** What the REST server answers, by path, and what it was asked. */
+/** A REST server with a reply per path, which records the requests. */
 export class FakeServer {
   readonly calls: Call[] = [];
   readonly replies: Record<string, unknown> = {};

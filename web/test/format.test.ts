@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 import { commonPrefix } from "../src/app/format";
 
-test("what several answers share is told up to a whole word", () => {
+test("commonPrefix returns the common beginning up to a whole word", () => {
   expect(commonPrefix(["Once upon a time", "Once upon a hill"])).toBe("Once upon a ");
   expect(commonPrefix(["Once upon", "Once under"])).toBe("Once ");
   expect(commonPrefix(["Once", "Once more"])).toBe("Once");

@@ -14,7 +14,7 @@ beforeEach(async () => {
   systemPrompt.value = "";
   autoTitle.value = false;
   server.replies["/v1/conversations"] = { data: [], has_more: false, next: null };
-  store([user("msg_u1", null, "One"), said("msg_a1", "msg_u1", "first", "resp_1")], "msg_a1", 2);
+  store([user("msg_u1", null, "One"), answer("msg_a1", "msg_u1", "first", "resp_1")], "msg_a1", 2);
   chat = new Chat("ws://test/v1/responses");
   chat.socket.connect();
   FakeSocket.last.open();
@@ -27,7 +27,7 @@ afterEach(() => {
 const push = (frame: object) => FakeSocket.last.push(frame);
 const sent = (type: string) => FakeSocket.last.sent.filter((frame) => frame.type === type);
 const texts = () => chat.thread.value.tree.value.path.value.map((message) => message.text.value);
-const reads = () => server.calls.filter((call) => call.path === `${CONV}/items`).length;
+const loads = () => server.calls.filter((call) => call.path === `${CONV}/items`).length;
 
 function item(id: string, role: string, parent_id: string | null, text: string): StoredItem {
   return {
@@ -44,7 +44,7 @@ function item(id: string, role: string, parent_id: string | null, text: string):
   };
 }
 const user = (id: string, parent: string | null, text: string) => item(id, "user", parent, text);
-const said = (id: string, parent: string, text: string, response_id: string, index = 0): StoredItem => ({
+const answer = (id: string, parent: string, text: string, response_id: string, index = 0): StoredItem => ({
   ...item(id, "assistant", parent, text),
   response_id,
   index,
@@ -60,19 +60,19 @@ const head = (rev: number, active_leaf: string) => ({
   metadata: {},
 });
 
-/** What the server has from now on. */
+/** Set the stored conversation. */
 function store(items: readonly StoredItem[], leaf: string, rev: number): void {
   server.replies[CONV] = head(rev, leaf);
   server.replies[`${CONV}/items`] = { data: items };
 }
 
-/** Others changed it. */
-async function told(rev: number, leaf: string, running: readonly string[] = []): Promise<void> {
+/** Notify the page of a change made elsewhere. */
+async function notify(rev: number, leaf: string, running: readonly string[] = []): Promise<void> {
   push({ type: "conversation.updated", conversation: head(rev, leaf), running });
   await vi.advanceTimersByTimeAsync(100);
 }
 
-async function openIt(running: readonly string[] = []): Promise<void> {
+async function openConversation(running: readonly string[] = []): Promise<void> {
   push({
     type: "conversation.subscribed",
     running: running.map((response_id) => ({ response_id, conversation_id: "conv_1" })),
@@ -81,16 +81,16 @@ async function openIt(running: readonly string[] = []): Promise<void> {
   await vi.advanceTimersByTimeAsync(100);
 }
 
-const FIRST = [user("msg_u1", null, "One"), said("msg_a1", "msg_u1", "first", "resp_1")];
+const FIRST = [user("msg_u1", null, "One"), answer("msg_a1", "msg_u1", "first", "resp_1")];
 
-describe("Follower", () => {
-  it("shows what another tab said, and reads its answer along from the beginning", async () => {
-    await openIt();
+describe("LiveSync", () => {
+  it("shows a message sent in another tab and streams its answer from the start", async () => {
+    await openConversation();
     const kept = chat.thread.value.tree.value.byId("msg_a1")!;
     store([...FIRST, user("msg_u2", "msg_a1", "Two")], "msg_u2", 3);
-    await told(3, "msg_u2", ["resp_2"]);
+    await notify(3, "msg_u2", ["resp_2"]);
     expect(texts()).toEqual(["One", "first", "Two"]);
-    expect(chat.thread.value.tree.value.byId("msg_a1")).toBe(kept); // nothing is drawn anew
+    expect(chat.thread.value.tree.value.byId("msg_a1")).toBe(kept); // shown messages keep their objects
     const [resume] = sent("response.resume");
     expect(resume).toMatchObject({ response_id: "resp_2", starting_after: -1 });
     const stream_id = resume!.stream_id;
@@ -108,20 +108,20 @@ describe("Follower", () => {
     push({ type: "response.output_text.delta", output_index: 0, delta: "sec", stream_id });
     await vi.advanceTimersByTimeAsync(20);
     expect(texts()).toEqual(["One", "first", "Two", "sec"]);
-    const before = reads();
+    const before = loads();
     push({ type: "response.output_text.done", output_index: 0, text: "second", stream_id });
     push({ type: "conversation.updated", conversation: head(4, "msg_a2"), stream_id });
     push({ type: "response.completed", response: { ...response, status: "completed" }, stream_id });
-    await told(4, "msg_a2");
+    await notify(4, "msg_a2");
     expect(texts()).toEqual(["One", "first", "Two", "second"]);
     expect(chat.live.value).toBeNull();
-    expect(reads()).toBe(before); // it was watched: nothing to read again
+    expect(loads()).toBe(before); // it was streamed: no reload
     expect(chat.thread.value.turnOf(chat.thread.value.tree.value.leaf.value!)!.firstTokenMs.value).toBeNull();
   });
 
-  it("reads along after a reload, all candidates below the right message", async () => {
+  it("resumes all candidates below their message after a reload", async () => {
     store([...FIRST, user("msg_u2", "msg_a1", "Two")], "msg_u2", 3);
-    await openIt(["resp_2"]);
+    await openConversation(["resp_2"]);
     const stream_id = sent("response.resume")[0]!.stream_id;
     const response = {
       id: "resp_2",
@@ -130,7 +130,7 @@ describe("Follower", () => {
       parent_item_id: "msg_u2",
       n: 2,
     };
-    expect(chat.thread.value.awaitingServer.value).toBe(true); // no "No answer is stored"
+    expect(chat.thread.value.awaitingServer.value).toBe(true); // the "No answer is stored" note stays hidden
     push({ type: "response.created", sequence_number: 0, response, stream_id });
     const outputs = ["a", "b"].map((text, at) => ({ item_id: `msg_${text}`, output_index: at, type: "message", text }));
     push({ type: "response.snapshot", sequence_number: 9, outputs, stream_id });
@@ -139,22 +139,22 @@ describe("Follower", () => {
     expect(chat.thread.value.tree.value.get(turn.candidates[0]!.parent!)!.id.value).toBe("msg_u2");
   });
 
-  it("does not take its own changes for somebody else's", async () => {
-    await openIt();
-    const before = reads();
+  it("does not reload after its own changes", async () => {
+    await openConversation();
+    const before = loads();
     server.replies[CONV] = { ...head(3, "msg_a1"), title: "Mine" };
     const slow = (url: URL, init: RequestInit) =>
       new Promise((go) => setTimeout(go, 400)).then(() => server.fetch(url, init));
     vi.stubGlobal("fetch", slow);
     const renamed = chat.conversations.rename("conv_1", "Mine");
-    await told(3, "msg_a1"); // the notice outruns the answer
+    await notify(3, "msg_a1"); // the notification arrives before the response
     await vi.advanceTimersByTimeAsync(2000);
     await renamed;
-    expect(reads()).toBe(before);
+    expect(loads()).toBe(before);
   });
 
-  it("marks an answer that could not be stored, until it is", async () => {
-    await openIt();
+  it("marks an answer as unsaved until it is stored", async () => {
+    await openConversation();
     chat.send("Two");
     const stream_id = sent("response.create")[0]!.stream_id;
     const response = {
@@ -172,51 +172,51 @@ describe("Follower", () => {
     expect(turn().unsaved.value).toBe(true);
     const asked = [...FIRST, user("msg_u2", "msg_a1", "Two")];
     store(asked, "msg_u2", 4);
-    await told(4, "msg_u2"); // something else changed
+    await notify(4, "msg_u2"); // an unrelated change
     expect([texts().at(-1), turn().unsaved.value]).toEqual(["second", true]);
-    store([...asked, said("msg_a2", "msg_u2", "second", "resp_2")], "msg_a2", 5);
-    await told(5, "msg_a2");
+    store([...asked, answer("msg_a2", "msg_u2", "second", "resp_2")], "msg_a2", 5);
+    await notify(5, "msg_a2");
     expect([texts().at(-1), turn().unsaved.value]).toEqual(["second", false]);
   });
 
-  it("leaves who looks at another branch where they are", async () => {
-    const both = [...FIRST, said("msg_b1", "msg_u1", "other", "resp_b")];
+  it("does not switch the branch if the user is on another one", async () => {
+    const both = [...FIRST, answer("msg_b1", "msg_u1", "other", "resp_b")];
     store(both, "msg_b1", 3);
-    await openIt();
+    await openConversation();
     expect(texts()).toEqual(["One", "other"]);
     chat.thread.value.tree.value.choose(chat.thread.value.tree.value.byId("msg_a1")!);
     store([...both, user("msg_u2", "msg_b1", "Go on")], "msg_u2", 4);
-    await told(4, "msg_u2");
+    await notify(4, "msg_u2");
     expect(texts()).toEqual(["One", "first"]);
   });
 
-  it("stays with who follows through a look in the middle of an answer", async () => {
-    await openIt();
-    const one = [user("msg_u1", null, "One"), said("msg_a1", "msg_u1", "first", "resp_1")];
-    store(one, "msg_u1", 3); // asked again elsewhere: the branch ends at the message while the answer is written
-    await told(3, "msg_u1");
+  it("keeps following the active branch through a reload in the middle of an answer", async () => {
+    await openConversation();
+    const one = [user("msg_u1", null, "One"), answer("msg_a1", "msg_u1", "first", "resp_1")];
+    store(one, "msg_u1", 3); // regenerated elsewhere: the branch ends at the user message while the answer is streaming
+    await notify(3, "msg_u1");
     expect(texts()).toEqual(["One", "first"]);
-    store([...one, said("msg_a2", "msg_u1", "second", "resp_2")], "msg_a2", 4);
-    await told(4, "msg_a2");
+    store([...one, answer("msg_a2", "msg_u1", "second", "resp_2")], "msg_a2", 4);
+    await notify(4, "msg_a2");
     expect(texts()).toEqual(["One", "second"]);
   });
 
-  it("takes out what was deleted elsewhere, and keeps what was never stored", async () => {
+  it("removes messages deleted elsewhere and keeps unsent ones", async () => {
     store([...FIRST, user("msg_u2", "msg_a1", "Two")], "msg_u2", 3);
-    await openIt();
+    await openConversation();
     const tree = chat.thread.value.tree.value;
     tree.add({ key: "unsent", parent: tree.byId("msg_a1")!.key, role: "user", text: "Never sent" }, false);
     store(FIRST, "msg_a1", 4);
-    await told(4, "msg_a1");
+    await notify(4, "msg_a1");
     expect(tree.byId("msg_u2")).toBeUndefined();
     expect(tree.get("unsent")?.text.value).toBe("Never sent");
     expect(chat.thread.value.tree.value).toBe(tree);
   });
 
-  it("finds what changed while there was no connection", async () => {
-    await openIt();
+  it("loads changes made while disconnected", async () => {
+    await openConversation();
     FakeSocket.last.close();
-    store([...FIRST, user("msg_u2", "msg_a1", "Two"), said("msg_a2", "msg_u2", "second", "resp_2")], "msg_a2", 5);
+    store([...FIRST, user("msg_u2", "msg_a1", "Two"), answer("msg_a2", "msg_u2", "second", "resp_2")], "msg_a2", 5);
     await vi.advanceTimersByTimeAsync(20_000);
     FakeSocket.last.open();
     expect(sent("conversation.subscribe").length).toBe(1);
@@ -225,8 +225,8 @@ describe("Follower", () => {
     expect(texts()).toEqual(["One", "first", "Two", "second"]);
   });
 
-  it("shows a dot for what is written elsewhere, and marks what was answered out of sight", async () => {
-    await openIt();
+  it("reports responses running elsewhere and marks unseen answers", async () => {
+    await openConversation();
     const other = { ...head(1, "msg_x"), id: "conv_2" };
     push({ type: "conversation.updated", conversation: other, running: ["resp_x"] });
     expect(chat.isLive("conv_2")).toBe(true);
@@ -240,10 +240,10 @@ describe("Follower", () => {
   });
 });
 
-describe("titles", () => {
+describe("automatic titles", () => {
   const title = `${CONV}/title`;
 
-  /** A new conversation with its first answer; `during`: what happens while it is being written. */
+  /** Start a conversation with its first answer; `during` runs while the answer is streaming. */
   async function begin(during: () => void = () => {}): Promise<void> {
     autoTitle.value = true;
     chat.send("One");
@@ -264,14 +264,14 @@ describe("titles", () => {
     await vi.advanceTimersByTimeAsync(0);
   }
 
-  it("come from the model after the first answer, once", async () => {
+  it("are generated once, after the first answer", async () => {
     server.replies[title] = { conversation: { ...head(6, "msg_a1"), title: "By the model" } };
     await begin();
     expect(server.calls.find((call) => call.path === title)?.body).toEqual({ rev: 5 });
     expect(chat.conversations.find("conv_1")?.title).toBe("By the model");
   });
 
-  it("stay where somebody gave one meanwhile", async () => {
+  it("are not generated if the title changed during the answer", async () => {
     await begin(() => {
       push({
         type: "conversation.updated",
@@ -282,14 +282,14 @@ describe("titles", () => {
     expect(server.calls.some((call) => call.path === title)).toBe(false);
   });
 
-  it("stay where somebody was faster than the request", async () => {
+  it("are not retried if the title changed during the request", async () => {
     server.statuses[title] = 409;
     server.replies[title] = { error: { message: "stale", conversation: { ...head(7, "msg_a1"), title: "Mine" } } };
     await begin();
     expect(server.calls.filter((call) => call.path === title).length).toBe(1);
   });
 
-  it("are asked for again where something else had changed", async () => {
+  it("are retried with the new revision if something else changed", async () => {
     server.statuses[title] = 409;
     server.replies[title] = { error: { message: "stale", conversation: head(7, "msg_a1") } };
     await begin();

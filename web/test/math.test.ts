@@ -12,7 +12,7 @@ const show = (text: string) => new MarkdownStream(root, md).update(text, true);
 const formulas = () => [...root.querySelectorAll(".math, .math-drawn, .math-wrong")];
 const source = (place: Element) => place.querySelector("annotation")?.textContent ?? place.textContent;
 
-describe("what is a formula", () => {
+describe("detected as a formula", () => {
   it.each<[string, readonly string[]]>([
     ["so $x^2$ is", ["x^2"]],
     ["$a$, $b$ and $c$.", ["a", "b", "c"]],
@@ -32,7 +32,7 @@ describe("what is a formula", () => {
   });
 });
 
-describe("what is none", () => {
+describe("not detected as a formula", () => {
   it.each([
     "It costs $5.",
     "From $5 to $10, or $20/month vs. $30.",
@@ -53,16 +53,16 @@ describe("what is none", () => {
     expect(formulas().map(source)).toEqual([]);
   });
 
-  it("keeps the words of a price as they are", () => {
+  it("keeps the text around a price unchanged", () => {
     show("It costs $5 (or 4.50$) a *month*.");
     expect(root.textContent!.trim()).toBe("It costs $5 (or 4.50$) a month.");
   });
 });
 
-describe("drawing", () => {
+describe("drawing of formulas", () => {
   const settled = () => vi.waitFor(() => expect(root.querySelector(".math")).toBeNull(), { timeout: 10_000 });
 
-  it("draws with KaTeX, for eyes and for readers", async () => {
+  it("draws with KaTeX, visible and for screen readers", async () => {
     document.body.append(root);
     show("$\\frac{1}{2}$ and\n\n$$\n\\sum_i i\n$$");
     await settled();
@@ -72,7 +72,7 @@ describe("drawing", () => {
     root.remove();
   });
 
-  it("leaves what is not TeX as text", async () => {
+  it("leaves invalid TeX as text", async () => {
     show("$\\frac{1}$ and $\\nosuchmacro$");
     await settled();
     expect([...root.querySelectorAll(".math-wrong")].map((place) => place.textContent)).toEqual([
@@ -81,7 +81,7 @@ describe("drawing", () => {
     ]);
   });
 
-  it("keeps a drawn formula while the paragraph around it grows", async () => {
+  it("keeps a drawn formula while its paragraph grows", async () => {
     const stream = new MarkdownStream(root, md);
     stream.update("$a^2$ and", false);
     await settled();
@@ -91,7 +91,7 @@ describe("drawing", () => {
     expect(root.querySelector(".katex")).toBe(drawn);
   });
 
-  it("lets TeX neither link, load, style nor expand without end", async () => {
+  it("prevents TeX from linking, loading, styling and unbounded expansion", async () => {
     const tex = [
       "\\href{javascript:window.__xss=1}{x}",
       "\\url{javascript:alert(1)}",

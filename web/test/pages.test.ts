@@ -3,8 +3,8 @@ import { BOX, changedPath, columnsFor, countStates, numDrawn, PAGE_STATES, pageP
 
 const CELLS = "sapiof".repeat(20);
 
-describe("the page map", () => {
-  test("every cell is drawn once, in its state's shape and at its place", () => {
+describe("page map", () => {
+  test("pagePaths draws each cell once, with the shape of its state at its position", () => {
     const columns = 11;
     const paths = pagePaths(CELLS, columns);
     const drawn = PAGE_STATES.flatMap(({ name, code, shape }) => {
@@ -20,7 +20,7 @@ describe("the page map", () => {
     expect(drawn.sort((a, b) => a - b)).toEqual([...CELLS].map((_, index) => index));
   });
 
-  test("states have shapes of their own, and are counted", () => {
+  test("states have distinct shapes and are counted", () => {
     expect(new Set(PAGE_STATES.map(({ shape }) => shape)).size).toBe(PAGE_STATES.length);
     expect([...countStates(`${CELLS}?ss`)].map(([name, count]) => [name, count])).toEqual([
       ["shared", 22],
@@ -33,13 +33,13 @@ describe("the page map", () => {
     expect(countStates("").get("free")).toBe(0);
   });
 
-  test("what changed is told, unless the pool is another one", () => {
+  test("changedPath returns the changed cells, and nothing if the number of pages changed", () => {
     expect(changedPath("faaf", "ffaf", 2)).toBe("M10 0h10v10h-10z");
     expect(changedPath("faaf", "faaf", 2)).toBe("");
     expect(changedPath("faaf", "", 2)).toBe("");
   });
 
-  test("free cells at the end are left out by halves", () => {
+  test("numDrawn halves the map while its end is free", () => {
     expect(numDrawn("f".repeat(4096))).toBe(256);
     expect(numDrawn(`s${"f".repeat(99)}`)).toBe(100);
     expect(numDrawn(`${"f".repeat(256)}i${"f".repeat(3839)}`)).toBe(512);
@@ -47,7 +47,7 @@ describe("the page map", () => {
     expect(numDrawn("")).toBe(0);
   });
 
-  test("a map is about as wide as high, up to 64 cells", () => {
+  test("columnsFor makes the map roughly square, up to 64 columns", () => {
     expect([1, 64, 100, 4096].map(columnsFor)).toEqual([8, 8, 10, 64]);
   });
 });

@@ -2,14 +2,14 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { allPrompts, customPrompts, findPrompt, removePrompt, restorePrompt, savePrompt } from "../src/app/prompts";
 import { fakeBrowser } from "./fakes";
 
-describe("prompts", () => {
+describe("custom prompts", () => {
   beforeEach(() => {
     fakeBrowser();
     customPrompts.value = [];
   });
   afterEach(() => vi.unstubAllGlobals());
 
-  it("are kept under names of their own, in this browser", () => {
+  it("are stored in the browser under unique names", () => {
     expect(savePrompt(" Poet ", "Be a poet.")).toBeNull();
     expect(findPrompt("Be a poet.")?.name).toBe("Poet");
     expect(savePrompt("poet", "Another")).toContain("Poet");
@@ -19,7 +19,7 @@ describe("prompts", () => {
     expect(JSON.parse(localStorage.getItem("chatcache.prompts")!)).toEqual([{ name: "Poet", text: "Be a poet." }]);
   });
 
-  it("are edited in their place, deleted and brought back", () => {
+  it("are edited in place, deleted and restored", () => {
     savePrompt("A", "a");
     savePrompt("B", "b");
     expect(savePrompt("A2", "a2", customPrompts.value[0])).toBeNull();

@@ -17,7 +17,7 @@ function oneShot(text: string): string {
   return other.innerHTML;
 }
 
-/** A small seeded generator, so that a failure names the cut that made it. */
+/** Split a text at pseudo-random positions; the seed identifies a failing split. */
 function cuts(text: string, seed: number, longest = 7): string[] {
   const prefixes: string[] = [];
   let state = seed;
@@ -53,7 +53,7 @@ const DOCUMENTS: Record<string, string> = {
 
 describe("MarkdownStream", () => {
   for (const [name, text] of Object.entries(DOCUMENTS)) {
-    it(`ends like a single rendering however the text is cut: ${name}`, () => {
+    it(`produces the output of a single rendering for any split: ${name}`, () => {
       for (let seed = 1; seed <= 3; seed++) {
         const box = document.createElement("div");
         const stream = new MarkdownStream(box, md);
@@ -64,7 +64,7 @@ describe("MarkdownStream", () => {
     });
   }
 
-  it("never touches a finished block again", () => {
+  it("never changes a finished block", () => {
     const stream = new MarkdownStream(root, md);
     stream.update("First.\n\nSec", false);
     const first = root.querySelector("p");
@@ -72,7 +72,7 @@ describe("MarkdownStream", () => {
     expect(root.querySelector("p")).toBe(first);
   });
 
-  it("grows a program inside the frame it already has", () => {
+  it("keeps the frame of growing code", () => {
     const stream = new MarkdownStream(root, md);
     stream.update("```js\nlet", false);
     const frame = root.querySelector("figure");
@@ -81,7 +81,7 @@ describe("MarkdownStream", () => {
     expect(root.querySelector("code")!.textContent).toBe("let a = 1;\nlet b");
   });
 
-  it("keeps the nodes of the open block that did not change", () => {
+  it("keeps unchanged nodes of the open block", () => {
     const stream = new MarkdownStream(root, md);
     stream.update("- one\n- two\n- thr", false);
     const [list, first] = [root.querySelector("ul"), root.querySelector("li")];
@@ -91,7 +91,7 @@ describe("MarkdownStream", () => {
     expect(root.querySelectorAll("li").length).toBe(4);
   });
 
-  it("only adds text to a program that grows", () => {
+  it("only appends text to growing code", () => {
     const stream = new MarkdownStream(root, md);
     stream.update("```js\nlet", false);
     const text = root.querySelector("code")!.firstChild;
@@ -100,14 +100,14 @@ describe("MarkdownStream", () => {
     expect(text!.textContent).toBe("let a = 1;\n\nlet b");
   });
 
-  it("lets wide tables scroll, by keyboard too", () => {
+  it("makes wide tables scrollable by keyboard", () => {
     new MarkdownStream(root, md).update("|a|b|\n|-|-|\n|1|2|", true);
     const wrap = root.querySelector<HTMLElement>(".table-wrap")!;
     expect(wrap.tabIndex).toBe(0);
     expect(wrap.getAttribute("aria-label")).toBe("Table");
   });
 
-  it("tells the address of an image instead of loading it", () => {
+  it("shows the address of an image instead of loading it", () => {
     const long = `https://pictures.example/${"a".repeat(80)}/end.png`;
     new MarkdownStream(root, md).update(
       `![a cat](${long}) and [![badge](https://x.example/b.svg)](https://y.example)`,
@@ -122,7 +122,7 @@ describe("MarkdownStream", () => {
     expect(root.querySelector("span.image-chip")!.closest("a")!.href).toBe("https://y.example/");
   });
 
-  it("starts afresh when the text is another one", () => {
+  it("renders from scratch when the text is replaced", () => {
     const stream = new MarkdownStream(root, md);
     stream.update("One.\n\nTwo.", false);
     stream.update("Other.", true);
@@ -135,13 +135,13 @@ describe("MarkdownStream", () => {
     expect(root.querySelectorAll("td.align-center, td.align-right").length).toBe(2);
   });
 
-  it("labels code and offers to copy it", () => {
+  it("labels code blocks and adds a copy button", () => {
     new MarkdownStream(root, md).update("```python\nx = 1\n```", true);
     expect(root.querySelector(".code-bar span")!.textContent).toBe("python");
     expect(root.querySelector("button.code-copy")).not.toBeNull();
   });
 
-  it("opens links elsewhere, without a referrer", () => {
+  it("opens links in a new tab without a referrer", () => {
     new MarkdownStream(root, md).update("[a](https://example.com) and https://example.org", true);
     const links = [...root.querySelectorAll("a")];
     expect(links.map((link) => link.getAttribute("href"))).toEqual(["https://example.com", "https://example.org"]);
@@ -156,7 +156,7 @@ describe("hostile text", () => {
   const ACTIVE =
     "script, img, svg, iframe, form, input, style, base, meta, link, math, object, embed, video, audio, template";
   const check = () => {
-    // KaTeX's own nodes: it builds them, the text does not
+    // KaTeX builds these nodes itself; they do not come from the text
     const drawn = (element: Element) => element.closest(".katex") !== null;
     expect([...root.querySelectorAll(ACTIVE)].filter((element) => !drawn(element))).toEqual([]);
     for (const element of root.querySelectorAll("*")) {
@@ -170,9 +170,9 @@ describe("hostile text", () => {
   beforeEach(() => document.body.append(root));
   afterEach(() => root.remove());
 
-  it("has many forms", () => expect(new Set(XSS).size).toBeGreaterThanOrEqual(60));
+  it("is covered by at least 60 cases", () => expect(new Set(XSS).size).toBeGreaterThanOrEqual(60));
   for (const text of XSS) {
-    it(`stays text: ${text.slice(0, 40)}`, () => {
+    it(`is rendered inert: ${text.slice(0, 40)}`, () => {
       const stream = new MarkdownStream(root, md);
       for (const prefix of cuts(text, 3, 40)) {
         stream.update(prefix, false);
@@ -183,8 +183,8 @@ describe("hostile text", () => {
     });
   }
 
-  // Each wall holds alone: what the other one would catch must not get that far.
-  it("gets past neither wall", () => {
+  // Parser and sanitizer each remove all active content without the other.
+  it("is stopped by the parser alone and by the sanitizer alone", () => {
     const links = /(?:href|src)="(?!https?:|mailto:)/i;
     for (const text of XSS) {
       const html = md.render(text);
@@ -203,7 +203,7 @@ describe("hostile text", () => {
     }
   });
 
-  it("stays text when colours and formulas have come", async () => {
+  it("stays inert after colours and formulas are drawn", async () => {
     new MarkdownStream(root, md).update(XSS.join("\n\n"), true);
     await vi.waitFor(() => {
       expect(root.querySelector(".math")).toBeNull();
@@ -215,7 +215,7 @@ describe("hostile text", () => {
 });
 
 describe("openFence", () => {
-  it("sees whether the fence closed", () => {
+  it("detects whether a fence is closed", () => {
     expect(openFence("```js\na\n")).toBe("a\n");
     expect(openFence("```js\na\n```")).toBeNull();
     expect(openFence("````\n```\n")).toBe("```\n");
@@ -223,7 +223,7 @@ describe("openFence", () => {
   });
 });
 
-describe("mend", () => {
+describe("closeOpenMarkup", () => {
   it.each([
     ["a **b", "a **b**"],
     ["a **b*", "a **b**"],
@@ -232,5 +232,5 @@ describe("mend", () => {
     ["see [docs](https://exa", "see docs"],
     ["a **b** c", "a **b** c"],
     ["```js\n**", "```js\n**"],
-  ])("%j becomes %j", (before, after) => expect(closeOpenMarkup(before)).toBe(after));
+  ])("turns %j into %j", (before, after) => expect(closeOpenMarkup(before)).toBe(after));
 });

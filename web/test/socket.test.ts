@@ -2,13 +2,13 @@ import { afterEach, describe, expect, it, vi } from "vitest";
 import { watchWake } from "../src/api/socket";
 import { fakeBrowser } from "./fakes";
 
-describe("sleep", () => {
+describe("watchWake", () => {
   afterEach(() => {
     vi.useRealTimers();
     vi.unstubAllGlobals();
   });
 
-  it("is noticed by a clock that jumped, once, and not by time that passed", () => {
+  it("fires once when the clock jumps, and not for time that passes normally", () => {
     vi.useFakeTimers();
     const woke = vi.fn();
     fakeBrowser();

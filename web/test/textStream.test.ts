@@ -4,15 +4,15 @@ import { DrawPacer } from "../src/markdown/textStream";
 beforeEach(() => void vi.useFakeTimers());
 afterEach(() => void vi.useRealTimers());
 
-describe("Pace", () => {
-  it("draws at once what is cheap", () => {
+describe("DrawPacer", () => {
+  it("draws cheap texts immediately", () => {
     const pace = new DrawPacer();
     const drawn: string[] = [];
     for (const name of ["a", "b", "c"]) pace.schedule(pace, () => drawn.push(name));
     expect(drawn).toEqual(["a", "b", "c"]);
   });
 
-  it("rests after what took long, then draws the newest of every text", () => {
+  it("pauses after an expensive drawing, then draws the newest version of each text", () => {
     let now = 0;
     vi.spyOn(performance, "now").mockImplementation(() => now);
     const pace = new DrawPacer();
@@ -31,7 +31,7 @@ describe("Pace", () => {
     expect(drawn).toEqual(["a", "d", "x"]);
   });
 
-  it("does not let the last word wait", () => {
+  it("draws the final text without waiting", () => {
     const pace = new DrawPacer();
     const drawn: string[] = [];
     pace.schedule(pace, () => drawn.push("a"));

@@ -5,7 +5,7 @@ import { ThreadScroll } from "../src/ui/thread/threadScroll";
 
 const SCREEN_PX = 500;
 
-/** A scroller whose content has a height, and whose browser keeps the position within it. */
+/** A scroll container with a content height that clamps the scroll position like a browser. */
 class Box extends EventTarget {
   readonly clientHeight = SCREEN_PX;
   private topPx = 0;
@@ -55,7 +55,7 @@ function atTheEnd() {
 }
 
 describe("ThreadScroll at the end", () => {
-  it("stays there when rows shrink and grow before the browser tells of it", () => {
+  it("stays at the end when rows shrink and grow before the scroll event", () => {
     const { box, scroll } = atTheEnd();
     box.becomes(4000);
     box.becomes(9100);
@@ -64,7 +64,7 @@ describe("ThreadScroll at the end", () => {
     expect([box.belowPx, scroll.pinned.value]).toEqual([0, true]);
   });
 
-  it("lets a reader go who scrolls while rows grow", () => {
+  it("stops following when the user scrolls while rows grow", () => {
     const { box, scroll } = atTheEnd();
     box.dispatchEvent(new Event("wheel"));
     box.scrollTop -= 240;
@@ -73,7 +73,7 @@ describe("ThreadScroll at the end", () => {
     expect([box.belowPx, scroll.pinned.value]).toEqual([340, false]);
   });
 
-  it("lets a reader go whom nothing announced while rows are as they were", () => {
+  it("stops following when the position changes without an input event", () => {
     const { box, scroll } = atTheEnd();
     box.scrollTop -= 240;
     scroll.onScroll();

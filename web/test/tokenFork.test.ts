@@ -73,7 +73,7 @@ describe("forks inside an answer", () => {
     };
   });
 
-  it("puts another candidate beside the answer, from the chosen token on", async () => {
+  it("creates a sibling of the answer that starts with its first tokens and the chosen token", async () => {
     systemPrompt.value = "Be brief.";
     sampling.value = { ...DEFAULT_SAMPLING, n: 4 };
     chat.send("Hello", { n: 1 });
@@ -81,10 +81,10 @@ describe("forks inside an answer", () => {
     end("The fox");
     const original = leaf();
     await chat.forks.open(original);
-    const inside = chat.forks.inspector.value!;
-    expect(inside.spans.value!.map((span) => span.text)).toEqual(["The", " fox"]);
-    await inside.select(1);
-    chat.forks.branch(inside.alternatives.value!.alternatives[0]!);
+    const inspector = chat.forks.inspector.value!;
+    expect(inspector.spans.value!.map((span) => span.text)).toEqual(["The", " fox"]);
+    await inspector.select(1);
+    chat.forks.branch(inspector.alternatives.value!.alternatives[0]!);
     expect(sent()).toMatchObject({
       type: "response.create",
       input: [],
@@ -93,7 +93,7 @@ describe("forks inside an answer", () => {
       fork_with: 4,
       explain: true,
     });
-    expect(sent()).not.toHaveProperty("instructions"); // an answer goes on under its own
+    expect(sent()).not.toHaveProperty("instructions"); // a forked answer keeps its instructions
     expect(sent()).not.toHaveProperty("n");
     expect(chat.forks.inspector.value).toBeNull();
     begin(1, "b");
@@ -111,18 +111,18 @@ describe("forks inside an answer", () => {
     expect(chat.thread.value.tree.value.siblings(leaf())).toEqual([original, leaf()]);
   });
 
-  it("asks for the alternatives of one place once", async () => {
+  it("loads the alternatives of a token once", async () => {
     answer("The fox");
     await chat.forks.open(leaf());
-    const inside = chat.forks.inspector.value!;
-    await inside.select(1);
-    await inside.select(null);
-    await inside.select(1);
-    expect(inside.alternatives.value?.token.id).toBe(9);
+    const inspector = chat.forks.inspector.value!;
+    await inspector.select(1);
+    await inspector.select(null);
+    await inspector.select(1);
+    expect(inspector.alternatives.value?.token.id).toBe(9);
     expect(server.calls.filter((call) => call.path.endsWith("/tokens/1")).length).toBe(1);
   });
 
-  it("begins at the word that was clicked", async () => {
+  it("selects the token at the clicked word", async () => {
     answer("The fox");
     const at = async (offset: number) => {
       await chat.forks.open(leaf(), { offset, box: () => null });
@@ -131,7 +131,7 @@ describe("forks inside an answer", () => {
     expect([await at(0), await at(2), await at(3), await at(4)]).toEqual([0, 0, 1, 1]);
   });
 
-  it("says why an answer cannot be looked into", async () => {
+  it("reports why the tokens of an answer cannot be loaded", async () => {
     answer("The fox");
     server.statuses[`${ITEM}/tokens`] = 400;
     server.replies[`${ITEM}/tokens`] = { error: { message: "no tokens are stored" } };
@@ -140,21 +140,21 @@ describe("forks inside an answer", () => {
     expect(toasts.value.at(-1)?.text).toBe("no tokens are stored");
   });
 
-  it("does not open what is still being written", async () => {
+  it("does not open an answer that is streaming", async () => {
     chat.send("Hello");
     begin(1);
     await chat.forks.open(leaf());
     expect(chat.forks.inspector.value).toBeNull();
   });
 
-  it("does not open an earlier answer while another is being written", async () => {
+  it("does not open an earlier answer while another one is streaming", async () => {
     answer("The fox");
     const first = leaf();
     chat.send("More");
     expect(chat.forks.canOpen(first)).toBe(false);
   });
 
-  it("continues a cut answer from its last token", async () => {
+  it("continues a cut answer after its last token", async () => {
     answer("The fox", "length");
     server.replies[ITEM] = { num_tokens: 12 };
     await chat.forks.continueAnswer(leaf());
@@ -164,7 +164,7 @@ describe("forks inside an answer", () => {
 });
 
 describe("candidates", () => {
-  it("drops one and shows what came back; the chosen place goes to another", () => {
+  it("drops one, keeps its receipt, and shows another one", () => {
     sampling.value = { ...DEFAULT_SAMPLING, n: 3 };
     chat.send("Hello");
     begin(3);
@@ -178,11 +178,11 @@ describe("candidates", () => {
     expect(turn().dropped.value.get(first!)).toEqual(receipt);
     expect(first!.status.value).toBe("stopped");
     expect(second!.status.value).toBe("streaming");
-    chat.drop(first!); // again: nothing
+    chat.drop(first!); // a second drop has no effect
     expect(FakeSocket.last.sent.filter((frame) => frame.type === "response.drop").length).toBe(1);
   });
 
-  it("says nothing when the one to drop has just ended", () => {
+  it("shows no error if the candidate to drop has just ended", () => {
     FakeSocket.last.push({
       type: "error",
       status: 404,
@@ -202,8 +202,8 @@ describe("candidates", () => {
   });
 });
 
-describe("figures of a turn", () => {
-  it("keeps why the prompt missed", () => {
+describe("statistics of a turn", () => {
+  it("stores the reason of the first cache miss", () => {
     chat.send("Hello");
     expect(sent().explain).toBe(true);
     begin(1);
@@ -212,7 +212,7 @@ describe("figures of a turn", () => {
     expect(turn().miss.value).toEqual(miss);
   });
 
-  it("keeps what was thought apart from what is said", () => {
+  it("stores reasoning separately from the message", () => {
     chat.send("Hello");
     push({ type: "response.created", response });
     push({
@@ -238,8 +238,8 @@ describe("figures of a turn", () => {
   });
 });
 
-describe("thoughts of a stored answer", () => {
-  it("are fetched when they are opened, once", async () => {
+describe("reasoning of a stored answer", () => {
+  it("is loaded once, when it is opened", async () => {
     answer("Hi");
     server.replies["/v1/conversations/conv_1/items"] = {
       data: [{ type: "message" }, { type: "reasoning", content: [{ text: "Hm, " }, { text: "well" }] }],
@@ -251,13 +251,13 @@ describe("thoughts of a stored answer", () => {
   });
 });
 
-describe("draft-ahead", () => {
+describe("prefill while typing", () => {
   const prewarms = () => FakeSocket.last.sent.filter((frame) => frame.type === "prompt.prewarm");
   const warmed = (warm_tokens: number, status = "done") =>
     FakeSocket.last.push({ type: "prompt.prewarmed", status, input_tokens: 48, cached_tokens: 0, warm_tokens });
   beforeEach(() => void vi.advanceTimersByTimeAsync(0));
 
-  it("sends the draft when the reader pauses, once", () => {
+  it("sends the draft once, after a pause in typing", () => {
     for (const text of ["T", "Te", "Tell me"]) {
       chat.prefill.text.value = text;
       vi.advanceTimersByTime(100);
@@ -271,15 +271,15 @@ describe("draft-ahead", () => {
     expect(prewarms().length).toBe(1);
     expect(chat.prefill.progress.value).toMatchObject({ warmTokens: 40 });
     chat.prefill.text.value = "Tell me a story";
-    expect(chat.prefill.progress.value).toMatchObject({ warmTokens: 40 }); // what was read is still its beginning
-    systemPrompt.value = "Be brief."; // then it is another prompt
+    expect(chat.prefill.progress.value).toMatchObject({ warmTokens: 40 }); // the prefilled text is still the beginning of the draft
+    systemPrompt.value = "Be brief."; // a different prompt
     expect(chat.prefill.progress.value).toBeNull();
     systemPrompt.value = "";
     chat.prefill.text.value = "Sing";
     expect(chat.prefill.progress.value).toBeNull();
   });
 
-  it("asks about one draft at a time", () => {
+  it("sends one draft at a time", () => {
     chat.prefill.text.value = "Tell";
     vi.advanceTimersByTime(1000);
     chat.prefill.text.value = "Tell me";
@@ -290,7 +290,7 @@ describe("draft-ahead", () => {
     expect(prewarms().length).toBe(2);
   });
 
-  it("waits longer where somebody is being answered", () => {
+  it("waits longer if the server is busy", () => {
     chat.prefill.text.value = "Tell";
     vi.advanceTimersByTime(1000);
     warmed(0, "busy");
@@ -300,7 +300,7 @@ describe("draft-ahead", () => {
     expect(prewarms().length).toBe(2);
   });
 
-  it("says nothing of a draft that was refused", () => {
+  it("shows no error for a refused draft", () => {
     chat.prefill.text.value = "Tell";
     vi.advanceTimersByTime(1000);
     FakeSocket.last.push({ type: "error", status: 400, error: { message: "too long", param: "input" } });
@@ -311,7 +311,7 @@ describe("draft-ahead", () => {
     expect(toasts.value.length).toBe(1);
   });
 
-  it("asks for the place that the draft would have, and not while an answer runs", () => {
+  it("uses the continuation point of the draft, and stops while an answer is running", () => {
     answer("The fox");
     systemPrompt.value = "Be brief.";
     chat.prefill.text.value = "Why?";
@@ -324,7 +324,7 @@ describe("draft-ahead", () => {
     expect(prewarms().length).toBe(1);
   });
 
-  it("can be turned off", () => {
+  it("can be disabled", () => {
     prefillWhileTyping.value = false;
     chat.prefill.text.value = "Tell";
     vi.advanceTimersByTime(5000);

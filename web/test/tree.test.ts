@@ -14,35 +14,35 @@ function sample(): Tree {
 const keys = (tree: Tree) => tree.path.value.map((message) => message.key);
 
 describe("Tree", () => {
-  it("shows the path of the chosen children", () => {
+  it("path follows the chosen children", () => {
     expect(keys(sample())).toEqual(["u1", "a1", "u2"]);
   });
-  it("follows a choice down to that branch's own leaf, and back", () => {
+  it("choose switches to the branch with its own leaf, and back", () => {
     const tree = sample();
     tree.choose(tree.get("a2")!);
     expect(keys(tree)).toEqual(["u1", "a2", "u3"]);
     tree.choose(tree.get("a1")!);
     expect(keys(tree)).toEqual(["u1", "a1", "u2"]);
   });
-  it("reveals a leaf by choosing all its ancestors", () => {
+  it("reveal chooses all ancestors", () => {
     const tree = sample();
     tree.choose(tree.get("a3")!);
     tree.reveal(tree.get("u3")!);
     expect(keys(tree)).toEqual(["u1", "a2", "u3"]);
   });
-  it("tells versions (all siblings) from candidates (same turn)", () => {
+  it("siblings returns all versions, candidates only those of the same turn", () => {
     const tree = sample();
     const a1 = tree.get("a1")!;
     expect(tree.siblings(a1).map((message) => message.key)).toEqual(["a1", "a2", "a3"]);
     expect(tree.candidates(a1).map((message) => message.key)).toEqual(["a1", "a2"]);
   });
-  it("keeps several roots as versions of the first message", () => {
+  it("several roots are versions of the first message", () => {
     const tree = sample();
     tree.add({ key: "u9", parent: null, role: "user" });
     expect(keys(tree)).toEqual(["u9"]);
     expect(tree.siblings(tree.get("u1")!).length).toBe(2);
   });
-  it("finds a message by the server's name", () => {
+  it("byId finds a message by its server id", () => {
     expect(sample().byId("msg_u1")?.key).toBe("u1");
     expect(sample().byId("nobody")).toBeUndefined();
   });

@@ -12,7 +12,7 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-it("puts the caret into the editor before anybody can type, and never again", async () => {
+it("Editor sets the caret before the first key press, and only once", async () => {
   fakeNetwork();
   const chat = new Chat("ws://test/v1/responses");
   const message = chat.thread.value.tree.value.add({ key: "u", parent: null, role: "user", text: "What is 2 + 3?" });
@@ -22,7 +22,7 @@ it("puts the caret into the editor before anybody can type, and never again", as
   const area = document.querySelector("textarea")!;
   expect(document.activeElement).toBe(area);
   expect(area.selectionStart).toBe(message.text.value.length);
-  area.select(); // as somebody does who types over the old text
+  area.select(); // as a user does to replace the text
   await vi.advanceTimersByTimeAsync(500);
   expect([area.selectionStart, area.selectionEnd]).toEqual([0, message.text.value.length]);
 });

@@ -11,14 +11,14 @@ import {
 
 const starts = (count: number, px = 100) => rowOffsets(Array.from({ length: count }, () => px));
 
-describe("rowsAt", () => {
-  it("has a short thread as a whole", () => {
+describe("visibleRows", () => {
+  it("returns all rows of a short thread", () => {
     expect(visibleRows(starts(MAX_UNVIRTUALIZED_ROWS), 0, 500, [])).toEqual(
       Array.from({ length: MAX_UNVIRTUALIZED_ROWS }, (_, index) => index),
     );
   });
 
-  it("covers the screen and some around it, the last two, and what must stay", () => {
+  it("returns the rows around the viewport, the last two, and those to keep", () => {
     const rows = visibleRows(starts(1000), 50_000, 500, [3, -1, 5000]);
     for (let index = 500; index <= 504; index++) expect(rows).toContain(index);
     expect(rows[0]).toBe(3);
@@ -27,7 +27,7 @@ describe("rowsAt", () => {
     expect(rows).toEqual([...rows].sort((a, b) => a - b));
   });
 
-  it("agrees with a search row by row, wherever the reader is", () => {
+  it("agrees with a linear search at any scroll position", () => {
     const heights = Array.from({ length: 300 }, (_, index) => 20 + ((index * 7919) % 400));
     const all = rowOffsets(heights);
     for (let top = -100; top < all.at(-1)! + 1000; top += 977) {
@@ -40,14 +40,14 @@ describe("rowsAt", () => {
     }
   });
 
-  it("begins at the end", () => {
+  it("starts at the end", () => {
     expect(visibleRows(starts(1000), Infinity, 500, []).at(-1)).toBe(999);
     expect(visibleRows(starts(1000), Infinity, 0, []).length).toBeLessThan(40);
   });
 });
 
-describe("slotsOf", () => {
-  it("fills what is left out with space: nothing moves", () => {
+describe("toSlots", () => {
+  it("fills the gaps with space of the same height", () => {
     const at = rowOffsets([10, 20, 30, 40, 50]);
     expect(toSlots([1, 4], at)).toEqual([
       { spacePx: 10, before: 1 },
@@ -59,8 +59,8 @@ describe("slotsOf", () => {
   });
 });
 
-describe("Heights", () => {
-  it("guesses from the text until measured", () => {
+describe("RowHeights", () => {
+  it("estimates from the text until a row is measured", () => {
     const message = new Tree().add({ key: "a", parent: null, role: "user", text: "x".repeat(1000) });
     const heights = new RowHeights();
     expect(heights.of(message)).toBe(estimateHeight(message.text.value));

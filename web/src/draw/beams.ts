@@ -1,7 +1,7 @@
 // Layout of a beam tree. Text runs to the right in cells of equal width. Each live beam has its own lane, the common
 // part is in the top lane, and dropped beams use free space or become a tick.
 //
-//   There was once a dragon ─┬ called Kai ── who lived      lane 0: the trunk, then its first-born child
+//   There was once a dragon ─┬ called Kai ── who lived      lane 0: the trunk, then its oldest child
 //                  ╰ king    ╰ in the ─┬ edge of the        lane 1: "king" was dropped; then a live beam
 //                                      ╰ city               lane 2
 import { CELL_PX, countCells, singleLine, truncate } from "../app/format";

@@ -63,7 +63,7 @@ function Versions({ question, versions, shown }: VersionsProps) {
         </span>
       </p>
       {common.trim() !== "" && (
-        <p class="shared-start">
+        <p class="common-prefix">
           <span class="hint">Common beginning</span>
           {truncate(common.trim(), SHARED_CHARS)}
         </p>
