@@ -58,9 +58,15 @@ $(VENV)/.node: $(VENV)/pyvenv.cfg
 
 web: $(STATIC)
 
-$(STATIC): $(WEB_SOURCES) | $(VENV)/.node
-	@echo "[2/3] Building the chat page: about 50 MB of npm packages"
-	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm ci --no-audit --no-fund --loglevel=error && npm run build --silent
+WEB_MODULES := web/node_modules/.installed
+
+$(WEB_MODULES): web/package-lock.json | $(VENV)/.node
+	@echo "[2/3] Installing the packages of the chat page: about 50 MB to download"
+	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(STATIC): $(WEB_SOURCES) $(WEB_MODULES)
+	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm run build --silent
 	@touch $@
 
 serve: install
@@ -68,14 +74,16 @@ serve: install
 	@echo "[3/3] Starting the server"
 	@exec $(BIN)/python -m chatcache serve $(ARGS)
 
-lint: $(VENV)/.installed-test
+lint: $(VENV)/.installed-test $(WEB_MODULES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm run lint --silent
 
-format: $(VENV)/.installed-test
+format: $(VENV)/.installed-test $(WEB_MODULES)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm run format --silent
 
 # Two at a time, each one's output in one piece where make can (macOS brings one that cannot).
 TOGETHER := -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
