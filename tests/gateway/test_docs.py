@@ -240,3 +240,18 @@ def test_limits_in_the_docs_are_those_of_the_code() -> None:
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     for what, limit in limits.items():
         assert [row[1] for row in rows if row[0].startswith(what)] == [limit], what
+
+
+def _paths(page: Path) -> set[str]:
+    """Modules, packages and files that a page names in backticks."""
+    found = re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", prose(page))
+    return {path for path in found if not path.startswith(("/", "."))}
+
+
+@pytest.mark.parametrize("page", [DOCS / "architecture.md", *GUIDES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_of_a_page_exist(page: Path) -> None:
+    roots = [page.parent, ROOT, ROOT / "chatcache", ROOT / "chatcache/gateway", ROOT / "kernels/chatcache_kernels"]
+    roots += [ROOT / "web", ROOT / "kernels"]
+    names = {path: [root / path for root in roots] + [root / f"{path}.py" for root in roots] for path in _paths(page)}
+    missing = sorted(path for path, places in names.items() if not any(place.exists() for place in places))
+    assert not missing, f"{page.name} names files that do not exist"
