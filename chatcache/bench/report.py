@@ -74,7 +74,7 @@ def compare(name: str, value: float, unit: str, limit: float, limit_name: str = 
 def compare_to_floor(name: str, seconds: float, floor_s: float, goal: str = "", unit: str = "ms") -> Figure:
     """Return a time next to the shortest possible time; ratio = floor / time, 1 at best."""
     scale = UNITS_OF_TIME[unit]
-    return Figure(name, seconds * scale, unit, floor_s * scale, "", floor_s / seconds, goal)
+    return Figure(name, seconds * scale, unit, floor_s * scale, "floor", floor_s / seconds, goal)
 
 
 # -- text ---------------------------------------------------------------------------------------------------------

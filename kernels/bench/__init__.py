@@ -1,1 +1,1 @@
-"""Benchmarks of kernels and engine, each figure beside what the same machine could do in the same run."""
+"""Benchmarks of kernels and engine, each figure next to a limit measured in the same run."""

@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from bench.check.in_order import OneByOne
+from bench.check.model import SynchronousRunner
 from chatcache_kernels import triton, work_list
 
 from chatcache.bench.shapes import RandomWeights, Shape, write_config
@@ -78,7 +78,7 @@ def build(
         if is_interpreted:  # nothing compiles; tests/model/test_triton_warm.py warms up in full
             patches.enter_context(mock.patch.multiple("chatcache.model.runner", WARM_PROMPTS=(1, 2), WARM_TOKENS=PAGE))
         runner = load_model(config, weights=RandomWeights(TINY, device, seed=SEED, std=0.2), ahead=graphs)
-    return Engine(OneByOne(runner) if in_order else runner, runner.facts, config)
+    return Engine(SynchronousRunner(runner) if in_order else runner, runner.facts, config)
 
 
 def prompt_of(num_tokens: int, number: int = 0) -> Prompt:

@@ -1,4 +1,7 @@
-"""What a stage is given, and where its figures go: a file of JSON lines, so that a stage killed keeps what it had."""
+"""The environment of a stage: device, size, deadline, and a file of JSON lines for results.
+
+Each figure is appended at once, so a process that is killed leaves what it had measured.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,26 @@ import json
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.check.figures import Figure
+from chatcache.bench.report import Figure
 
 
 @dataclass(slots=True)
-class Context:
-    """One stage's surroundings. `size`: full | cpu | tiny. `deadline_s` is on `time.monotonic`'s clock."""
+class StageContext:
+    """Environment of one stage.
+
+    `size`: full | cpu | tiny. `deadline_s` is a time of `time.monotonic`.
+    """
 
     device: str
     size: str
     out: Path
-    sheet: Path
+    results: Path
     deadline_s: float = float("inf")
     num_failures: int = 0
 
@@ -36,24 +42,27 @@ class Context:
         return self.deadline_s - time.monotonic()
 
     def add(self, *figures: Figure) -> None:
-        """Print figures and keep them. Goals are those of a GPU: elsewhere there are none."""
+        """Print figures and store them. Goals are defined for GPUs and are removed elsewhere."""
         for figure in figures if self.on_gpu else [replace(figure, goal="") for figure in figures]:
             print(figure.line(), flush=True)
-            self._write({"figure": figure.as_json()})
+            self._write({"figure": asdict(figure)})
 
     def note(self, name: str, value: Any) -> None:
-        """Keep what is no figure: a profile, a list of times."""
+        """Store other data: a profile, a list of times."""
         self._write({"note": name, "value": value})
 
-    def left_out(self, what: str, why: str) -> None:
-        """Say plainly what was not measured."""
-        print(f"left out: {what} ({why})", flush=True)
-        self._write({"left_out": what, "why": why})
+    def skip(self, what: str, reason: str) -> None:
+        """Report what was not measured."""
+        print(f"skipped: {what} ({reason})", flush=True)
+        self._write({"skipped": what, "reason": reason})
 
     def measure(self, what: str, work: Callable[[], None], needs_s: float = 0.0) -> None:
-        """Do one part of the stage; its failure is noted and is its own. `needs_s`: left out with less time left."""
+        """Run one part of the stage and record its failure.
+
+        It is skipped if less than `needs_s` is left.
+        """
         if self.time_left_s < needs_s:
-            self.left_out(what, f"{self.time_left_s:.0f} s of this stage's time left, it needs {needs_s:.0f}")
+            self.skip(what, f"{self.time_left_s:.0f} s of this stage's time left, {needs_s:.0f} needed")
             return
         start = time.monotonic()
         try:
@@ -68,5 +77,5 @@ class Context:
         print(f"-- {what}: {time.monotonic() - start:.1f} s", flush=True)
 
     def _write(self, entry: dict[str, Any]) -> None:
-        with self.sheet.open("a") as file:
+        with self.results.open("a") as file:
             file.write(json.dumps(entry) + "\n")

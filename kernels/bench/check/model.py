@@ -1,4 +1,4 @@
-"""(d) Whole engine steps of random-weight models, beside the time that weights, keys and multiplications must take."""
+"""Stage "model": engine steps of models with random weights, next to their rooflines."""
 
 from __future__ import annotations
 
@@ -9,50 +9,67 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from bench.check.ceilings import Ceilings, quick
-from bench.check.context import Context
-from bench.check.figures import Figure, above_floor, compared
-from bench.check.in_order import OneByOne
+from bench.check.context import StageContext
+from bench.check.limits import stage_limits
 from bench.check.profile import profile_steps
-from chatcache.bench.drivers import EngineDriver, Prompt
+from chatcache.bench.device import Limits
+from chatcache.bench.drivers import EngineDriver
+from chatcache.bench.report import Figure, compare, compare_to_floor
 from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.errors import EngineError
+from chatcache.engine.protocols import Launched
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
-from chatcache.types.events import Failed, Started
-from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.plan import KVCapacity, StepPlan, StepResult
+from chatcache.types.request import BeamSearchParams, Params, SamplingParams
+
+
+class SynchronousRunner:
+    """A runner without asynchronous scheduling: every step ends before the next one is planned."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def capacity(self) -> KVCapacity:
+        return replace(self._runner.capacity(), runs_ahead=False)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._runner.execute(plan)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return self._runner.launch(plan)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model and what its steps must at least move and multiply."""
+class LoadedModel:
+    """A model, and the bytes and multiplications that its steps need at least."""
 
     name: str
     shape: Shape
     runner: Runner
     config: EngineConfig
-    limits: Ceilings
+    limits: Limits
 
-    def engine(self, *, ahead: bool = True) -> Engine:
-        """Return an engine with fresh books; the one before must be idle."""
-        return Engine(self.runner if ahead else OneByOne(self.runner), self.runner.facts, self.config)
+    def driver(self, seed: int = 0, *, ahead: bool = True) -> EngineDriver:
+        """Return a driver of a new engine; the previous engine must be idle."""
+        runner = self.runner if ahead else SynchronousRunner(self.runner)
+        return EngineDriver(Engine(runner, self.runner.facts, self.config), seed)
 
     @property
     def read_params(self) -> int:
-        """Weights that every step reads: all but an input embedding that is looked up only."""
+        """Weights that every step reads: all except an input embedding, which is only looked up."""
         table = self.shape.vocab_size * self.shape.hidden
         return self.runner.facts.num_parameters - (0 if self.shape.tied else table)
 
     @property
     def layer_params(self) -> int:
-        """Weights that every prompt token is multiplied with: those without the output head."""
+        """Weights that every prompt token is multiplied with: all except the output head."""
         return self.read_params - self.shape.vocab_size * self.shape.hidden
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * self.itemsize
 
     @property
@@ -60,12 +77,12 @@ class Loaded:
         return self.runner.facts.weight_bytes // self.runner.facts.num_parameters
 
     def decode_floor_s(self, num_branches: int, num_tokens: float) -> float:
-        """A step of one token for each branch, with `num_tokens` different tokens in their pages."""
+        """Return the roofline of a decode step over pages with `num_tokens` different tokens."""
         num_bytes = self.read_params * self.itemsize + num_tokens * self.token_bytes
         return self.limits.floor_s(num_bytes, 2.0 * num_branches * self.read_params)
 
     def prefill_floor_s(self, num_tokens: int, num_cached: int = 0) -> float:
-        """A prompt's new tokens, the causal half of their attention, and one row of the output head."""
+        """Return the roofline of a prompt: its tokens, causal attention, one row of the output head."""
         seen = num_tokens * (num_cached + (num_tokens + 1) / 2)
         attention = 4.0 * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim * seen
         num_bytes = self.read_params * self.itemsize + num_cached * self.token_bytes
@@ -75,7 +92,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """(branches, prompt, ratio to the floor that is the goal), prompts, shared prompts (tokens, n), histories."""
+    """Workloads. `decode`: (branches, prompt, goal).
+
+    `shared`: (prompt, n, goal). Else numbers of tokens or beams.
+    """
 
     decode: Sequence[tuple[int, int, str]]
     prefill: Sequence[int]
@@ -116,36 +136,37 @@ def names(size: str) -> tuple[str, ...]:
     return tuple(SIZES[size])
 
 
-def load(context: Context, name: str, limits: Ceilings, **settings: Any) -> Loaded:
-    """Build a runner of random weights, drawn on the device."""
+def load(context: StageContext, name: str, limits: Limits, **settings: Any) -> LoadedModel:
+    """Build a runner with random weights, drawn on the device."""
     folder, shape = context.out / "models" / name, SHAPES[name]
     write_config(shape, folder)
-    plain = {"device": context.device, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "served_model_name": name}
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
     if not context.on_gpu:
-        plain |= {"max_num_seqs": 16, "max_model_len": 1024, "max_num_batched_tokens": 2048}
-    config = EngineConfig(model=str(folder), **{**plain, **settings})
+        sizes = {"max_num_seqs": 16, "max_model_len": 1024, "max_num_batched_tokens": 2048}
+    options = {"device": context.device, "served_model_name": name, **sizes, **settings}
+    config = EngineConfig(model=str(folder), **options)
     start = time.perf_counter()
     runner = load_model(config, weights=RandomWeights(shape, context.device))
     context.add(Figure(f"{name}: start to ready, random weights", time.perf_counter() - start, "s"))
     facts = runner.facts
     context.note(f"{name}", {"attention": facts.attention, "dtype": facts.dtype, "pages": runner.capacity().num_pages})
-    return Loaded(name, shape, runner, config, limits)
+    return LoadedModel(name, shape, runner, config, limits)
 
 
-def run(context: Context, name: str) -> None:
-    """Measure one model: decode steps first, then everything else."""
-    model, sizes = load(context, name, quick(context)), SIZES[context.size][name]
+def run(context: StageContext, name: str) -> None:
+    """Measure one model: decode steps first, then the rest."""
+    model, sizes = load(context, name, stage_limits(context)), SIZES[context.size][name]
     _warm_up(model, sizes)
     for branches, prompt, goal in sizes.decode:
         context.measure(
-            f"decode {branches}", partial(_decode, context, model, sizes, branches, prompt, goal), needs_s=4
+            f"decode {branches}", partial(_measure_decode, context, model, sizes, branches, prompt, goal), needs_s=4
         )
     for prompt, n, goal in sizes.shared:
-        context.measure(f"n = {n}", partial(_shared, context, model, sizes, prompt, n, goal), needs_s=4)
-    context.measure("prefill", partial(_prefill, context, model, sizes), needs_s=4)
-    context.measure("cached prompts", partial(_cached, context, model, sizes), needs_s=4)
-    context.measure("beams", partial(_beams, context, model, sizes), needs_s=4)
-    for branches, prompt, _ in sizes.decode[:2]:  # last, for what watches kernels stays and slows them
+        context.measure(f"n = {n}", partial(_measure_shared, context, model, sizes, prompt, n, goal), needs_s=4)
+    context.measure("prefill", partial(_measure_prefill, context, model, sizes), needs_s=4)
+    context.measure("cached prompts", partial(_measure_cached, context, model, sizes), needs_s=4)
+    context.measure("beams", partial(_measure_beams, context, model, sizes), needs_s=4)
+    for branches, prompt, _ in sizes.decode[:2]:  # last, because the profiler stays loaded and slows kernels down
         context.measure(f"profile of {branches}", partial(_profile, context, model, sizes, branches, prompt), needs_s=4)
 
 
@@ -153,106 +174,63 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def start_all(engine: Engine, prompts: Sequence[Prompt], params: Params) -> None:
-    """Submit the prompts and step until the last of them is computed."""
-    for number, prompt in enumerate(prompts):
-        engine.add(GenerateRequest(request_id=f"check-{number}", prompt=prompt, params=params))
-    waiting = len(prompts)
-    while waiting:
-        waiting -= sum(isinstance(event, Started) for event in step(engine))
-
-
-def step(engine: Engine) -> list[Any]:
-    """Run one step. Raises: EngineError if a request failed."""
-    events = engine.step()
-    for event in events:
-        if isinstance(event, Failed):
-            raise EngineError(event.message, code=event.code)
-    return events
-
-
-def stop_all(engine: Engine, num_requests: int) -> None:
-    """Give up what still runs."""
-    for number in range(num_requests):
-        engine.abort(f"check-{number}")
-    while engine.has_work():
-        step(engine)
-
-
-def step_times_s(engine: Engine, prompts: Sequence[Prompt], params: Params) -> list[float]:
-    """Return the seconds from one step's end to the next, all prompts computed, all branches decoding."""
-    start_all(engine, prompts, params)
-    step(engine)
-    times, before = [], time.perf_counter()
-    for _ in range(max((params.max_tokens or 1) - 4, 1)):
-        step(engine)
-        times.append((now := time.perf_counter()) - before)
-        before = now
-    stop_all(engine, len(prompts))
-    return times
-
-
-def _warm_up(model: Loaded, sizes: Sizes) -> None:
-    engine = model.engine()
-    driver = EngineDriver(engine)
+def _warm_up(model: LoadedModel, sizes: Sizes) -> None:
+    driver = model.driver()
     for branches, prompt, _ in sizes.decode:
-        step_times_s(engine, [driver.prompt(min(prompt, 64)) for _ in range(branches)], greedy(6))
+        driver.step_times_s([driver.prompt(min(prompt, 64)) for _ in range(branches)], greedy(6))
 
 
 def _spread(times: list[float], scale: float) -> tuple[float, float]:
     return min(times) * scale, max(times) * scale
 
 
-def _decode(context: Context, model: Loaded, sizes: Sizes, branches: int, prompt: int, goal: str) -> None:
+def _measure_decode(
+    context: StageContext, model: LoadedModel, sizes: Sizes, branches: int, prompt: int, goal: str
+) -> None:
     medians = {}
     for ahead in (True, False):
-        engine = model.engine(ahead=ahead)
-        driver = EngineDriver(engine, seed=branches)
-        times = step_times_s(engine, [driver.prompt(prompt) for _ in range(branches)], greedy(sizes.output))
+        driver = model.driver(branches, ahead=ahead)
+        times = driver.step_times_s([driver.prompt(prompt) for _ in range(branches)], greedy(sizes.output))
         medians[ahead] = statistics.median(times)
         if ahead:
             floor_s = model.decode_floor_s(branches, branches * (prompt + sizes.output / 2))
-            figure = above_floor(f"{model.name}: decode step, {branches} x {prompt}", medians[True], floor_s, goal)
+            figure = compare_to_floor(f"{model.name}: decode step, {branches} x {prompt}", medians[True], floor_s, goal)
             context.add(replace(figure, spread=_spread(times, 1e3)))
             context.add(Figure(f"{model.name}: decode, {branches} x {prompt}", branches / medians[True], "tokens/s"))
         if not model.runner.capacity().runs_ahead:
-            context.left_out(f"{model.name}: running ahead, on against off", "this runner does not run ahead")
+            context.skip(f"{model.name}: asynchronous against synchronous", "this runner does not run ahead")
             return
-    name = f"{model.name}: step {branches} x {prompt}, one by one over ahead"
-    context.add(compared(name, medians[False] * 1e3, "ms", medians[True] * 1e3))
+    name = f"{model.name}: step {branches} x {prompt}, synchronous over asynchronous"
+    context.add(compare(name, medians[False] * 1e3, "ms", medians[True] * 1e3, "asynchronous"))
 
 
-def _profile(context: Context, model: Loaded, sizes: Sizes, branches: int, prompt: int) -> None:
-    engine = model.engine()
-    driver = EngineDriver(engine, seed=1000 + branches)
+def _profile(context: StageContext, model: LoadedModel, sizes: Sizes, branches: int, prompt: int) -> None:
+    driver = model.driver(1000 + branches)
     prompts = [driver.prompt(prompt) for _ in range(branches)]
-    start_all(engine, prompts, greedy(sizes.output))
-    step(engine)
-    found = profile_steps(partial(step, engine), 4 if sizes.output > 8 else 1, context.device)
-    stop_all(engine, branches)
+    request_ids = driver.start_decoding(prompts, greedy(sizes.output))
+    found = profile_steps(driver.step, 4 if sizes.output > 8 else 1, context.device)
+    driver.abort(request_ids)
     context.note(f"profile: {model.name}, {branches} x {prompt}", found.as_json())
     print(found.text(), flush=True)
     if found.device_ms:
         name = f"{model.name}: device busy in a step, {branches} x {prompt}"
-        context.add(compared(name, found.device_ms, "ms", found.wall_ms))
+        context.add(compare(name, found.device_ms, "ms", found.wall_ms, "step"))
 
 
-def _prefill(context: Context, model: Loaded, sizes: Sizes) -> None:
-    engine = model.engine()
-    driver = EngineDriver(engine, seed=7)
+def _measure_prefill(context: StageContext, model: LoadedModel, sizes: Sizes) -> None:
+    driver = model.driver(7)
     for length in sizes.prefill:
         times = [driver.run([driver.prompt(length)], greedy(1)).prefill_s for _ in range(5)]
         goal = {"llama3-8b": ">= 0.60", "qwen3-0.6b": ">= 0.35"}.get(model.name, "") if length >= 2000 else ""
-        figure = above_floor(
+        figure = compare_to_floor(
             f"{model.name}: prefill {length}", statistics.median(times), model.prefill_floor_s(length), goal
         )
         context.add(replace(figure, spread=_spread(times, 1e3)))
 
 
-def _cached(context: Context, model: Loaded, sizes: Sizes) -> None:
-    """A history again with 64 new tokens, beside its first time."""
-    engine = model.engine()
-    driver = EngineDriver(engine, seed=8)
+def _measure_cached(context: StageContext, model: LoadedModel, sizes: Sizes) -> None:
+    """Measure a history repeated with 64 new tokens, next to its first computation."""
+    driver = model.driver(8)
     for length in sizes.histories:
         misses, hits, cached = [], [], 0
         for _ in range(3):
@@ -264,36 +242,37 @@ def _cached(context: Context, model: Loaded, sizes: Sizes) -> None:
         hit_s, miss_s = statistics.median(hits), statistics.median(misses)
         floor_s = model.prefill_floor_s(64, length)
         ideal = floor_s / model.prefill_floor_s(length)
-        context.add(above_floor(f"{model.name}: first token, {length} cached + 64 new", hit_s, floor_s))
+        context.add(compare_to_floor(f"{model.name}: first token, {length} cached + 64 new", hit_s, floor_s))
         name = f"{model.name}: {length} cached over computed (x 3 of ideal)"
-        context.add(compared(name, hit_s * 1e3, "ms", miss_s * 1e3, f"<= {3 * ideal:.3f}"))
-        context.add(compared(f"{model.name}: tokens from cache of {length}", cached, "tokens", length, ">= 0.98"))
+        context.add(compare(name, hit_s * 1e3, "ms", miss_s * 1e3, "computed", f"<= {3 * ideal:.3f}"))
+        context.add(
+            compare(f"{model.name}: tokens from cache of {length}", cached, "tokens", length, "history", ">= 0.98")
+        )
 
 
-def _step_s(model: Loaded, prompt: int, params: Params) -> float:
-    engine = model.engine()
-    driver = EngineDriver(engine, seed=9)
-    return statistics.median(step_times_s(engine, [driver.prompt(prompt)], params))
+def _step_s(model: LoadedModel, prompt: int, params: Params) -> float:
+    driver = model.driver(9)
+    return statistics.median(driver.step_times_s([driver.prompt(prompt)], params))
 
 
 def _sampled(n: int, num_tokens: int) -> SamplingParams:
     return SamplingParams(n=n, max_tokens=num_tokens, ignore_eos=True, seed=0)
 
 
-def _shared(context: Context, model: Loaded, sizes: Sizes, prompt: int, n: int, goal: str) -> None:
-    """A step of n branches over one prompt, beside that of one branch."""
+def _measure_shared(context: StageContext, model: LoadedModel, sizes: Sizes, prompt: int, n: int, goal: str) -> None:
+    """Measure a step of n branches of one prompt, next to a step of one branch."""
     alone_s, many_s = (_step_s(model, prompt, _sampled(each, sizes.output)) for each in (1, n))
     floor_s = model.decode_floor_s(n, prompt + n * sizes.output / 2)
-    context.add(above_floor(f"{model.name}: step, n = {n} after {prompt}", many_s, floor_s))
+    context.add(compare_to_floor(f"{model.name}: step, n = {n} after {prompt}", many_s, floor_s))
     name = f"{model.name}: step, n = {n} over n = 1 after {prompt}"
-    context.add(compared(name, many_s * 1e3, "ms", alone_s * 1e3, goal))
+    context.add(compare(name, many_s * 1e3, "ms", alone_s * 1e3, "n = 1", goal))
 
 
-def _beams(context: Context, model: Loaded, sizes: Sizes) -> None:
-    """A beam step beside the n-best step of the same width."""
+def _measure_beams(context: StageContext, model: LoadedModel, sizes: Sizes) -> None:
+    """Measure a beam step, next to the n-best step of the same width."""
     prompt = min(length for length in sizes.prefill)
     for width in sizes.beams:
         beams = BeamSearchParams(beam_width=width, max_tokens=sizes.output, ignore_eos=True, early_stopping="never")
         beam_s, best_s = (_step_s(model, prompt, params) for params in (beams, _sampled(width, sizes.output)))
         name = f"{model.name}: beam {width} step over n = {width}"
-        context.add(compared(name, beam_s * 1e3, "ms", best_s * 1e3, "<= 1.25"))
+        context.add(compare(name, beam_s * 1e3, "ms", best_s * 1e3, f"n = {width}", "<= 1.25"))

@@ -1,4 +1,4 @@
-"""(c) From logits to candidates on the host: seconds beside reading the logits once."""
+"""Stage "sampling": from logits to candidates on the host, next to reading the logits once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.check.ceilings import Ceilings, quick
-from bench.check.context import Context
-from bench.check.figures import above_floor
-from bench.check.timing import wall_s
+from bench.check.context import StageContext
+from bench.check.limits import stage_limits
+from chatcache.bench.device import Limits, time_with_host
+from chatcache.bench.report import compare_to_floor
 from chatcache.model.loading.loader import choose_sampler
 from chatcache.model.sampling.sampler import AnySampler
 from chatcache.types.plan import Draws
@@ -27,9 +27,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(context: Context) -> None:
-    """Measure each kind of draw at each batch."""
-    limits, vocab_size = quick(context), VOCAB[context.size]
+def run(context: StageContext) -> None:
+    """Measure each kind of sampling at each batch size."""
+    limits, vocab_size = stage_limits(context), VOCAB[context.size]
     sampler = make_sampler(vocab_size, context.device)
     for count in BATCHES[context.size]:
         logits = [torch.randn(count, vocab_size, device=context.device).to(torch.bfloat16) for _ in range(2)]
@@ -39,12 +39,12 @@ def run(context: Context) -> None:
 
 
 def make_sampler(vocab_size: int, device: str) -> AnySampler:
-    """Return what a runner on this device draws with."""
+    """Return the sampler of a runner on this device."""
     return choose_sampler("triton" if device.startswith("cuda") else "cpu", vocab_size, torch.device(device))
 
 
 def make_draws(count: int, **options: Any) -> Draws:
-    """One draw a row, all alike."""
+    """Return one draw per row, all with the same options."""
     kinds: dict[str, tuple[Any, Any]] = {
         "width": (1, np.int32),
         "lane": (0, np.int32),
@@ -62,7 +62,7 @@ def make_draws(count: int, **options: Any) -> Draws:
 
 
 def _measure(
-    context: Context, limits: Ceilings, sampler: Any, logits: list[torch.Tensor], name: str, options: dict[str, Any]
+    context: StageContext, limits: Limits, sampler: Any, logits: list[torch.Tensor], name: str, options: dict[str, Any]
 ) -> None:
     count, turn = len(logits[0]), iter(range(1 << 30))
     draws, index = make_draws(count, **options), np.arange(count)
@@ -72,6 +72,6 @@ def _measure(
             return sampler.sample(logits[next(turn) % 2], index, draws)
 
     draw(), draw()
-    seconds = wall_s(draw, context.device, repeats=9)
+    seconds = time_with_host(draw, context.device, repeats=9)
     floor_s = limits.floor_s(logits[0].numel() * logits[0].element_size())
-    context.add(above_floor(f"draw {name}", seconds, floor_s, scale=1e6))
+    context.add(compare_to_floor(f"sample {name}", seconds, floor_s, unit="us"))

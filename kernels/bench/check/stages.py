@@ -1,4 +1,4 @@
-"""Which stages there are, and running each in a process of its own, so that none can take another down."""
+"""The stages of the check, and running each in a process of its own with a time limit."""
 
 from __future__ import annotations
 
@@ -11,86 +11,98 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.check.context import Context
-from bench.check.machine import ROOT
+from bench.check.context import StageContext
+from chatcache.bench.report import ROOT, Figure, compare
 
 TOTAL_S = 540.0
-GRACE_S = 3.0  # a stage should end by itself; this long after its limit it is killed
+GRACE_S = 3.0  # a stage ends by itself at its limit; it is killed this long after it
 BARE = ROOT / "kernels" / "bench" / "bare"
+PEER = "transformers continuous batching"
+PEER_GOAL = ">= 3.00"
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`module.run(context, *arguments)`, killed after `limit_s`."""
+    """`bench.check.<module>.<function>(context, *arguments)`, killed after `limit_s`."""
 
     name: str
-    module: str
+    target: str
     limit_s: float
     arguments: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a stage left behind, and how it ended: ok | failed | killed | left out."""
+    """The results of a stage, and its status: ok | failed | killed | skipped."""
 
     name: str
-    ended: str
+    status: str
     seconds: float = 0.0
     figures: list[dict[str, Any]] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     failures: list[dict[str, str]] = field(default_factory=list)
-    left_out: list[dict[str, str]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
 
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "full": (
-        Stage("tests", "suite", 140),
-        Stage("ceilings", "ceilings", 30),
-        Stage("decode kernels", "decode", 75),
-        Stage("model qwen3-0.6b", "model", 70, ("qwen3-0.6b",)),
-        Stage("model llama3-8b", "model", 80, ("llama3-8b",)),
-        Stage("offline qwen3-0.6b", "offline", 55, ("qwen3-0.6b",)),
-        Stage("peer qwen3-0.6b", "peer", 70, ("qwen3-0.6b",)),
-        Stage("prefill kernels", "prefill", 35),
-        Stage("small kernels", "small", 35),
-        Stage("sampling", "sampling", 20),
-        Stage("offline llama3-8b", "offline", 60, ("llama3-8b",)),
+        Stage("tests", "run_tests.run", 140),
+        Stage("limits", "limits.run", 30),
+        Stage("decode kernels", "attention.run_decode", 75),
+        Stage("model qwen3-0.6b", "model.run", 70, ("qwen3-0.6b",)),
+        Stage("model llama3-8b", "model.run", 80, ("llama3-8b",)),
+        Stage("offline qwen3-0.6b", "offline.run", 55, ("qwen3-0.6b",)),
+        Stage("peer qwen3-0.6b", "offline.run_transformers", 70, ("qwen3-0.6b",)),
+        Stage("prefill kernels", "attention.run_prefill", 35),
+        Stage("small kernels", "small_kernels.run", 35),
+        Stage("sampling", "sampling.run", 20),
+        Stage("offline llama3-8b", "offline.run", 60, ("llama3-8b",)),
+        Stage("planning", "planning.run", 20),
     ),
     "cpu": (
-        Stage("tests", "suite", 400),
-        Stage("ceilings", "ceilings", 30),
-        Stage("decode kernels", "decode", 60),
-        Stage("prefill kernels", "prefill", 60),
-        Stage("small kernels", "small", 60),
-        Stage("sampling", "sampling", 60),
-        Stage("model smollm2-135m", "model", 90, ("smollm2-135m",)),
+        Stage("tests", "run_tests.run", 400),
+        Stage("limits", "limits.run", 30),
+        Stage("decode kernels", "attention.run_decode", 150),
+        Stage("prefill kernels", "attention.run_prefill", 60),
+        Stage("small kernels", "small_kernels.run", 60),
+        Stage("sampling", "sampling.run", 60),
+        Stage("model smollm2-135m", "model.run", 90, ("smollm2-135m",)),
+        Stage("planning", "planning.run", 30),
     ),
     "tiny": (
-        Stage("tests", "suite", 120),
-        Stage("ceilings", "ceilings", 60),
-        Stage("decode kernels", "decode", 60),
-        Stage("prefill kernels", "prefill", 60),
-        Stage("small kernels", "small", 60),
-        Stage("sampling", "sampling", 60),
-        Stage("model tiny", "model", 60, ("tiny",)),
-        Stage("offline tiny", "offline", 60, ("tiny",)),
+        Stage("tests", "run_tests.run", 120),
+        Stage("limits", "limits.run", 60),
+        Stage("decode kernels", "attention.run_decode", 60),
+        Stage("prefill kernels", "attention.run_prefill", 60),
+        Stage("small kernels", "small_kernels.run", 60),
+        Stage("sampling", "sampling.run", 60),
+        Stage("model tiny", "model.run", 60, ("tiny",)),
+        Stage("offline tiny", "offline.run", 60, ("tiny",)),
+        Stage("planning", "planning.run", 30),
     ),
 }
-LEFT_OUT = {
+TUNE = Stage("tune attention", "tune.run", 480)
+NOT_MEASURED = {
     "cpu": {
         "CUDA graphs, compiled Triton kernels": "no GPU here; the tests run Triton kernels under the interpreter",
-        "Qwen3-0.6B and Llama-3-8B shapes, the offline queue, transformers beside it": "made for a GPU",
+        "Qwen3-0.6B and Llama-3-8B shapes, the offline queue, transformers": "too large for a CPU",
     },
-    "tiny": {"everything of a useful size": "--quick only shows that every stage runs"},
+    "tiny": {"all useful sizes": "--quick only tests that every stage runs"},
 }
+
+
+def find_stage(name: str, size: str) -> Stage:
+    """Return the stage with this name."""
+    return next(stage for stage in (*STAGES[size], TUNE) if stage.name == name)
 
 
 def environment() -> dict[str, str]:
-    """Return a stage's environment: our packages first, the stand-in for msgspec where that is missing."""
+    """Return a stage's environment, with the stand-in for msgspec where that is missing."""
     path = [str(ROOT), str(ROOT / "kernels")]
     if importlib.util.find_spec("msgspec") is None:
         path.append(str(BARE))
@@ -106,14 +118,15 @@ def environment() -> dict[str, str]:
 
 def run_here(stage: Stage, device: str, size: str, out: Path, limit_s: float) -> int:
     """Run a stage in this process; return how many of its parts failed."""
-    context = Context(device, size, out, sheet_of(stage, out), time.monotonic() + limit_s)
-    importlib.import_module(f"bench.check.{stage.module}").run(context, *stage.arguments)
+    context = StageContext(device, size, out, results_path(stage, out), time.monotonic() + limit_s)
+    module, function = stage.target.split(".")
+    getattr(importlib.import_module(f"bench.check.{module}"), function)(context, *stage.arguments)
     return context.num_failures
 
 
 def run_apart(stage: Stage, size: str, out: Path, limit_s: float, grace_s: float = GRACE_S) -> Outcome:
-    """Run a stage in a process of its own, killed with all its children at its limit; read what it wrote."""
-    sheet_of(stage, out).unlink(missing_ok=True)
+    """Run a stage in its own process, kill it at the limit, and read its results."""
+    results_path(stage, out).unlink(missing_ok=True)
     script = ROOT / "kernels" / "bench" / "gpu_check.py"
     command = [sys.executable, str(script), "--out", str(out), "--size", size, "--stage", stage.name]
     start = time.monotonic()
@@ -122,19 +135,19 @@ def run_apart(stage: Stage, size: str, out: Path, limit_s: float, grace_s: float
         status: int | None = process.wait(limit_s + grace_s)
     except subprocess.TimeoutExpired:
         status = None
-    _end(process)
-    outcome = read_sheet(stage, out)
+    _kill_group(process)
+    outcome = read_results(stage, out)
     outcome.seconds = time.monotonic() - start
     if status is None:
         outcome.failures.append({"failure": stage.name, "reason": f"killed at its limit of {limit_s:.0f} s"})
     elif status and not outcome.failures:
         outcome.failures.append({"failure": stage.name, "reason": f"its process ended with {status}"})
-    outcome.ended = "killed" if status is None else "failed" if outcome.failures else "ok"
+    outcome.status = "killed" if status is None else "failed" if outcome.failures else "ok"
     return outcome
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and whatever it started; those of an earlier end are gone already."""
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and its children, unless they have ended already."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -142,15 +155,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def sheet_of(stage: Stage, out: Path) -> Path:
-    """Return the file a stage writes to."""
+def results_path(stage: Stage, out: Path) -> Path:
+    """Return the file that a stage writes its results to."""
     return out / f"{stage.name.replace(' ', '-')}.jsonl"
 
 
-def read_sheet(stage: Stage, out: Path) -> Outcome:
-    """Read what a stage wrote; a line cut short by a kill is left out."""
+def read_results(stage: Stage, out: Path) -> Outcome:
+    """Read the results of a stage; a line that a kill cut short is ignored."""
     outcome = Outcome(stage.name, "ok")
-    path = sheet_of(stage, out)
+    path = results_path(stage, out)
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             entry = json.loads(line)
@@ -163,5 +176,35 @@ def read_sheet(stage: Stage, out: Path) -> Outcome:
         elif "failure" in entry:
             outcome.failures.append(entry)
         else:
-            outcome.left_out.append(entry)
+            outcome.skipped.append(entry)
     return outcome
+
+
+# -- figures of all stages ----------------------------------------------------------------------------------------
+
+
+def figures_of(outcomes: Iterable[Outcome]) -> list[Figure]:
+    """Return the figures of all stages."""
+    return [Figure.from_json(data) for outcome in outcomes for data in outcome.figures]
+
+
+def compare_stages(figures: Iterable[Figure]) -> list[Figure]:
+    """Return figures made of two stages: our tokens/s over the peer's, on the same work."""
+    by_name = {figure.name: figure for figure in figures}
+    found = []
+    for name, peer in by_name.items():
+        model, _, rest = name.partition(": ")
+        ours = by_name.get(f"{model}: {rest.removeprefix(f'{PEER}, ')}")
+        if rest.startswith(PEER) and ours is not None:
+            label = f"{model}: over {PEER}, same work"
+            found.append(compare(label, ours.value, "tokens/s", peer.value, PEER, PEER_GOAL))
+    return found
+
+
+def select_for_table(figures: Iterable[Figure]) -> list[Figure]:
+    """Return the figures with a goal, missed ones last; without goals, those with a limit."""
+    figures = list(figures)
+    with_goal = [figure for figure in figures if figure.met is not None]
+    return sorted(with_goal, key=lambda figure: figure.met is False) or [
+        one for one in figures if one.ratio is not None
+    ]

@@ -1,7 +1,7 @@
-"""Time every launch configuration that attention might have, on this chip: one call is enough to fill `configs.py`.
+"""Stage "tune attention": time every launch configuration on this chip, for `configs.py`.
 
-A configuration belongs to a tile height and a head size, never to a batch; so each is timed over several loads of its
-kind, and the winner is the one whose worst load suffers least: the smallest largest ratio to that load's best.
+A configuration belongs to a tile height and a head size, not to a batch. Each is therefore timed over several loads,
+and the best one has the smallest worst ratio: the largest ratio of its time to the best time for a load.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from unittest import mock
 
 from chatcache_kernels.triton.configs import Config, MergeConfig
 
-from bench.check.context import Context
-from bench.check.figures import Figure, compared
-from bench.check.timing import measure
+from bench.check.context import StageContext
 from bench.check.workload import Heads, Rows, Workload, build, equal_rows, make_batch, tree_rows
+from chatcache.bench.device import time_work
+from chatcache.bench.report import Figure, compare
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 WARPS, STAGES, PROGRAMS = (4, 8), (2, 3, 4, 5), (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Rows whose items all lie in tiles of one height. `share`: see `work.plan_work`."""
+    """Rows whose work items all have one tile height. `share`: see `work_list.plan_work`."""
 
     name: str
     rows: Rows
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One entry of the table: a tile height (queries) and a head size, and what it is timed over."""
+    """One entry of `configs.py`: a tile height (queries) and a head size, and its loads."""
 
     queries: int
     heads: Heads
@@ -49,7 +49,7 @@ class Kind:
         return f"({self.queries}, {self.heads.head_dim})"
 
     def candidates(self) -> list[Config]:
-        """Return what to compile; programs are varied when timed, they need no compilation of their own."""
+        """Return the configurations to compile. `programs` varies without compilation."""
         parts = (False, True) if self.queries <= 32 else (True,)
         stages = STAGES if self.queries <= 32 else STAGES[:3]
         shapes = itertools.product(parts, self.blocks, WARPS, stages)
@@ -82,14 +82,14 @@ def kinds(size: str) -> list[Kind]:
 MERGES = [MergeConfig(*one) for one in itertools.product((16, 32, 64), (2, 4, 8), (2, 4, 8))]
 
 
-def run(context: Context) -> None:
-    """Measure every kind, best first in the notes; the table says what the configuration of today is worth."""
+def run(context: StageContext) -> None:
+    """Rank the configurations of every kind, and compare the current one with the best."""
     for kind in kinds(context.size):
         context.measure(f"tune {kind.name}", lambda kind=kind: _tune(context, kind), needs_s=20)  # type: ignore[misc]
     context.measure("tune merge", lambda: _tune_merge(context), needs_s=5)
 
 
-def _works(context: Context, kind: Kind) -> list[Workload]:
+def _works(context: StageContext, kind: Kind) -> list[Workload]:
     kernels = importlib.import_module("chatcache_kernels.triton")
     found = []
     for load in kind.loads:
@@ -99,36 +99,36 @@ def _works(context: Context, kind: Kind) -> list[Workload]:
     return found
 
 
-def _tune(context: Context, kind: Kind) -> None:
+def _tune(context: StageContext, kind: Kind) -> None:
     candidates = kind.candidates() if context.size != "tiny" else kind.candidates()[:2]
     if context.on_gpu:
         _compile_all(kind, candidates)
     works, times = _works(context, kind), {}
-    today = _today(context, kind)
+    current = _current(context, kind)
     tried = [replace(one, programs=programs) for one in candidates for programs in PROGRAMS]
-    for config in [today, *tried] if context.size != "tiny" else [today, *candidates]:
+    for config in [current, *tried] if context.size != "tiny" else [current, *candidates]:
         try:
             times[config] = [_time_us(context, work, config) for work in works]
         except Exception as error:  # too much shared memory, or too many registers, on this chip
             context.note(f"{kind.name} {config}", f"{type(error).__name__}: {error}"[:200])
-    _report(context, kind, today, times)
+    _report(context, kind, current, times)
 
 
-def _time_us(context: Context, work: Workload, config: Config) -> float:
+def _time_us(context: StageContext, work: Workload, config: Config) -> float:
     attention = importlib.import_module("chatcache_kernels.triton.attention")
     with mock.patch.object(attention, "choose", return_value=config):
-        return measure(work.attend, work.num_layers, context.device, repeats=7, budget_s=0.05).median_s * 1e6
+        return time_work(work.attend, work.num_layers, context.device, repeats=7, budget_s=0.05).median_s * 1e6
 
 
-def _today(context: Context, kind: Kind) -> Config:
+def _current(context: StageContext, kind: Kind) -> Config:
     import torch
     from chatcache_kernels.triton.configs import chip_of, choose
 
     return choose(chip_of(torch.device(context.device)), kind.queries, kind.heads.head_dim, 2)
 
 
-def _report(context: Context, kind: Kind, today: Config, times: dict[Config, list[float]]) -> None:
-    """Rank by the worst ratio to a load's best."""
+def _report(context: StageContext, kind: Kind, current: Config, times: dict[Config, list[float]]) -> None:
+    """Rank by the worst ratio to the best time of a load."""
     bests = [min(column) for column in zip(*times.values(), strict=True)]
     worst = {one: max(us / best for us, best in zip(row, bests, strict=True)) for one, row in times.items()}
     ranked = sorted(worst, key=lambda one: worst[one])
@@ -136,19 +136,19 @@ def _report(context: Context, kind: Kind, today: Config, times: dict[Config, lis
     context.note(f"tune {kind.name}", {"loads": [load.name for load in kind.loads], "ranked": rows})
     print(f"   {kind.name}: {ranked[0]} worst {worst[ranked[0]]:.3f}", flush=True)
     for index, load in enumerate(kind.loads):
-        name = f"tune {kind.name}, {load.name}: today's over the winner"
-        context.add(compared(name, times[today][index], "us", times[ranked[0]][index]))
+        name = f"tune {kind.name}, {load.name}: current over best"
+        context.add(compare(name, times[current][index], "us", times[ranked[0]][index], "best"))
 
 
-def _tune_merge(context: Context) -> None:
-    """The merge alone cannot be timed through the engine's call, so the whole is; everything else stays the same."""
+def _tune_merge(context: StageContext) -> None:
+    """Rank the configurations of the merge kernel by the time of the whole attention call."""
     merge = importlib.import_module("chatcache_kernels.triton.attention")
     loads = kinds(context.size)[0]
-    few = replace(loads, loads=[loads.loads[min(1, len(loads.loads) - 1)]])
-    (work,), times = _works(context, few), {}
+    first_load = replace(loads, loads=[loads.loads[min(1, len(loads.loads) - 1)]])
+    (work,), times = _works(context, first_load), {}
     for config in [merge.MERGE, *(MERGES if context.size != "tiny" else MERGES[:1])]:
         with mock.patch.object(merge, "MERGE", config):
-            timing = measure(work.attend, work.num_layers, context.device, repeats=7, budget_s=0.05)
+            timing = time_work(work.attend, work.num_layers, context.device, repeats=7, budget_s=0.05)
         times[config] = timing.median_s * 1e6
     best = min(times, key=lambda one: times[one])
     context.note("tune merge", sorted(([us, asdict(one)] for one, us in times.items()), key=lambda pair: pair[0]))
@@ -156,8 +156,8 @@ def _tune_merge(context: Context) -> None:
 
 
 def _compile_all(kind: Kind, candidates: Sequence[Config]) -> None:
-    """Fill Triton's cache from several processes; what does not compile fails again, and is noted, when timed."""
-    count = min(MOST_PROCESSES, max(1, (os.cpu_count() or 2) // 2))
+    """Fill Triton's cache from several processes; the timing records what does not compile."""
+    count = min(MAX_PROCESSES, max(1, (os.cpu_count() or 2) // 2))
     parts = [list(candidates[number::count]) for number in range(count)]
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile_some, [replace(kind, loads=())] * count, parts))

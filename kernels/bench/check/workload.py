@@ -1,4 +1,4 @@
-"""Rows of random keys and values in shuffled pages, several layers of them, so that the L2 cache has to let go."""
+"""Attention workloads: random keys and values in shuffled pages, larger than the L2 cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 I32 = NDArray[np.int32]
 PAGE = 16
-FRESH_BYTES = {"full": 2**30, "cpu": 2**26, "tiny": 1}  # what a round over all layers reads, at least
+MIN_ROUND_BYTES = {"full": 2**30, "cpu": 2**26, "tiny": 1}  # read by a round over all layers
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads, key heads, head size."""
+    """Numbers of query heads and key heads, and head size."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,13 +32,16 @@ class Heads:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values of one layer, in bfloat16."""
+        """Bytes of the keys and values of one token in one layer, in bfloat16."""
         return 4 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Page tables on the host. Shapes: tables [R, pages], start, num_tokens [R]; `num_unique` tokens exist once."""
+    """Page tables on the host.
+
+    Shapes: tables [R, pages], start, num_tokens [R]; `num_unique`: different tokens.
+    """
 
     tables: I32
     start: I32
@@ -51,20 +54,22 @@ class Rows:
 
     @property
     def num_attended(self) -> int:
-        """Tokens that the rows attend to, shared ones counted for each row."""
+        """Number of tokens that the rows attend to; shared tokens are counted for each row."""
         return int((self.start + self.num_tokens).sum())
 
 
 def equal_rows(num_rows: int, context: int, new: int, *, shuffled: bool = True) -> Rows:
-    """Rows of `context` tokens each, the last `new` of them new, that share nothing."""
+    """Return rows of `context` tokens each, the last `new` of them new, that share nothing."""
     return tree_rows([(num_rows, context)], new, shuffled=shuffled)
 
 
 def tree_rows(levels: Sequence[tuple[int, int]], new: int = 1, *, shuffled: bool = True) -> Rows:
-    """Rows that are the leaves of a tree: each level says how many children a node has, and the tokens of each.
+    """Return rows that are the leaves of a tree.
 
-    [(1, 4096), (8, 256)] are 8 branches of 256 tokens each after one prompt of 4,096. Tokens of a level that others
-    build on fill whole pages.
+    A level is (children per node, tokens per child).
+
+    [(1, 4096), (8, 256)] are 8 branches of 256 tokens each after one prompt of 4,096. The tokens of all levels but the
+    last must fill whole pages.
     """
     nodes, tables, used, unique = 1, np.zeros((1, 0), np.int32), 1, 0
     for children, tokens in levels:
@@ -74,15 +79,15 @@ def tree_rows(levels: Sequence[tuple[int, int]], new: int = 1, *, shuffled: bool
         tables = np.concatenate((np.repeat(tables, children, axis=0), own), axis=1)
         used, unique = used + nodes * num_pages, unique + nodes * tokens
     if shuffled:
-        places = np.concatenate(([0], 1 + np.random.default_rng(0).permutation(used - 1))).astype(np.int32)
-        tables = places[tables]
+        positions = np.concatenate(([0], 1 + np.random.default_rng(0).permutation(used - 1))).astype(np.int32)
+        tables = positions[tables]
     context = sum(tokens for _, tokens in levels)
     counts = np.full(nodes, new, np.int32)
     return Rows(tables, np.full(nodes, context, np.int32) - counts, counts, unique)
 
 
 def unshared(rows: Rows) -> Rows:
-    """The same rows with pages of their own."""
+    """Return the same rows with separate pages for each row."""
     tables = np.arange(1, 1 + rows.tables.size, dtype=np.int32).reshape(rows.tables.shape)
     tables = (1 + np.random.default_rng(1).permutation(rows.tables.size).astype(np.int32))[tables - 1]
     return replace(rows, tables=tables, num_unique=rows.num_attended)
@@ -103,16 +108,16 @@ class Workload:
         return self.pages.num_layers
 
     def attend(self, layer: int) -> Tensor:
-        """Attend through one layer's pages."""
+        """Compute attention over the pages of one layer."""
         scale = self.heads.head_dim**-0.5
         out: Tensor = self.kernels.paged_attention(self.q, self.pages, layer % self.num_layers, self.batch, scale)
         return out
 
 
 def build(kernels: ModuleType, heads: Heads, rows: Rows, device: str, size: str) -> Workload:
-    """Fill pages with random numbers and plan the rows' work."""
+    """Fill pages with random numbers and plan the attention of the rows."""
     layer_bytes = rows.num_pages * PAGE * heads.token_bytes
-    num_layers = min(max(4, -(-FRESH_BYTES[size] // layer_bytes)), 64) if layer_bytes < 4 * 2**30 else 2
+    num_layers = min(max(4, -(-MIN_ROUND_BYTES[size] // layer_bytes)), 64) if layer_bytes < 4 * 2**30 else 2
     with torch.device(device):
         pages: KVPages = kernels.allocate_pages(
             num_layers, rows.num_pages, PAGE, heads.num_kv_heads, heads.head_dim, torch.bfloat16
@@ -124,9 +129,9 @@ def build(kernels: ModuleType, heads: Heads, rows: Rows, device: str, size: str)
 
 
 def make_batch(kernels: ModuleType, heads: Heads, rows: Rows, device: str, share: Share = "auto") -> AttentionBatch:
-    """Return the batch of `rows`, planned as the engine would or as `share` says.
+    """Return the batch of `rows`, with prefixes shared as in the engine or by `share`.
 
-    A backend with a plan of its own knows no "always", and its "never" is no plan.
+    A backend with its own planner does not support "always", and "never" is no plan there.
     """
     tables, start, num_tokens = (torch.from_numpy(each) for each in (rows.tables, rows.start, rows.num_tokens))
     batch = AttentionBatch.build(tables, start, num_tokens, PAGE)
@@ -140,7 +145,7 @@ def make_batch(kernels: ModuleType, heads: Heads, rows: Rows, device: str, share
 
 
 def choose_kernels(device: str) -> ModuleType:
-    """Return the backend that this device is measured on: triton on a GPU, numba on a CPU."""
+    """Return the backend for this device: triton on a GPU, numba on a CPU."""
     import importlib
 
     return importlib.import_module(f"chatcache_kernels.{'triton' if device.startswith('cuda') else 'cpu'}")

@@ -1,8 +1,8 @@
-"""As much of msgspec as the engine below the bus needs, for machines that have torch but not msgspec.
+"""The part of msgspec that the engine needs, for machines that have torch but not msgspec.
 
-Only `gpu_check.py` and bare test runs put this folder on the path, and only where the real one is missing. Structs are
-dataclasses here: `frozen` gives them a hash but nothing refuses an assignment, `gc`, `tag` and the like mean nothing,
-and nothing is encoded or decoded.
+Only `gpu_check.py` and test runs with `bare/pytest.ini` put this folder on the path, and only where msgspec is missing.
+Structs are dataclasses here: `frozen` gives them a hash but does not prevent assignment, options such as `gc` and `tag`
+are ignored, and encoding is not supported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is done to structs."""
+"""Functions on structs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ replace = dataclasses.replace
 
 
 def asdict(struct: Any) -> dict[str, Any]:
-    """Return the fields by name, their values as they are."""
+    """Return the fields by name, without converting their values."""
     return {field.name: getattr(struct, field.name) for field in dataclasses.fields(struct)}
 
 
 def force_setattr(struct: Any, name: str, value: Any) -> None:
-    """Set a field of a struct that is frozen."""
+    """Set a field of a frozen struct."""
     setattr(struct, name, value)

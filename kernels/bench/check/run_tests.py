@@ -1,4 +1,4 @@
-"""(a) The tests: kernels against the reference, the engine on them against the engine on the reference."""
+"""Stage "tests": the kernel tests, and the engine tests that run on the kernels."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.check.context import Context
-from bench.check.figures import Figure
-from bench.check.machine import ROOT
+from bench.check.context import StageContext
+from chatcache.bench.report import ROOT, Figure
 
 INI = ROOT / "kernels" / "bench" / "bare" / "pytest.ini"
 GPU_TESTS = ("tests/gpu", "kernels/tests", "tests/model")
-INTERPRETED = (  # the whole before its parts: what is stopped for want of time has shown the most
+INTERPRETED = (  # the engine before its parts, because the time limit may stop the run
     "kernels/tests/test_kernels_triton_engine.py",
     "tests/model/test_device_sampler.py",
     "kernels/tests",
     "tests/gpu",
 )
-NEED_A_GPU = "(triton or gpu) and not compile and not attention_code and not bench"  # compiling for chips needs none
-MOST_PROCESSES = 8
-FEW_CORES = 4
+NEED_A_GPU = "(triton or gpu) and not compile and not attention_code and not bench"  # compilation tests need no GPU
+MAX_PROCESSES = 8
+MIN_CORES = 4
 
 
-def run(context: Context) -> None:
-    """Run what this machine can: on a GPU all that needs one, compiled; elsewhere the same under the interpreter."""
+def run(context: StageContext) -> None:
+    """Run the GPU tests with compiled kernels on a GPU, and under the interpreter elsewhere."""
     if context.size == "tiny":
         context.measure("tests", lambda: _pytest(context, ["kernels/tests/test_kernels_reference.py"], []))
     elif context.on_gpu:
@@ -37,8 +36,11 @@ def run(context: Context) -> None:
         context.measure("tests", lambda: _pytest(context, INTERPRETED, []))
 
 
-def _pytest(context: Context, paths: Sequence[str], options: Sequence[str]) -> None:
-    """Run pytest in a process of its own. Raises: RuntimeError naming the tests that failed, or if time ran out."""
+def _pytest(context: StageContext, paths: Sequence[str], options: Sequence[str]) -> None:
+    """Run pytest in a process of its own.
+
+    Raises: RuntimeError if tests fail or the time runs out.
+    """
     report, log = context.out / "tests.xml", context.out / "tests.log"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-v", "-c", str(INI), "--rootdir", str(ROOT), f"--confcutdir={ROOT}"]
@@ -51,17 +53,17 @@ def _pytest(context: Context, paths: Sequence[str], options: Sequence[str]) -> N
         "--durations=10",
         "--tb=short",
         *options,
-        *_spread_out(),
+        *_xdist_options(),
     ]
     status = _wait([*command, *paths], log, max(context.time_left_s - 5, 1.0))
     text = log.read_text()
-    counts, failed = _read(report) if report.exists() else _read_log(text)
+    counts, failed = _read_report(report) if report.exists() else _read_log(text)
     for name, count in counts.items():
         context.add(Figure(f"tests {name}", count, "tests"))
     context.note("tests", {"counts": counts, "failed": failed, "exit status": status})
     print(text[-3000:], flush=True)
     if status != 0:
-        how = "was stopped for want of time" if status is None else f"ended with {status}"
+        how = "was stopped at its time limit" if status is None else f"ended with {status}"
         raise RuntimeError(f"pytest {how}; failed: {', '.join(failed) or 'none'}")
 
 
@@ -78,23 +80,23 @@ def _wait(command: Sequence[str], log: Path, limit_s: float) -> int | None:
 
 
 def _read_log(text: str) -> tuple[dict[str, int], list[str]]:
-    """Return as much as `_read` of a run that did not come to its report."""
+    """Return what `_read_report` returns, for a run that did not write its report."""
     words = [line.split() for line in text.splitlines()]
     ended = [line for line in words if {"PASSED", "FAILED", "ERROR"} & set(line)]
     failed = [next((word for word in line if "::" in word), "?") for line in ended if "PASSED" not in line]
     return {"passed": len(ended) - len(failed), "failed": len(failed), "skipped": 0}, failed
 
 
-def _spread_out() -> list[str]:
-    """Return the options that share the tests among processes, where there are cores and the plug-in for it."""
+def _xdist_options() -> list[str]:
+    """Return the options for several processes, if xdist and the cores are there."""
     cores = os.cpu_count() or 1
-    if cores < FEW_CORES or importlib.util.find_spec("xdist") is None:
+    if cores < MIN_CORES or importlib.util.find_spec("xdist") is None:
         return []
-    return ["-n", str(min(cores // 2, MOST_PROCESSES)), "--dist", "load", "--maxschedchunk", "1"]
+    return ["-n", str(min(cores // 2, MAX_PROCESSES)), "--dist", "load", "--maxschedchunk", "1"]
 
 
-def _read(report: Path) -> tuple[dict[str, int], list[str]]:
-    """Return how many tests ended how, and the names of those that failed."""
+def _read_report(report: Path) -> tuple[dict[str, int], list[str]]:
+    """Return the number of tests by result, and the names of the failed ones."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failed = []
     for case in ElementTree.parse(report).iter("testcase"):

@@ -1,4 +1,4 @@
-"""(c) What stands between the products: bytes read and written over the copy bandwidth."""
+"""Stage "small kernels": norms, activations, rotation, copies, swaps; next to copy bandwidth."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from chatcache_kernels.types import HeadNorms, KVPages
 from torch import Tensor
 
-from bench.check.ceilings import Ceilings, quick
-from bench.check.context import Context
-from bench.check.figures import Figure, rate
-from bench.check.timing import Work, measure, wall_s
+from bench.check.context import StageContext
+from bench.check.limits import stage_limits
 from bench.check.workload import PAGE, Heads, choose_kernels
+from chatcache.bench.device import Limits, Work, time_with_host, time_work
+from chatcache.bench.report import compare, compare_to_floor
 from chatcache.model.swap import SwapExecutor
 
-LAUNCH_BYTES = 64 * 2**20  # below this a launch is judged by its time alone
+MIN_BANDWIDTH_BYTES = 64 * 2**20  # smaller launches are compared by time
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Token counts, widths, pages of a copy and of a swap."""
+    """Token counts, widths, and numbers of pages of a copy and of a swap."""
 
     tokens: tuple[int, ...]
     hidden: int
@@ -42,31 +42,33 @@ SIZES = {
 }
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Measure every operation at every size."""
-    limits, sizes, kernels = quick(context), SIZES[context.size], choose_kernels(context.device)
+    limits, sizes, kernels = stage_limits(context), SIZES[context.size], choose_kernels(context.device)
     for tokens in sizes.tokens:
-        context.measure(f"norms and activation, {tokens}", partial(_plain, context, limits, sizes, kernels, tokens))
-        context.measure(f"rope + write, {tokens}", partial(_rope, context, limits, sizes, kernels, tokens))
-    context.measure("page copies", partial(_copies, context, limits, sizes, kernels))
-    context.measure("swaps", partial(_swaps, context, sizes, kernels))
+        context.measure(
+            f"norms and activation, {tokens}", partial(_measure_norms, context, limits, sizes, kernels, tokens)
+        )
+        context.measure(f"rope + write, {tokens}", partial(_measure_rope, context, limits, sizes, kernels, tokens))
+    context.measure("page copies", partial(_measure_copies, context, limits, sizes, kernels))
+    context.measure("swaps", partial(_measure_swaps, context, sizes, kernels))
 
 
-def _report(context: Context, limits: Ceilings, name: str, num_bytes: int, work: Work, num_inputs: int) -> None:
-    timing = measure(work, num_inputs, context.device)
-    if num_bytes >= LAUNCH_BYTES or not context.on_gpu:
-        context.add(rate(name, num_bytes / timing.median_s / 1e9, "GB/s", limits.copy_bytes_per_s / 1e9))
+def _add_figure(context: StageContext, limits: Limits, name: str, num_bytes: int, work: Work, num_inputs: int) -> None:
+    timing = time_work(work, num_inputs, context.device)
+    if num_bytes >= MIN_BANDWIDTH_BYTES or not context.on_gpu:
+        context.add(compare(name, num_bytes / timing.median_s / 1e9, "GB/s", limits.copy_bytes_per_s / 1e9, "copy"))
     else:
-        floor_us = num_bytes / limits.copy_bytes_per_s * 1e6
-        context.add(Figure(name, timing.median_s * 1e6, "us", floor_us, floor_us / timing.median_s / 1e6))
+        floor_s = num_bytes / limits.copy_bytes_per_s
+        context.add(compare_to_floor(name, timing.median_s, floor_s, unit="us"))
 
 
-def _inputs(context: Context, *shape: int) -> list[Tensor]:
-    """Four random tensors, to be used in turn."""
+def _inputs(context: StageContext, *shape: int) -> list[Tensor]:
+    """Return four random tensors, to be used in turn."""
     return [torch.randn(shape, device=context.device).to(torch.bfloat16) for _ in range(4)]
 
 
-def _plain(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleType, tokens: int) -> None:
+def _measure_norms(context: StageContext, limits: Limits, sizes: Sizes, kernels: ModuleType, tokens: int) -> None:
     x, residual = _inputs(context, tokens, sizes.hidden), _inputs(context, tokens, sizes.hidden)
     gates = _inputs(context, tokens, 2 * sizes.intermediate)
     weight = torch.randn(sizes.hidden, device=context.device).to(torch.bfloat16)
@@ -75,13 +77,13 @@ def _plain(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleType
         "add + rms_norm": (4, lambda i: kernels.add_rms_norm(x[i], residual[i], weight, 1e-5)),
     }
     for name, (passes, work) in works.items():
-        _report(context, limits, f"{name}, {tokens} tokens", passes * 2 * x[0].numel(), work, 4)
+        _add_figure(context, limits, f"{name}, {tokens} tokens", passes * 2 * x[0].numel(), work, 4)
     num_bytes = 3 * gates[0].numel()
-    _report(context, limits, f"silu x up, {tokens} tokens", num_bytes, lambda i: kernels.silu_mul(gates[i]), 4)
+    _add_figure(context, limits, f"silu x up, {tokens} tokens", num_bytes, lambda i: kernels.silu_mul(gates[i]), 4)
 
 
-def _rope(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleType, tokens: int) -> None:
-    """Rotation, head norms and page write of one fused [T, H + 2 Hkv, D] projection."""
+def _measure_rope(context: StageContext, limits: Limits, sizes: Sizes, kernels: ModuleType, tokens: int) -> None:
+    """Measure rotation, head norms and page write of one fused [T, H + 2 Hkv, D] projection."""
     heads, num_pages = sizes.heads, -(-tokens // PAGE) + 1
     fused = _inputs(context, tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
     parts = [torch.split(x, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1) for x in fused]
@@ -95,10 +97,10 @@ def _rope(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleType,
         def work(i: int, norms: HeadNorms | None = norms) -> object:
             return kernels.rope_write(*parts[i], cos, sin, pages, i, slots, norms)
 
-        _report(context, limits, f"{name}, {tokens} tokens", 2 * (q_bytes + kv_bytes), work, 4)
+        _add_figure(context, limits, f"{name}, {tokens} tokens", 2 * (q_bytes + kv_bytes), work, 4)
 
 
-def _pages(context: Context, kernels: ModuleType, heads: Heads, num_layers: int, num_pages: int) -> KVPages:
+def _pages(context: StageContext, kernels: ModuleType, heads: Heads, num_layers: int, num_pages: int) -> KVPages:
     with torch.device(context.device):
         pages: KVPages = kernels.allocate_pages(
             num_layers, num_pages, PAGE, heads.num_kv_heads, heads.head_dim, torch.bfloat16
@@ -108,7 +110,7 @@ def _pages(context: Context, kernels: ModuleType, heads: Heads, num_layers: int,
     return pages
 
 
-def _copies(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleType) -> None:
+def _measure_copies(context: StageContext, limits: Limits, sizes: Sizes, kernels: ModuleType) -> None:
     for count in sizes.copies:
         pages = _pages(context, kernels, sizes.heads, sizes.num_layers, 8 * count + 1)
         order = (1 + torch.randperm(8 * count, dtype=torch.int32)).view(4, count, 2).to(context.device)
@@ -117,28 +119,28 @@ def _copies(context: Context, limits: Ceilings, sizes: Sizes, kernels: ModuleTyp
         def work(i: int, pages: KVPages = pages, order: Tensor = order) -> object:
             return kernels.copy_pages(pages, order[i])
 
-        _report(context, limits, name, 2 * count * pages.page_bytes, work, 4)
+        _add_figure(context, limits, name, 2 * count * pages.page_bytes, work, 4)
 
 
-def _swaps(context: Context, sizes: Sizes, kernels: ModuleType) -> None:
-    """Both ways over the bus as a runner does it, beside torch's copy of as many bytes of pinned memory."""
+def _measure_swaps(context: StageContext, sizes: Sizes, kernels: ModuleType) -> None:
+    """Measure swaps in both directions, next to torch's copy of as many bytes of pinned memory."""
     for count in sizes.swaps:
         pages = _pages(context, kernels, sizes.heads, sizes.num_layers, count + 1)
         swaps = SwapExecutor(kernels, pages, count)
         away = np.stack((1 + np.random.default_rng(0).permutation(count), np.arange(count)), 1).astype(np.int32)
         back, none = away[:, ::-1].copy(), away[:0]
         num_bytes = count * pages.page_bytes
-        limit = num_bytes / _bus_s(context, num_bytes) / 1e9
+        limit = num_bytes / _copy_to_host_s(context, num_bytes) / 1e9
         for name, move in (("out", partial(swaps.apply, away, none)), ("in", partial(swaps.apply, none, back))):
             move()
-            seconds = wall_s(move, context.device)
-            context.add(rate(f"swap {name} {count} pages", num_bytes / seconds / 1e9, "GB/s", limit))
+            seconds = time_with_host(move, context.device)
+            context.add(compare(f"swap {name} {count} pages", num_bytes / seconds / 1e9, "GB/s", limit, "pinned copy"))
         swaps.close()
 
 
-def _bus_s(context: Context, num_bytes: int) -> float:
-    """Return the seconds of one pinned copy of as many bytes."""
-    there = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
-    here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=context.on_gpu)
-    here.copy_(there, non_blocking=True)
-    return wall_s(lambda: here.copy_(there, non_blocking=True), context.device)
+def _copy_to_host_s(context: StageContext, num_bytes: int) -> float:
+    """Return the seconds of one copy to pinned host memory."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
+    target = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=context.on_gpu)
+    target.copy_(source, non_blocking=True)
+    return time_with_host(lambda: target.copy_(source, non_blocking=True), context.device)
