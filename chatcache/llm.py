@@ -211,8 +211,8 @@ class LLM:
     `model`: a folder, a Hugging Face id, or "" for the demo model. `kv_memory` is bytes or "2GiB"; None picks a
     share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
 
-    `scheduling_policy`: fair (between namespaces; here is one, so fcfs) | fcfs | priority. `preemption` when pages
-    run out: auto | swap | recompute; `swap_memory` is what the host keeps swapped pages in, 0 for none.
+    `scheduling_policy`: fair (between namespaces; here is one, so fcfs) | fcfs | priority. `preemption_mode` when pages
+    run out: auto | swap | recompute; `swap_space` is what the host keeps swapped pages in, 0 for none.
     `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption; slower. `quantization`:
     None | "int8", 8-bit weights on CPUs.
     """
@@ -223,7 +223,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
-        attention: str = "auto",
+        attention_backend: str = "auto",
         quantization: str | None = None,
         kv_memory: int | str | None = None,
         max_model_len: int | None = None,
@@ -232,8 +232,8 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fair",
-        preemption: str = "auto",
-        swap_memory: int | str | None = None,
+        preemption_mode: str = "auto",
+        swap_space: int | str | None = None,
         deterministic: bool = False,
         seed: int = 0,
     ) -> None:
@@ -245,7 +245,7 @@ class LLM:
             model=str(model),
             device=device,
             dtype=dtype,
-            attention=attention,
+            attention_backend=attention_backend,
             quantization=quantization or "none",
             kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
             max_model_len=max_model_len,
@@ -254,8 +254,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
-            preemption=preemption,
-            swap_memory_bytes=None if swap_memory is None else parse_size(swap_memory),
+            preemption_mode=preemption_mode,
+            swap_space_bytes=None if swap_space is None else parse_size(swap_space),
             deterministic=deterministic,
             seed=seed,
         )

@@ -75,7 +75,7 @@ class Banner:
     def _rows(self, facts: ModelFacts, health: EngineHealth) -> list[tuple[str, str]]:
         page_bytes = health.kv_bytes // (health.num_pages + 1)  # the null page takes its bytes too
         num_tokens = health.num_pages * health.page_size
-        num_public = len(self._server.public_prompts)
+        num_public = len(self._server.shared_system_prompts)
         return [
             ("model", f"[bold]{self._name}[/]  {facts.num_parameters / 1e6:,.1f} M parameters"),
             ("compute", f"{facts.precision} on {facts.device}, {facts.attention} attention{self._deterministic}"),

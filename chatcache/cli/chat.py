@@ -48,7 +48,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Same seed, same answers.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    attention: options.Attention = "auto",
+    attention_backend: options.AttentionBackend = "auto",
     kv_memory: options.KVMemory = None,
     max_model_len: options.MaxModelLen = None,
 ) -> None:
@@ -57,7 +57,7 @@ def chat(
         model=model,
         device=device,
         dtype=dtype,
-        attention=attention,
+        attention_backend=attention_backend,
         kv_memory_bytes=kv_memory,
         max_model_len=max_model_len,
     )

@@ -32,6 +32,7 @@ PATIENCE_S = 30.0
 
 app = typer.Typer(
     name="db",
+    cls=options.CommandGroup,
     help="Copies of all conversations, and whose those of nobody become, while a server runs.",
     no_args_is_help=True,
 )
@@ -102,8 +103,8 @@ def import_(file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> No
     raise typer.Exit(code)
 
 
-@app.command()
-def claim(
+@app.command("assign-owner")
+def assign_owner(
     tenant: Annotated[str, typer.Option("--tenant", help="Whose they become.", show_default=False)],
     user: Annotated[str, typer.Option("--user", help="Which of its users'; none: the tenant's own.")] = "",
     db: options.Db = DB,
@@ -114,7 +115,7 @@ def claim(
     To an owner who has a key. Works beside a running server; once more changes nothing. Where an answer is under way,
     the conversation stays: call it again.
 
-    Example: chatcache db claim --tenant acme --user ann
+    Example: chatcache db assign-owner --tenant acme --user ann
     """
     try:
         owner = owner_name(tenant, user)

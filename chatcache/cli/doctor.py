@@ -337,7 +337,7 @@ def redis_findings(rights: Rights) -> Iterator[Finding]:
     }
     too_much = [what for what, may in rest.items() if may]
     if too_much:
-        remedy = "`chatcache redis-user FOLDER` makes a user for chatcache alone"
+        remedy = "`chatcache redis-acl FOLDER` makes a user for chatcache alone"
         yield warning("Redis user", f"may {', '.join(too_much)}, which nothing here needs", remedy)
     else:
         yield good("Redis user", "for chatcache's keys alone, without scripts or administration")

@@ -96,7 +96,7 @@ def create(
         if asyncio.run(_has_strays(db, redis)):
             whose = f"--tenant {tenant}{f' --user {user}' if user else ''}"
             typer.echo(
-                f"What was said before belongs to nobody; `chatcache db claim {whose}` (same store) hands it over.",
+                f"Earlier conversations have no owner; `chatcache db assign-owner {whose}` (same store) assigns them.",
                 err=True,
             )
 

@@ -9,7 +9,7 @@ chat.py      `chatcache chat`; backends.py: an engine in this process, or a serv
 bench.py     `chatcache bench`
 db.py        `chatcache db`: copies of all conversations
 keys.py      `chatcache keys`: who may use a server
-redis_user.py  `chatcache redis-user`: a password and rights for a Redis server; redis_url.py: URLs that name its file
+redis_user.py  `chatcache redis-acl`: a password and rights for a Redis server; redis_url.py: URLs that name its file
 doctor/      `chatcache doctor`: what this machine has and lacks
 exits.py     exit codes
 """
@@ -25,15 +25,15 @@ from typing import Annotated, Any
 import typer
 
 from chatcache import __version__
-from chatcache.cli import bench, chat, db, exits, keys, serve
-from chatcache.cli import redis_acl as redis_user
+from chatcache.cli import bench, chat, db, exits, keys, redis_acl, serve
 from chatcache.cli.doctor import doctor
-from chatcache.cli.options import env
+from chatcache.cli.options import RENAMED_OPTIONS, CommandGroup, env
 from chatcache.config import FILE_NAME, misspelt, per_command, read_file
 from chatcache.errors import ChatcacheError, InvalidRequestError, ModelFolderError
 
 app = typer.Typer(
     name="chatcache",
+    cls=CommandGroup,
     help="A chat backend that owns its KV cache. Settings: flag > CHATCACHE_<FLAG> > chatcache.toml > default.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,7 +43,7 @@ app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(doctor)
-app.command("redis-user")(redis_user.redis_user)
+app.command("redis-acl")(redis_acl.redis_acl)
 app.add_typer(db.app)
 app.add_typer(keys.app)
 
@@ -65,6 +65,9 @@ def settings(
     """Read the settings file into the defaults of the commands."""
     try:
         values = read_file(config)
+        for old in sorted(values.keys() & {name.replace("-", "_") for name in RENAMED_OPTIONS}):
+            new = RENAMED_OPTIONS[old.replace("_", "-")]
+            raise InvalidRequestError(f"{config}: the setting {old!r} is now called {new!r}")
         context.default_map = _nested(per_command(values, _flags(context.command), config))
     except InvalidRequestError as error:
         raise typer.BadParameter(error.message, param_hint="--config") from None
@@ -77,6 +80,9 @@ def _tell_misspelt(app: object) -> None:
     prefix = env("")
     given = [name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)]
     known = [variable.removeprefix(prefix) for variable in _variables(app)]
+    for old, new in RENAMED_OPTIONS.items():
+        if (name := env(old)) in os.environ:
+            raise typer.BadParameter(f"the variable {name} is now called {env(new)}.", param_hint=name)
     for name, meant in sorted(misspelt(given, known).items()):
         print(f"chatcache: nothing reads {prefix}{name}; {prefix}{meant} is a setting", file=sys.stderr)
 

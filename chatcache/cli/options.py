@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import typer
+from typer.core import TyperGroup
 
 from chatcache.config import PAGE_SIZES, parse_size
 from chatcache.errors import InvalidRequestError
@@ -39,6 +40,36 @@ def with_password(url: str) -> str:
 
 MiB = 2**20
 
+# Earlier spellings of options and commands: using one is an error that names the present spelling.
+RENAMED_OPTIONS = {
+    "attention": "attention-backend",
+    "detach-ttl": "disconnect-grace-period",
+    "max-num-waiting": "max-queued-requests",
+    "max-waiting-tokens": "max-queued-tokens",
+    "preemption": "preemption-mode",
+    "public-prompt": "shared-system-prompt",
+    "swap-memory": "swap-space",
+}
+RENAMED_COMMANDS = {"redis-user": "redis-acl", "claim": "assign-owner"}
+
+
+class CommandGroup(TyperGroup):
+    """Refuse earlier spellings of commands and options with an error that names the present one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in RENAMED_COMMANDS:
+            ctx.fail(f"The command {args[0]!r} is now called {RENAMED_COMMANDS[args[0]]!r}.")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # NoSuchOption: Typer exports no public name for it
+            name = str(getattr(error, "option_name", "")).removeprefix("--")
+            if name in RENAMED_OPTIONS:
+                ctx.fail(f"The option --{name} is now called --{RENAMED_OPTIONS[name]}.")
+            raise
+
 
 def env(name: str) -> str:
     """The environment variable of a flag."""
@@ -56,7 +87,7 @@ def _kv_memory(text: str) -> int:
         raise typer.BadParameter(error.message) from None
 
 
-def _swap_memory(text: str) -> int:
+def _swap_space(text: str) -> int:
     try:
         return parse_size(text, high=2**44)
     except InvalidRequestError as error:
@@ -93,9 +124,9 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     _flag("dtype", "Number format of weights and pages; auto is bfloat16 where the hardware has it."),
 ]
-Attention = Annotated[
+AttentionBackend = Annotated[
     Literal["auto", "reference", "cpu", "triton"],
-    _flag("attention", "Attention kernels; auto picks the fastest that fit the device."),
+    _flag("attention-backend", "Attention kernels; auto picks the fastest that fit the device."),
 ]
 Quantization = Annotated[
     Literal["none", "int8"],
@@ -119,11 +150,11 @@ MaxNumSeqs = Annotated[int, _flag("max-num-seqs", "Candidates and beams that may
 MaxNumBatchedTokens = Annotated[
     int, _flag("max-num-batched-tokens", "Tokens computed per step at most.", min=16, max=2**20)
 ]
-MaxNumWaiting = Annotated[
-    int, _flag("max-num-waiting", "Requests that may queue before new ones are refused with 503.", min=0, max=2**20)
+MaxQueuedRequests = Annotated[
+    int, _flag("max-queued-requests", "Requests that may queue before new ones are refused with 503.", min=0, max=2**20)
 ]
-MaxWaitingTokens = Annotated[
-    int, _flag("max-waiting-tokens", "Prompt tokens that may queue before new requests are refused.", min=1, max=2**31)
+MaxQueuedTokens = Annotated[
+    int, _flag("max-queued-tokens", "Prompt tokens that may queue before new requests are refused.", min=1, max=2**31)
 ]
 SchedulingPolicy = Annotated[
     Literal["fcfs", "priority", "fair"],
@@ -132,16 +163,16 @@ SchedulingPolicy = Annotated[
         "Who is served first: fair, the tenant that has used least; fcfs; priority, by the requests' own.",
     ),
 ]
-Preemption = Annotated[
+PreemptionMode = Annotated[
     Literal["auto", "swap", "recompute"],
-    _flag("preemption", "What happens to the pages of requests that must wait; auto takes what costs less."),
+    _flag("preemption-mode", "What happens to the pages of requests that must wait; auto takes what costs less."),
 ]
-SwapMemory = Annotated[
+SwapSpace = Annotated[
     int | None,
     _flag(
-        "swap-memory",
+        "swap-space",
         "Host memory for swapped pages, like 4GiB; 0 turns swapping off; a share of free memory if unset.",
-        parser=_swap_memory,
+        parser=_swap_space,
         metavar="SIZE",
     ),
 ]
@@ -176,9 +207,14 @@ SseKeepAliveInterval = Annotated[
     float,
     _flag("sse-keep-alive-interval", "Seconds of silence before a keep-alive; 0 turns it off.", min=0, max=3600),
 ]
-DetachTtl = Annotated[
+DisconnectGracePeriod = Annotated[
     float,
-    _flag("detach-ttl", "Seconds that a stored response goes on after its last reader left.", min=0, max=86400),
+    _flag(
+        "disconnect-grace-period",
+        "Seconds that a stored response goes on after its last reader left.",
+        min=0,
+        max=86400,
+    ),
 ]
 DrainTimeout = Annotated[
     float,
@@ -189,10 +225,10 @@ AllowedHost = Annotated[
 ]
 CorsOrigin = Annotated[list[str], _flag("cors-origin", "Web origin whose pages may call the API.", show_default=False)]
 RootPath = Annotated[str, _flag("root-path", "Path prefix under which a proxy serves this.", show_default=False)]
-PublicPrompt = Annotated[
+SharedSystemPrompt = Annotated[
     list[Path],
     _flag(
-        "public-prompt",
+        "shared-system-prompt",
         "File with a system prompt whose pages all tenants share; may be given several times.",
         metavar="FILE",
         show_default=False,

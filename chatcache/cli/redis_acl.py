@@ -1,4 +1,4 @@
-"""`chatcache redis-user`: the one user of a Redis server that is ours alone, its rights, and its password in a file."""
+"""`chatcache redis-acl`: the one user of a Redis server that is ours alone, its rights, and its password in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Password = Annotated[
 ]
 
 
-def redis_user(
+def redis_acl(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False, show_default=False)],
     password: Password = "",
 ) -> None:

@@ -17,8 +17,8 @@ from chatcache.factory import check_model_folder, served_name
 
 ENGINE = EngineConfig()
 SERVER = ServerConfig()
-MAX_PUBLIC_PROMPTS = 64
-MAX_PUBLIC_PROMPT_BYTES = 1024 * 1024
+MAX_SHARED_SYSTEM_PROMPTS = 64
+MAX_SHARED_SYSTEM_PROMPT_BYTES = 1024 * 1024
 
 
 def serve(
@@ -27,18 +27,18 @@ def serve(
     port: options.Port = SERVER.port,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    attention: options.Attention = "auto",
+    attention_backend: options.AttentionBackend = "auto",
     quantization: options.Quantization = "none",
     kv_memory: options.KVMemory = None,
     max_model_len: options.MaxModelLen = None,
     page_size: options.PageSize = ENGINE.page_size,
     max_num_seqs: options.MaxNumSeqs = ENGINE.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
-    max_num_waiting: options.MaxNumWaiting = ENGINE.max_num_waiting,
-    max_waiting_tokens: options.MaxWaitingTokens = ENGINE.max_waiting_tokens,
+    max_queued_requests: options.MaxQueuedRequests = ENGINE.max_queued_requests,
+    max_queued_tokens: options.MaxQueuedTokens = ENGINE.max_queued_tokens,
     scheduling_policy: options.SchedulingPolicy = "fair",
-    preemption: options.Preemption = "auto",
-    swap_memory: options.SwapMemory = None,
+    preemption_mode: options.PreemptionMode = "auto",
+    swap_space: options.SwapSpace = None,
     deterministic: options.Deterministic = False,
     no_prefix_caching: options.NoPrefixCaching = False,
     seed: options.Seed = ENGINE.seed,
@@ -47,12 +47,12 @@ def serve(
     db: options.Db = SERVER.db,
     redis: options.RedisUrl = SERVER.redis,
     sse_keep_alive_interval: options.SseKeepAliveInterval = SERVER.sse_keep_alive_interval_s,
-    detach_ttl: options.DetachTtl = SERVER.detach_ttl_s,
+    disconnect_grace_period: options.DisconnectGracePeriod = SERVER.disconnect_grace_period_s,
     drain_timeout: options.DrainTimeout = SERVER.drain_timeout_s,
     allowed_host: options.AllowedHost = [],  # noqa: B006
     cors_origin: options.CorsOrigin = [],  # noqa: B006
     root_path: options.RootPath = SERVER.root_path,
-    public_prompt: options.PublicPrompt = [],  # noqa: B006
+    shared_system_prompt: options.SharedSystemPrompt = [],  # noqa: B006
     tool_call_parser: options.ToolCallParser = "auto",
     reasoning_parser: options.ReasoningParser = "auto",
     log_level: options.LogLevel = "info",
@@ -60,8 +60,8 @@ def serve(
 ) -> None:
     """Serve the chat page and the OpenAI-compatible API."""
     engine, server = _settings(locals())
-    if engine.preemption == "swap" and engine.swap_memory_bytes == 0:
-        raise typer.BadParameter("swap needs host memory; --swap-memory is 0.", param_hint="--preemption")
+    if engine.preemption_mode == "swap" and engine.swap_space_bytes == 0:
+        raise typer.BadParameter("swap needs host memory; --swap-space is 0.", param_hint="--preemption-mode")
     check_model_folder(engine)
     from chatcache.cli.server import run_server
 
@@ -102,18 +102,20 @@ def _root_path(path: str) -> str:
     return path.rstrip("/")
 
 
-def _public_prompts(files: list[Path]) -> tuple[str, ...]:
-    if len(files) > MAX_PUBLIC_PROMPTS:
-        raise typer.BadParameter(f"at most {MAX_PUBLIC_PROMPTS} files, got {len(files)}.", param_hint="--public-prompt")
-    return tuple(_public_prompt(file) for file in files)
+def _shared_system_prompts(files: list[Path]) -> tuple[str, ...]:
+    if len(files) > MAX_SHARED_SYSTEM_PROMPTS:
+        raise typer.BadParameter(
+            f"at most {MAX_SHARED_SYSTEM_PROMPTS} files, got {len(files)}.", param_hint="--shared-system-prompt"
+        )
+    return tuple(_shared_system_prompt(file) for file in files)
 
 
-def _public_prompt(file: Path) -> str:
+def _shared_system_prompt(file: Path) -> str:
     try:
         if not file.is_file():
             raise ValueError("is not a file.")
-        if file.stat().st_size > MAX_PUBLIC_PROMPT_BYTES:
-            raise ValueError(f"is larger than {format_size(MAX_PUBLIC_PROMPT_BYTES)}.")
+        if file.stat().st_size > MAX_SHARED_SYSTEM_PROMPT_BYTES:
+            raise ValueError(f"is larger than {format_size(MAX_SHARED_SYSTEM_PROMPT_BYTES)}.")
         text = file.read_text(encoding="utf-8")
         if not text.strip():
             raise ValueError("is empty.")
@@ -125,21 +127,21 @@ def _public_prompt(file: Path) -> str:
         reason = f"cannot be read: {error.strerror}."
     else:
         return text
-    raise typer.BadParameter(f"{file} {reason}", param_hint="--public-prompt")
+    raise typer.BadParameter(f"{file} {reason}", param_hint="--shared-system-prompt")
 
 
 # Flags that go by another name than the field they set.
 _FIELDS = {
     "kv_memory": "kv_memory_bytes",
-    "swap_memory": "swap_memory_bytes",
+    "swap_space": "swap_space_bytes",
     "no_prefix_caching": "enable_prefix_caching",
     "api_key": "api_keys",
     "sse_keep_alive_interval": "sse_keep_alive_interval_s",
-    "detach_ttl": "detach_ttl_s",
+    "disconnect_grace_period": "disconnect_grace_period_s",
     "drain_timeout": "drain_timeout_s",
     "allowed_host": "allowed_hosts",
     "cors_origin": "cors_origins",
-    "public_prompt": "public_prompts",
+    "shared_system_prompt": "shared_system_prompts",
 }
 # What is made of values that are not taken as they are.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
@@ -149,5 +151,5 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "allowed_host": tuple,
     "cors_origin": tuple,
     "root_path": _root_path,
-    "public_prompt": _public_prompts,
+    "shared_system_prompt": _shared_system_prompts,
 }

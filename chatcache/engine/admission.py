@@ -58,15 +58,15 @@ def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
     """
     choices = (
         ("scheduling_policy", config.scheduling_policy, SCHEDULING_POLICIES),
-        ("preemption", config.preemption, PREEMPTIONS),
+        ("preemption_mode", config.preemption_mode, PREEMPTIONS),
     )
     for name, value, allowed in choices:
         if value not in allowed:
             raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", param=name)
-    if config.preemption == SWAP and not capacity.num_host_pages:
+    if config.preemption_mode == SWAP and not capacity.num_host_pages:
         raise InvalidRequestError(
-            "preemption 'swap' needs host memory for swapped pages, and there is none (see swap_memory_bytes)",
-            param="preemption",
+            "preemption_mode 'swap' needs host memory for swapped pages, and there is none (see swap_space_bytes)",
+            param="preemption_mode",
         )
 
 
@@ -240,7 +240,10 @@ class RequestValidator:
 
         Raises: RateLimitError, OverloadedError when as many requests or prompt tokens wait as may.
         """
-        num_tokens, most = len(request.prompt), QueueSize(self._config.max_num_waiting, self._config.max_waiting_tokens)
+        num_tokens, most = (
+            len(request.prompt),
+            QueueSize(self._config.max_queued_requests, self._config.max_queued_tokens),
+        )
         if request.namespace:
             (num, size), (num_more, size_more) = waiting.of(request.namespace), preparing.of(request.namespace)
             check_tenant_share(QueueSize(num + num_more, size + size_more), num_tokens, most)

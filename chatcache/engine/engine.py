@@ -42,12 +42,12 @@ def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str) -> 
     Raises: InvalidRequestError for a policy that does not exist, or that this runner cannot follow.
     """
     check_policies(config, capacity)
-    num_host_pages = capacity.num_host_pages if config.preemption != RECOMPUTE else 0
+    num_host_pages = capacity.num_host_pages if config.preemption_mode != RECOMPUTE else 0
     return Scheduler(
         KVCache(capacity.num_pages, capacity.page_size, digest, config.enable_prefix_caching, num_host_pages),
         num_slots=min(config.max_num_seqs, capacity.num_slots),
         max_num_batched_tokens=config.max_num_batched_tokens,
-        cost=CostModel(config.preemption, capacity.swap_page_s),
+        cost=CostModel(config.preemption_mode, capacity.swap_page_s),
         counters=VirtualTokenCounter() if config.scheduling_policy == FAIR else None,
     )
 

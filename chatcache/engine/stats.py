@@ -111,8 +111,8 @@ def lasting(facts: ModelFacts, config: EngineConfig, capacity: KVCapacity, max_m
         scheduling_policy=config.scheduling_policy,
         page_size=capacity.page_size,
         kv_bytes=capacity.kv_bytes,
-        max_num_waiting=config.max_num_waiting,
-        max_waiting_tokens=config.max_waiting_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
         load_fraction=1.0,
     )
 

@@ -96,7 +96,7 @@ class Gateway:
             log.exception("the tokenizer did not load")
             self.load_error = f"the tokenizer did not load ({type(error).__name__})"
         else:
-            public = SharedSystemPrompts(self.config.public_prompts)
+            public = SharedSystemPrompts(self.config.shared_system_prompts)
             form = format_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
             self.bound.max_token_chars = max(map(len, tokenizer.token_bytes), default=0)
             service = ChatService(self.engine, tokenizer, public=public, form=form, bound=self.bound)

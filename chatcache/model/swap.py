@@ -137,7 +137,7 @@ def _lock(host: HostPages) -> list[int]:
         status = int(torch.cuda.cudart().cudaHostRegister(store.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
         if status:
             raise ModelFolderError(
-                f"swap_memory_bytes: the system does not lock {size} bytes of memory (CUDA error {status}); say less"
+                f"swap_space_bytes: the system does not lock {size} bytes of memory (CUDA error {status}); say less"
             )
         addresses.append(store.data_ptr())
     log.info("swap room: %d pages, locked in memory", host.num_pages)

@@ -40,8 +40,8 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
-    max_num_waiting: int = 0
-    max_waiting_tokens: int = 0
+    max_queued_requests: int = 0
+    max_queued_tokens: int = 0
     num_steps: int = 0
     num_steps_ahead: int = 0
     num_preemptions: int = 0

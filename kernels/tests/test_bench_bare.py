@@ -40,7 +40,7 @@ def answers(folder: Path) -> list[list[int]]:
     write_config(SHAPES["tiny"], folder)
     weights = RandomWeights(SHAPES["tiny"], "cpu", std=0.2)
     config = EngineConfig(
-        model=str(folder), dtype="float32", attention="reference", kv_memory_bytes=2**20, device="cpu"
+        model=str(folder), dtype="float32", attention_backend="reference", kv_memory_bytes=2**20, device="cpu"
     )
     runner = load_model(config, weights=weights)
     engine = Engine(runner, runner.facts, config)

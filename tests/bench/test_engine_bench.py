@@ -27,7 +27,7 @@ from chatcache.types.events import Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_facts
 
-QUICK = EngineConfig(dtype="float32", attention="reference", kv_memory_bytes=2**24)
+QUICK = EngineConfig(dtype="float32", attention_backend="reference", kv_memory_bytes=2**24)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_prefix_bench_finds_history_in_the_cache() -> None:
 
 def test_bench_command_prints_and_writes_json(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--json"]
-    more = ["--attention", "reference", "--dtype", "float32", "--out", str(tmp_path / "out.json")]
+    more = ["--attention-backend", "reference", "--dtype", "float32", "--out", str(tmp_path / "out.json")]
     result = CliRunner().invoke(app, ["bench", "latency", *options, *more])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads((tmp_path / "out.json").read_text())
@@ -142,7 +142,17 @@ def test_bench_command_prints_and_writes_json(tmp_path: Path) -> None:
 
 def test_bench_command_takes_model_as_argument_or_option(tmp_path: Path) -> None:
     write_model(SHAPES["tiny"], tmp_path / "mine", seed=3)
-    options = ["--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--json", "--attention", "reference"]
+    options = [
+        "--prompt-tokens",
+        "16",
+        "--output-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--json",
+        "--attention-backend",
+        "reference",
+    ]
     folder = str(tmp_path / "mine")
     for named in ([folder], ["--model", folder]):
         result = CliRunner().invoke(app, ["bench", "latency", *options, *named])
@@ -153,7 +163,7 @@ def test_bench_command_takes_model_as_argument_or_option(tmp_path: Path) -> None
 
 def test_bench_command_passes_deterministic_to_the_loader() -> None:
     """The loader refuses the combination with the reference attention."""
-    result = CliRunner().invoke(app, ["bench", "latency", "--deterministic", "--attention", "reference"])
+    result = CliRunner().invoke(app, ["bench", "latency", "--deterministic", "--attention-backend", "reference"])
     assert isinstance(result.exception, ModelFolderError) and "deterministic" in result.exception.message
 
 

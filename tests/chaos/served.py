@@ -36,8 +36,10 @@ def bend_clock(path: Path) -> None:
 
 
 def server_config(store: str, port: int) -> ServerConfig:
-    place = {"redis": store} if "://" in store else {"db": store}
-    return ServerConfig(port=port, log_level="warning", detach_ttl_s=5.0, sse_keep_alive_interval_s=2.0, **place)  # type: ignore[arg-type]
+    db, redis = ("", store) if "://" in store else (store, "")
+    return ServerConfig(
+        port=port, log_level="warning", disconnect_grace_period_s=5.0, sse_keep_alive_interval_s=2.0, db=db, redis=redis
+    )
 
 
 def main(store: str, port: int) -> int:

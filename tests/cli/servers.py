@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 START_TIMEOUT_S = 180.0
-OPTIONS = ("--port", "0", "--dtype", "float32", "--attention", "reference", "--kv-memory", "4MiB")
+OPTIONS = ("--port", "0", "--dtype", "float32", "--attention-backend", "reference", "--kv-memory", "4MiB")
 
 
 def environment() -> dict[str, str]:

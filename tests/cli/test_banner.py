@@ -47,7 +47,7 @@ def test_rows(engine: EngineConfig, text: str) -> None:
 def test_what_is_not_there_has_no_row() -> None:
     text = shown(EngineConfig(), ServerConfig(), EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=2**19))
     assert "host pages" not in text and "public" not in text
-    assert "2 system prompt(s)" in shown(EngineConfig(), ServerConfig(public_prompts=("a", "b")))
+    assert "2 system prompt(s)" in shown(EngineConfig(), ServerConfig(shared_system_prompts=("a", "b")))
 
 
 @pytest.mark.parametrize(

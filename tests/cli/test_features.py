@@ -24,17 +24,17 @@ def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     keys = [argument for key in KEYS for argument in ("--api-key", key)]
     more = (
         "--deterministic",
-        "--attention",
+        "--attention-backend",
         "cpu",
         "--scheduling-policy",
         "priority",
-        "--preemption",
+        "--preemption-mode",
         "swap",
-        "--swap-memory",
+        "--swap-space",
         "1MiB",
         *keys,
     )
-    with serving(folder, cwd, "--public-prompt", "system.txt", *more) as server:
+    with serving(folder, cwd, "--shared-system-prompt", "system.txt", *more) as server:
         server.ready()
         yield server
 

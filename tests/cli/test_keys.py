@@ -140,17 +140,17 @@ def test_what_nobody_owns_is_handed_over(place: tuple[str, str]) -> None:
     with Server(config_of(place)) as server:
         server.wait_ready()
         said = server.post("/v1/responses", input="Hi", max_output_tokens=2)[2]["conversation"]["id"]
-        early = call("claim", "--tenant", "acme", *place, group="db")
+        early = call("assign-owner", "--tenant", "acme", *place, group="db")
         assert isinstance(early.exception, ChatcacheError)
         assert "acme has no key" in early.exception.message and "keys create --tenant acme" in early.exception.message
         assert server.request("GET", f"/v1/conversations/{said}")[0] == 200
         made = call("create", "--tenant", "acme", "--user", "ann", *place)
-        assert "`chatcache db claim --tenant acme --user ann`" in made.stderr
+        assert "`chatcache db assign-owner --tenant acme --user ann`" in made.stderr
         bearer = {"authorization": f"Bearer {made.stdout.strip()}"}
         wait_until(lambda: server.request("GET", "/v1/models")[0] == 401, "the server to close", PATIENCE_S)
         assert server.request("GET", f"/v1/conversations/{said}", headers=bearer)[0] == 404
         for count in (1, 0):
-            handed = call("claim", "--tenant", "acme", "--user", "ann", *place, group="db")
+            handed = call("assign-owner", "--tenant", "acme", "--user", "ann", *place, group="db")
             assert f"{count} conversations of nobody are acme/ann's now" in handed.stdout
         assert server.request("GET", f"/v1/conversations/{said}", headers=bearer)[0] == 200
         body = {"input": "And?", "conversation": said, "max_output_tokens": 2}
@@ -160,10 +160,10 @@ def test_what_nobody_owns_is_handed_over(place: tuple[str, str]) -> None:
 
 def test_a_first_key_of_an_empty_store_speaks_of_nothing_to_claim(place: tuple[str, str]) -> None:
     told = call("create", "--tenant", "acme", *place).stderr
-    assert "nobody is let in without a key" in told and "claim" not in told
+    assert "nobody is let in without a key" in told and "assign-owner" not in told
 
 
 def test_nothing_is_claimed_where_there_is_no_store(tmp_path: Path) -> None:
-    result = call("claim", "--tenant", "acme", "--db", str(tmp_path / "none.db"), group="db")
+    result = call("assign-owner", "--tenant", "acme", "--db", str(tmp_path / "none.db"), group="db")
     assert isinstance(result.exception, ChatcacheError) and not (tmp_path / "none.db").exists()
-    assert call("claim", "--tenant", "a b", "--db", str(tmp_path / "none.db"), group="db").exit_code == 2
+    assert call("assign-owner", "--tenant", "a b", "--db", str(tmp_path / "none.db"), group="db").exit_code == 2

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from chatcache import __version__
 from chatcache.cli.main import app
+from chatcache.cli.options import RENAMED_OPTIONS
 from chatcache.config import EngineConfig, ServerConfig, format_size, parse_size, per_command, read_file
 from chatcache.errors import InvalidRequestError
 
@@ -77,17 +78,17 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         "port": "1234",
         "device": "cpu",
         "dtype": "float32",
-        "attention": "reference",
+        "attention-backend": "reference",
         "quantization": "int8",
         "kv-memory": "1.5GiB",
         "max-model-len": "99",
         "page-size": "32",
         "max-num-seqs": "7",
         "max-num-batched-tokens": "64",
-        "max-num-waiting": "5",
+        "max-queued-requests": "5",
         "scheduling-policy": "fair",
-        "preemption": "swap",
-        "swap-memory": "1GiB",
+        "preemption-mode": "swap",
+        "swap-space": "1GiB",
         "deterministic": "true",
         "no-prefix-caching": "true",
         "seed": "11",
@@ -96,14 +97,14 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         "db": "x.db",
         "redis": "redis://somewhere/0",
         "sse-keep-alive-interval": "2.5",
-        "detach-ttl": "4.5",
+        "disconnect-grace-period": "4.5",
         "drain-timeout": "7.5",
         "tool-call-parser": "hermes",
         "reasoning-parser": "deepseek_r1",
         "allowed-host": "example.org",
         "cors-origin": "https://example.org",
         "root-path": "/api/",
-        "public-prompt": "kind.txt",
+        "shared-system-prompt": "kind.txt",
         "log-level": "debug",
     }
     Path("kind.txt").write_text("Be kind.\n")
@@ -117,7 +118,7 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         serve(env={"CHATCACHE_" + name.upper().replace("-", "_"): value for name, value in values.items()}).exit_code
         == 0
     )
-    lists = ("api-key", "allowed-host", "cors-origin", "public-prompt")
+    lists = ("api-key", "allowed-host", "cors-origin", "shared-system-prompt")
     lines = [f'{name} = ["{value}"]' if name in lists else f'{name} = "{value}"' for name, value in values.items()]
     Path("chatcache.toml").write_text("\n".join(lines))
     result = serve()
@@ -129,7 +130,7 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
             served_model_name="name",
             device="cpu",
             dtype="float32",
-            attention="reference",
+            attention_backend="reference",
             quantization="int8",
             kv_memory_bytes=3 * 2**29,
             max_model_len=99,
@@ -137,10 +138,10 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
             max_num_seqs=7,
             max_num_batched_tokens=64,
             enable_prefix_caching=False,
-            max_num_waiting=5,
+            max_queued_requests=5,
             scheduling_policy="fair",
-            preemption="swap",
-            swap_memory_bytes=2**30,
+            preemption_mode="swap",
+            swap_space_bytes=2**30,
             deterministic=True,
             seed=11,
         ),
@@ -151,12 +152,12 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
             db="x.db",
             redis="redis://somewhere/0",
             sse_keep_alive_interval_s=2.5,
-            detach_ttl_s=4.5,
+            disconnect_grace_period_s=4.5,
             drain_timeout_s=7.5,
             allowed_hosts=("example.org",),
             cors_origins=("https://example.org",),
             root_path="/api",
-            public_prompts=("Be kind.\n",),
+            shared_system_prompts=("Be kind.\n",),
             tool_call_parser="hermes",
             reasoning_parser="deepseek_r1",
             log_level="debug",
@@ -165,17 +166,17 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
 
 
 def test_to_swap_needs_memory_to_swap_to(seen: Seen) -> None:
-    result = serve("--preemption", "swap", "--swap-memory", "0")
-    assert result.exit_code == 2 and "--preemption" in result.output and not seen
-    assert serve("--preemption", "recompute", "--swap-memory", "0").exit_code == 0
+    result = serve("--preemption-mode", "swap", "--swap-space", "0")
+    assert result.exit_code == 2 and "--preemption-mode" in result.output and not seen
+    assert serve("--preemption-mode", "recompute", "--swap-space", "0").exit_code == 0
 
 
 def test_several_public_prompts_by_flag_and_by_environment(seen: Seen) -> None:
     for name in ("a", "b"):
         Path(name).write_text(f"You are {name}, é.", encoding="utf-8")
-    serve("--public-prompt", "a", "--public-prompt", "b")
-    serve(env={"CHATCACHE_PUBLIC_PROMPT": f"a{os.pathsep}b"})
-    assert [server.public_prompts for _, server in seen] == [("You are a, é.", "You are b, é.")] * 2
+    serve("--shared-system-prompt", "a", "--shared-system-prompt", "b")
+    serve(env={"CHATCACHE_SHARED_SYSTEM_PROMPT": f"a{os.pathsep}b"})
+    assert [server.shared_system_prompts for _, server in seen] == [("You are a, é.", "You are b, é.")] * 2
 
 
 @pytest.mark.parametrize(
@@ -190,9 +191,9 @@ def test_several_public_prompts_by_flag_and_by_environment(seen: Seen) -> None:
 def test_a_public_prompt_that_is_none_is_refused(seen: Seen, data: bytes | None, reason: str) -> None:
     if data is not None:
         Path("p").write_bytes(data)
-    result = serve("--public-prompt", "p")
+    result = serve("--shared-system-prompt", "p")
     assert result.exit_code == 2 and not seen
-    assert "--public-prompt" in result.output and reason in " ".join(result.output.replace("│", " ").split())
+    assert "--shared-system-prompt" in result.output and reason in " ".join(result.output.replace("│", " ").split())
 
 
 def test_several_keys_by_flag_and_by_environment(seen: Seen) -> None:
@@ -210,7 +211,7 @@ def test_several_keys_by_flag_and_by_environment(seen: Seen) -> None:
         ("host", "127.0.0.1:8000"),
         ("device", "tpu"),
         ("dtype", "int3"),
-        ("attention", "none"),
+        ("attention-backend", "none"),
         ("kv-memory", "2 buckets"),
         ("kv-memory", "1KiB"),
         ("kv-memory", "999TiB"),
@@ -223,13 +224,13 @@ def test_several_keys_by_flag_and_by_environment(seen: Seen) -> None:
         ("max-num-seqs", "4097"),
         ("max-num-batched-tokens", "15"),
         ("max-num-batched-tokens", "9999999"),
-        ("max-num-waiting", "-1"),
-        ("max-num-waiting", "9999999"),
+        ("max-queued-requests", "-1"),
+        ("max-queued-requests", "9999999"),
         ("scheduling-policy", "lifo"),
-        ("preemption", "never"),
-        ("swap-memory", "-1"),
-        ("swap-memory", "much"),
-        ("swap-memory", "999TiB"),
+        ("preemption-mode", "never"),
+        ("swap-space", "-1"),
+        ("swap-space", "much"),
+        ("swap-space", "999TiB"),
         ("seed", "-1"),
         ("seed", "9223372036854775808"),
         ("api-key", "short"),
@@ -237,7 +238,7 @@ def test_several_keys_by_flag_and_by_environment(seen: Seen) -> None:
         ("sse-keep-alive-interval", "-1"),
         ("sse-keep-alive-interval", "nan"),
         ("sse-keep-alive-interval", "3601"),
-        ("detach-ttl", "-1"),
+        ("disconnect-grace-period", "-1"),
         ("drain-timeout", "-1"),
         ("tool-call-parser", "xml"),
         ("reasoning-parser", "yes"),
@@ -348,3 +349,19 @@ def test_a_misspelt_variable_is_told_and_no_other(seen: Seen, name: str, meant: 
     assert result.exit_code == 0
     told = f"nothing reads {name}; {meant} is a setting" if meant else ""
     assert told in result.stderr and bool(told) == ("nothing reads" in result.stderr)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_OPTIONS.items())
+def test_earlier_option_spelling_is_refused_with_the_present_one(seen: Seen, old: str, new: str) -> None:
+    by_flag, by_variable = serve(f"--{old}", "1"), serve(env={variable(old): "1"})
+    Path("chatcache.toml").write_text(f'{old} = "1"')
+    by_file = serve()
+    assert {by_flag.exit_code, by_variable.exit_code, by_file.exit_code} == {2} and not seen
+    assert f"--{new}" in by_flag.stderr and variable(new) in by_variable.stderr
+    assert new in by_file.stderr.replace("│", "").replace("\n", "")
+
+
+@pytest.mark.parametrize(("words", "new"), [(["redis-user", "x"], "redis-acl"), (["db", "claim"], "assign-owner")])
+def test_earlier_command_name_is_refused_with_the_present_one(words: list[str], new: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and new in result.stderr

@@ -97,7 +97,7 @@ def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     sample = make_sample(request.param, folder)
     config = EngineConfig(
-        model=str(folder), dtype="float32", kv_memory_bytes=8 << 20, page_size=8, attention="reference"
+        model=str(folder), dtype="float32", kv_memory_bytes=8 << 20, page_size=8, attention_backend="reference"
     )
     yield Shape(sample, load_model(config))
     torch.set_num_threads(num_threads)

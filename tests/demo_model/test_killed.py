@@ -11,7 +11,7 @@ from chatcache.factory import BUILD_ENGINE, load_tokenizer
 from chatcache.types.events import CandidateDone, Finished, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 
-CONFIG = EngineConfig(attention="cpu", kv_memory_bytes=4 << 20, deterministic=True)
+CONFIG = EngineConfig(attention_backend="cpu", kv_memory_bytes=4 << 20, deterministic=True)
 PROMPT = "<|user|>Tell me a story about a dragon and a very small dog.<|assistant|>"
 
 

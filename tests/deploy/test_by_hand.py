@@ -17,7 +17,7 @@ from tests.deploy.composed import ByHand, resolved
 
 # No kernel is compiled, few pages are made, one thread computes; a numba cache of the machine's own is used.
 GENTLE = {
-    "CHATCACHE_ATTENTION": "reference",
+    "CHATCACHE_ATTENTION_BACKEND": "reference",
     "CHATCACHE_DTYPE": "float32",
     "CHATCACHE_KV_MEMORY": "64MiB",
     "OMP_NUM_THREADS": "1",
@@ -39,9 +39,9 @@ def hands(tmp_path: Path, services: dict[str, Any]) -> Iterator[ByHand]:
 
 
 def test_what_compose_starts_works_together_and_outlives_a_kill(hands: ByHand, tmp_path: Path) -> None:
-    assert "made" in hands.run("redis-user")
+    assert "made" in hands.run("redis-acl")
     password = (tmp_path / "secret" / "password").read_text()
-    assert password not in hands.log("redis-user")
+    assert password not in hands.log("redis-acl")
     hands.start("redis")
     hands.wait_healthy("redis")
     assert not hands.is_healthy(SERVER)  # planted: nobody is there yet
@@ -82,8 +82,8 @@ def test_what_compose_starts_works_together_and_outlives_a_kill(hands: ByHand, t
 
 
 def test_the_shipped_user_may_do_what_we_do_and_nothing_else(hands: ByHand, tmp_path: Path) -> None:
-    hands.run("redis-user")
-    assert "kept" in hands.run("redis-user")  # the second start changes nothing
+    hands.run("redis-acl")
+    assert "kept" in hands.run("redis-acl")  # the second start changes nothing
     hands.start("redis")
     hands.wait_healthy("redis")
     password = (tmp_path / "secret" / "password").read_text()

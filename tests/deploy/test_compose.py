@@ -24,10 +24,10 @@ def services() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("profiles", "names"),
     [
-        (("gpu",), {"chatcache", "redis", "redis-user"}),
-        (("cpu",), {"chatcache-cpu", "redis", "redis-user"}),
+        (("gpu",), {"chatcache", "redis", "redis-acl"}),
+        (("cpu",), {"chatcache-cpu", "redis", "redis-acl"}),
         (("monitoring",), {"prometheus", "grafana"}),
-        (("gpu", "monitoring"), {"chatcache", "redis", "redis-user", "prometheus", "grafana"}),
+        (("gpu", "monitoring"), {"chatcache", "redis", "redis-acl", "prometheus", "grafana"}),
     ],
 )
 def test_every_profile_parses(profiles: tuple[str, ...], names: set[str]) -> None:
@@ -80,12 +80,12 @@ def test_every_service_is_held_tight(services: dict[str, Any]) -> None:
 
 def test_redis_is_reached_by_these_services_alone_and_keeps_what_it_says(services: dict[str, Any]) -> None:
     redis = services["redis"]
-    assert "ports" not in redis and "ports" not in services["redis-user"]
+    assert "ports" not in redis and "ports" not in services["redis-acl"]
     words = redis["command"]
     settings = {word: words[at + 1] for at, word in enumerate(words) if word.startswith("--")}
     assert settings["--appendonly"] == "yes" and settings["--appendfsync"] == "always"
     assert settings["--maxmemory-policy"] == "noeviction" and settings["--aclfile"] == "/secret/users.acl"
-    assert redis["depends_on"]["redis-user"]["condition"] == "service_completed_successfully"
+    assert redis["depends_on"]["redis-acl"]["condition"] == "service_completed_successfully"
     assert all(str(volume).endswith(":ro") for volume in redis["volumes"] if "secret" in str(volume))
 
 

@@ -71,7 +71,10 @@ def served(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     assert shutil.which("node", path=path["PATH"]) is None
     # plain torch: the numba kernels would be compiled anew for this place, which the page does not need
     with serving(
-        [str(python.parent / "chatcache"), "serve", "--attention", "reference"], home, cwd=home, environment=path
+        [str(python.parent / "chatcache"), "serve", "--attention-backend", "reference"],
+        home,
+        cwd=home,
+        environment=path,
     ) as (url, _):
         yield url
 

@@ -49,8 +49,8 @@ class Crowd:
             scheduling_policy=self.policy,
             max_num_seqs=SLOTS,
             max_num_batched_tokens=256,
-            max_num_waiting=MOST,
-            max_waiting_tokens=MOST_TOKENS,
+            max_queued_requests=MOST,
+            max_queued_tokens=MOST_TOKENS,
             strict=True,
         )
         runner = FakeRunner(fake_capacity(SLOTS * (NUM_PROMPT + NUM_OUTPUT) // PAGE * 4, PAGE), VOCAB)

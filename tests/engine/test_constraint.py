@@ -73,7 +73,7 @@ MIXED: dict[str, Params] = {
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_requests_answer_as_with_endless_memory(preemption: str) -> None:
     """The state is the strategy's: neither swap nor recompute can disturb it."""
-    roomy, tight = engine(), engine(num_pages=68, preemption=preemption)
+    roomy, tight = engine(), engine(num_pages=68, preemption_mode=preemption)
     events: list[list[EngineEvent]] = []
     for each in (roomy, tight):
         for name, params in MIXED.items():
@@ -126,7 +126,7 @@ def test_a_fault_in_one_constraint_ends_that_request_only(
 def test_others_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(30) else "?")
-    eng = engine(max_num_waiting=3)
+    eng = engine(max_queued_requests=3)
     eng.add(request("slow", MIXED["n8"]))
     eng.add(request("plain", MIXED["plain"]))
     assert eng.is_preparing("slow") and not eng.is_preparing("plain")
@@ -217,7 +217,7 @@ def test_requests_whose_grammar_is_compiled_are_part_of_their_tenants_share(monk
         params = SamplingParams(structured_outputs=StructuredOutputs(choice=("a", "ab")))
         eng.add(GenerateRequest(request_id=name, prompt=(1, 2), params=params, namespace=tenant))
 
-    eng = engine(max_num_waiting=4)
+    eng = engine(max_queued_requests=4)
     for at in range(2):
         add(f"mine{at}", "a")
     with pytest.raises(RateLimitError):

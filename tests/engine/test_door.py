@@ -64,7 +64,7 @@ def test_an_active_id_is_refused_and_a_finished_one_welcome() -> None:
 
 
 def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
-    eng = engine(max_waiting_tokens=100)
+    eng = engine(max_queued_tokens=100)
     eng.add(request("long", num_tokens=150))  # the first one is never too long
     with pytest.raises(OverloadedError, match="150 prompt tokens are waiting already, of at most 100"):
         eng.add(request("a", num_tokens=1))
@@ -72,7 +72,7 @@ def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
     assert eng.health().num_waiting_tokens == 0
     eng.add(request("b", num_tokens=60))
     eng.add(request("c", num_tokens=40))
-    assert (eng.health().num_waiting_tokens, eng.health().max_waiting_tokens) == (100, 100)
+    assert (eng.health().num_waiting_tokens, eng.health().max_queued_tokens) == (100, 100)
     with pytest.raises(OverloadedError):
         eng.add(request("d", num_tokens=1))
     eng.abort("b")
@@ -82,7 +82,7 @@ def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    eng = engine(max_num_waiting=2)
+    eng = engine(max_queued_requests=2)
     eng.add(request("a"))
     eng.add(request("b"))
     with pytest.raises(OverloadedError, match="2 requests"):

@@ -182,7 +182,7 @@ def crowd(eng: Engine, num_others: int = 4) -> list[EngineEvent]:
 @pytest.mark.parametrize("dropped", [{0}, {1, 2}, {0, 3}, {0, 1, 2}])
 def test_while_preempted(num_host_pages: int, dropped: set[int]) -> None:
     preemption = "swap" if num_host_pages else "recompute"
-    eng = engine(runner(44, num_host_pages=num_host_pages), preemption=preemption)
+    eng = engine(runner(44, num_host_pages=num_host_pages), preemption_mode=preemption)
     events = crowd(eng) + eng.step()  # it has been looked at while it waits
     num_in_use = eng.scheduler.kv.pool.num_in_use
     for index in dropped:
@@ -200,7 +200,7 @@ def test_while_preempted(num_host_pages: int, dropped: set[int]) -> None:
 def test_on_the_way_back(num_host_pages: int, dropped: int) -> None:
     """Some branches have their pages again, others wait for those that do."""
     preemption = "swap" if num_host_pages else "recompute"
-    eng = engine(runner(44, num_host_pages=num_host_pages), preemption=preemption, max_num_batched_tokens=16)
+    eng = engine(runner(44, num_host_pages=num_host_pages), preemption_mode=preemption, max_num_batched_tokens=16)
     events = crowd(eng)
     while not (back := [each for each in eng.scheduler.running if each.request_id == "a"]):
         events += eng.step()

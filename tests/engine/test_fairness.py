@@ -34,7 +34,9 @@ class House:
 
     def __init__(self, policy: str = "fair", num_pages: int = PAGES) -> None:
         runner = FakeRunner(fake_capacity(num_pages, PAGE), VOCAB)
-        config = EngineConfig(scheduling_policy=policy, max_num_batched_tokens=64, max_num_waiting=10_000, strict=True)
+        config = EngineConfig(
+            scheduling_policy=policy, max_num_batched_tokens=64, max_queued_requests=10_000, strict=True
+        )
         self.engine = Engine(runner, fake_facts(VOCAB), config)
         self.served: Counter[str] = Counter()
         self.started: list[str] = []

@@ -105,7 +105,7 @@ def test_preempted_amid_its_prompt_it_scores_no_token_twice(preemption: str) -> 
         return execute(plan)
 
     fake.execute = watched  # type: ignore[method-assign]
-    eng = engine(fake, preemption=preemption, scheduling_policy="priority", max_num_batched_tokens=4)
+    eng = engine(fake, preemption_mode=preemption, scheduling_policy="priority", max_num_batched_tokens=4)
     long = SamplingParams(max_tokens=40, seed=2, ignore_eos=True)
     eng.add(ask("urgent", (9, 9, 9), None, params=long, priority=-1))
     for _ in range(20):

@@ -164,7 +164,9 @@ def test_a_dropped_candidate_stays_dropped() -> None:
 
 def test_a_full_queue_turns_no_resumed_request_away() -> None:
     capacity = fake_capacity(256, 4, 64, 1024)
-    engine = Engine(FakeRunner(capacity, VOCAB, None), fake_facts(VOCAB, ()), EngineConfig(max_num_waiting=1), BYTES)
+    engine = Engine(
+        FakeRunner(capacity, VOCAB, None), fake_facts(VOCAB, ()), EngineConfig(max_queued_requests=1), BYTES
+    )
     for number in range(5):
         engine.add(resumed(a_request("seeded", f"r{number}"), []))
     assert sum(isinstance(event, Finished) for event in run(engine)) == 5

@@ -42,7 +42,7 @@ def waiting_tokens(eng: Engine) -> Counter[str]:
 
 
 def test_a_tenant_is_refused_at_half_and_everybody_at_the_whole() -> None:
-    eng = engine(max_num_waiting=4)
+    eng = engine(max_queued_requests=4)
     assert [ask(eng, "one", number) for number in range(2)] == [None, None]
     beyond = ask(eng, "one", 2)
     assert isinstance(beyond, RateLimitError) and beyond.status == 429 and "of this tenant" in beyond.message
@@ -56,7 +56,7 @@ def test_a_tenant_is_refused_at_half_and_everybody_at_the_whole() -> None:
 
 
 def test_by_tokens_too_and_the_first_is_never_too_long() -> None:
-    eng = engine(max_waiting_tokens=200)
+    eng = engine(max_queued_tokens=200)
     assert ask(eng, "one", 0, 150) is None
     beyond = ask(eng, "one", 1, 1)
     assert isinstance(beyond, RateLimitError) and "150 prompt tokens of this tenant" in beyond.message
@@ -65,7 +65,7 @@ def test_by_tokens_too_and_the_first_is_never_too_long() -> None:
 
 
 def test_an_open_server_has_no_shares() -> None:
-    eng = engine(max_num_waiting=4)
+    eng = engine(max_queued_requests=4)
     assert [ask(eng, "", number) for number in range(4)] == [None] * 4
     assert isinstance(ask(eng, "", 4), OverloadedError)
 
@@ -76,7 +76,7 @@ def flood(seed: int) -> None:
     Raises: AssertionError where a share or the queue overflows, somebody is refused who had room, or the books are off.
     """
     rng = np.random.default_rng(seed)
-    eng = engine(max_num_waiting=MOST, max_waiting_tokens=MOST_TOKENS, max_num_seqs=3)
+    eng = engine(max_queued_requests=MOST, max_queued_tokens=MOST_TOKENS, max_num_seqs=3)
     alive: list[str] = []
     for number in range(400):
         act = rng.integers(10)

@@ -109,7 +109,7 @@ def test_a_swapped_request_computes_nothing_twice(kind: str, caching: bool) -> N
 
 
 def test_recompute_computes_again_and_moves_nothing() -> None:
-    eng = engine(preemption="recompute", enable_prefix_caching=False)
+    eng = engine(preemption_mode="recompute", enable_prefix_caching=False)
     for request in (long_one("old", 1), long_one("new", 30)):
         eng.add(request)
     events = step_until(eng, lambda: not eng.has_work())
@@ -136,7 +136,7 @@ def test_left_to_itself_the_engine_does_what_costs_less(
 ) -> None:
     runner = Recording(20, 100, swap_page_s)
     clock = ticking(num_tokens_per_s, runner)
-    eng = engine(runner=runner, preemption="auto", clock=lambda: next(clock))
+    eng = engine(runner=runner, preemption_mode="auto", clock=lambda: next(clock))
     for request in (long_one("old", 1), long_one("new", 30)):
         eng.add(request)
     events = step_until(eng, lambda: not eng.has_work())

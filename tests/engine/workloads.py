@@ -76,7 +76,7 @@ class Workload:
             max_num_batched_tokens=self.budget,
             max_num_seqs=self.num_slots,
             enable_prefix_caching=self.caching,
-            preemption=self.preemption,
+            preemption_mode=self.preemption,
             scheduling_policy=self.policy,
             strict=True,
         )

@@ -19,7 +19,7 @@ from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, S
 from tests.engine_process.bus_engines import FAST, build_fake, build_patient
 
 Client = ThreadedEngine | EngineProcess
-CONFIG = EngineConfig(max_num_waiting=200, max_num_seqs=32)
+CONFIG = EngineConfig(max_queued_requests=200, max_num_seqs=32)
 PARAMS: list[Params] = [
     SamplingParams(max_tokens=12, temperature=0),
     SamplingParams(max_tokens=9, n=3, seed=5, logprobs=2),
@@ -138,7 +138,7 @@ async def test_a_full_queue_refuses_and_what_was_accepted_ends(client: Client) -
 
     with pytest.raises(OverloadedError, match="waiting"):
         await submit_all()
-    assert len(accepted) >= CONFIG.max_num_waiting
+    assert len(accepted) >= CONFIG.max_queued_requests
     for request_id in accepted:
         await client.abort(request_id)
     for request_id in accepted:

@@ -16,7 +16,9 @@ from tests.gateway.serving import Server
 @pytest.fixture(scope="module")
 def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path: Path = tmp_path_factory.mktemp("db")
-    with Server(ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0, detach_ttl_s=1.5)) as server:
+    with Server(
+        ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0, disconnect_grace_period_s=1.5)
+    ) as server:
         yield server.wait_ready()
 
 

@@ -32,7 +32,7 @@ def keys_with(db: str, limits: Mapping[str, Limits]) -> dict[str, Held]:
 
 @contextmanager
 def limited_server(db: str, clock: Clock, held: Mapping[str, Held], **settings: Any) -> Iterator[LimitedServer]:
-    config = ServerConfig(db=db, detach_ttl_s=0.2, sse_keep_alive_interval_s=0)
+    config = ServerConfig(db=db, disconnect_grace_period_s=0.2, sse_keep_alive_interval_s=0)
     with LimitedServer(config, held=held, **settings) as server:
         server.gateway.limiter.clock_ns = clock.now_ns
         server.gateway.limiter.usage.wall_s = clock.wall_s

@@ -54,7 +54,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
 
 
 def serve(db: str, port: int) -> int:
-    engine = EngineConfig(model="steady", max_num_seqs=SLOTS, max_num_waiting=MOST, max_model_len=MAX_MODEL_LEN)
+    engine = EngineConfig(model="steady", max_num_seqs=SLOTS, max_queued_requests=MOST, max_model_len=MAX_MODEL_LEN)
     server = ServerConfig(port=port, db=db, log_level="warning")
     return run_server(engine, server, build_engine=ENGINE, load=load_tokenizer)
 

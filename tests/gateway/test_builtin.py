@@ -16,7 +16,7 @@ from tests.gateway.frames import ask, text_of
 from tests.gateway.serving import Server
 from tests.gateway.test_tokens import get, stored_ids, tokens_path
 
-CONFIG = EngineConfig(dtype="float32", attention="reference", device="cpu", kv_memory_bytes=8 * 2**20)
+CONFIG = EngineConfig(dtype="float32", attention_backend="reference", device="cpu", kv_memory_bytes=8 * 2**20)
 PLAIN = {"temperature": 0, "max_output_tokens": 24}
 
 

@@ -21,8 +21,8 @@ KEYS = ("sk-dice-of-one", "sk-dice-of-two")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Little room: requests wait, and are put aside for others."""
     path: Path = tmp_path_factory.mktemp("dice")
-    config = ServerConfig(db=str(path / "chat.db"), api_keys=KEYS, detach_ttl_s=0.3)
-    with Server(config, num_pages=700, engine_config=EngineConfig(max_num_seqs=80, max_num_waiting=40)) as server:
+    config = ServerConfig(db=str(path / "chat.db"), api_keys=KEYS, disconnect_grace_period_s=0.3)
+    with Server(config, num_pages=700, engine_config=EngineConfig(max_num_seqs=80, max_queued_requests=40)) as server:
         server.wait_ready()
         with server.connect() as first:  # what runs as long as the server is there
             body = b'{"input":"Hi","max_output_tokens":1,"stream":true}'

@@ -16,7 +16,7 @@ from chatcache.factory import build_engine, load_tokenizer
 from tests.gateway.documents import ALL_PAGES, Block, blocks
 from tests.gateway.serving import MODEL, Server
 
-CONFIG = EngineConfig(dtype="float32", attention="reference", device="cpu", kv_memory_bytes=8 * 2**20)
+CONFIG = EngineConfig(dtype="float32", attention_backend="reference", device="cpu", kv_memory_bytes=8 * 2**20)
 BLOCKS = [block for page in ALL_PAGES for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 CURL = [block for block in BLOCKS if not block.language and block.output]
@@ -54,7 +54,7 @@ def _assert_shown(output: str, shown: str) -> None:
 def test_python_example_prints_what_the_document_shows(
     demo: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, block: Block
 ) -> None:
-    small: Any = functools.partial(LLM, dtype="float32", attention="reference", kv_memory="8MiB")
+    small: Any = functools.partial(LLM, dtype="float32", attention_backend="reference", kv_memory="8MiB")
     monkeypatch.setattr("chatcache.LLM", small, raising=False)
     exec(compile(_here(block.text, demo), block.page, "exec"), {"__name__": "example"})  # noqa: S102
     output = capsys.readouterr().out

@@ -75,7 +75,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 def flooded(folder: Path, held: Mapping[str, Held] | None = None, **engine: Any) -> Any:
     db = str(folder / "chat.db")
     held = held if held is not None else keys_with(db, {name: Limits() for name in (FLOOD, BUSY, *POLITE)})
-    config = EngineConfig(**{"max_num_seqs": SLOTS, "max_num_waiting": MOST, **engine})
+    config = EngineConfig(**{"max_num_seqs": SLOTS, "max_queued_requests": MOST, **engine})
     return limited_server(db, Clock(), held, engine_config=config, max_model_len=LONGEST)
 
 
@@ -184,7 +184,7 @@ def order_of(folder: Path, watch: Watch, policy: str) -> list[str]:
     """
     held: dict[str, Held] = {}
     with (
-        flooded(folder, held, scheduling_policy=policy, max_num_seqs=1, max_num_waiting=100) as server,
+        flooded(folder, held, scheduling_policy=policy, max_num_seqs=1, max_queued_requests=100) as server,
         ExitStack() as streams,
     ):
         held["first"], held["other"] = give(server.config, "first"), give(server.config, "other")

@@ -123,7 +123,7 @@ def num_tokens_of(messages: Any) -> int:
 @contextmanager
 def probers(folder: Path, num_pages: int) -> Iterator[list[Prober]]:
     """One for each tenant."""
-    config = ServerConfig(db=str(folder / "c.db"), public_prompts=(DECLARED,))
+    config = ServerConfig(db=str(folder / "c.db"), shared_system_prompts=(DECLARED,))
     keys = [
         [give(config, f"tenant-{at}", f"user-{user}").key for user in range(NUM_USERS)] for at in range(NUM_TENANTS)
     ]

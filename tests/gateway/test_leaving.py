@@ -39,7 +39,7 @@ RESUMED = 'chatcache_streams_resumed_total{transport="sse"}'
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One request at a time, and a long prompt takes many steps."""
-    config = ServerConfig(db=str(tmp_path_factory.mktemp("db") / "c.db"), detach_ttl_s=TTL_S)
+    config = ServerConfig(db=str(tmp_path_factory.mktemp("db") / "c.db"), disconnect_grace_period_s=TTL_S)
     engine_config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=16)
     with Server(config, engine_config=engine_config) as server:
         server.wait_ready().stream(PATH, input="Hi", max_output_tokens=1)  # what runs as long as the server is there

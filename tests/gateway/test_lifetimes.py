@@ -45,7 +45,7 @@ class FaultyStore(SqliteStore):
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, FaultyStore]]:
     store = FaultyStore(tmp_path_factory.mktemp("db") / "c.db")
-    with Server(ServerConfig(detach_ttl_s=0.2), store=store) as server:
+    with Server(ServerConfig(disconnect_grace_period_s=0.2), store=store) as server:
         yield server.wait_ready(), store
 
 

@@ -44,7 +44,7 @@ RUNNING: Frame = {"input": f"{SECRET}, again", "max_output_tokens": 900, "ignore
 
 @pytest.fixture(scope="module")
 def all_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    with keyed(tmp_path_factory.mktemp("matrix"), detach_ttl_s=0.0) as keys:
+    with keyed(tmp_path_factory.mktemp("matrix"), disconnect_grace_period_s=0.0) as keys:
         yield keys
 
 

@@ -23,9 +23,9 @@ LONG = "word " * 120  # 150 tokens by its characters, more by the tokenizer
 @pytest.fixture
 def crowded(tmp_path: Path) -> Iterator[Server]:
     """One request runs, ever so slowly; `MAX_WAITING` more may queue, of `MAX_TOKENS` prompt tokens."""
-    config = EngineConfig(max_num_seqs=1, max_num_waiting=MAX_WAITING, max_waiting_tokens=MAX_TOKENS)
+    config = EngineConfig(max_num_seqs=1, max_queued_requests=MAX_WAITING, max_queued_tokens=MAX_TOKENS)
     with Server(
-        ServerConfig(db=str(tmp_path / "chat.db"), detach_ttl_s=0.2),
+        ServerConfig(db=str(tmp_path / "chat.db"), disconnect_grace_period_s=0.2),
         engine_config=config,
         tokenizer=tokenizer_with(CHATML),
         load_tokenizer=lambda: tokenizer_with(CHATML),

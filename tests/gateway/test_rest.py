@@ -216,7 +216,7 @@ def test_an_engine_that_is_started_again_is_not_called_a_model_that_loads(
 
 
 def test_a_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
-    config = EngineConfig(max_num_waiting=1, max_num_seqs=1)
+    config = EngineConfig(max_queued_requests=1, max_num_seqs=1)
     with Server(ServerConfig(db=str(tmp_path / "c.db")), engine_config=config) as server:
         server.wait_ready()
         with slowed(server, 0.05), occupied(server), server.connect() as waiting:

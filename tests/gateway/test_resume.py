@@ -89,7 +89,7 @@ def reload_until_the_end(url: str, response_id: str, seed: int) -> tuple[list[Fr
 def lasting(server: Server) -> Iterator[None]:
     """What begins in the block goes on for a minute when nobody reads it."""
     config = server.gateway.config
-    server.gateway.config = replace(config, detach_ttl_s=60.0)
+    server.gateway.config = replace(config, disconnect_grace_period_s=60.0)
     try:
         yield
     finally:
@@ -201,7 +201,7 @@ def test_resuming_what_cannot_be(server: Server, url: str) -> None:
 
 
 def test_a_response_goes_on_while_nobody_reads_it(server: Server, url: str) -> None:
-    """For as long as `detach_ttl_s`, which is longer than this."""
+    """For as long as `disconnect_grace_period_s`, which is longer than this."""
     with slowed(server, 0.003), lasting(server):
         with tab(url) as page:
             response_id = begin(page, max_output_tokens=150)

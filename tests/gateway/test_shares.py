@@ -62,7 +62,7 @@ class Crowd:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> Iterator[Crowd]:
-    engine = EngineConfig(max_num_seqs=1, max_num_waiting=MOST, max_waiting_tokens=MOST_TOKENS)
+    engine = EngineConfig(max_num_seqs=1, max_queued_requests=MOST, max_queued_tokens=MOST_TOKENS)
     tokenizer = tokenizer_with(CHATML)
     db = str(tmp_path / "chat.db")
     with limited_server(

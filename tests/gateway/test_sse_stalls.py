@@ -34,7 +34,7 @@ HEAVY_RESPONSE = {"input": "Hi", "max_output_tokens": 400, "ignore_eos": True, "
 @pytest.fixture(scope="module")
 def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path: Path = tmp_path_factory.mktemp("db")
-    config = ServerConfig(db=str(path / "chat.db"), detach_ttl_s=0.2, sse_keep_alive_interval_s=0)
+    config = ServerConfig(db=str(path / "chat.db"), disconnect_grace_period_s=0.2, sse_keep_alive_interval_s=0)
     with Server(config, num_pages=32_768) as server:
         server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # handed on to every connection
         yield server.wait_ready()

@@ -25,7 +25,7 @@ ONE, TWO = ({"authorization": f"Bearer sk-tenant-{name}"} for name in ("one", "t
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path: Path = tmp_path_factory.mktemp("tenants")
     keys = ("sk-tenant-one", "sk-tenant-two")
-    config = ServerConfig(db=str(path / "chat.db"), api_keys=keys, public_prompts=(DECLARED + "\n",))
+    config = ServerConfig(db=str(path / "chat.db"), api_keys=keys, shared_system_prompts=(DECLARED + "\n",))
     with Server(config) as server:
         yield server.wait_ready()
 

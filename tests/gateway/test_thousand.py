@@ -41,7 +41,7 @@ SONG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Of thirty requests a few run at a time, long prompts in pieces."""
-    config = ServerConfig(db=str(tmp_path_factory.mktemp("db") / "c.db"), detach_ttl_s=0.2)
+    config = ServerConfig(db=str(tmp_path_factory.mktemp("db") / "c.db"), disconnect_grace_period_s=0.2)
     engine_config = EngineConfig(max_num_seqs=12, max_num_batched_tokens=64)
     with Server(config, engine_config=engine_config) as server:
         # The first stream starts what runs as long as the server is there.

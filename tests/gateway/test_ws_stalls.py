@@ -32,7 +32,7 @@ HEAVY: Frame = {"include": ["message.output_text.logprobs"], "top_logprobs": 10,
 @pytest.fixture(scope="module")
 def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path: Path = tmp_path_factory.mktemp("db")
-    config = ServerConfig(db=str(path / "chat.db"), detach_ttl_s=0.2)
+    config = ServerConfig(db=str(path / "chat.db"), disconnect_grace_period_s=0.2)
     with Server(config, num_pages=32_768) as server:
         yield server.wait_ready()
 

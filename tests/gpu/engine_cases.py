@@ -71,7 +71,12 @@ def build(
     is_interpreted = attention == "triton" and device == "cpu"
     common = {"kv_memory_bytes": 256 * PAGE_BYTES, "page_size": PAGE, "max_num_batched_tokens": 256, "max_num_seqs": 16}
     config = EngineConfig(
-        model=str(folder), device=device, dtype="float32", attention=attention, strict=True, **{**common, **settings}
+        model=str(folder),
+        device=device,
+        dtype="float32",
+        attention_backend=attention,
+        strict=True,
+        **{**common, **settings},
     )
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(triton, "prepare", partial(work_list.plan_work, share=share)))
@@ -260,7 +265,7 @@ CASES = {
     "chunked": Case(chunked, {"max_num_batched_tokens": 16}),
     "cached": Case(cached, {}),
     "recomputed": Case(preempted, {**SCARCE, "preemption": "recompute"}),
-    "swapped": Case(swapped, {**SCARCE, "preemption": "swap", "swap_memory_bytes": 64 * PAGE_BYTES}),
+    "swapped": Case(swapped, {**SCARCE, "preemption": "swap", "swap_space_bytes": 64 * PAGE_BYTES}),
     "cancelled": Case(cancelled, {}),
 }
 

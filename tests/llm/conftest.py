@@ -26,5 +26,5 @@ def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), dtype="float32", attention="reference", kv_memory="4MiB") as llm:
+    with LLM(str(folder), dtype="float32", attention_backend="reference", kv_memory="4MiB") as llm:
         yield llm

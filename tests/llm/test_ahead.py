@@ -31,7 +31,7 @@ def ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
         return load_model(config, progress, ahead=Ahead(()))
 
     monkeypatch.setattr(compose, "load_runner", load_runner)
-    with LLM(str(folder), dtype="float32", attention="reference", kv_memory="4MiB") as llm:
+    with LLM(str(folder), dtype="float32", attention_backend="reference", kv_memory="4MiB") as llm:
         yield llm
 
 

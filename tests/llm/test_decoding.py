@@ -96,7 +96,7 @@ def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
         llm.generate([PROMPT], priority=[1])
     options: dict[str, Any] = {"dtype": "float32", "attention": "reference", "kv_memory": "4MiB"}
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    with LLM(str(folder), scheduling_policy="priority", swap_memory=0, preemption="recompute", **options) as ranked:
+    with LLM(str(folder), scheduling_policy="priority", swap_space=0, preemption_mode="recompute", **options) as ranked:
         outputs = ranked.generate([PROMPT, PROMPT[:5]], params, use_tqdm=False, priority=[2, 1])
         assert [each.outputs[0].token_ids for each in outputs] == [
             each.outputs[0].token_ids for each in llm.generate([PROMPT, PROMPT[:5]], params, use_tqdm=False)
@@ -110,15 +110,15 @@ def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
     [
         ({"scheduling_policy": "lifo"}, "scheduling_policy"),
         ({"preemption": "never"}, "preemption"),
-        ({"preemption": "swap", "swap_memory": 0}, "swap"),
-        ({"swap_memory": "lots"}, "not a size"),
+        ({"preemption": "swap", "swap_space": 0}, "swap"),
+        ({"swap_space": "lots"}, "not a size"),
     ],
 )
 def test_policies_that_are_none_are_refused(folder: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequestError, match=text):
-        LLM(str(folder), dtype="float32", attention="reference", kv_memory="4MiB", **options)
+        LLM(str(folder), dtype="float32", attention_backend="reference", kv_memory="4MiB", **options)
 
 
 def test_determinism_is_asked_of_the_loader(folder: Any) -> None:
     with pytest.raises(ModelFolderError, match="deterministic needs"):
-        LLM(str(folder), dtype="float32", attention="reference", kv_memory="4MiB", deterministic=True)
+        LLM(str(folder), dtype="float32", attention_backend="reference", kv_memory="4MiB", deterministic=True)

@@ -166,7 +166,7 @@ def test_more_prompts_than_the_queue_holds_all_run(llm: LLM) -> None:
 
 def test_a_folder_without_tokenizer_takes_token_ids(oracle: Any, tmp_path: Path) -> None:
     oracle.save_pretrained(tmp_path)
-    with LLM(str(tmp_path), dtype="float32", attention="reference", kv_memory="4MiB") as llm:
+    with LLM(str(tmp_path), dtype="float32", attention_backend="reference", kv_memory="4MiB") as llm:
         assert llm.generate([[1, 2]], GREEDY)[0].outputs[0].text == ""
         with pytest.raises(InvalidRequestError, match="no tokenizer"):
             llm.generate("Hello", GREEDY)

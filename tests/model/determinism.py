@@ -63,7 +63,7 @@ def load(folder: Path, dtype: str, *, deterministic: bool = True) -> Runner:
         EngineConfig(
             model=str(folder),
             dtype=dtype,
-            attention="cpu",
+            attention_backend="cpu",
             page_size=PAGE,
             kv_memory_bytes=8 << 20,
             deterministic=deterministic,
@@ -168,7 +168,7 @@ class Way:
             max_num_seqs=self.batch,
             max_num_batched_tokens=max(self.budget, self.batch),
             enable_prefix_caching=self.cache,
-            preemption=self.preemption,
+            preemption_mode=self.preemption,
         )
         return Engine(recorder, recorder.runner.facts, config)
 

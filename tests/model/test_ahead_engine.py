@@ -74,7 +74,7 @@ def told(engine: Engine) -> Told:
 def test_the_same_answers(sizes: list[int], num_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {
         "kv_memory_bytes": num_pages * PAGE_BYTES,
-        "swap_memory_bytes": 64 * PAGE_BYTES,
+        "swap_space_bytes": 64 * PAGE_BYTES,
         "preemption": "swap",
     }
     expected = told(build(tmp_path, "reference", **settings))

@@ -119,7 +119,7 @@ def test_a_seed_draws_the_same_tokens_in_any_batch(
 ) -> None:
     """The whole runner, without level 2: logits may differ in their last bits, the draws made of them do not."""
     sample = sample_of("llama")
-    runner = load(sample.folder, attention=backend)
+    runner = load(sample.folder, attention_backend=backend)
     noise = np.random.default_rng(SEED)
     prompts = [sample.prompts[3][: int(noise.integers(1, 40))] for _ in range(max(BATCHES))]
 

@@ -61,5 +61,5 @@ def test_bf16_is_near_float32(name: str, load: Load, tmp_path: Path, monkeypatch
     oracle = save_random(FAMILIES[name].config(), tmp_path, norms_at=0.0 if "gemma" in name else 1.0, std=STD)
     torch.seed()
     prompts = [tuple(torch.randint(0, VOCAB, (length,)).tolist()) for length in LENGTHS]
-    error = error_of(load(tmp_path, dtype="bfloat16", attention="auto"), oracle, prompts)
+    error = error_of(load(tmp_path, dtype="bfloat16", attention_backend="auto"), oracle, prompts)
     assert 1e-5 < error < TOLERANCE, error  # exactly equal would mean that it was no bfloat16

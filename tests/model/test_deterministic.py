@@ -171,7 +171,7 @@ def test_a_network_that_sees_its_batch_is_refused_unless_run_token_by_token(wrap
 
 def test_the_fast_path_does_not_pass_the_check(sample_of: Get, load: Load) -> None:
     """On every machine tried so far; where it does pass, level 2 costs nothing and this test may go."""
-    runner = load(sample_of("llama").folder, attention="cpu")
+    runner = load(sample_of("llama").folder, attention_backend="cpu")
     with pytest.raises(ModelFolderError, match="depend on the batch"):
         check_determinism(runner._network, choose_backend("reference", torch.device("cpu"))[1], 8, 99)
 
@@ -184,7 +184,9 @@ def test_who_is_refused(sample_of: Get, tmp_path: Path, monkeypatch: pytest.Monk
             load_model(EngineConfig(model=str(folder), kv_memory_bytes=4 << 20, deterministic=True, **options))
         return str(caught.value)
 
-    assert refusal(sample.folder, attention="reference").startswith("deterministic needs the attention backend 'cpu'")
+    assert refusal(sample.folder, attention_backend="reference").startswith(
+        "deterministic needs the attention backend 'cpu'"
+    )
     assert "8 must divide both" in refusal(sample.folder, page_size=12)
     folder = Path(shutil.copytree(sample.folder, tmp_path / "odd"))
     narrow = {**json.loads((folder / "config.json").read_text()), "intermediate_size": 90}

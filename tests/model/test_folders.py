@@ -204,7 +204,7 @@ def test_facts_and_capacity(folder: Path, load: Load) -> None:
     config = EngineConfig(
         model=str(folder),
         dtype="float32",
-        attention="reference",
+        attention_backend="reference",
         max_num_seqs=3,
         max_model_len=100,
         served_model_name="me",

@@ -22,9 +22,9 @@ from tests.model.drive import Driver, greedy, make_draws
 from tests.model.families import FAMILIES, NUM_NEW, VOCAB, Sample
 
 SETTINGS = {
-    "page8-chunked-cached": EngineConfig(page_size=8, max_num_batched_tokens=12, attention="reference"),
+    "page8-chunked-cached": EngineConfig(page_size=8, max_num_batched_tokens=12, attention_backend="reference"),
     "page16-whole": EngineConfig(
-        page_size=16, max_num_batched_tokens=512, enable_prefix_caching=False, attention="auto"
+        page_size=16, max_num_batched_tokens=512, enable_prefix_caching=False, attention_backend="auto"
     ),
 }
 
@@ -65,7 +65,7 @@ def continue_all(runner: Runner, config: EngineConfig, sample: Sample, rounds: i
 def test_parity_tokens(sample: Sample, setting: str, load: Load) -> None:
     config = SETTINGS[setting]
     assert len({token for answer in sample.answers for token in answer}) > 20, "the sample repeats itself"
-    runner = load(sample.folder, page_size=config.page_size, attention=config.attention)
+    runner = load(sample.folder, page_size=config.page_size, attention_backend=config.attention_backend)
     assert isinstance(runner._network, Decoder) == FAMILIES[sample.family].native
     rounds = 2 if config.enable_prefix_caching else 1
     for answers in continue_all(runner, config, sample, rounds):

@@ -101,7 +101,7 @@ def test_who_is_refused(sample_of: Get, load: Load, monkeypatch: pytest.MonkeyPa
 def test_it_may_be_deterministic(sample_of: Get, load: Load, dtype: str) -> None:
     """The check at load passes, and answers do not depend on chunks."""
     sample = sample_of("qwen3")
-    runner = load(sample.folder, quantization="int8", deterministic=True, attention="auto", dtype=dtype)
+    runner = load(sample.folder, quantization="int8", deterministic=True, attention_backend="auto", dtype=dtype)
     together = logprobs(runner, sample.prompts)
     assert torch.equal(together, torch.cat([logprobs(runner, [prompt]) for prompt in sample.prompts]))
 

@@ -33,7 +33,7 @@ def test_forks_share_and_then_differ(length: int, backend: str, sample_of: Get, 
     """Two forks of one branch write other tokens into copies of its tail page; none sees the others' tokens."""
     sample = sample_of("llama")
     prompt = sample.prompts[2][:length]
-    driver = Driver(load(sample.folder, attention=backend))
+    driver = Driver(load(sample.folder, attention_backend=backend))
     driver.feed({0: prompt})
     driver.fork(0, 3)
     driver.fork(0, 1)

@@ -119,7 +119,7 @@ def test_a_branch_swapped_out_goes_on_from_other_pages(
 ) -> None:
     """Out, its pages overwritten by another prompt, in elsewhere: the same logits to the bit as had it stayed."""
     sample = sample_of("llama")
-    driver = Driver(load(sample.folder, attention=backend))
+    driver = Driver(load(sample.folder, attention_backend=backend))
     prompt = sample.prompts[2]
     driver.feed({0: prompt[:-1], 1: prompt[:-1]})
     away = [(page, 3 + index) for index, page in enumerate(driver.pages[1])]
@@ -138,7 +138,7 @@ def test_a_branch_swapped_out_goes_on_from_other_pages(
 
 
 def test_pages_that_do_not_exist_are_refused(sample_of: Callable[[str], Sample], load: Callable[..., Runner]) -> None:
-    runner = load(sample_of("llama").folder, attention="cpu")
+    runner = load(sample_of("llama").folder, attention_backend="cpu")
     pages, host_pages = runner.capacity().num_pages, runner.capacity().num_host_pages
     for swap in ((1, host_pages), (pages, 0), (1, -1), (-1, 0)):
         with pytest.raises(ValueError, match=r"a swap names (host )?page -?\d+ of \d+"):
@@ -150,7 +150,7 @@ def test_pages_that_do_not_exist_are_refused(sample_of: Callable[[str], Sample],
 def test_the_price_of_a_swap_is_measured(sample_of: Callable[[str], Sample], load: Callable[..., Runner]) -> None:
     folder = sample_of("llama").folder
     assert 0 < load(folder).capacity().swap_page_s < 0.1
-    off = load(folder, swap_memory_bytes=0).capacity()
+    off = load(folder, swap_space_bytes=0).capacity()
     assert (off.num_host_pages, off.swap_page_s) == (0, 0.0)
 
 
@@ -158,7 +158,7 @@ def test_room_for_swapped_pages() -> None:
     page_bytes = GEOMETRY.page_bytes(8)
 
     def host_pages(num_bytes: int | None, kv_bytes: int = 64 * page_bytes) -> int:
-        config = EngineConfig(page_size=8, kv_memory_bytes=kv_bytes, swap_memory_bytes=num_bytes)
+        config = EngineConfig(page_size=8, kv_memory_bytes=kv_bytes, swap_space_bytes=num_bytes)
         return plan_capacity(config, GEOMETRY, 1 << 20).num_host_pages
 
     assert host_pages(None) == 32
@@ -166,7 +166,7 @@ def test_room_for_swapped_pages() -> None:
     assert host_pages(0) == 0
     assert host_pages(5 * page_bytes + 1) == 5
     for wrong in (-1, page_bytes - 1):
-        with pytest.raises(ModelFolderError, match=f"swap_memory_bytes {wrong} .* takes {page_bytes} bytes"):
+        with pytest.raises(ModelFolderError, match=f"swap_space_bytes {wrong} .* takes {page_bytes} bytes"):
             host_pages(wrong)
 
 

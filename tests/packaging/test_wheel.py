@@ -125,7 +125,11 @@ def serving(installed: Path, tmp_path: Path) -> Iterator[str]:
     port = free_port()
     cleared = ("CHATCACHE_", "PYTHON", "TRITON")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(cleared)}
-    settings = {"CHATCACHE_ATTENTION": "reference", "CHATCACHE_DTYPE": "float32", "CHATCACHE_KV_MEMORY": "64MiB"}
+    settings = {
+        "CHATCACHE_ATTENTION_BACKEND": "reference",
+        "CHATCACHE_DTYPE": "float32",
+        "CHATCACHE_KV_MEMORY": "64MiB",
+    }
     command = [str(installed / "bin" / "chatcache"), "serve", "--port", str(port), "--db", str(tmp_path / "chat.db")]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(command, cwd=tmp_path, env=kept | settings, stdout=log, stderr=subprocess.STDOUT)

@@ -49,7 +49,7 @@ def test_llm_generates_without_triton() -> None:
 from chatcache import LLM, SamplingParams
 with LLM(kv_memory="64MiB") as llm:
     (output,) = llm.generate("Hello", SamplingParams(n=3, max_tokens=4, ignore_eos=True), use_tqdm=False)
-print(llm.config.attention, len(output.outputs), {len(each.token_ids) for each in output.outputs})
+print(llm.config.attention_backend, len(output.outputs), {len(each.token_ids) for each in output.outputs})
 """
     assert run(code) == "auto 3 {4}"
 
@@ -59,7 +59,7 @@ def test_attention_backend_triton_is_refused_with_its_reason() -> None:
 from chatcache import LLM
 from chatcache.errors import ChatcacheError
 try:
-    LLM(attention="triton")
+    LLM(attention_backend="triton")
 except ChatcacheError as error:
     print(error)
 """

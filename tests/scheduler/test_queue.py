@@ -26,7 +26,7 @@ def times_preempted(num_host_pages: int) -> int:
     # Pages of one token; about four urgent requests run at once, and what they leave is now more, now less.
     runner = FakeRunner(fake_capacity(120, 1, 32, 512, num_host_pages), VOCAB)
     preemption = "swap" if num_host_pages else "recompute"
-    config = EngineConfig(scheduling_policy="priority", preemption=preemption, strict=True)
+    config = EngineConfig(scheduling_policy="priority", preemption_mode=preemption, strict=True)
     engine = Engine(runner, fake_facts(VOCAB), config)
     engine.add(ask("patient", 5, 100, priority=9))
     (patient,) = engine.scheduler.waiting

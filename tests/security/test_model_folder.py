@@ -33,7 +33,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(folder: Path) -> None:
     """Do what a start does with a folder, in its order: the command looks, the gateway's tokenizer, the engine."""
-    config = EngineConfig(model=str(folder), dtype="float32", attention="reference", kv_memory_bytes=1 << 20)
+    config = EngineConfig(model=str(folder), dtype="float32", attention_backend="reference", kv_memory_bytes=1 << 20)
     compose.check_model_folder(config)
     compose.load_tokenizer(config)
     compose.load_runner(config).close()

@@ -168,7 +168,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-OPTIONS = ("--dtype", "float32", "--attention", "reference")
+OPTIONS = ("--dtype", "float32", "--attention-backend", "reference")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.security.hostile import Adversary
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 26))
 NUM_CLIENTS = 6
 ROUTE = "/v1/completions"
-OPTIONS = ("--deterministic", "--attention", "cpu", "--kv-memory", "16MiB", "--scheduling-policy", "priority")
+OPTIONS = ("--deterministic", "--attention-backend", "cpu", "--kv-memory", "16MiB", "--scheduling-policy", "priority")
 BIG: tuple[Any, ...] = (
     *(2**63, 2**64, -(2**63) - 1, 10**30, -1, 0, 2**31, 1e308, 5e-324, True, None, "1", "", [], {}),
     *([2**70], [-1], [None], {"99999999999999999999": 1}, {"1": 10**30}, {"1": None}, {"": 1}, [[]], "\x00"),

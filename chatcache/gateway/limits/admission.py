@@ -2,7 +2,7 @@
 
     request --- door: its key's limits; counted by characters --- tokenised --- engine: counted by tokens, queued
 
-The queue's limits are the engine's own (`max_num_waiting`, `max_waiting_tokens`); the door adds what is on its way
+The queue's limits are the engine's own (`max_queued_requests`, `max_queued_tokens`); the door adds what is on its way
 there. A tenant may hold half of the queue. Everything that makes the engine work comes through here, however it came.
 
 Texts that are only counted, or explained: nobody pays for that, so long ones wait for one another.
@@ -164,7 +164,7 @@ class AdmissionController:
 
     def _check_room(self, tenant: str, work: RequestCost, health: EngineHealth) -> None:
         """Raises: RateLimitError, OverloadedError."""
-        most = QueueSize(health.max_num_waiting, health.max_waiting_tokens)
+        most = QueueSize(health.max_queued_requests, health.max_queued_tokens)
         if not health.num_waiting or not most.num_requests:  # an idle engine takes what comes, and counts itself
             most = QueueSize(2**63, most.num_tokens)
         if not most.num_tokens:

@@ -154,7 +154,7 @@ def _ttl_s(gateway: Gateway, fields: ResponseFields) -> float | None:
     """How long the response outlives its last reader; None: until it is done."""
     if fields.store is False:
         return 0.0
-    return None if fields.background else gateway.config.detach_ttl_s
+    return None if fields.background else gateway.config.disconnect_grace_period_s
 
 
 def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> Asked:

@@ -68,7 +68,7 @@ def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, d
         return Int8Linears()
     if config.deterministic:
         return InvariantLinears()
-    if device.type != "cpu" or config.attention not in ("auto", "cpu") or dtype != torch.bfloat16:
+    if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
         return fast_linear
     free_bytes = free_host_bytes()
     twice = keeps_twice(weight_bytes, free_bytes)
@@ -155,7 +155,7 @@ def _load(
     if config.deterministic and device.type != "cpu":
         raise ModelFolderError(f"deterministic works on CPUs only so far, and this model would run on {device}")
     check_quantization(config.quantization, device)
-    backend, kernels = choose_backend(config.attention, device, deterministic=config.deterministic)
+    backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
     if device.type == "cpu":
         keep_freed_memory()
         limit_threads(weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
@@ -334,14 +334,14 @@ def _budget(
 def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> int:
     """Size the room for swapped pages: the bytes asked for, else half as many pages as there are, 1 GiB at most.
 
-    Raises: ModelFolderError when `swap_memory_bytes` is negative or does not hold one page.
+    Raises: ModelFolderError when `swap_space_bytes` is negative or does not hold one page.
     """
-    asked = config.swap_memory_bytes
+    asked = config.swap_space_bytes
     if asked is None:
         return min(num_pages // 2, SWAP_MAX_BYTES // page_bytes)
     if asked < 0 or 0 < asked < page_bytes:
         raise ModelFolderError(
-            f"swap_memory_bytes {asked} is out of bounds: 0 turns swapping off, and a page of "
+            f"swap_space_bytes {asked} is out of bounds: 0 turns swapping off, and a page of "
             f"{config.page_size} tokens takes {page_bytes} bytes"
         )
     return asked // page_bytes
