@@ -37,8 +37,8 @@ from tests.gateway.test_rest import converse
 FOLDERS = ("kernels", "loadtest", "loadtest/peers", "tests", "tests/chaos", "web")
 GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 GUIDES += [ROOT / folder / "README.md" for folder in FOLDERS]
-# Codes of the command line, and of a base class that is never raised itself.
-NEVER_SENT = {"forbidden", "damaged_archive", "store_unusable", "model_folder_error"}
+# Codes of the command line, of a base class that is never raised itself, and of an engine that is then restarted.
+NEVER_SENT = {"forbidden", "device_lost", "damaged_archive", "store_unusable", "model_folder_error"}
 COMMANDS = [(page, line) for page in ALL_PAGES for line in command_lines(page, "curl")]
 
 
