@@ -21,7 +21,7 @@ TORCH_INDEX ?= $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),https://downl
 help:
 	@echo "make serve      install, then chat page + API with the demo model on http://127.0.0.1:8000"
 	@echo "make test       install with test extras, then lint, types and the whole suite"
-	@echo "make bench      decode and prefill speed beside the limits of this machine"
+	@echo "make bench      decode and prefill speed next to the limits of this machine"
 	@echo "make loadtest   16 users x 5 turns against a running server"
 	@echo "make web        build the chat page    make lint | format | gpu-check | audit | clean"
 	@echo "ARGS='...' is passed on, e.g. make serve ARGS='Qwen/Qwen3-0.6B --port 9000'"

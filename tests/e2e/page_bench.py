@@ -1,4 +1,7 @@
-"""What the page costs: `python -m tests.e2e.page_bench`. Bytes and time of a first load, scripting of a long answer."""
+"""Measure the chat page: `python -m tests.e2e.page_bench`.
+
+Measures bytes and time of a first load, and main-thread time while a long answer arrives.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
+from chatcache.bench.report import Figure, compare, figure_table
 from tests.e2e.scripted import Script, scripted
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 GOAL_MS_PER_S = 50
-COUNTED = {
+DURATIONS = {
     "ScriptDuration": "scripting",
     "LayoutDuration": "layout",
     "RecalcStyleDuration": "style",
     "TaskDuration": "all",
 }
-# Runs from navigation on: when the message box can be written to and the socket is open.
+# Records when the message box is editable and the socket is open.
 WATCH_READY = """
 addEventListener("DOMContentLoaded", () => {
   const look = () => {
@@ -64,13 +68,13 @@ TEXTS: dict[str, Any] = {
 
 
 def deltas(kind: str, count: int) -> list[str]:
-    """The first `count` pieces, each about a token, of an endless text."""
+    """Return the first `count` pieces, each about a token, of an endless text."""
     pieces = itertools.chain.from_iterable(re.findall(r"\s?\w{1,6}|\s|\S", part) for part in TEXTS[kind]())
     return list(itertools.islice(pieces, count))
 
 
-def measure_load(browser: Any, url: str) -> str:
-    """Bytes on the wire and time to interactive of a visitor who was never here."""
+def measure_load(browser: Any, url: str) -> list[Figure]:
+    """Measure the transferred bytes and the time to interactive with an empty cache."""
     context = browser.new_context()
     page = context.new_page()
     page.add_init_script(WATCH_READY)
@@ -83,18 +87,21 @@ def measure_load(browser: Any, url: str) -> str:
     page.wait_for_timeout(500)
     ready_ms = page.evaluate("window.readyMs")
     context.close()
-    return f"first load: {sum(loaded) / 1000:.1f} KB in {len(loaded)} requests, interactive after {ready_ms:.0f} ms"
+    return [
+        Figure(f"first load, {len(loaded)} requests", sum(loaded) / 1000, "KB"),
+        Figure("first load, interactive", ready_ms, "ms"),
+    ]
 
 
-def measure_answer(browser: Any, url: str, script: Script, kind: str, count: int, per_s: float) -> str:
-    """Main-thread time per second while an answer of `count` deltas arrives."""
+def measure_answer(browser: Any, url: str, script: Script, kind: str, count: int, per_s: float) -> list[Figure]:
+    """Measure main-thread time per second while an answer of `count` deltas arrives."""
     script.deltas, script.deltas_per_s = deltas(kind, count), per_s
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page = context.new_page()
     page.goto(url)
     page.wait_for_selector(".dot-on")
     wire = context.new_cdp_session(page)
-    wire.send("Performance.enable", {"timeDomain": "threadTicks"})  # what else the machine does is not our cost
+    wire.send("Performance.enable", {"timeDomain": "threadTicks"})  # excludes the time of other programs
     page.fill("#composer", "Go")
 
     def metrics() -> dict[str, float]:
@@ -102,18 +109,20 @@ def measure_answer(browser: Any, url: str, script: Script, kind: str, count: int
 
     started, before = time.perf_counter(), metrics()
     page.keyboard.press("Enter")
-    page.wait_for_timeout(1000 * count / per_s)  # asking the page whether it is done would cost it scripting
+    page.wait_for_timeout(1000 * count / per_s)  # polling the page would add scripting time
     seconds, after = time.perf_counter() - started, metrics()
     page.wait_for_selector(".answer[data-status=done]")
-    spent = {word: 1000 * (after[name] - before[name]) / seconds for name, word in COUNTED.items()}
+    spent = {label: 1000 * (after[name] - before[name]) / seconds for name, label in DURATIONS.items()}
     context.close()
-    told = ", ".join(f"{word} {ms:5.1f}" for word, ms in spent.items())
-    verdict = "" if spent["scripting"] < GOAL_MS_PER_S else f"  (over {GOAL_MS_PER_S})"
-    return f"{kind:14} {count} deltas in {seconds:5.1f} s; ms per second: {told}{verdict}"
+    scripting = spent.pop("scripting")
+    return [
+        compare(f"{kind}, {count} deltas: scripting", scripting, "ms/s", GOAL_MS_PER_S, "goal", "<= 1.00"),
+        *(Figure(f"{kind}, {count} deltas: {label}", ms, "ms/s") for label, ms in spent.items()),
+    ]
 
 
 def main() -> None:
-    """Print everything."""
+    """Measure and print everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deltas", type=int, default=4277)
     parser.add_argument("--per-second", type=float, default=250.0)
@@ -122,10 +131,11 @@ def main() -> None:
     script = Script()
     with scripted(script) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        print(measure_load(browser, url))
+        figures = measure_load(browser, url)
         for kind in TEXTS if options.text == "all" else [options.text]:
-            print(measure_answer(browser, url, script, kind, options.deltas, options.per_second))
+            figures += measure_answer(browser, url, script, kind, options.deltas, options.per_second)
         browser.close()
+    print(figure_table(figures))
 
 
 if __name__ == "__main__":

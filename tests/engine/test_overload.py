@@ -46,7 +46,7 @@ def everything_in_one_line(patch: pytest.MonkeyPatch) -> str:
 
 
 def no_shares(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(intake, "check_share", lambda *_: None)
+    patch.setattr(intake, "check_tenant_share", lambda *_: None)
     return "fair"
 
 

@@ -106,6 +106,6 @@ def test_shares_hold_whatever_comes() -> None:
 
 
 def test_without_shares_the_flood_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "check_share", lambda *_: None)
+    monkeypatch.setattr(intake, "check_tenant_share", lambda *_: None)
     with pytest.raises(AssertionError, match=r"(None|OverloadedError\(.*\)) for who had"):
         flood(SEED)

@@ -105,7 +105,7 @@ def rush(server: LimitedServer, watch: Watch, num_floods: int = 100) -> None:
     refused: Counter[str] = Counter()
 
     async def ask(name: str) -> int:
-        status = await load.ask(server.held[name].key, num_tokens=6)
+        status = await load.send_chat(server.held[name].key, num_tokens=6)
         refused[name] += status != 200
         return status
 
@@ -135,7 +135,7 @@ def rush(server: LimitedServer, watch: Watch, num_floods: int = 100) -> None:
     report = load.report
     assert watch.widest[0] <= MOST, f"{watch.widest[0]} were waiting"
     assert watch.widest[1] == MOST // 2, f"{watch.widest[1]} of one tenant were waiting"
-    assert not report.wrong, f"wrong: {report.wrong[:3]}"
+    assert not report.problems, f"problems: {report.problems[:3]}"
     assert set(report.statuses) <= {200, 429, 503} and report.statuses[429] > 0
     assert Counter(watch.started)[FLOOD] + 2 * len(POLITE) == report.statuses[200]
     assert server.request("GET", "/livez")[0] == 200
@@ -143,12 +143,12 @@ def rush(server: LimitedServer, watch: Watch, num_floods: int = 100) -> None:
 
 def no_shares(patch: pytest.MonkeyPatch) -> None:
     for module in (door, intake):
-        patch.setattr(module, "check_share", lambda *_: None)
+        patch.setattr(module, "check_tenant_share", lambda *_: None)
 
 
 def no_queue_limit(patch: pytest.MonkeyPatch) -> None:
     for module in (door, intake):
-        patch.setattr(module, "check_share", lambda *_: None)
+        patch.setattr(module, "check_tenant_share", lambda *_: None)
         patch.setattr(module, "check_queue", lambda *_: None)
 
 
@@ -161,7 +161,7 @@ def no_word_of_when(patch: pytest.MonkeyPatch) -> None:
     [
         (no_shares, r"\d+ of one tenant were waiting"),
         (no_queue_limit, r"^\d+ were waiting"),
-        (no_word_of_when, r"wrong: \[.(429|503) "),
+        (no_word_of_when, r"problems: \[.(429|503) "),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )

@@ -127,7 +127,7 @@ def test_half_of_the_queue_for_one_tenant(crowd: Crowd, made: list[str]) -> None
 def test_without_the_doors_share_the_text_would_be_tokenised_first(
     crowd: Crowd, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "check_share", lambda *_: None)
+    monkeypatch.setattr(door, "check_tenant_share", lambda *_: None)
     with pytest.raises(AssertionError, match="before tokenising"):
         check_shares(crowd, made)
 
