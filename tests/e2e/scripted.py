@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from chatcache.gateway.static import STATIC, Assets, RootFiles, page
+from chatcache.gateway.static import Assets, RootFiles, page
 
 SESSION = {
     "model": "scripted",
@@ -86,7 +86,7 @@ def scripted(script: Script) -> Iterator[str]:
     app = Starlette(
         routes=[
             Route("/", page),
-            Mount("/assets", Assets(STATIC / "assets")),
+            Mount("/assets", Assets("assets")),
             Route("/readyz", ready),
             WebSocketRoute("/v1/responses", script.serve),
             Route("/v1/{rest:path}", nothing, methods=["GET", "POST", "DELETE"]),

@@ -40,7 +40,9 @@ class Described:
     def check(self, method: str, path: str, status: int, answer: object, media_type: str = "application/json") -> None:
         """Raises: AssertionError unless the document allows exactly this answer."""
         responses = self.operation(method, path)["responses"]
-        assert str(status) in responses, f"{method} {path}: status {status} is not described in api_table.py"
+        assert str(status) in responses, (
+            f"{method} {path}: status {status} is not described in chatcache/gateway/routes.py"
+        )
         response = responses[str(status)]
         if "$ref" in response:
             response = self.document["components"]["responses"][response["$ref"].rpartition("/")[2]]
@@ -56,7 +58,7 @@ class Described:
         errors = sorted(Draft202012Validator(whole).iter_errors(value), key=lambda error: len(error.path))
         assert not errors, (
             f"{what} is not as openapi.json says: {errors[0].json_path}: {errors[0].message}\n"
-            "If the answer is right, describe it: the types are in chatcache/gateway/answers*.py"
+            "If the answer is right, describe it: the types are in chatcache/gateway/schemas/responses.py"
         )
 
 

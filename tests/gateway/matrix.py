@@ -14,7 +14,7 @@ from typing import Any, Literal
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from chatcache.gateway.auth.principal import signed
-from chatcache.gateway.routes import Protected
+from chatcache.gateway.routing import MethodDispatcher, ProtectedRoute
 from tests.gateway.keyed import Headers, Held, Keyed
 from tests.gateway.serving import MODEL
 
@@ -133,19 +133,20 @@ LINES: Mapping[Place, Sequence[Line]] = {
 
 
 def places(routes: Iterable[BaseRoute]) -> set[Place]:
-    """The methods and paths that an app serves, sockets aside."""
-    return {place for route in routes for place in _places(route.route if isinstance(route, Protected) else route)}
+    """The methods and paths that an app serves, without WebSockets."""
+    return {place for route in routes for place in places_of(route) if place[0] != "WS"}
 
 
-def _places(route: BaseRoute) -> set[Place]:
+def places_of(route: BaseRoute) -> set[Place]:
+    """The methods and path of a route; "WS" stands for a WebSocket."""
+    if isinstance(route, ProtectedRoute):
+        route = route.route
     if isinstance(route, WebSocketRoute):
-        return set()
+        return {("WS", route.path)}
     if isinstance(route, Mount):
         return {("GET", route.path)}
     assert isinstance(route, Route)
-    methods = route.methods
-    if methods is None:  # an endpoint class
-        methods = {name.upper() for name in ("get", "post", "put", "patch", "delete") if hasattr(route.endpoint, name)}
+    methods = route.endpoint.methods if isinstance(route.endpoint, MethodDispatcher) else route.methods or ()
     return {(method, route.path) for method in methods if method not in ("HEAD", "OPTIONS")}
 
 

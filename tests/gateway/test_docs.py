@@ -22,7 +22,8 @@ from chatcache.gateway import uvicorn_limits as http
 from chatcache.gateway.api import pagination as paging
 from chatcache.gateway.api import params as tooling
 from chatcache.gateway.openapi import document
-from chatcache.gateway.routes import OPERATIONS, SOCKETS, Body
+from chatcache.gateway.routes import OPERATIONS, ROUTES, SOCKETS
+from chatcache.gateway.routing import Body
 from chatcache.gateway.schemas import requests as wire
 from chatcache.gateway.schemas import requests as wire_messages
 from chatcache.gateway.websocket import connection as ws
@@ -52,7 +53,7 @@ def _called(command: str) -> tuple[str, str]:
 
 
 def test_docs_have_a_curl_line_for_every_route() -> None:
-    described = Described(document("0"))
+    described = Described(document(ROUTES, "0"))
     lines = {described.operation(*_called(line))["operationId"] for page, line in COMMANDS if page != FRONT_PAGE}
     operations = {
         operation["operationId"]: f"{method.upper()} {path}"

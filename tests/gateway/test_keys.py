@@ -16,21 +16,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from chatcache.auth import new_key
 from chatcache.config import ServerConfig
-from chatcache.gateway import app as app_module
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.principal import LIFE_S, read_session, signed
 from chatcache.gateway.errors import revoked
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.http import LogStream
-from chatcache.gateway.routes import ACCESS, Protected
+from chatcache.gateway.routes import ROUTES
+from chatcache.gateway.routing import ProtectedRoute, build_routes
 from tests.gateway.frames import LONG, TERMINAL, receive, send, until_end
 from tests.gateway.keyed import Keyed, give, keyed, take_away
 from tests.gateway.serving import Server, post_bytes, read_all, slowed, unchunk, wait_until
@@ -476,26 +473,17 @@ def test_a_cookie_is_read_strictly() -> None:
 # Default deny
 
 
-def path_of(route: BaseRoute) -> str:
-    assert isinstance(route, Route | WebSocketRoute | Mount)
-    return route.path
+def test_app_routes_require_the_permissions_of_the_route_table(keys: Keyed) -> None:
+    routes = keys.server.app.router.routes
+    assert all(isinstance(route, ProtectedRoute) for route in routes)
+    served = {(route.path, route.permission) for route in routes if isinstance(route, ProtectedRoute)}
+    assert served == {(entry.path, entry.permission) for entry in ROUTES}
 
 
-def test_every_route_of_the_app_stands_behind_what_it_declared(keys: Keyed) -> None:
-    app = keys.server.app
-    routes = app.router.routes
-    assert all(isinstance(route, Protected) and route.need == ACCESS[path_of(route.route)] for route in routes)
-    assert {path_of(route.route) for route in routes if isinstance(route, Protected)} == set(ACCESS)
-
-
-def test_who_declares_nothing_is_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async def leak(request: Request) -> Response:
-        return Response("everything")
-
-    routes = app_module._routes()
-    monkeypatch.setattr(app_module, "_routes", lambda: [Route("/v1/new", leak), *routes])
-    with pytest.raises(LookupError, match="/v1/new"):
-        app_module.create_app(ServerConfig(db=str(tmp_path / "c.db")), None, lambda: None, "m")  # type: ignore[arg-type, return-value]
+def test_route_missing_from_the_table_is_not_served(keys: Keyed) -> None:
+    missing = [entry for entry in ROUTES if entry.path != MODELS]
+    assert MODELS not in {route.path for route in build_routes(missing)}
+    assert MODELS in {route.path for route in build_routes(ROUTES)}
 
 
 def test_strangers_do_not_learn_what_is_here(keys: Keyed) -> None:

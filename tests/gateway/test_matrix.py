@@ -17,7 +17,8 @@ from websockets.sync.client import ClientConnection, connect
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry
-from chatcache.gateway.routes import SOCKETS, Protected
+from chatcache.gateway.routes import SOCKETS
+from chatcache.gateway.routing import ProtectedRoute
 from chatcache.gateway.websocket.connection import Connection
 from chatcache.storage import sqlite as sqlite_reads
 from tests.gateway.frames import receive, send, until_end
@@ -69,7 +70,7 @@ def test_a_route_without_a_line_is_seen(keys: Keyed) -> None:
     async def anything(request: Request) -> Response:
         return Response("x")
 
-    grown = [*keys.server.app.routes, Protected(Route("/v1/new", anything, methods=["POST"]), "key")]
+    grown = [*keys.server.app.routes, ProtectedRoute(Route("/v1/new", anything, methods=["POST"]), "key")]
     assert places(grown) - set(LINES) == {("POST", "/v1/new")}
 
 
@@ -107,7 +108,7 @@ def test_a_store_that_forgets_whose_it_is_fails(keys: Keyed, monkeypatch: pytest
         return original(db, row[0] if row else owner, conversation_id, expect)
 
     original = sqlite_reads.read_head
-    monkeypatch.setattr(sqlite_reads, "head", head)
+    monkeypatch.setattr(sqlite_reads, "read_head", head)
     found = violations(keys, some(("GET", "/v1/conversations/{id}"), ("POST", "/v1/conversations/{id}")))
     assert any("bob" in each for each in found) and any("somebody has changed it" in each for each in found)
 
@@ -127,13 +128,13 @@ def any_response(registry: ResponseRegistry, owner: str, response_id: str) -> Lo
 def test_a_route_declared_open_by_mistake_fails(keys: Keyed) -> None:
     """Planted: two routes that need less than they should."""
     wrong = ("/v1/models", "/metrics")
-    gates = [each for each in keys.server.app.routes if isinstance(each, Protected) and each.path in wrong]
-    needs = [gate.need for gate in gates]
+    gates = [each for each in keys.server.app.routes if isinstance(each, ProtectedRoute) and each.path in wrong]
+    permissions = [gate.permission for gate in gates]
     for gate in gates:
-        gate.need = "open"
+        gate.permission = "open"
     found = violations(keys, some(("GET", "/v1/models"), ("GET", "/metrics")))
-    for gate, need in zip(gates, needs, strict=True):
-        gate.need = need
+    for gate, permission in zip(gates, permissions, strict=True):
+        gate.permission = permission
     assert {each.split()[1] for each in found} == set(wrong) and any("nobody: got 200" in each for each in found)
 
 

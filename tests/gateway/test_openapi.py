@@ -5,19 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openapi_spec_validator import validate
-from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 import chatcache.gateway
 from chatcache.config import ServerConfig
-from chatcache.gateway.app import _routes
 from chatcache.gateway.openapi import document
-from chatcache.gateway.routes import OPERATIONS, PAGE_PATHS, SOCKETS, Body
+from chatcache.gateway.routes import OPERATIONS, ROUTES, SOCKETS
+from chatcache.gateway.routing import Body, PageFiles, build_routes
 from tests.gateway.described import Described
+from tests.gateway.matrix import places_of
 from tests.gateway.serving import MODEL, Server
 from tests.gateway.test_rest import converse
 
@@ -31,28 +32,30 @@ def described(module_server: Server) -> Described:
     return Described(answer)
 
 
-def _served(route: BaseRoute) -> set[tuple[str, str]]:
-    if isinstance(route, WebSocketRoute):
-        return {("WS", route.path)}
-    if isinstance(route, Mount):
-        return {("GET", route.path)}
-    assert isinstance(route, Route)
-    methods = route.methods
-    if methods is None:  # an endpoint class
-        methods = {name.upper() for name in ("get", "post", "put", "patch", "delete") if hasattr(route.endpoint, name)}
-    return {(method, route.path) for method in methods if method not in ("HEAD", "OPTIONS")}
+def test_document_describes_exactly_the_served_routes(module_server: Server, described: Described) -> None:
+    page = {entry.path for entry in ROUTES if isinstance(entry, PageFiles)}
+    served = {place for route in module_server.app.routes for place in places_of(route) if place[1] not in page}
+    paths = described.document["paths"]
+    found = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    found += [("WS", path) for path in described.document["x-websockets"]]
+    assert {(method, path.replace("{id:path}", "{id}")) for method, path in served} == set(found)
+    table = [(each.method, each.path) for each in OPERATIONS]
+    assert len(table) == len(set(table)), "two entries of ROUTES have the same method and path"
 
 
-def test_every_route_is_described_and_every_description_served() -> None:
-    served = {pair for route in _routes() for pair in _served(route) if pair[1] not in PAGE_PATHS}
-    table = [(operation.method, operation.path) for operation in OPERATIONS] + [("WS", each.path) for each in SOCKETS]
-    assert len(table) == len(set(table))
-    assert not served - set(table), (
-        f"served but not described: {sorted(served - set(table))}. Add an Operation for each to "
-        "chatcache/gateway/routes.py, with a type for its answer in chatcache/gateway/answers*.py, and a curl line "
-        "to a page of chatcache/gateway/docs"
-    )
-    assert not set(table) - served, f"described in api_table.py but not served: {sorted(set(table) - served)}"
+def test_routes_of_one_path_with_two_permissions_are_refused() -> None:
+    open_entry, other = (each for each in OPERATIONS if each.path == "/v1/conversations")
+    with pytest.raises(ValueError, match="/v1/conversations require different permissions"):
+        build_routes([replace(open_entry, permission="open"), other])
+
+
+def test_literal_segment_matches_before_a_parameter_in_any_table_order() -> None:
+    for entries in (ROUTES, ROUTES[::-1]):
+        paths = [route.path for route in build_routes(entries)]
+        for literal in ("export", "import"):
+            assert paths.index(f"/v1/conversations/{literal}") < paths.index("/v1/conversations/{id}")
+        assert paths.index("/v1/responses/input_tokens") < paths.index("/v1/responses/{id}")
+        assert paths.index("/livez") < paths.index("/{file}")
 
 
 def test_the_document_is_openapi(described: Described) -> None:
@@ -63,14 +66,14 @@ def test_the_document_is_openapi(described: Described) -> None:
 
 
 def test_the_document_knows_where_it_is_served() -> None:
-    assert document("1", "/chat")["servers"] == [{"url": "/chat"}]
-    validate(document("1", "/chat"))
+    assert document(ROUTES, "1", "/chat")["servers"] == [{"url": "/chat"}]
+    validate(document(ROUTES, "1", "/chat"))
 
 
 def _structs_read() -> set[str]:
     """Names of the request structs that handlers read, from their source."""
     found: set[str] = set()
-    for path in Path(chatcache.gateway.__file__).parent.glob("*.py"):
+    for path in Path(chatcache.gateway.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "read":
                 assert len(node.args) == 2 and isinstance(node.args[1], ast.Name), f"{path.name}:{node.lineno}"

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis import checks
 
 from chatcache.gateway.openapi import document
+from chatcache.gateway.routes import ROUTES
 from tests.gateway.serving import MODEL, Server
 from tests.gateway.test_rest import converse
 
@@ -34,7 +35,7 @@ MAX_URL_BYTES = 32_000
 
 def _document() -> dict[str, Any]:
     """As served, but for the model's name: nobody guesses that, and all else would be a 404."""
-    described = document("0")
+    described = document(ROUTES, "0")
     for schema in described["components"]["schemas"].values():
         if "model" in schema.get("properties", {}) and schema["title"].endswith("Request"):
             schema["properties"]["model"] = {"enum": [MODEL, None]}

@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.openapi import document
+from chatcache.gateway.routes import ROUTES
 from chatcache.tokenizer.tokenizer import read_tokenizer
 from chatcache.types.events import Finished
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
@@ -169,7 +170,7 @@ def test_nothing_is_fetched(server: Server, kind: str) -> None:
 def test_no_field_of_the_wire_names_a_page_a_hash_or_a_namespace() -> None:
     """What is cached is named by the server alone, from the bytes that it will use."""
     names: set[str] = set()
-    for title, schema in document("0")["components"]["schemas"].items():
+    for title, schema in document(ROUTES, "0")["components"]["schemas"].items():
         if title.endswith("Request"):
             names |= set(schema.get("properties", {}))
     assert "temperature" in names

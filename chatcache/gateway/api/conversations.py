@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -100,36 +99,35 @@ async def list_conversations(request: Request) -> Response:
     return json_response({**found, "next": cursor_of(heads[limit - 1]) if has_more else None})
 
 
-class OneConversation(HTTPEndpoint):
-    """/v1/conversations/{id}."""
+async def get_conversation(request: Request) -> Response:
+    conversation = await store_of(request).get(owner_of(request), request.path_params["id"])
+    return json_response(conversation_json(conversation))
 
-    async def get(self, request: Request) -> Response:
-        conversation = await store_of(request).get(owner_of(request), request.path_params["id"])
-        return json_response(conversation_json(conversation))
 
-    async def post(self, request: Request) -> Response:
-        body = await read_json(request)
-        patch = read(body, ConversationPatch)
-        ignored = unknown_fields(body, ConversationPatch)
-        conversation = await store_of(request).update(
-            owner_of(request),
-            request.path_params["id"],
-            title=patch.title,
-            active_leaf=patch.active_leaf,
-            metadata=patch.metadata,
-            expect=patch.rev,
-        )
-        gateway_of(request).hub.changed(conversation)
-        return json_response(conversation_json(conversation), headers=ignored_header(ignored))
+async def update_conversation(request: Request) -> Response:
+    body = await read_json(request)
+    patch = read(body, ConversationPatch)
+    ignored = unknown_fields(body, ConversationPatch)
+    conversation = await store_of(request).update(
+        owner_of(request),
+        request.path_params["id"],
+        title=patch.title,
+        active_leaf=patch.active_leaf,
+        metadata=patch.metadata,
+        expect=patch.rev,
+    )
+    gateway_of(request).hub.changed(conversation)
+    return json_response(conversation_json(conversation), headers=ignored_header(ignored))
 
-    async def delete(self, request: Request) -> Response:
-        """Delete it, and end what is still being said in it."""
-        gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
-        await store_of(request).delete(owner, conversation_id, expect=read_rev(request))
-        gateway.hub.deleted(owner, conversation_id)
-        runs = [run for run in gateway.responses.running(owner) if run.conversation_id == conversation_id]
-        await asyncio.gather(*(run.cancel() for run in runs))
-        return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+async def delete_conversation(request: Request) -> Response:
+    """Delete it, and end what is still being said in it."""
+    gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
+    await store_of(request).delete(owner, conversation_id, expect=read_rev(request))
+    gateway.hub.deleted(owner, conversation_id)
+    runs = [run for run in gateway.responses.running(owner) if run.conversation_id == conversation_id]
+    await asyncio.gather(*(run.cancel() for run in runs))
+    return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
 def read_rev(request: Request) -> int | None:
@@ -152,88 +150,74 @@ _TRIES = 5
 _INLINE_ITEMS = 100
 
 
-class Conversations(HTTPEndpoint):
-    """/v1/conversations."""
-
-    async def get(self, request: Request) -> Response:
-        return await list_conversations(request)
-
-    async def post(self, request: Request) -> Response:
-        """Create one, empty or with the messages it begins with."""
-        body = await read_json_or_nothing(request)
-        fields = read(body, ConversationFields)
-        ignored = unknown_fields(body, ConversationFields)
-        messages = to_messages(fields.items or (), "items")
-        gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
-        once = IdempotencyCache.of_request(request, "conversation", body)
-        if once is None:
-            conversation = await additions.create(store, owner, messages, fields.metadata, fields.title)
-            gateway.hub.changed(conversation)
-            return json_response(conversation_json(conversation), headers=ignored_header(ignored))
-        async with gateway.keys.of(owner, once):
-            found = await once.earlier(store, owner)
-            try:
-                if found is None:
-                    conversation = await additions.create(
-                        store, owner, messages, fields.metadata, fields.title, once.claim
-                    )
-            except IdempotencyConflictError as taken:  # through another gateway
-                found = once.same(taken.claim)
-        if found is not None:
-            return json_response(conversation_json(await store.get(owner, found)), headers=REPLAYED)
+async def create_conversation(request: Request) -> Response:
+    """Create one, empty or with the messages it begins with."""
+    body = await read_json_or_nothing(request)
+    fields = read(body, ConversationFields)
+    ignored = unknown_fields(body, ConversationFields)
+    messages = to_messages(fields.items or (), "items")
+    gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
+    once = IdempotencyCache.of_request(request, "conversation", body)
+    if once is None:
+        conversation = await additions.create(store, owner, messages, fields.metadata, fields.title)
         gateway.hub.changed(conversation)
         return json_response(conversation_json(conversation), headers=ignored_header(ignored))
+    async with gateway.keys.of(owner, once):
+        found = await once.earlier(store, owner)
+        try:
+            if found is None:
+                conversation = await additions.create(store, owner, messages, fields.metadata, fields.title, once.claim)
+        except IdempotencyConflictError as taken:  # through another gateway
+            found = once.same(taken.claim)
+    if found is not None:
+        return json_response(conversation_json(await store.get(owner, found)), headers=REPLAYED)
+    gateway.hub.changed(conversation)
+    return json_response(conversation_json(conversation), headers=ignored_header(ignored))
 
 
-class Items(HTTPEndpoint):
-    """/v1/conversations/{id}/items."""
-
-    async def get(self, request: Request) -> Response:
-        """A page of one path, newest first; with `branches=all` the whole tree, oldest first and in one piece."""
-        query = request.query_params
-        if query.get("branches", "all") != "all":
-            raise InvalidRequestError('branches must be "all"', param="branches")
-        tree = await store_of(request).load(owner_of(request), request.path_params["id"])
-        data = (
-            _listed(tree, query) if len(tree.items) <= _INLINE_ITEMS else await asyncio.to_thread(_listed, tree, query)
-        )
-        return Response(data, media_type="application/json")
-
-    async def post(self, request: Request) -> Response:
-        """Append messages at the active leaf, or under `parent_id`."""
-        store, owner, conversation_id = store_of(request), owner_of(request), request.path_params["id"]
-        body = await read_json(request)
-        fields = read(body, ItemsFields)
-        ignored = unknown_fields(body, ItemsFields)
-        messages = to_messages(fields.items, "items")
-        conversation, items = await additions.add(
-            store, owner, conversation_id, messages, fields.parent_id, expect=fields.rev
-        )
-        gateway_of(request).hub.changed(conversation)
-        entries = wire_items(ConversationTree(conversation, items, ()), items)
-        return json_response(page(entries, has_more=False), headers=ignored_header(ignored))
+async def list_items(request: Request) -> Response:
+    """A page of one path, newest first; with `branches=all` the whole tree, oldest first and in one piece."""
+    query = request.query_params
+    if query.get("branches", "all") != "all":
+        raise InvalidRequestError('branches must be "all"', param="branches")
+    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
+    data = _listed(tree, query) if len(tree.items) <= _INLINE_ITEMS else await asyncio.to_thread(_listed, tree, query)
+    return Response(data, media_type="application/json")
 
 
-class OneItem(HTTPEndpoint):
-    """/v1/conversations/{id}/items/{item_id}."""
+async def create_items(request: Request) -> Response:
+    """Append messages at the active leaf, or under `parent_id`."""
+    store, owner, conversation_id = store_of(request), owner_of(request), request.path_params["id"]
+    body = await read_json(request)
+    fields = read(body, ItemsFields)
+    ignored = unknown_fields(body, ItemsFields)
+    messages = to_messages(fields.items, "items")
+    conversation, items = await additions.add(
+        store, owner, conversation_id, messages, fields.parent_id, expect=fields.rev
+    )
+    gateway_of(request).hub.changed(conversation)
+    entries = wire_items(ConversationTree(conversation, items, ()), items)
+    return json_response(page(entries, has_more=False), headers=ignored_header(ignored))
 
-    async def get(self, request: Request) -> Response:
-        tree = await store_of(request).load(owner_of(request), request.path_params["id"])
-        _, entry = find_item(tree, request.path_params["item_id"])
-        return json_response(entry)
 
-    async def delete(self, request: Request) -> Response:
-        """Take the message out, of every branch that it is on; what followed it follows the one before it."""
-        await gateway_of(request).unsaved.settle(request.path_params["id"])
-        conversation = await edited(
-            store_of(request),
-            owner_of(request),
-            request.path_params["id"],
-            lambda tree: without_item(tree, find_item(tree, request.path_params["item_id"])[0].id),
-            expect=read_rev(request),
-        )
-        gateway_of(request).hub.changed(conversation)
-        return json_response(conversation_json(conversation))
+async def get_item(request: Request) -> Response:
+    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
+    _, entry = find_item(tree, request.path_params["item_id"])
+    return json_response(entry)
+
+
+async def delete_item(request: Request) -> Response:
+    """Take the message out, of every branch that it is on; what followed it follows the one before it."""
+    await gateway_of(request).unsaved.settle(request.path_params["id"])
+    conversation = await edited(
+        store_of(request),
+        owner_of(request),
+        request.path_params["id"],
+        lambda tree: without_item(tree, find_item(tree, request.path_params["item_id"])[0].id),
+        expect=read_rev(request),
+    )
+    gateway_of(request).hub.changed(conversation)
+    return json_response(conversation_json(conversation))
 
 
 async def edited(
@@ -311,7 +295,7 @@ def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, dict[str, obj
     raise NotFoundError(f"no item {item_id[:128]!r} in this conversation", param="item_id")
 
 
-async def name_conversation(request: Request) -> Response:
+async def generate_title(request: Request) -> Response:
     """Ask the model for a title and store it, unless it says nothing useful or somebody was faster."""
     gateway, store, principal = gateway_of(request), store_of(request), principal_of(request)
     owner = principal.owner

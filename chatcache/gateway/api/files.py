@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 
-from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -34,7 +33,7 @@ _PAGE = 100
 _FEED_BYTES = 1 << 18
 
 
-async def export_one(request: Request) -> Response:
+async def export_conversation(request: Request) -> Response:
     """GET /v1/conversations/{id}/export: all of it as JSON, or one branch to read as Markdown."""
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     form = request.query_params.get("format", "json")
@@ -53,41 +52,35 @@ async def export_one(request: Request) -> Response:
     return _file(text.encode("utf-8", "replace"), MARKDOWN, f"{tree.conversation.id}.md")
 
 
-class AllConversations(HTTPEndpoint):
-    """/v1/conversations/export. An endpoint, not a function: `export` is no id, whatever the method."""
-
-    async def get(self, request: Request) -> Response:
-        """Every conversation of the tenant, one to a line, one in memory at a time."""
-        store, owner, digest = store_of(request), owner_of(request), await _digest(request)
-        headers = {"content-disposition": 'attachment; filename="conversations.jsonl"'}
-        return StreamingResponse(_lines(store, owner, digest), media_type=JSON_LINES, headers=headers)
+async def export_all(request: Request) -> Response:
+    """Every conversation of the tenant, one to a line, one in memory at a time."""
+    store, owner, digest = store_of(request), owner_of(request), await _digest(request)
+    headers = {"content-disposition": 'attachment; filename="conversations.jsonl"'}
+    return StreamingResponse(_lines(store, owner, digest), media_type=JSON_LINES, headers=headers)
 
 
-class Imports(HTTPEndpoint):
-    """/v1/conversations/import."""
+async def import_conversations(request: Request) -> Response:
+    """Our own files or ChatGPT's, read as they arrive, each conversation all or nothing.
 
-    async def post(self, request: Request) -> Response:
-        """Our own files or ChatGPT's, read as they arrive, each conversation all or nothing.
-
-        Raises: InvalidRequestError where nothing at all could be imported.
-        """
-        _check_media_type(request)
-        dry_run = _flag(request, "dry_run")
-        gateway = gateway_of(request)
-        tokenizer = (await gateway.ready(None)).tokenizer
-        importer = Importer(store_of(request), owner_of(request), tokenizer, gateway.hub, dry_run=dry_run)
-        values, waiting = JsonValues(), bytearray()
-        try:
-            async for chunk in request.stream():
-                waiting += chunk
-                if len(waiting) >= _FEED_BYTES:
-                    await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
-                    waiting.clear()
-            await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
-            values.end()
-        except InvalidRequestError as error:
-            importer.refuse(error)
-        return json_response(importer.report())
+    Raises: InvalidRequestError where nothing at all could be imported.
+    """
+    _check_media_type(request)
+    dry_run = _flag(request, "dry_run")
+    gateway = gateway_of(request)
+    tokenizer = (await gateway.ready(None)).tokenizer
+    importer = Importer(store_of(request), owner_of(request), tokenizer, gateway.hub, dry_run=dry_run)
+    values, waiting = JsonValues(), bytearray()
+    try:
+        async for chunk in request.stream():
+            waiting += chunk
+            if len(waiting) >= _FEED_BYTES:
+                await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
+                waiting.clear()
+        await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
+        values.end()
+    except InvalidRequestError as error:
+        importer.refuse(error)
+    return json_response(importer.report())
 
 
 class Importer:

@@ -47,7 +47,7 @@ async def get_model(request: Request) -> Response:
     return json_response(_card(gateway))
 
 
-async def version(request: Request) -> Response:
+async def get_version(request: Request) -> Response:
     return json_response({"version": gateway_of(request).version})
 
 

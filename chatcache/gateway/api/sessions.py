@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,30 +11,29 @@ from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import AuthenticationError, json_response
 
 
-class Sessions(HTTPEndpoint):
-    """/v1/session."""
+async def get_session(request: Request) -> Response:
+    """Who one is. Raises: as `principal_of`."""
+    principal = principal_of(request)
+    session = offered_session(request.headers) if offered_key(request.scope, request.headers) is None else None
+    return json_response(_session_json(principal, session.expires_at if session is not None else None))
 
-    async def get(self, request: Request) -> Response:
-        """Who one is. Raises: as `principal_of`."""
-        principal = principal_of(request)
-        session = offered_session(request.headers) if offered_key(request.scope, request.headers) is None else None
-        return json_response(_session_json(principal, session.expires_at if session is not None else None))
 
-    async def post(self, request: Request) -> Response:
-        """Take a key for a cookie. A session alone does not get another one, so it ends when it said it would."""
-        principal = principal_of(request)
-        if not principal.key_id:  # an open server
-            return json_response(_session_json(principal, None))
-        if offered_key(request.scope, request.headers) is None:
-            raise AuthenticationError("send the API key itself: Authorization: Bearer KEY")
-        value, expires_at = gateway_of(request).keyring.session(principal)
-        headers = {"set-cookie": _cookie(request, value, LIFE_S), "cache-control": "no-store"}
-        return json_response(_session_json(principal, expires_at), headers=headers)
+async def create_session(request: Request) -> Response:
+    """Take a key for a cookie. A session alone does not get another one, so it ends when it said it would."""
+    principal = principal_of(request)
+    if not principal.key_id:  # an open server
+        return json_response(_session_json(principal, None))
+    if offered_key(request.scope, request.headers) is None:
+        raise AuthenticationError("send the API key itself: Authorization: Bearer KEY")
+    value, expires_at = gateway_of(request).keyring.session(principal)
+    headers = {"set-cookie": _cookie(request, value, LIFE_S), "cache-control": "no-store"}
+    return json_response(_session_json(principal, expires_at), headers=headers)
 
-    async def delete(self, request: Request) -> Response:
-        """Forget the cookie, whatever it is worth."""
-        headers = {"set-cookie": _cookie(request, "", 0), "cache-control": "no-store"}
-        return json_response({"object": "session", "deleted": True}, headers=headers)
+
+async def delete_session(request: Request) -> Response:
+    """Forget the cookie, whatever it is worth."""
+    headers = {"set-cookie": _cookie(request, "", 0), "cache-control": "no-store"}
+    return json_response({"object": "session", "deleted": True}, headers=headers)
 
 
 def _cookie(request: Request, value: str, max_age_s: int) -> str:

@@ -37,7 +37,7 @@ async def list_tokens(request: Request) -> Response:
     return json_response({"object": "list", "item_id": item.id, "data": entries})
 
 
-async def one_token(request: Request) -> Response:
+async def get_token(request: Request) -> Response:
     """GET .../tokens/{index}: what the model says at that place, the likeliest first. Stores nothing."""
     top = _number(request.query_params.get("top", _DEFAULT_TOP), "top", 1, MAX_TOP_LOGPROBS)
     model = await gateway_of(request).ready(None)

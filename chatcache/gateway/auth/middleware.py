@@ -1,6 +1,6 @@
 """Who speaks: Host and Origin allow-lists, then keys and sessions. One answer for HTTP and WebSocket.
 
-What each route wants of them is `access.py`'s affair.
+The permission that each route requires is in the route table (`gateway.routes`).
 
 Requests of a key that is revoked while they are answered end: those that wait with a 401, streams where they are.
 """

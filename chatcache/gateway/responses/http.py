@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -43,7 +42,7 @@ PING = b": keep-alive\n"
 JSON = "application/json"
 
 
-async def create(request: Request) -> Response:
+async def create_response(request: Request) -> Response:
     """POST /v1/responses."""
     gateway = gateway_of(request)
     body = await read_json(request)
@@ -143,36 +142,34 @@ def _framed(kind: str, data: bytes) -> bytes:
 _MAX_DIGITS = 15
 
 
-class OneResponse(HTTPEndpoint):
-    """/v1/responses/{id}."""
-
-    async def get(self, request: Request) -> Response:
-        """As it is now; with `stream=true`, its events from `starting_after` on."""
-        query = request.query_params
-        if _flag(query.get("stream", "false")):
-            return await _follow(request, _number(query.get("starting_after")))
-        return await _now(request)
-
-    async def delete(self, request: Request) -> Response:
-        """End it if it runs. What others were continued from stays in the conversation as messages."""
-        gateway, owner, store = gateway_of(request), owner_of(request), store_of(request)
-        response_id = request.path_params["id"]
-        logged = gateway.responses.find(owner, response_id)
-        if logged is not None and logged.run is not None:
-            await logged.run.cancel()
-        await gateway.unsaved.settle(response_id)
-        try:
-            tree = await find_stored(store, owner, response_id)
-        except NotFoundError:
-            if logged is None:
-                raise
-        else:
-            await _remove(gateway, store, tree, response_id)
-        gateway.responses.forget(response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+async def get_response(request: Request) -> Response:
+    """As it is now; with `stream=true`, its events from `starting_after` on."""
+    query = request.query_params
+    if _flag(query.get("stream", "false")):
+        return await _follow(request, _number(query.get("starting_after")))
+    return await _now(request)
 
 
-async def cancel(request: Request) -> Response:
+async def delete_response(request: Request) -> Response:
+    """End it if it runs. What others were continued from stays in the conversation as messages."""
+    gateway, owner, store = gateway_of(request), owner_of(request), store_of(request)
+    response_id = request.path_params["id"]
+    logged = gateway.responses.find(owner, response_id)
+    if logged is not None and logged.run is not None:
+        await logged.run.cancel()
+    await gateway.unsaved.settle(response_id)
+    try:
+        tree = await find_stored(store, owner, response_id)
+    except NotFoundError:
+        if logged is None:
+            raise
+    else:
+        await _remove(gateway, store, tree, response_id)
+    gateway.responses.forget(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel_response(request: Request) -> Response:
     """POST /v1/responses/{id}/cancel: what it had said, and the receipt. One that has ended is answered as it is."""
     logged = gateway_of(request).responses.find(owner_of(request), request.path_params["id"])
     if logged is not None and logged.run is not None:
@@ -181,7 +178,7 @@ async def cancel(request: Request) -> Response:
     return await _now(request)
 
 
-async def input_items(request: Request) -> Response:
+async def list_input_items(request: Request) -> Response:
     """GET /v1/responses/{id}/input_items: the messages that came with the request."""
     response_id = request.path_params["id"]
     query = PageQuery.read(request.query_params)
@@ -189,24 +186,21 @@ async def input_items(request: Request) -> Response:
     return json_response(paged(wire_items(tree, tree.inputs(response_id)), query))
 
 
-class InputTokens(HTTPEndpoint):
-    """/v1/responses/input_tokens. A class, so that no other method is taken for one of a response of that name."""
-
-    async def post(self, request: Request) -> Response:
-        """How long the prompt would be. Nothing is computed or stored."""
-        gateway, owner = gateway_of(request), owner_of(request)
-        body = await read_json(request)
-        fields = read(body, ResponseFields)
-        read(body, SamplingFields)  # what a response would refuse is refused here
-        ignored = unknown_fields(body, ResponseFields, SamplingFields)
-        model = await gateway.ready(fields.model)
-        functions = response_tools(model, fields).functions
-        running = await running_reply(gateway, owner, fields)
-        asked = turn_request(fields, owner, gateway.model_name, functions, running)
-        async with gateway.counting.turn(owner, len(await request.body())):
-            planned = await model.conversations.plan(asked)
-        answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
-        return json_response(answer, headers=ignored_header(ignored))
+async def count_input_tokens(request: Request) -> Response:
+    """How long the prompt would be. Nothing is computed or stored."""
+    gateway, owner = gateway_of(request), owner_of(request)
+    body = await read_json(request)
+    fields = read(body, ResponseFields)
+    read(body, SamplingFields)  # what a response would refuse is refused here
+    ignored = unknown_fields(body, ResponseFields, SamplingFields)
+    model = await gateway.ready(fields.model)
+    functions = response_tools(model, fields).functions
+    running = await running_reply(gateway, owner, fields)
+    asked = turn_request(fields, owner, gateway.model_name, functions, running)
+    async with gateway.counting.turn(owner, len(await request.body())):
+        planned = await model.conversations.plan(asked)
+    answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
+    return json_response(answer, headers=ignored_header(ignored))
 
 
 async def _now(request: Request) -> Response:

@@ -13,7 +13,7 @@ from starlette.websockets import WebSocket
 from chatcache.cli.server import loop_factory, uvicorn_config
 from chatcache.config import ServerConfig
 from chatcache.gateway.auth.middleware import KEY_PROTOCOL
-from chatcache.gateway.routes import Protected
+from chatcache.gateway.routing import ProtectedRoute
 from chatcache.gateway.websocket.frames import GONE
 from tests.gateway.serving import Server
 
@@ -34,7 +34,7 @@ def echoing(config: ServerConfig, *, deflate: bool = False) -> Iterator[Server]:
     with Server(
         msgspec.structs.replace(config, api_keys=(KEY,)), settings=settings, loop_factory=loop_factory()
     ) as server:
-        server.app.router.routes.append(Protected(WebSocketRoute(PATH, echo), "key"))
+        server.app.router.routes.append(ProtectedRoute(WebSocketRoute(PATH, echo), "key"))
         yield server
 
 
