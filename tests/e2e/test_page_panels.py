@@ -11,14 +11,14 @@ from tests.e2e.watched import Watched
 
 SIDE = ".side-panel"
 MAP = re.compile("/v1/cache/map")
-TABS = ["Candidates", "Beams", "Branches", "Pages"]
+TABS = {"Candidates": "candidates", "Beams": "beams", "Branches": "branches", "KV pages": "pages"}
 
 
 def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(chat: Watched) -> None:
     page = chat.page
     assert page.locator(SIDE).count() == 0
     for number, name in enumerate(TABS, start=1):
-        page.click(f".panel-buttons [aria-label={name}]")
+        page.click(f".panel-buttons [aria-label='{name}']")
         assert _shown_tab(chat) == name
         page.click("[aria-label='Close the panel']")
         assert page.locator(SIDE).count() == 0
@@ -27,7 +27,7 @@ def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(cha
         page.keyboard.press(f"Alt+Shift+{number}")
         assert page.locator(SIDE).count() == 0
     page.keyboard.press("Control+.")
-    assert _shown_tab(chat) == "Pages"
+    assert _shown_tab(chat) == "KV pages"
     page.focus("#tab-pages")
     page.keyboard.press("ArrowRight")
     assert _shown_tab(chat) == "Candidates"
@@ -199,8 +199,8 @@ def test_a_phone_shows_the_panel_over_the_thread(open_page: Callable[..., Watche
     page.wait_for_selector(f"{SIDE} [role=tab]")
     box = page.locator(SIDE).bounding_box()
     assert box == {"x": 0, "y": 0, **phone}
-    for name in TABS:
-        page.tap(f"#tab-{name.lower()}")
+    for tab in TABS.values():
+        page.tap(f"#tab-{tab}")
         assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
     page.tap("#tab-branches")
     with chat.sighting(".row-highlight .user-text"):  # goes to the message, which is what one wants to see

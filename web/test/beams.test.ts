@@ -1,7 +1,7 @@
 import { describe, expect, test } from "vitest";
 import { CELL_PX, countCells, singleLine, truncate } from "../src/app/format";
 import { type BeamNode, BeamTree, describeLikelihood, pathTo, percentPerToken } from "../src/chat/beamTree";
-import { type BeamDrawing, CURVE, clipDrawing, drawBeams } from "../src/draw/beams";
+import { type BeamDrawing, CURVE_PX, clipDrawing, drawBeams } from "../src/draw/beams";
 
 /** Build a tree from lines of "id parent text". */
 function treeOf(lines: string, live: number[]): BeamTree {
@@ -217,7 +217,7 @@ function drawnText({ pieces, joins, ends }: BeamDrawing, end: BeamNode): string 
       continue;
     }
     const join = joins.find(
-      (other) => other.kind !== "dropped" && other.to === lane && Math.abs(other.x + CURVE - x) < 0.01,
+      (other) => other.kind !== "dropped" && other.to === lane && Math.abs(other.x + CURVE_PX - x) < 0.01,
     );
     if (!join) return text;
     [x, lane] = [join.x, join.from];

@@ -353,23 +353,23 @@ describe("Chat", () => {
   });
 
   it("resets the page if another user signs in", async () => {
-    const startOver = vi.fn();
-    const page = new Chat(undefined, startOver);
+    const reset = vi.fn();
+    const page = new Chat(undefined, reset);
     replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
     replies["/v1/session"] = { key_id: "key_1", tenant: "acme", user: "ann" };
     await page.start();
     await vi.advanceTimersByTimeAsync(0);
     replies["/v1/session"] = { key_id: "key_2", tenant: "acme", user: "ann" };
     await page.signIn("sk-2");
-    expect(startOver).not.toHaveBeenCalled();
+    expect(reset).not.toHaveBeenCalled();
     replies["/v1/session"] = { key_id: "key_3", tenant: "acme", user: "bob" };
     FakeSocket.last.open();
     FakeSocket.last.close(1006); // another tab has signed in as bob
     await vi.advanceTimersByTimeAsync(0);
-    expect(startOver).toHaveBeenCalled();
-    startOver.mockClear();
+    expect(reset).toHaveBeenCalled();
+    reset.mockClear();
     await page.signIn("sk-3");
-    expect(startOver).toHaveBeenCalledOnce();
+    expect(reset).toHaveBeenCalledOnce();
   });
 
   it("locks the page when the session has ended", async () => {

@@ -271,7 +271,7 @@ describe("prefill while typing", () => {
     expect(prewarms().length).toBe(1);
     expect(chat.prefill.progress.value).toMatchObject({ warmTokens: 40 });
     chat.prefill.text.value = "Tell me a story";
-    expect(chat.prefill.progress.value).toMatchObject({ warmTokens: 40 }); // the prefilled text is still the beginning of the draft
+    expect(chat.prefill.progress.value).toMatchObject({ warmTokens: 40 });
     systemPrompt.value = "Be brief."; // a different prompt
     expect(chat.prefill.progress.value).toBeNull();
     systemPrompt.value = "";

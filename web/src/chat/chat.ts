@@ -50,7 +50,7 @@ export class Chat {
   private readonly liveSync: LiveSync;
   private count = 0;
 
-  constructor(url = socketUrl(), startOver = resetPage) {
+  constructor(url = socketUrl(), reset = resetPage) {
     this.socket = new Socket(url, (frame) => this.receive(frame));
     this.streams = new ResponseStreams(this.socket, this.loader, {
       created: (stream, conversation) => this.onCreated(stream, conversation),
@@ -71,7 +71,7 @@ export class Chat {
       this.liveSync.subscribe();
       if (times > 1) this.onReconnected();
     });
-    this.auth = new Auth(this.socket, this.conversations, startOver);
+    this.auth = new Auth(this.socket, this.conversations, reset);
     effect(() => {
       void [systemPrompt.value, sampling.value];
       const thread = this.thread.peek();

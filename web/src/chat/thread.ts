@@ -112,7 +112,7 @@ export class StaleCheck {
     this.advance();
   }
 
-  /** One change is findMessage: the page made or observed it. */
+  /** One change is known: the page made or observed it. */
   markSeen(rev: number): void {
     if (rev > this.seen) this.ahead.add(rev);
     this.advance();
@@ -143,8 +143,8 @@ export interface MergeResult {
 }
 
 /**
- * `items`: oldest first. `listed`: ids of the previous load; a message that was listed before and is missing now was deleted.
- * Messages that were never listed (unsent, failed, or newer than the list) stay below their parent.
+ * `items`: oldest first. `listed`: ids of the previous load; a message that was listed before and is missing now was
+ * deleted. Messages that were never listed (unsent, failed, or newer than the list) stay below their parent.
  */
 function mergeStored(
   before: Tree,

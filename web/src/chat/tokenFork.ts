@@ -1,4 +1,4 @@
-// Forking inspector an answer: its tokens, the alternatives at one token, and a new branch from there.
+// Forking inside an answer: its tokens, the alternatives at one token, and a new branch from there.
 
 import { type ReadonlySignal, signal } from "@preact/signals";
 import { type Alternative, type Alternatives, getAlternatives, getItem, getReasoning, listTokens } from "../api/rest";

@@ -82,7 +82,7 @@ export class Conversations {
     this.store(found.filter((head) => head !== null));
   }
 
-  /** Remove conversations that are missing from the first page although they would belong listed: they were deleted. */
+  /** Remove conversations that are missing from the first page although they would belong there: they were deleted. */
   private removeDeleted(first: rest.ListPage<WireConversation>): void {
     const listed = new Set(first.data.map(({ id }) => id));
     const oldest = first.has_more ? (first.data.at(-1)?.updated_at ?? 0) : -Infinity;

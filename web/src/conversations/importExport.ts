@@ -21,7 +21,7 @@ export async function exportConversations(
   }
 }
 
-/** Import files exported by this server or by ChatGPT. Returns the id if exactly one conversation was created or extended. */
+/** Import files exported by this server or by ChatGPT. Returns the id if exactly one was imported. */
 export async function importFiles(files: readonly File[], conversations: Conversations): Promise<string | null> {
   const imported: string[] = [];
   const messages: string[] = [];

@@ -35,17 +35,17 @@ export function readSettings(metadata: Metadata | null | undefined): Conversatio
 }
 
 /** Return the metadata with these settings; a prompt over the limit is left out. */
-export function withSettings(metadata: Metadata | null | undefined, profile: ConversationSettings): Metadata {
+export function withSettings(metadata: Metadata | null | undefined, settings: ConversationSettings): Metadata {
   const next: Record<string, string> = { ...metadata };
   for (let part = 0; part < SYSTEM_PARTS; part++) delete next[systemKey(part)];
   delete next.sampling;
-  const chars = [...profile.system]; // by code points, so that no surrogate pair is split
+  const chars = [...settings.system]; // by code points, so that no surrogate pair is split
   if (chars.length <= MAX_SYSTEM_CHARS) {
     for (let part = 0; part * VALUE_CHARS < chars.length; part++) {
       next[systemKey(part)] = chars.slice(part * VALUE_CHARS, (part + 1) * VALUE_CHARS).join("");
     }
   }
-  if (profile.sampling) next.sampling = JSON.stringify(profile.sampling);
+  if (settings.sampling) next.sampling = JSON.stringify(settings.sampling);
   return next;
 }
 
@@ -80,7 +80,7 @@ const SAVE_DELAY_MS = 400; // sliders change often
 
 interface PendingSave {
   readonly id: string;
-  readonly profile: ConversationSettings;
+  readonly settings: ConversationSettings;
   readonly timer: ReturnType<typeof setTimeout>;
 }
 
@@ -101,7 +101,7 @@ export class SettingsSync {
   /** Apply the settings stored with a conversation. */
   apply(head: WireConversation | undefined): void {
     const { system, sampling: stored } = readSettings(head?.metadata);
-    this.savedState = "showing";
+    this.savedState = "applying";
     batch(() => {
       systemPrompt.value = system;
       sampling.value = stored ?? defaultSampling.value;
@@ -124,24 +124,24 @@ export class SettingsSync {
 
   /** Schedule saving the settings if they changed. */
   scheduleSave(id: string | null): void {
-    if (this.savedState === "showing") return;
+    if (this.savedState === "applying") return;
     if (this.pending && this.pending.id !== id) void this.flush();
     if (this.pending) clearTimeout(this.pending.timer);
     this.pending = null;
-    const profile = currentSettings();
-    if (id === null || JSON.stringify(profile) === this.savedState) return;
-    this.pending = { id, profile, timer: setTimeout(() => void this.flush(), SAVE_DELAY_MS) };
+    const settings = currentSettings();
+    if (id === null || JSON.stringify(settings) === this.savedState) return;
+    this.pending = { id, settings, timer: setTimeout(() => void this.flush(), SAVE_DELAY_MS) };
   }
 
   /** Save pending changes now, and wait until all are saved. */
   async flush(): Promise<void> {
-    const waiting = this.pending;
-    if (!waiting) return (await this.writing) ?? undefined;
-    clearTimeout(waiting.timer);
+    const pending = this.pending;
+    if (!pending) return (await this.writing) ?? undefined;
+    clearTimeout(pending.timer);
     this.pending = null;
-    this.savedState = JSON.stringify(waiting.profile);
-    const writing = this.conversations.changeMetadata(waiting.id, (metadata) =>
-      withSettings(metadata, waiting.profile),
+    this.savedState = JSON.stringify(pending.settings);
+    const writing = this.conversations.changeMetadata(pending.id, (metadata) =>
+      withSettings(metadata, pending.settings),
     );
     this.writing = writing;
     await writing;

@@ -7,8 +7,8 @@
 import { CELL_PX, countCells, singleLine, truncate } from "../app/format";
 import type { BeamNode, BeamTree } from "../chat/beamTree";
 
-export const LANE = 30;
-export const CURVE = 18; // px between a fork and the text after it
+export const LANE_PX = 30;
+export const CURVE_PX = 18; // between a fork and the text after it
 const MAX_DROPPED_LANES = 4; // maximum distance of a dropped beam from its parent
 const DROPPED_CHARS = 22; // maximum text of a dropped beam
 
@@ -61,7 +61,7 @@ export function drawBeams(tree: BeamTree, alive: readonly BeamNode[] = tree.live
 
 /** Return the part of a drawing between two x positions: a tree may be far wider than the panel. */
 export function clipDrawing(drawing: BeamDrawing, from: number, to: number): BeamDrawing {
-  const near = ({ x }: { readonly x: number }) => x > from - CURVE && x < to;
+  const near = ({ x }: { readonly x: number }) => x > from - CURVE_PX && x < to;
   return {
     ...drawing,
     pieces: drawing.pieces
@@ -129,7 +129,7 @@ interface Layout {
 /** Assign lanes to the live beams. The rightmost fork of a lane gets the next lane, so that no lines cross. */
 function layoutLiveBeams(tree: BeamTree, styles: NodeStyles, alive: readonly BeamNode[]): Layout {
   const layout: Layout = { pieces: [], joins: [], ends: new Map(), occupied: [], dropped: [], lanes: 0, width: 0 };
-  const stack: Fork[] = []; // used as a stack
+  const stack: Fork[] = [];
   const queueForks = (node: BeamNode, x: number, lane: number) => {
     const main = styles.mainChild(node);
     for (const child of node.children.toReversed()) {
@@ -142,7 +142,7 @@ function layoutLiveBeams(tree: BeamTree, styles: NodeStyles, alive: readonly Bea
   for (let fork = stack.pop(); fork; fork = stack.pop()) {
     const lane = layout.lanes++;
     if (lane > 0) addJoin(layout, styles, fork, lane);
-    const from = fork.x + CURVE;
+    const from = fork.x + CURVE_PX;
     let x = from;
     let run: BeamNode[] = [];
     for (let node: BeamNode | null = fork.child; node; ) {
@@ -166,28 +166,28 @@ function layoutLiveBeams(tree: BeamTree, styles: NodeStyles, alive: readonly Bea
 
 /** Place dropped beams, longest first, so that the longest-lived ones get the space. */
 function layoutDroppedBeams(layout: Layout, styles: NodeStyles): BeamDrawing {
-  const lanes = new LaneGrid(layout.width + CURVE + 2 * DROPPED_CHARS * CELL_PX);
+  const lanes = new LaneGrid(layout.width + CURVE_PX + 2 * DROPPED_CHARS * CELL_PX);
   for (const { lane, from, to } of layout.occupied) lanes.occupy(lane, from, to);
   const ticks: Point[] = [];
   const dropped = layout.dropped.map((fork) => ({ fork, text: droppedText(fork.child) }));
   dropped.sort((a, b) => b.text.length - a.text.length || b.fork.x - a.fork.x);
   for (const { fork, text } of dropped) {
     const width = countCells(text) * CELL_PX;
-    const end = fork.x + CURVE + width;
+    const end = fork.x + CURVE_PX + width;
     const lane = findFreeLane(lanes, fork, end + CELL_PX);
     if (lane === null) {
       ticks.push({ lane: fork.lane, x: fork.x });
       continue;
     }
     addJoin(layout, styles, fork, lane);
-    for (let between = fork.lane + 1; between < lane; between++) lanes.occupy(between, fork.x, fork.x + CURVE);
+    for (let between = fork.lane + 1; between < lane; between++) lanes.occupy(between, fork.x, fork.x + CURVE_PX);
     lanes.occupy(lane, fork.x, end + CELL_PX);
     layout.pieces.push({
       key: `d${fork.child.id}`,
       kind: "dropped",
       highlighted: false,
       lane,
-      x: fork.x + CURVE,
+      x: fork.x + CURVE_PX,
       width,
       text,
     });
@@ -202,7 +202,7 @@ function layoutDroppedBeams(layout: Layout, styles: NodeStyles): BeamDrawing {
 function findFreeLane(lanes: LaneGrid, fork: Fork, end: number): number | null {
   for (let lane = fork.lane + 1; lane <= fork.lane + MAX_DROPPED_LANES; lane++) {
     if (lanes.isFree(lane, fork.x, end)) return lane;
-    if (!lanes.isFree(lane, fork.x, fork.x + CURVE)) return null;
+    if (!lanes.isFree(lane, fork.x, fork.x + CURVE_PX)) return null;
   }
   return null;
 }
@@ -211,7 +211,7 @@ function addJoin(layout: Layout, styles: NodeStyles, fork: Fork, lane: number): 
   const { child, x } = fork;
   layout.joins.push({ key: `j${child.id}`, ...styles.of(child), x, from: fork.lane, to: lane });
   for (let between = fork.lane + 1; between < lane; between++)
-    layout.occupied.push({ lane: between, from: x, to: x + CURVE });
+    layout.occupied.push({ lane: between, from: x, to: x + CURVE_PX });
 }
 
 function sameStyle(a: NodeStyle, b: NodeStyle): boolean {

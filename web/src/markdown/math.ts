@@ -41,7 +41,7 @@ function inlineMath(state: StateInline, silent: boolean): boolean {
   return true;
 }
 
-/** Find the `$` that closes the one at `pos`: not next to a space, not before a digit or letter (prices). -1: no formula. */
+/** Find the `$` that closes the one at `pos`: not next to a space, not before a digit or letter. -1: none. */
 function closingDollar(src: string, pos: number): number {
   if (/[\w$]/.test(src[pos - 1] ?? "") || /[\s$]/.test(src[pos + 1] ?? " ")) return -1;
   for (let at = pos + 1; at < src.length; at++) {

@@ -21,7 +21,7 @@ export class MarkdownStream {
     private readonly md: Parser,
   ) {}
 
-  /** Show `text`; `complete`: it will not grow. A text that does not extend the previous one is rendered from scratch. */
+  /** Show `text`; `complete`: it will not grow. Another text than the previous one starts from scratch. */
   update(given: string, complete: boolean): void {
     const text = given.includes("\r") ? given.replace(/\r\n?/g, "\n") : given;
     if (!text.startsWith(this.text)) this.reset();
@@ -102,7 +102,7 @@ function topLevelTokens(md: Parser, source: string): Token[] {
 function startOfLast(source: string, blocks: readonly Token[]): number {
   const start = (block: Token | undefined) => (block?.map ? lineStart(source, block.map[0]) : 0);
   const last = start(blocks.at(-1));
-  // "2" after a list is a paragraph current, and the next item of the list one delta later
+  // "2" after a list is a paragraph now, and the next item of the list one delta later
   return MAYBE_ITEM.test(source.slice(last)) ? start(blocks.at(-2)) : last;
 }
 

@@ -28,7 +28,7 @@ export class ReadinessPoller {
     this.isPolling = false;
   }
 
-  /** Poll now and then, so that a failed model is noticed before the next request. Call once. */
+  /** Poll periodically, so that a failed model is noticed before the next request. Call once. */
   pollPeriodically(): void {
     setInterval(() => {
       if (!document.hidden) void this.pollUntilReady();

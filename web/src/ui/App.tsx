@@ -26,9 +26,7 @@ const SidePanel = lazy(
 export function App({ chat }: { chat: Chat }) {
   return (
     <ChatContext.Provider value={chat}>
-      <div
-        class={`app ${sidebarOpen.value ? "app-sidebar" : ""} ${panel.value === "settings" ? "app-panel" : sidePanel.value ? "app-panel app-wide-panel" : ""}`}
-      >
+      <div class={`app ${sidebarOpen.value ? "app-sidebar" : ""} ${panelClass()}`}>
         <Sidebar />
         <button
           type="button"
@@ -55,6 +53,11 @@ export function App({ chat }: { chat: Chat }) {
       </p>
     </ChatContext.Provider>
   );
+}
+
+function panelClass(): string {
+  if (panel.value === "settings") return "app-panel";
+  return sidePanel.value ? "app-panel app-wide-panel" : "";
 }
 
 function TopBar() {
@@ -87,7 +90,7 @@ const PANEL_BUTTONS: readonly { name: SidePanelName; label: string; icon: typeof
   { name: "candidates", label: "Candidates", icon: Columns },
   { name: "beams", label: "Beams", icon: Beams },
   { name: "branches", label: "Branches", icon: Fork },
-  { name: "pages", label: "Pages", icon: Cells },
+  { name: "pages", label: "KV pages", icon: Cells },
 ];
 
 function PanelButtons() {

@@ -58,8 +58,8 @@ export function closeSidebarIfNarrow(): void {
 export const requestedMessage = signal<string | null>(null);
 
 /**
- * Scroll to a message and highlight it briefly, whether it is in the document or not. If it is on another branch, that branch
- * is shown; if its conversation is still loading, it happens afterwards.
+ * Scroll to a message and highlight it briefly, whether it is in the document or not. If it is on another branch, that
+ * branch is shown; if its conversation is still loading, it happens afterwards.
  */
 export function scrollToMessage(key: string): void {
   requestedMessage.value = key;

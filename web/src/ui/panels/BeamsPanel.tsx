@@ -7,7 +7,7 @@ import { type BeamNode, type BeamTree, describeLikelihood, percentPerToken } fro
 import type { Thread } from "../../chat/thread";
 import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
-import { type BeamDrawing, CURVE, clipDrawing, drawBeams, type Join, LANE } from "../../draw/beams";
+import { type BeamDrawing, CURVE_PX, clipDrawing, drawBeams, type Join, LANE_PX } from "../../draw/beams";
 import { useChat } from "../context";
 import { EmptyPanel } from "../EmptyState";
 import { focusComposer } from "../navigation";
@@ -59,7 +59,8 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
   const agreed = tree.agreed();
   const dropped = drawing.pieces.filter((piece) => piece.kind === "dropped").length + drawing.ticks.length;
   const hasKept = kept.value.length > 0;
-  const label = `Beam tree. ${ends.length} ${hasKept ? "kept" : "open"}, ${dropped} dropped. All agree on ${agreed.depth} tokens.`;
+  const counts = `${ends.length} ${hasKept ? "kept" : "open"}, ${dropped} dropped`;
+  const label = `Beam tree. ${counts}. All agree on ${agreed.depth} tokens.`;
   const hover = (index: number | null) => (hovered.value = index);
   return (
     <>
@@ -109,8 +110,8 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
 
 /** Match the answers to nodes of the tree. Empty for a stopped search, whose answers are the common part. */
 function keptBeams(turn: Turn, tree: BeamTree): readonly KeptBeam[] {
-  const hasKept = turn.candidates.map((message) => ({ message, node: tree.find(message.text.value) }));
-  const kept = hasKept.filter((beam): beam is KeptBeam => beam.node !== null);
+  const matches = turn.candidates.map((message) => ({ message, node: tree.find(message.text.value) }));
+  const kept = matches.filter((beam): beam is KeptBeam => beam.node !== null);
   return new Set(kept.map(({ node }) => node)).size === kept.length ? kept : [];
 }
 
@@ -158,8 +159,8 @@ function describeScore(ends: readonly BeamNode[], index: number, hasKept: boolea
 const LEFT = 14; // room for the root
 const TOP = 26; // room for the text above the first line
 const RIGHT = 34; // room for the number at the end of a beam
-const NEAR_PX = 24;
-const SPARE_PX = 400; // drawn beyond the visible part
+const NEAR_END_PX = 24;
+const OVERSCAN_PX = 400; // drawn beyond the visible part
 const STEP_PX = 200; // scroll distance before more is drawn
 
 interface Props {
@@ -172,18 +173,18 @@ function BeamTreeView({ drawing, ends, label }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const scrolled = useSignal(Infinity); // px; Infinity while following the end
   const width = LEFT + drawing.width + RIGHT;
-  const height = TOP + (Math.max(1, drawing.lanes) - 1) * LANE + 14;
+  const height = TOP + (Math.max(1, drawing.lanes) - 1) * LANE_PX + 14;
   useLayoutEffect(() => {
     if (scrolled.peek() === Infinity) box.current?.scrollTo({ left: width });
   }, [width]);
-  const seen = box.current?.clientWidth ?? SPARE_PX;
+  const seen = box.current?.clientWidth ?? OVERSCAN_PX;
   const left = Math.min(scrolled.value, width - seen);
-  const shown = clipDrawing(drawing, left - SPARE_PX, left + seen + SPARE_PX);
+  const shown = clipDrawing(drawing, left - OVERSCAN_PX, left + seen + OVERSCAN_PX);
   const onScroll = () => {
-    const at = box.current;
-    if (!at) return;
-    const follows = at.scrollWidth - at.scrollLeft - at.clientWidth < NEAR_PX;
-    scrolled.value = follows ? Infinity : Math.round(at.scrollLeft / STEP_PX) * STEP_PX;
+    const container = box.current;
+    if (!container) return;
+    const follows = container.scrollWidth - container.scrollLeft - container.clientWidth < NEAR_END_PX;
+    scrolled.value = follows ? Infinity : Math.round(container.scrollLeft / STEP_PX) * STEP_PX;
   };
   return (
     <div
@@ -202,7 +203,7 @@ function BeamTreeView({ drawing, ends, label }: Props) {
         height={height}
         viewBox={`0 0 ${width} ${height}`}
       >
-        <path class="beam-line beam-agreed" d={`M${LEFT} ${TOP}h${CURVE}`} />
+        <path class="beam-line beam-agreed" d={`M${LEFT} ${TOP}h${CURVE_PX}`} />
         {shown.joins.map((join) => (
           <path key={join.key} class={lineClass(join)} d={curve(join)} />
         ))}
@@ -237,16 +238,16 @@ function BeamTreeView({ drawing, ends, label }: Props) {
 }
 
 function yOf(lane: number): number {
-  return TOP + lane * LANE;
+  return TOP + lane * LANE_PX;
 }
 
 function curve({ x, from, to }: Join): string {
-  const down = (to - from) * LANE;
-  return `M${LEFT + x} ${yOf(from)}c6 0 6 4 6 10V${yOf(from) + down - 8}c0 6 4 8 ${CURVE - 6} 8`;
+  const down = (to - from) * LANE_PX;
+  return `M${LEFT + x} ${yOf(from)}c6 0 6 4 6 10V${yOf(from) + down - 8}c0 6 4 8 ${CURVE_PX - 6} 8`;
 }
 
 function lineClass({ kind, highlighted }: { kind: string; highlighted: boolean }): string {
-  return `beam-line beam-${kind} ${highlighted ? "beam-lit" : ""}`;
+  return `beam-line beam-${kind} ${highlighted ? "beam-highlighted" : ""}`;
 }
 
 /** Return a signal that follows `source` at most once per `everyMs`, immediately after a pause. */

@@ -215,8 +215,8 @@ function Labels({
 
 function messageTitle(tree: Tree, message: Message): string {
   const siblings = tree.siblings(message);
-  const who = message.role === "user" ? "You" : "Answer";
-  return siblings.length > 1 ? `${who}, version ${siblings.indexOf(message) + 1} of ${siblings.length}` : who;
+  const author = message.role === "user" ? "You" : "Answer";
+  return siblings.length > 1 ? `${author}, version ${siblings.indexOf(message) + 1} of ${siblings.length}` : author;
 }
 
 function countLeaves(nodes: ReadonlyMap<string, MapNode>): number {

@@ -13,7 +13,7 @@ const LABELS: Readonly<Record<SidePanelName, string>> = {
   candidates: "Candidates",
   beams: "Beams",
   branches: "Branches",
-  pages: "Pages",
+  pages: "KV pages",
 };
 const CONTENTS = { candidates: CandidatesPanel, beams: BeamsPanel, branches: BranchesPanel, pages: KvPagesPanel };
 

@@ -19,8 +19,8 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   const status = message.status.value;
   const open = status === "waiting" || status === "streaming";
   const isEmpty = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
-  const inside = chat.forks.inspector.value;
-  const tokens = inside?.message === message && inside.word === null ? inside : null;
+  const inspector = chat.forks.inspector.value;
+  const tokens = inspector?.message === message && inspector.word === null ? inspector : null;
   const onClick = (event: MouseEvent) => {
     const prose = (event.target as HTMLElement).closest<HTMLElement>(".prose");
     const busy = (event.target as HTMLElement).closest("a, button") || getSelection()?.isCollapsed === false;
@@ -77,7 +77,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   );
 }
 
-// Running beam search: text that all beams share is shared, the rest of the best beam is ghost text.
+// Running beam search: text that all beams share is solid, the rest of the best beam is ghost text.
 
 const INNER = "UL, OL, LI, BLOCKQUOTE"; // the ghost text continues inside these elements
 
@@ -113,7 +113,7 @@ function GhostText({ turn }: { turn: Turn }) {
   useLayoutEffect(() => {
     if (!root.current) return;
     const prose = root.current;
-    const drawings = signal(0); // counts drawings of the shared text made when the renderer was loaded
+    const drawings = signal(0); // counts drawings of the solid text made when the renderer was loaded
     const stream = openStream(prose, () => drawings.value++);
     const ghost = document.createElement("span");
     ghost.className = "ghost";

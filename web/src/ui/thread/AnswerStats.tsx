@@ -74,7 +74,8 @@ function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
   const position = turn.start.token
     ? `after token ${turn.start.keepTokens}, with “${turn.start.token.text.trim()}”`
     : `after token ${turn.start.keepTokens}`;
-  const title = `Branched ${position}: of ${usage.inputTokens} tokens before the next one, ${usage.cachedTokens} were shared with the original.`;
+  const shared = `${usage.cachedTokens} of ${usage.inputTokens} prompt tokens are shared with the original`;
+  const title = `Branched ${position}: ${shared}.`;
   return (
     <span class="badge fork-chip" title={title} data-copied={pages} data-prefilled={prefilled}>
       {plural(pages, "page")} copied, {plural(prefilled, "token")} prefilled

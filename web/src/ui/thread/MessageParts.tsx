@@ -9,7 +9,7 @@ import { DrawPacer, openStream } from "../../markdown/textStream";
 import { useChat } from "../context";
 import { Check, Copy, Left, Right } from "../icons";
 
-const pace = new DrawPacer();
+const pacer = new DrawPacer();
 
 export function Markdown({ message }: { message: Message }) {
   const root = useRef<HTMLDivElement>(null);
@@ -22,13 +22,13 @@ export function Markdown({ message }: { message: Message }) {
     const stop = effect(() => {
       const growing = message.status.value === "streaming" || message.status.value === "waiting";
       const text = message.text.value;
-      if (growing && shown) pace.schedule(stream, () => stream.update(text, false));
-      else pace.drawNow(stream, () => stream.update(text, !growing));
+      if (growing && shown) pacer.schedule(stream, () => stream.update(text, false));
+      else pacer.drawNow(stream, () => stream.update(text, !growing));
       shown = true;
     });
     return () => {
       stop();
-      pace.cancel(stream);
+      pacer.cancel(stream);
     };
   }, [message]);
   return <div class="prose" ref={root} />;
@@ -39,10 +39,10 @@ export function Markdown({ message }: { message: Message }) {
 export function Reasoning({ message, turn }: { message: Message; turn: Turn | undefined }) {
   const { forks } = useChat();
   const text = message.reasoning.value;
-  const silent = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
+  const isEmpty = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
   const tokens = turn?.usage.value?.reasoningTokens ?? 0;
   if (text === "" && tokens === 0) return null;
-  const thinking = silent.value && ["waiting", "streaming"].includes(message.status.value);
+  const isReasoning = isEmpty.value && ["waiting", "streaming"].includes(message.status.value);
   return (
     <details
       class="reasoning"
@@ -51,7 +51,7 @@ export function Reasoning({ message, turn }: { message: Message; turn: Turn | un
       }}
     >
       <summary>
-        {thinking ? "Reasoning…" : "Reasoning"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
+        {isReasoning ? "Reasoning…" : "Reasoning"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
       </summary>
       <div class="reasoning-text">{text}</div>
     </details>

@@ -27,7 +27,7 @@ export function TokenText({ inspector }: { inspector: TokenInspector }) {
       forks.close();
       tool?.focus();
     } else {
-      // roving tabindex: one tab stop, arrow keys inspector the group
+      // roving tabindex: one tab stop, arrow keys inside the group
       const to = STEPS[event.key]?.(all, from);
       if (to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
       moveRovingFocus(all, to);
