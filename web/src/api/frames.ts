@@ -24,7 +24,7 @@ export interface WireOutput {
   readonly text?: string; // text of the message or of the reasoning
 }
 
-export interface WireError {
+interface WireError {
   readonly message: string;
   readonly code?: string | null;
   readonly param?: string | null;

@@ -13,7 +13,7 @@ export interface ListPage<T> {
 export type TextRange = readonly [number, number];
 
 /** Location of the search terms in a conversation. */
-export interface SearchMatch {
+interface SearchMatch {
   readonly item_id: string | null;
   readonly role: string | null;
   readonly snippet: { readonly text: string; readonly marks: readonly TextRange[] } | null;
@@ -72,7 +72,7 @@ export async function listItems(id: string): Promise<readonly StoredItem[]> {
   return page.data;
 }
 
-export interface ConversationChange {
+interface ConversationChange {
   readonly title?: string;
   readonly active_leaf?: string;
   readonly metadata?: Readonly<Record<string, string>>;
@@ -151,7 +151,7 @@ async function request(method: string, route: string, init: RequestInit = {}): P
 // -- Tokens of a stored answer and their alternatives
 
 /** One token. Offsets count characters (code points) of the text; null if the token shows no text. */
-export interface WireToken {
+interface WireToken {
   readonly index: number;
   readonly start: number | null;
   readonly end: number | null;

@@ -4,7 +4,7 @@
 import { signal } from "@preact/signals";
 import type { ClientFrame, ServerFrame } from "./frames";
 
-export type ConnectionState = "connecting" | "open" | "lost" | "refused";
+type ConnectionState = "connecting" | "open" | "lost" | "refused";
 
 const PROTOCOLS = ["chatcache.v1"];
 const FIRST_RETRY_MS = 500;

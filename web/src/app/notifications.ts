@@ -9,12 +9,12 @@ export function announce(text: string): void {
 
 // -- Toasts: short messages at the bottom of the page with at most one action
 
-export interface ToastAction {
+interface ToastAction {
   readonly label: string;
   readonly run: () => void;
 }
 
-export interface Toast {
+interface Toast {
   readonly id: number;
   readonly text: string;
   readonly action: ToastAction | null;

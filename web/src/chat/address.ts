@@ -4,7 +4,7 @@
 import { effect } from "@preact/signals";
 import type { Chat } from "./chat";
 
-export interface AddressHandlers {
+interface AddressHandlers {
   /** A conversation is about to be loaded. */
   readonly onOpen: () => void;
   /** The address names a message of the conversation. */

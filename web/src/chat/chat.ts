@@ -143,8 +143,8 @@ export class Chat {
     const thread = this.thread.value;
     const turn = thread.turnOf(message);
     if (turn) turn.showsCandidates.value = false;
-    const target = turn ? turn.candidates.indexOf(message) + 1 : 1;
-    announce(`Picked answer ${target}.`);
+    const position = turn ? turn.candidates.indexOf(message) + 1 : 1;
+    announce(`Picked answer ${position}.`);
     this.choose(message);
   }
 

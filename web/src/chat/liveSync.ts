@@ -13,7 +13,7 @@ const DEBOUNCE_MS = 50; // a change made by this page is reported twice; wait un
 
 const MAX_ATTEMPTS = 3; // the conversation may change while it is read; the next notification triggers the rest
 
-export interface RemoteChanges {
+interface RemoteChanges {
   readonly shown: () => Thread;
   /** Another client changed a conversation: its head before and after. */
   readonly changed: (before: WireConversation | undefined, now: WireConversation) => void;

@@ -16,7 +16,7 @@ interface Draft {
   readonly target: string; // continuation point and instructions of the draft, as JSON
 }
 
-export interface PrefillProgress {
+interface PrefillProgress {
   readonly inputTokens: number;
   readonly warmTokens: number;
 }

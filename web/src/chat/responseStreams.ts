@@ -21,7 +21,7 @@ interface PendingFollow {
   readonly response: string;
 }
 
-export interface StreamEvents {
+interface StreamEvents {
   /** The server accepted the request and assigned ids. */
   created(stream: ResponseStream, conversation: string | null): void;
   /** The turn has ended, completed or not. */

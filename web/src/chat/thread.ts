@@ -5,7 +5,7 @@ import type { StoredItem, WireConversation } from "../api/frames";
 import { type Message, type Status, Tree } from "./tree";
 import { Turn, toUsage } from "./turn";
 
-export type ThreadState = "ready" | "loading" | "failed" | "missing";
+type ThreadState = "ready" | "loading" | "failed" | "missing";
 
 export class Thread {
   readonly id = signal<string | null>(null);
@@ -132,12 +132,12 @@ export class StaleCheck {
 // -- Merge of stored messages into the shown tree: messages that are shown already stay the same objects
 
 /** Messages of one response without a turn. */
-export interface StoredResponse {
+interface StoredResponse {
   readonly items: StoredItem[];
   readonly messages: Message[];
 }
 
-export interface MergeResult {
+interface MergeResult {
   readonly tree: Tree;
   readonly responses: ReadonlyMap<string, StoredResponse>;
 }

@@ -102,7 +102,7 @@ export interface Choice extends Alternative {
 }
 
 /** A clicked word: its offset in the text (null: unknown) and its position on screen. */
-export interface ClickedWord {
+interface ClickedWord {
   readonly offset: number | null;
   readonly box: () => DOMRect | null;
 }

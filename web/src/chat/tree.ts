@@ -2,7 +2,7 @@
 // the path from the root through the chosen children.
 import { computed, type Signal, signal } from "@preact/signals";
 
-export type Role = "user" | "assistant";
+type Role = "user" | "assistant";
 export type Status = "waiting" | "streaming" | "done" | "stopped" | "length" | "error";
 
 export interface Usage {
@@ -25,7 +25,7 @@ export interface Message {
   readonly tokens: Signal<number | null>; // number of stored tokens; null: unknown
 }
 
-export interface NewMessage {
+interface NewMessage {
   key: string;
   parent: string | null;
   role: Role;

@@ -5,7 +5,7 @@ import type { CacheMiss, ServerFrame, StopReceipt, WireItem, WireOutput, WireRes
 import { BeamTree } from "./beamTree";
 import type { Message, Status, Usage } from "./tree";
 
-export type Phase = "queued" | "prefill" | "decode" | "ended";
+type Phase = "queued" | "prefill" | "decode" | "ended";
 
 /** Start of a turn inside an answer: its first `keepTokens` tokens, then optionally another token. */
 export interface ForkStart {

@@ -17,7 +17,7 @@ import {
 export type Metadata = Readonly<Record<string, string>>;
 
 /** System prompt and sampling of a conversation. */
-export interface ConversationSettings {
+interface ConversationSettings {
   readonly system: string;
   readonly sampling: Sampling | null; // null: the defaults of the browser
 }

@@ -49,7 +49,7 @@ export class Search {
   }
 }
 
-export interface MarkedPiece {
+interface MarkedPiece {
   readonly text: string;
   readonly marked: boolean;
 }

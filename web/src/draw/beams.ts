@@ -12,14 +12,14 @@ export const CURVE_PX = 18; // between a fork and the text after it
 const MAX_DROPPED_LANES = 4; // maximum distance of a dropped beam from its parent
 const DROPPED_CHARS = 22; // maximum text of a dropped beam
 
-export type Kind = "agreed" | "open" | "dropped";
+type Kind = "agreed" | "open" | "dropped";
 
 interface NodeStyle {
   readonly kind: Kind;
   readonly highlighted: boolean; // on the path of the best beam
 }
 
-export interface Piece extends NodeStyle {
+interface Piece extends NodeStyle {
   readonly key: string;
   readonly lane: number;
   readonly x: number;
@@ -34,7 +34,7 @@ export interface Join extends NodeStyle {
   readonly to: number;
 }
 
-export interface Point {
+interface Point {
   readonly lane: number;
   readonly x: number;
 }

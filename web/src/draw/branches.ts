@@ -10,7 +10,7 @@ export interface MapNode {
   readonly parent: MapNode | null;
 }
 
-export interface BranchDrawing {
+interface BranchDrawing {
   readonly nodes: ReadonlyMap<string, MapNode>; // by message key, parents first
   readonly rows: number;
   readonly lanes: number;

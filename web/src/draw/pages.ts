@@ -1,6 +1,6 @@
 // The page map as one SVG path per state. Each state has its own shape in addition to its colour.
 
-export type PageState = "shared" | "active" | "pinned" | "idle" | "other" | "free";
+type PageState = "shared" | "active" | "pinned" | "idle" | "other" | "free";
 
 interface PageStateInfo {
   readonly code: string; // character in the API response

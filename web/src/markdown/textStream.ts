@@ -3,7 +3,7 @@
 type Renderer = typeof import("./renderer");
 
 /** A text that grows inside `root`. */
-export interface TextStream {
+interface TextStream {
   update(text: string, complete: boolean): void;
 }
 

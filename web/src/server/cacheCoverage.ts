@@ -10,9 +10,9 @@ const MAX_IDS = 100;
 const WARM_SHARE = 0.9; // the newest tokens are computed only when they are needed
 const COLD_SHARE = 0.05; // the beginning of the chat template is always cached
 
-export type CoverageLevel = "warm" | "partly" | "cold";
+type CoverageLevel = "warm" | "partly" | "cold";
 
-export interface Coverage {
+interface Coverage {
   readonly level: CoverageLevel;
   readonly text: string;
 }

@@ -4,7 +4,7 @@ import { signal } from "@preact/signals";
 const POLL_MS = 700;
 const IDLE_POLL_MS = 4000;
 
-export type Readiness =
+type Readiness =
   | { readonly phase: "unknown" | "ready" }
   | { readonly phase: "loading" | "unavailable"; readonly detail: string; readonly progress: number };
 

@@ -32,8 +32,8 @@ export function EmptyState() {
           Ask once. <span class="ink-cached">Branch freely.</span>
         </h1>
         <p class="empty-state-lead">
-          What the model has read stays in small pages. Later turns, other answers and edited questions share them
-          instead of instead of computing them again.
+          Processed tokens stay in the KV cache, in small pages. Later turns, other answers and edited messages share
+          the pages instead of computing them again.
         </p>
         <ul class="legend-line">
           <li>
@@ -127,9 +127,9 @@ function ForkDiagram() {
   );
 }
 
-export type StarterFeature = "candidates" | "beams" | "fork" | "memory" | "persona" | "pages";
+type StarterFeature = "candidates" | "beams" | "fork" | "memory" | "persona" | "pages";
 
-export interface Starter {
+interface Starter {
   readonly title: string;
   readonly feature: StarterFeature;
   readonly badge?: string;
@@ -153,7 +153,7 @@ const STARTERS: readonly Starter[] = [
     sampling: { search: "sample", n: 4, temperature: 1 },
   },
   {
-    title: "Live beam search",
+    title: "Beam search",
     feature: "beams",
     badge: "5 beams",
     prompt: "Tell me a story about a robot",
