@@ -32,10 +32,12 @@ COPY kernels/chatcache_kernels ./kernels/chatcache_kernels
 COPY chatcache ./chatcache
 COPY --from=web /src/chatcache/gateway/static ./chatcache/gateway/static
 RUN pip install --no-deps .
+# Not a variable: CHATCACHE_REDIS takes the place of a setting in the file, and next to CHATCACHE_DB it is refused.
+RUN echo 'db = "/data/chatcache.db"' > chatcache.toml
 USER chatcache
 # All that is written lies in /data (conversations), /cache (models, compiled kernels), /secret and /tmp.
 ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton NUMBA_CACHE_DIR=/cache/numba CUDA_CACHE_PATH=/cache/nv \
-    XDG_CACHE_HOME=/cache CHATCACHE_DB=/data/chatcache.db CHATCACHE_HOST=0.0.0.0
+    XDG_CACHE_HOME=/cache CHATCACHE_HOST=0.0.0.0
 VOLUME ["/data", "/cache"]
 EXPOSE 8000
 ENTRYPOINT ["python", "-m", "chatcache"]

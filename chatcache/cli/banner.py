@@ -65,6 +65,15 @@ class Banner:
                 self._console.print(f"{10 * tenth:3d} %  {health.detail}")
             await asyncio.sleep(POLL_S)
 
+    async def wait_for_store(self) -> None:
+        """Wait until the stored API keys were read once: until then the server is not ready."""
+        if self._keyring is None or self._keyring.is_known:
+            return
+        store = "Redis server of --redis" if self._server.redis else "file of --db"
+        self._console.print(f"[bold yellow]Waiting for the {store}, which does not answer: not ready until it does[/]")
+        while not self._keyring.is_known:  # noqa: ASYNC110 - the key cache has no event for it
+            await asyncio.sleep(POLL_S)
+
     def show_ready(self, facts: ModelFacts, health: EngineHealth) -> None:
         """The facts of what now serves."""
         table = Table.grid(padding=(0, 2))
@@ -82,7 +91,7 @@ class Banner:
             (
                 "KV pages",
                 f"{health.num_pages:,} pages of {health.page_size} tokens, {format_size(page_bytes)} each, "
-                f"{format_size(health.kv_bytes)} in all",
+                f"{format_size(health.kv_bytes)} in all{self._unused(health, page_bytes)}",
             ),
             ("waste", self._waste(health, page_bytes)),
             *_swap_row(health, page_bytes),
@@ -95,6 +104,12 @@ class Banner:
             ("ready", f"[bold green]{self._url}[/]  (chat page; API under /v1)"),
         ]
 
+    def _unused(self, health: EngineHealth, page_bytes: int) -> str:
+        """Name the size of --kv-memory where it is larger than all pages that this machine and model can use."""
+        given = self._kv_memory_bytes or 0
+        is_large = given - health.kv_bytes > 2 * page_bytes
+        return f" of the {format_size(given)} of --kv-memory: more cannot be used" if is_large else ""
+
     def _waste(self, health: EngineHealth, page_bytes: int) -> str:
         """What of the memory no token will ever use: what fills no page, and the ends of the last pages."""
         text = f"up to {health.page_size - 1} unused tokens in a branch's last page"
@@ -105,9 +120,6 @@ class Banner:
         return f"{format_size(max(unused, 0))} of the memory hold no page ({share:.1%}); {text}"
 
     def _access(self) -> str:
-        if self._keyring is not None and not self._keyring.is_known:
-            given = f"{self._keyring.num_keys} API key(s)" if self._keyring.num_keys else "nobody yet"
-            return f"[bold yellow]{given}; the store does not answer, so the keys in it are not known[/]"
         if self._keyring is not None and not self._keyring.is_open:
             return f"{self._keyring.num_keys} API key(s)"
         if _is_loopback(self._server.host):

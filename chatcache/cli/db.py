@@ -62,8 +62,11 @@ def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = 
 
 
 @app.command("export")
-def export_(file: File, db: options.Db = DB, redis: options.RedisUrl = "", force: Force = False) -> None:
+def export_(
+    context: typer.Context, file: File, db: options.Db = DB, redis: options.RedisUrl = "", force: Force = False
+) -> None:
     """Write every owner's conversations, tokens and all, to a file of JSON lines."""
+    options.refuse_two_stores(context)
 
     async def run() -> None:
         async with open_source(db, redis) as source:
@@ -75,11 +78,12 @@ def export_(file: File, db: options.Db = DB, redis: options.RedisUrl = "", force
 
 
 @app.command("import")
-def import_(file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> None:
+def import_(context: typer.Context, file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> None:
     """Add what such a file has and the store lacks. What is there stays as it is; once more changes nothing.
 
     The whole file is checked first; a damaged one changes nothing. Ends with 1 if a conversation could not be added.
     """
+    options.refuse_two_stores(context)
 
     async def run() -> int:
         async with _store(db, redis) as store:
@@ -105,6 +109,7 @@ def import_(file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> No
 
 @app.command("assign-owner")
 def assign_owner(
+    context: typer.Context,
     tenant: Annotated[str, typer.Option("--tenant", help="Whose they become.", show_default=False)],
     user: Annotated[str, typer.Option("--user", help="Which of its users'; none: the tenant's own.")] = "",
     db: options.Db = DB,
@@ -117,6 +122,7 @@ def assign_owner(
 
     Example: chatcache db assign-owner --tenant acme --user ann
     """
+    options.refuse_two_stores(context)
     try:
         owner = owner_name(tenant, user)
     except InvalidRequestError as error:

@@ -91,6 +91,7 @@ _MARKS = {State.GOOD: "[green]ok  [/]", State.WARNING: "[yellow]look[/]", State.
 
 
 def doctor(
+    context: typer.Context,
     model: options.Model = "",
     url: Url = None,
     api_key: Key = None,
@@ -103,6 +104,7 @@ def doctor(
 
     Ends with 1 if anything is bad.
     """
+    options.refuse_two_stores(context)
     console = Console(highlight=False, soft_wrap=True)
     findings = (
         _server(url, api_key)

@@ -43,6 +43,7 @@ def _limit(name: str, help: str) -> Any:
 
 @app.command()
 def create(
+    context: typer.Context,
     tenant: Annotated[
         str, typer.Option("--tenant", help=f"Whose: a company, a team, an app ({ALPHABET}).", show_default=False)
     ],
@@ -63,6 +64,7 @@ def create(
 
     Example: chatcache keys create --tenant acme --user ann --requests-per-minute 60
     """
+    options.refuse_two_stores(context)
     try:
         key, record = new_key(
             tenant,
@@ -102,8 +104,9 @@ def create(
 
 
 @app.command("list")
-def list_(db: options.Db = DB, redis: options.RedisUrl = "", as_json: Json = False) -> None:
+def list_(context: typer.Context, db: options.Db = DB, redis: options.RedisUrl = "", as_json: Json = False) -> None:
     """Show all keys, revoked ones too, without what opens anything."""
+    options.refuse_two_stores(context)
 
     async def run() -> list[KeyRecord]:
         async with _keys(db, redis, must_exist=True) as keys:
@@ -122,6 +125,7 @@ def list_(db: options.Db = DB, redis: options.RedisUrl = "", as_json: Json = Fal
 
 @app.command()
 def revoke(
+    context: typer.Context,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it: key_...", show_default=False)],
     db: options.Db = DB,
     redis: options.RedisUrl = "",
@@ -131,6 +135,7 @@ def revoke(
 
     Within 5 s running servers refuse it, close its sockets and end what streams to it. What its owner said stays.
     """
+    options.refuse_two_stores(context)
 
     async def run() -> KeyRecord:
         async with _keys(db, redis, must_exist=True) as keys:

@@ -5,6 +5,7 @@ URLs of Redis servers whose password stands in a file, and so in no command line
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
@@ -76,8 +77,29 @@ def env(name: str) -> str:
     return "CHATCACHE_" + name.upper().replace("-", "_")
 
 
-def _flag(name: str, help: str, **more: Any) -> Any:
+def _flag(name: str, help: str, *, number: type[int] | type[float] = int, **more: Any) -> Any:
+    """`number`: the kind of a flag with bounds (`min`, `max`)."""
+    if "max" in more:
+        more["parser"] = _number(number, more["min"], more["max"])
     return typer.Option(f"--{name}", envvar=env(name), show_envvar=False, help=help, **more)
+
+
+def _number(kind: type[int] | type[float], low: int, high: int) -> Callable[[Any], int | float]:
+    """Return a reader of numbers whose errors name the bounds; typer's own are sentences of a validation library."""
+
+    def read(value: Any) -> int | float:
+        bounds = f"from {low} to {high}"
+        try:
+            number = kind(value)
+        except (TypeError, ValueError, OverflowError):
+            whole = "a whole number" if kind is int else "a number"
+            raise typer.BadParameter(f"{str(value)!r} is not {whole} {bounds}.") from None
+        if not low <= number <= high:
+            raise typer.BadParameter(f"{value} is not in the range {bounds}.")
+        return number
+
+    read.__name__ = f"{low}..{high}"
+    return read
 
 
 def _kv_memory(text: str) -> int:
@@ -101,6 +123,33 @@ def _redis_url(text: str) -> str:
         raise typer.BadParameter(f"password_file {error.filename}: {error.strerror}.") from None
     except ValueError as error:
         raise typer.BadParameter(f"{error}.") from None
+
+
+def refuse_two_stores(context: typer.Context) -> None:
+    """Refuse --db next to --redis: conversations and keys are in one of them.
+
+    Only the settings file may name a file for --db, which gives way to a Redis server of a flag or variable: the Docker
+    image has such a file.
+
+    Raises: BadParameter.
+    """
+    if not context.params.get("redis"):
+        return
+    file, server = (_source_of(context, name) for name in ("db", "redis"))
+    if file and (file != "the settings file" or server == file):
+        raise typer.BadParameter(
+            f"both are given (--db by {file}, --redis by {server}), and conversations are kept in one store; "
+            "remove one of them.",
+            param_hint="--db / --redis",
+        )
+
+
+def _source_of(context: typer.Context, name: str) -> str:
+    """Return what gave a parameter its value; "" for its default."""
+    source = context.get_parameter_source(name)
+    variable = f"the environment variable {env(name)}"
+    named = {"COMMANDLINE": "a flag", "ENVIRONMENT": variable, "DEFAULT_MAP": "the settings file"}
+    return named.get(source.name, "") if source is not None else ""
 
 
 def _page_size(text: str) -> int:
@@ -205,20 +254,33 @@ RedisUrl = Annotated[
 ]
 SseKeepAliveInterval = Annotated[
     float,
-    _flag("sse-keep-alive-interval", "Seconds of silence before a keep-alive; 0 turns it off.", min=0, max=3600),
+    _flag(
+        "sse-keep-alive-interval",
+        "Seconds of silence before a keep-alive; 0 turns it off.",
+        number=float,
+        min=0,
+        max=3600,
+    ),
 ]
 DisconnectGracePeriod = Annotated[
     float,
     _flag(
         "disconnect-grace-period",
         "Seconds that a stored response goes on after its last reader left.",
+        number=float,
         min=0,
         max=86400,
     ),
 ]
 DrainTimeout = Annotated[
     float,
-    _flag("drain-timeout", "Seconds that running answers have to finish when the server ends.", min=0, max=86400),
+    _flag(
+        "drain-timeout",
+        "Seconds that running answers have to finish when the server ends.",
+        number=float,
+        min=0,
+        max=86400,
+    ),
 ]
 AllowedHost = Annotated[
     list[str], _flag("allowed-host", "Host header to answer to besides the address itself.", show_default=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import not_
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ from typing import Any
 import msgspec
 import typer
 
-from chatcache.cli import options
-from chatcache.config import EngineConfig, ServerConfig, format_size
+from chatcache.cli import exits, options
+from chatcache.config import EngineConfig, ServerConfig, format_size, misspelt
 from chatcache.factory import check_model_folder, served_name
 
 ENGINE = EngineConfig()
@@ -22,6 +24,7 @@ MAX_SHARED_SYSTEM_PROMPT_BYTES = 1024 * 1024
 
 
 def serve(
+    context: typer.Context,
     model: options.Model = ENGINE.model,
     host: options.Host = SERVER.host,
     port: options.Port = SERVER.port,
@@ -59,13 +62,32 @@ def serve(
     log_format: options.LogFormat = "text",
 ) -> None:
     """Serve the chat page and the OpenAI-compatible API."""
-    engine, server = _settings(locals())
+    options.refuse_two_stores(context)
+    engine, server = _settings({name: value for name, value in locals().items() if name != "context"})
+    refuse_misspelt_key(server.api_keys, os.environ)
     if engine.preemption_mode == "swap" and engine.swap_space_bytes == 0:
         raise typer.BadParameter("swap needs host memory; --swap-space is 0.", param_hint="--preemption-mode")
     check_model_folder(engine)
     from chatcache.cli.server import run_server
 
     raise typer.Exit(run_server(msgspec.structs.replace(engine, served_model_name=served_name(engine)), server))
+
+
+def refuse_misspelt_key(api_keys: Sequence[str], variables: Iterable[str]) -> None:
+    """Refuse to start without a key where a variable looks like that of the API key, but is not.
+
+    Raises: Exit, after a message: the operator expects a server that needs a key, and this one would not.
+    """
+    prefix, name = options.env(""), options.env("api-key")
+    given = [variable.removeprefix(prefix) for variable in variables if variable.startswith(prefix)]
+    for wrong in sorted(misspelt(given, [name.removeprefix(prefix)])):
+        if not api_keys:
+            print(
+                f"chatcache: not started, because it would need no API key: {prefix}{wrong} is set, which is not a "
+                f"setting. Rename it to {name}, or unset it.",
+                file=sys.stderr,
+            )
+            raise typer.Exit(exits.CONFIG)
 
 
 def _settings(flags: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:

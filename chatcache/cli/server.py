@@ -142,15 +142,21 @@ async def _serve(
 
 async def _watch(engine: EngineProcess, server: _Server, banner: Banner) -> ChatcacheError:
     """Show the load, then wait for an engine that is beyond hope, and end the server with it."""
-    with contextlib.suppress(ChatcacheError):  # what failed is told below
-        async with _meanwhile(banner.show_loading(engine)):
-            facts = await engine.wait_loaded()
-        banner.show_ready(facts, await engine.health())
-        calm_gc()
-    error = await engine.wait_failed()
+    async with _meanwhile(_show_start(engine, banner)):
+        error = await engine.wait_failed()
     banner.show_failed(error)
     server.leave()
     return error
+
+
+async def _show_start(engine: EngineProcess, banner: Banner) -> None:
+    """Show the load of the model, the wait for a store that does not answer yet, and what then serves."""
+    with contextlib.suppress(ChatcacheError):  # `_watch` shows why the engine failed
+        async with _meanwhile(banner.show_loading(engine)):
+            facts = await engine.wait_loaded()
+        await banner.wait_for_store()
+        banner.show_ready(facts, await engine.health())
+        calm_gc()
 
 
 @contextlib.asynccontextmanager

@@ -25,10 +25,14 @@ A setting is taken from the first of these places that has it:
 1. the command-line flag, for example `--kv-memory 2GiB`;
 2. the environment variable of the same name: `CHATCACHE_` and the flag in capitals, for example
    `CHATCACHE_KV_MEMORY=2GiB`. Several values of one option are separated by spaces. A misspelt variable that
-   resembles a known one is reported at the start;
+   resembles a known one is reported at the start, and one that resembles `CHATCACHE_API_KEY` keeps
+   `chatcache serve` from starting without a key;
 3. `chatcache.toml` in the working directory (or the file given with `chatcache --config FILE`): one flat table with
    the flags' names, for example `kv-memory = "2GiB"`. Unknown names are refused;
 4. the default.
+
+Of `--db` and `--redis`, give one: both together are refused, except that a Redis server of a flag or variable replaces
+a `db` of the settings file.
 
 Sizes are bytes, or a number with a unit: `kB`, `MB`, `GB`, `KiB`, `MiB`, `GiB`.
 """

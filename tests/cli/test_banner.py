@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 
 import pytest
 from rich.console import Console
 
 from chatcache.auth import new_key
-from chatcache.cli.banner import Banner
+from chatcache.cli.banner import POLL_S, Banner
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.storage.sqlite import SqliteStore
@@ -76,12 +77,25 @@ async def test_who_may_come_in_is_said(host: str, api_keys: tuple[str, ...], sai
     await store.close()
 
 
-@pytest.mark.parametrize(
-    ("api_keys", "said"), [((), "nobody yet; the store"), (("sk-one",), "1 API key(s); the store")]
-)
-async def test_keys_that_nobody_could_read_are_not_counted(api_keys: tuple[str, ...], said: str) -> None:
-    ring = ApiKeyCache(api_keys)  # a store that has not answered yet
-    told = io.StringIO()
-    config = ServerConfig(api_keys=api_keys)
-    Banner(EngineConfig(), config, ("127.0.0.1", 1), Console(file=told, width=200), ring).show_ready(FACTS, HEALTH)
-    assert f"{said} does not answer" in told.getvalue()
+@pytest.mark.parametrize("api_keys", [(), ("sk-one",)])
+async def test_banner_waits_for_a_store_that_does_not_answer_before_it_shows_ready(api_keys: tuple[str, ...]) -> None:
+    store, ring, told = SqliteStore(":memory:"), ApiKeyCache(api_keys), io.StringIO()
+    config = ServerConfig(api_keys=api_keys, redis="redis://127.0.0.1:1")
+    banner = Banner(EngineConfig(), config, ("127.0.0.1", 1), Console(file=told, width=200), ring)
+    waiting = asyncio.create_task(banner.wait_for_store())
+    done, _ = await asyncio.wait([waiting], timeout=3 * POLL_S)
+    assert not done and "Waiting for the Redis server of --redis, which does not answer" in told.getvalue()
+    await ring.open(store.keys)
+    await asyncio.wait_for(waiting, 60)
+    told.truncate(0)
+    await banner.wait_for_store()
+    assert told.getvalue() == "", "the store answered before"
+    await ring.close()
+    await store.close()
+
+
+def test_kv_memory_beyond_what_can_be_used_is_named_next_to_the_size_in_use() -> None:
+    assert "512 KiB in all of the 900 GiB of --kv-memory: more cannot be used" in shown(
+        EngineConfig(kv_memory_bytes=900 * 2**30), ServerConfig()
+    )
+    assert "more cannot be used" not in shown(EngineConfig(kv_memory_bytes=HEALTH.kv_bytes + 4096), ServerConfig())

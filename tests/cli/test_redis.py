@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from tests.cli.servers import serving
-from tests.conversations.redis_servers import redis_server
+import httpx
+
+from tests.cli.servers import serving, until_status
+from tests.conversations.redis_servers import RedisServer, redis_server
 
 
 def test_a_server_that_does_not_let_us_in_ends_with_78(folder: Path, tmp_path: Path) -> None:
@@ -13,3 +16,21 @@ def test_a_server_that_does_not_let_us_in_ends_with_78(folder: Path, tmp_path: P
         with serving(folder, tmp_path, "--redis", redis.url.replace("secret", "wrong")) as server:
             assert server.wait() == 78
         assert "--redis the Redis server does not let us in" in server.output and "wrong" not in server.output
+
+
+def test_server_is_not_ready_until_redis_answers(folder: Path, tmp_path: Path) -> None:
+    """The server starts before Redis does, as after a power cut."""
+    redis = RedisServer(tmp_path)
+    try:
+        with serving(folder, tmp_path, "--redis", redis.url) as server:
+            server.saw("Waiting for the Redis server of --redis")
+            reply = httpx.get(f"{server.url}/readyz", timeout=60)
+            assert (reply.status_code, reply.json()["status"]) == (503, "unavailable"), reply.text
+            assert not re.search(r"ready +http", server.output)
+            redis.start()
+            server.ready()
+            until_status(f"{server.url}/readyz", 200)
+            server.signal()
+            assert server.wait() == 0
+    finally:
+        redis.close()

@@ -71,7 +71,10 @@ def test_flag_beats_environment_beats_file_beats_default(
     assert seen[0][1].port == expected
 
 
-def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file(seen: Seen) -> None:
+@pytest.mark.parametrize("store", [{"db": "x.db"}, {"redis": "redis://somewhere/0"}], ids=["db", "redis"])
+def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file(
+    seen: Seen, store: dict[str, str]
+) -> None:
     values = {
         "model": "some/model",
         "host": "0.0.0.0",
@@ -94,8 +97,7 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
         "seed": "11",
         "served-model-name": "name",
         "api-key": "secret-key-1",
-        "db": "x.db",
-        "redis": "redis://somewhere/0",
+        **store,
         "sse-keep-alive-interval": "2.5",
         "disconnect-grace-period": "4.5",
         "drain-timeout": "7.5",
@@ -149,8 +151,8 @@ def test_every_setting_has_a_flag_an_environment_variable_and_a_line_in_the_file
             host="0.0.0.0",
             port=1234,
             api_keys=("secret-key-1",),
-            db="x.db",
-            redis="redis://somewhere/0",
+            db=store.get("db", ServerConfig().db),
+            redis=store.get("redis", ""),
             sse_keep_alive_interval_s=2.5,
             disconnect_grace_period_s=4.5,
             drain_timeout_s=7.5,
@@ -345,7 +347,7 @@ def test_an_empty_variable_is_one_that_is_not_set(seen: Seen) -> None:
     ],
 )
 def test_a_misspelt_variable_is_told_and_no_other(seen: Seen, name: str, meant: str | None) -> None:
-    result = serve(env={name: "sk-of-some-length"})
+    result = serve("--api-key", "sk-of-some-length", env={name: "sk-of-some-length"})
     assert result.exit_code == 0
     told = f"nothing reads {name}; {meant} is a setting" if meant else ""
     assert told in result.stderr and bool(told) == ("nothing reads" in result.stderr)
@@ -365,3 +367,71 @@ def test_earlier_option_spelling_is_refused_with_the_present_one(seen: Seen, old
 def test_earlier_command_name_is_refused_with_the_present_one(words: list[str], new: str) -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and new in result.stderr
+
+
+@pytest.mark.parametrize("ending", ["APIKEY", "API_KEYS", "API_KEY_FILE", "AIP_KEY"])
+def test_serve_is_refused_where_only_a_misspelt_variable_has_the_api_key(seen: Seen, ending: str) -> None:
+    name = f"CHATCACHE_{ending}"
+    result = serve(env={name: "sk-of-some-length"})
+    assert result.exit_code == 78 and seen == []
+    assert f"not started, because it would need no API key: {name} is set" in result.stderr
+    assert "Rename it to CHATCACHE_API_KEY" in result.stderr and "sk-of-some-length" not in result.output
+    assert serve(env={name: "sk-of-some-length", "CHATCACHE_API_KEY": "sk-of-some-length"}).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--port", "abc"), "'abc' is not a whole number from 0 to 65535"),
+        (("--port", "8000.5"), "'8000.5' is not a whole number from 0 to 65535"),
+        (("--port", "70000"), "70000 is not in the range from 0 to 65535"),
+        (("--drain-timeout", "soon"), "'soon' is not a number from 0 to 86400"),
+        (("--drain-timeout", "nan"), "nan is not in the range from 0 to 86400"),
+        (("--max-model-len", "8"), "8 is not in the range from 16 to 16777216"),
+    ],
+)
+def test_numbers_are_refused_in_plain_words(seen: Seen, arguments: tuple[str, str], words: str) -> None:
+    result = serve(*arguments)
+    assert result.exit_code == 2 and seen == []
+    text = " ".join(result.output.replace("│", " ").split())
+    assert f"Invalid value for '{arguments[0]}': {words}." in text
+
+
+REDIS = "redis://127.0.0.1:1/0"
+
+
+@pytest.mark.parametrize("command", [("serve",), ("doctor",), ("keys", "list"), ("db", "export", "copy.jsonl")])
+@pytest.mark.parametrize(
+    ("flags", "env", "file", "sources"),
+    [
+        (("--db", "x.db", "--redis", REDIS), {}, "", "--db by a flag, --redis by a flag"),
+        (
+            ("--redis", REDIS),
+            {"CHATCACHE_DB": "x.db"},
+            "",
+            "--db by the environment variable CHATCACHE_DB, --redis by a flag",
+        ),
+        (("--db", "x.db"), {}, f'redis = "{REDIS}"', "--db by a flag, --redis by the settings file"),
+        ((), {}, f'db = "x.db"\nredis = "{REDIS}"', "--db by the settings file, --redis by the settings file"),
+    ],
+)
+def test_db_together_with_redis_is_refused(
+    seen: Seen, command: tuple[str, ...], flags: tuple[str, ...], env: dict[str, str], file: str, sources: str
+) -> None:
+    Path("chatcache.toml").write_text(file)
+    result = CliRunner().invoke(app, [*command, *flags], env=env)
+    assert result.exit_code == 2 and seen == []
+    text = " ".join(result.output.replace("│", " ").split())
+    assert f"both are given ({sources}), and conversations are kept in one store; remove one of them." in text
+
+
+def test_redis_of_a_flag_or_variable_replaces_the_db_of_the_settings_file(seen: Seen) -> None:
+    """As in the Docker image, whose settings file names the file in the volume."""
+    Path("chatcache.toml").write_text('db = "/data/chatcache.db"')
+    for result in (serve("--redis", REDIS), serve(env={"CHATCACHE_REDIS": REDIS}), serve(env={"CHATCACHE_REDIS": ""})):
+        assert result.exit_code == 0, result.output
+    assert [(config.redis, config.db) for _, config in seen] == [
+        (REDIS, "/data/chatcache.db"),
+        (REDIS, "/data/chatcache.db"),
+        ("", "/data/chatcache.db"),
+    ]

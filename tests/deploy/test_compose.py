@@ -96,7 +96,9 @@ def test_the_name_of_a_proxy_is_let_in_beside_our_own() -> None:
 
 def test_an_empty_setting_keeps_conversations_in_the_file() -> None:
     assert not resolved("cpu", CHATCACHE_REDIS="")["chatcache-cpu"]["environment"]["CHATCACHE_REDIS"]
-    assert dockerfile()["ENV"]["CHATCACHE_DB"].startswith("/data/")
+    image = dockerfile()
+    assert "CHATCACHE_DB" not in image["ENV"] and "WORKDIR /app" in image["last stage"]
+    assert """RUN echo 'db = "/data/chatcache.db"' > chatcache.toml""" in image["last stage"]
 
 
 def test_what_is_written_lies_in_a_volume(services: dict[str, Any]) -> None:
@@ -106,7 +108,7 @@ def test_what_is_written_lies_in_a_volume(services: dict[str, Any]) -> None:
         for variable, path in paths.items():
             assert f"{path}/".startswith(mounted), f"{variable} is outside the volumes of {name}"
         assert services[name]["tmpfs"] == ["/tmp"]
-    for variable in ("HF_HOME", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR", "CHATCACHE_DB"):
+    for variable in ("HF_HOME", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"):
         assert variable in paths
 
 

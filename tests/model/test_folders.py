@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from chatcache.config import EngineConfig
@@ -159,6 +163,56 @@ def test_no_such_model() -> None:
         resolve_model_path("./nowhere")
     with pytest.raises(ModelFolderError, match="no such folder"):
         load_model(EngineConfig(model="nowhere"))
+
+
+OFFLINE = "Cannot find an appropriate cached snapshot folder for the specified revision on the local disk"
+REFUSED = "Got: ConnectError: [Errno 111] Connection refused\nAn error happened while trying to locate the files"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_offline", "words"),
+    [
+        (
+            LocalEntryNotFoundError(REFUSED),
+            False,
+            "https://hub.test cannot be reached (ConnectError: [Errno 111] Connection refused); download the model on "
+            "another machine and give its folder, or set HF_ENDPOINT to a mirror",
+        ),
+        (
+            LocalEntryNotFoundError(OFFLINE),
+            True,
+            "it is not in the Hugging Face cache, where HF_HUB_OFFLINE confines the search; unset HF_HUB_OFFLINE, or "
+            "give the folder of a model that was downloaded elsewhere",
+        ),
+        (ValueError("disk is full\nat line 3"), False, "it could not be fetched from https://hub.test: disk is full"),
+    ],
+)
+def test_hugging_face_id_that_cannot_be_fetched_names_the_reason_and_the_remedy(
+    error: Exception, is_offline: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.test")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    with pytest.raises(ModelFolderError) as caught:
+        resolve_model_path("someone/model")
+    assert caught.value.message == f"someone/model: no such folder, and {words}"
+
+
+def test_hugging_face_id_without_a_network_fails_within_seconds(tmp_path: Path) -> None:
+    """The real client, against a port where nothing listens."""
+    code = "from chatcache.model.loading.files import resolve_model_path; resolve_model_path('someone/model')"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert "http://127.0.0.1:9 cannot be reached" in done.stderr and "set HF_ENDPOINT to a mirror" in done.stderr
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:

@@ -12,15 +12,22 @@ import pytest
 import torch
 from chatcache_kernels import reference
 
-from chatcache.config import EngineConfig
+from chatcache.config import EngineConfig, format_size
 from chatcache.errors import DeviceLostError, ModelFolderError
 from chatcache.model import eager
 from chatcache.model import eager as halving
 from chatcache.model.attention import choose_backend
 from chatcache.model.device_errors import device_lost, is_out_of_memory
 from chatcache.model.eager import Part, split_step
-from chatcache.model.loading.loader import plan_capacity
-from chatcache.model.loading.memory_budget import GRAPH_BYTES, SLACK_SHARE, Budget, measure_budget
+from chatcache.model.loading.loader import limit_kv_memory, plan_capacity
+from chatcache.model.loading.memory_budget import (
+    GRAPH_BYTES,
+    SLACK_SHARE,
+    Budget,
+    free_host_bytes,
+    measure_budget,
+    total_memory_bytes,
+)
 from chatcache.model.runner import Ahead, Runner
 from chatcache.model.sampling.sampler import Sampler
 from chatcache.types.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
@@ -171,6 +178,26 @@ def test_nothing_left_is_said_with_the_numbers() -> None:
         ModelFolderError, match=r"no memory is left for KV pages on cpu: 3\.00 GiB are free .* 2\.50 GiB"
     ):
         plan_capacity(config, geometry, MAX_LEN, Budget(3 << 30, 5 << 29, 1 << 30))
+
+
+def test_kv_memory_beyond_the_machine_is_replaced_by_a_share_of_free_memory(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(kv_memory_bytes=900 << 30, page_size=8)
+    assert limit_kv_memory(config, 900 << 30) is config and not caplog.records
+    limited = limit_kv_memory(config, 23 << 30)
+    assert (limited.kv_memory_bytes, limited.page_size) == (None, 8)
+    assert "kv_memory 900 GiB is more than the 23 GiB of this device: a share of its free memory is used" in caplog.text
+    total = total_memory_bytes(torch.device("cpu"))
+    assert free_host_bytes() <= total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_kv_memory_beyond_all_contexts_is_reported_with_the_size_in_use(caplog: pytest.LogCaptureFixture) -> None:
+    geometry, page_bytes = Reader().geometry, Reader().geometry.page_bytes(8)
+    config = EngineConfig(page_size=8, max_num_seqs=6, kv_memory_bytes=(1 + 6 * 8) * page_bytes)
+    assert plan_capacity(config, geometry, MAX_LEN).num_pages == 1 + 6 * 8 and "are used" not in caplog.text
+    config = EngineConfig(page_size=8, max_num_seqs=6, kv_memory_bytes=1 << 30)
+    assert plan_capacity(config, geometry, MAX_LEN).num_pages == 1 + 6 * 8
+    used = format_size((1 + 6 * 8) * page_bytes)
+    assert f"kv_memory 1 GiB: {used} of it are used, the size of max_num_seqs 6 contexts of {MAX_LEN}" in caplog.text
 
 
 # -- the end of a device ----------------------------------------------------------------------------------------------

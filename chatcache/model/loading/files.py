@@ -14,6 +14,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 MAX_JSON_BYTES = 64 << 20
+CONNECT_TIMEOUT_S = 5.0
 MAX_LAYERS = 4096
 MAX_POSITIONS = 1 << 24
 MAX_DIMENSION = (1 << 31) - 1
@@ -55,12 +56,30 @@ def _fetch(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(PATTERNS)))
-    except Exception as error:  # the hub raises many kinds; all mean the same to the user
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelFolderError(
-            f"{model}: no such folder, and it could not be fetched as a Hugging Face id: {reason}"
-        ) from error
+        return Path(snapshot_download(model, allow_patterns=list(PATTERNS), etag_timeout=CONNECT_TIMEOUT_S))
+    except Exception as error:  # the hub raises many kinds
+        raise ModelFolderError(f"{model}: no such folder, and {_why_not_fetched(error)}") from error
+
+
+def _why_not_fetched(error: Exception) -> str:
+    """Return why a Hugging Face id could not be fetched, and what to do about it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return (
+            "it is not in the Hugging Face cache, where HF_HUB_OFFLINE confines the search; unset HF_HUB_OFFLINE, "
+            "or give the folder of a model that was downloaded elsewhere"
+        )
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, LocalEntryNotFoundError):
+        return (
+            f"{constants.ENDPOINT} cannot be reached ({reason.removeprefix('Got: ')}); download the model on another "
+            "machine and give its folder, or set HF_ENDPOINT to a mirror"
+        )
+    if isinstance(error, RepositoryNotFoundError):  # 404, and 401 without a token
+        return f"{constants.ENDPOINT} has no such model, or shows it with a token only: set HF_TOKEN"
+    return f"it could not be fetched from {constants.ENDPOINT}: {reason}"
 
 
 @contextmanager

@@ -23,9 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from chatcache.config import EngineConfig
+from chatcache.config import EngineConfig, format_size
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate, choose_backend
 from chatcache.model.batch_invariant import InvariantLinears, TokenByToken, check_determinism
@@ -48,7 +49,14 @@ from chatcache.model.loading.files import (
     resolve_model_path,
     weight_files,
 )
-from chatcache.model.loading.memory_budget import Budget, CudaGauge, free_host_bytes, host_kv_bytes, measure_budget
+from chatcache.model.loading.memory_budget import (
+    Budget,
+    CudaGauge,
+    free_host_bytes,
+    host_kv_bytes,
+    measure_budget,
+    total_memory_bytes,
+)
 from chatcache.model.loading.weights import Weights, WeightSource
 from chatcache.model.runner import Ahead, Runner, ahead_on
 from chatcache.model.sampling.graph_sampler import GraphSampler, TorchDraws
@@ -180,6 +188,7 @@ def _load(
     if ahead is not None and ahead.plain is None:
         ahead = replace(ahead, plain=choose_plain(backend, geometry.vocab_size, device))
     num_graphs = ahead.num_graphs if ahead is not None else 0
+    config = limit_kv_memory(config, total_memory_bytes(device))
     budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
     capacity = plan_capacity(config, geometry, max_model_len, budget)
     say(0.92, f"allocating {capacity.num_pages} KV pages")
@@ -271,6 +280,15 @@ def _bounded(config: EngineConfig, longest: int) -> int:
     return asked
 
 
+def limit_kv_memory(config: EngineConfig, total_bytes: int) -> EngineConfig:
+    """Return a config without `kv_memory_bytes` where that is more than the device has, with a warning."""
+    if config.kv_memory_bytes is None or config.kv_memory_bytes <= total_bytes:
+        return config
+    given, total = format_size(config.kv_memory_bytes), format_size(total_bytes)
+    log.warning("kv_memory %s is more than the %s of this device: a share of its free memory is used", given, total)
+    return msgspec.structs.replace(config, kv_memory_bytes=None)
+
+
 def plan_capacity(
     config: EngineConfig, geometry: Geometry, max_model_len: int, budget: Budget | None = None
 ) -> KVCapacity:
@@ -297,7 +315,12 @@ def plan_capacity(
             )
     else:
         num_pages = max(1 + context_pages, host_kv_bytes() // page_bytes)
-    num_pages = min(num_pages, 1 + context_pages * config.max_num_seqs)
+    num_useful = 1 + context_pages * config.max_num_seqs
+    if config.kv_memory_bytes is not None and num_pages > num_useful:
+        used, given = format_size(num_useful * page_bytes), format_size(config.kv_memory_bytes)
+        what = f"max_num_seqs {config.max_num_seqs} contexts of {max_model_len} tokens"
+        log.warning("kv_memory %s: %s of it are used, the size of %s", given, used, what)
+    num_pages = min(num_pages, num_useful)
     log.info("KV store: %d pages of %d tokens, %.1f MiB", num_pages, config.page_size, num_pages * page_bytes / 2**20)
     num_host_pages = _num_host_pages(config, page_bytes, num_pages)
     num_slots, kv_bytes = config.max_num_seqs, num_pages * page_bytes

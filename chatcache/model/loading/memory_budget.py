@@ -20,6 +20,7 @@ from chatcache.model.static_steps import WorkListBuffers
 from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan
 
 CPU_KV_SHARE = 0.25
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 CPU_KV_MAX_BYTES = 4 * 1024**3
 SLACK_SHARE = 0.04  # of what is free: fragments of torch's pools, kernels, other processes
 GRAPH_BYTES = 4 << 20  # what the driver keeps of one captured step
@@ -177,6 +178,17 @@ def host_kv_bytes() -> int:
     return min(int(free_host_bytes() * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
 
 
+def total_memory_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU, or of the machine, or what this process's control group may use of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int((_CONTROL_GROUP / "memory.max").read_text()))
+    except (OSError, ValueError):  # no control groups, or "max"
+        return total
+
+
 def free_host_bytes() -> int:
     """Return what the machine and this process's control group have left; files that memory caches count as free."""
     try:
@@ -189,8 +201,8 @@ def free_host_bytes() -> int:
 
 def _container_free_bytes() -> int:
     """Return what the control group still allows; without a limit, more than any machine has."""
-    group = Path("/sys/fs/cgroup")
     try:
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        limit, used = ((_CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current"))
+        return int(limit) - int(used)
     except (OSError, ValueError):  # no control groups, or "max"
         return 1 << 62
