@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.language import ROOT, check, findings
+from tests.gateway.documents import ALL_PAGES
+from tests.support.language import ROOT, check, findings, in_prose
 
 CHECKED = ["kernels/bench", "loadtest"]
+FOLDERS = ("kernels", "loadtest", "loadtest/peers", "tests", "tests/chaos", "web", "chatcache/demo_model")
+GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+DOCUMENTS = [
+    *(page for page in ALL_PAGES if page.name != "configuration.md"),
+    *GUIDES,
+    *(ROOT / folder / "README.md" for folder in FOLDERS),
+]
 WORD_LISTS = {ROOT / "tests" / "support" / "language.py", ROOT / "tests" / "test_language.py"}
 
 
 @pytest.mark.parametrize("folder", CHECKED)
 def test_folder_uses_standard_terms(folder: str) -> None:
     assert not [str(found) for found in check([ROOT / folder]) if found.path not in WORD_LISTS]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_document_uses_standard_terms(page: Path) -> None:
+    text = re.sub(r"`[^`\n]+`", "", page.read_text(encoding="utf-8"))  # names in backticks are those of the code
+    assert not [f"line {line + 1}: {word!r}: write {instead}" for line, word, instead in in_prose(text)]
 
 
 @pytest.mark.parametrize(

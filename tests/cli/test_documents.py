@@ -26,7 +26,7 @@ FOREIGN = {
         "--data-binary",
     ),  # docker, redis-server, curl
     *("--users", "--turns", "--minutes", "--seed", "--out", "--repeats"),  # our load test and fault injection
-    *("--rootdir", "--tune", "--arch"),  # pytest, the kernels' benchmarks
+    *("--rootdir", "--tune", "--arch", "--only"),  # pytest, the kernels' benchmarks
 }
 COMMANDS = [line for document in ALL_PAGES for line in command_lines(document, "chatcache")]
 
