@@ -10,7 +10,7 @@ import pytest
 from tests.gateway.documents import ALL_PAGES
 from tests.support.language import ROOT, check, findings, in_prose
 
-CHECKED = ["kernels/bench", "loadtest"]
+CHECKED = ["kernels/bench", "loadtest", "tests/bench", "tests/loadtest"]
 FOLDERS = ("kernels", "loadtest", "loadtest/peers", "tests", "tests/chaos", "web", "chatcache/demo_model")
 GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 DOCUMENTS = [

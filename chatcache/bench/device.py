@@ -138,6 +138,33 @@ class Limits:
         return max(num_bytes / self.read_bytes_per_s, num_flops / self.matmul_flops_per_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The least time of engine steps on a device with these limits.
+
+    `step_bytes`: weights that a step reads. `layer_params`: weights that every token is multiplied with. `head_params`:
+    the output head, for one token per branch. `attention_flops`: per new token and token that it attends to.
+    """
+
+    limits: Limits
+    step_bytes: float
+    kv_token_bytes: float
+    layer_params: int
+    head_params: int = 0
+    attention_flops: float = 0.0
+
+    def decode_s(self, num_branches: int, num_tokens: float) -> float:
+        """Return the seconds of one token per branch, over pages with `num_tokens` different tokens."""
+        num_flops = 2.0 * num_branches * (self.layer_params + self.head_params)
+        return self.limits.floor_s(self.step_bytes + num_tokens * self.kv_token_bytes, num_flops)
+
+    def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:
+        """Return the seconds of a prompt: new tokens, causal attention, one row of the head."""
+        num_attended = num_tokens * (num_cached + (num_tokens + 1) / 2)
+        num_flops = 2.0 * (num_tokens * self.layer_params + self.head_params) + self.attention_flops * num_attended
+        return self.limits.floor_s(self.step_bytes + num_cached * self.kv_token_bytes, num_flops)
+
+
 def measure_limits(num_bytes: int, dtype: str, device: str, matmul_size: int | None = None) -> Limits:
     """Measure the limits, the bandwidths over a buffer of `num_bytes` (at least 1 MiB)."""
     num_bytes = max(num_bytes, MIN_BUFFER_BYTES)

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from chatcache import factory as compose
-from chatcache.bench.device import Limits, measure_limits
+from chatcache import factory
+from chatcache.bench.device import Roofline, measure_limits
 from chatcache.bench.drivers import Driver, EngineDriver, RunTimes, TransformersDriver
 from chatcache.bench.report import Figure, compare, figure_table
 from chatcache.bench.shapes import SHAPES, write_model
@@ -32,17 +32,12 @@ COMPARABLE = ("latency", "throughput", "beam")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sizes of a benchmark, and what a token costs.
-
-    `matmul_params`: weights that each token is multiplied with. `kv_token_bytes`: keys and values of one token.
-    """
+    """Sizes of a benchmark."""
 
     prompt_tokens: int
     output_tokens: int
     batches: tuple[int, ...]
     repeats: int
-    matmul_params: int = 0
-    kv_token_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +79,11 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
-    """An engine, a factory for one without prefix caching, and the limits of the machine."""
+    """An engine, a factory for one without prefix caching, and the roofline of its steps."""
 
     driver: Driver
     build_uncached: Callable[[], Driver]
-    limits: Limits
+    roofline: Roofline
     load: Load
 
     def warm_up(self) -> None:
@@ -108,14 +103,11 @@ class EngineBench:
 
         A step reads the weights, shared tokens once, and each branch's own tokens.
         """
-        kv_bytes = (num_shared + num_branches * num_own) * self.load.kv_token_bytes
-        flops = 2.0 * num_branches * self.load.matmul_params
-        return num_branches / self.limits.floor_s(self.driver.facts.step_bytes + kv_bytes, flops)
+        return num_branches / self.roofline.decode_s(num_branches, num_shared + num_branches * num_own)
 
     def prefill_limit(self, num_tokens: int) -> float:
         """Return the highest tokens/s, without the arithmetic of attention."""
-        flops = 2.0 * num_tokens * self.load.matmul_params
-        return num_tokens / self.limits.floor_s(self.driver.facts.step_bytes, flops)
+        return num_tokens / self.roofline.prefill_s(num_tokens)
 
 
 # -- benchmarks ---------------------------------------------------------------------------------------------------
@@ -241,8 +233,7 @@ def run_engine_bench(
 
     `shape` names a model with random weights that is made instead of loading one.
     Raises: InvalidRequestError for a benchmark that transformers cannot run; ModelFolderError; ContextLengthError if
-    the load
-    does not fit the model's context or the pages.
+    the load does not fit the model's context or the pages.
     """
     if compare_with_transformers and name not in COMPARABLE:
         raise InvalidRequestError(f"compare works for {', '.join(COMPARABLE)}, not for {name}", param="compare")
@@ -251,29 +242,30 @@ def run_engine_bench(
             on_progress(f"writing random weights of {shape}")
             write_model(SHAPES[shape], Path(scratch))
             config = msgspec.structs.replace(config, model=scratch, served_model_name=shape)
-        engine = compose.build_engine(config, lambda _, detail: on_progress(detail), need_tokenizer=False)
+        engine = factory.build_engine(config, lambda _, detail: on_progress(detail), need_tokenizer=False)
         facts, health = engine.facts, engine.health()
         on_progress("measuring the machine")
         limits = measure_limits(min(facts.step_bytes, MAX_BUFFER_BYTES), facts.dtype, facts.device)
-        load = replace(
-            load,
-            matmul_params=count_matmul_params(compose.model_folder(config), facts),
+        roofline = Roofline(
+            limits,
+            step_bytes=facts.step_bytes,
             kv_token_bytes=health.kv_bytes / ((health.num_pages + 1) * health.page_size),
+            layer_params=count_matmul_params(factory.model_folder(config), facts),
         )
 
         def build_uncached() -> EngineDriver:
             uncached = msgspec.structs.replace(config, enable_prefix_caching=False)
-            return EngineDriver(compose.build_engine(uncached, need_tokenizer=False))
+            return EngineDriver(factory.build_engine(uncached, need_tokenizer=False))
 
-        bench = EngineBench(EngineDriver(engine), build_uncached, limits, load)
+        bench = EngineBench(EngineDriver(engine), build_uncached, roofline, load)
         figures = _run(name, bench, on_progress)
         if compare_with_transformers:
             on_progress("loading transformers")
-            peer = replace(bench, driver=TransformersDriver(compose.model_folder(config), facts))
+            peer = replace(bench, driver=TransformersDriver(factory.model_folder(config), facts))
             figures += compare_with_peer(figures, _run(name, peer, on_progress), "transformers")
     return EngineReport(
         bench=name,
-        model=compose.served_name(config),
+        model=factory.served_name(config),
         num_parameters=facts.num_parameters,
         weight_bytes=facts.weight_bytes,
         step_bytes=facts.step_bytes,

@@ -51,7 +51,8 @@ class Figure:
         return self.ratio >= float(bound) if sign == ">=" else self.ratio <= float(bound)
 
     @property
-    def verdict(self) -> str:
+    def result(self) -> str:
+        """Return "met" or "MISSED", and nothing without a goal."""
         return {None: "", True: "met", False: "MISSED"}[self.met]
 
     def line(self) -> str:
@@ -107,7 +108,7 @@ def _cells(figure: Figure) -> tuple[str, ...]:
     value = f"{format_number(figure.value)} {figure.unit}"
     limit = "" if figure.limit is None else f"{format_number(figure.limit)} {figure.unit}"
     ratio = "" if figure.ratio is None else f"{figure.ratio:.3f}"
-    return figure.name, value, limit, figure.limit_name, ratio, figure.goal, figure.verdict
+    return figure.name, value, limit, figure.limit_name, ratio, figure.goal, figure.result
 
 
 # -- data ---------------------------------------------------------------------------------------------------------

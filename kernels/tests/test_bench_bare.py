@@ -1,4 +1,4 @@
-"""The engine runs on a machine that has torch and transformers but none of the packages of the web and the bus."""
+"""The engine runs on a machine with torch and transformers, without the gateway's packages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MISSING = f"msgspec redis llguidance {WEB}"
 
 
 def answers(folder: Path) -> list[list[int]]:
-    """Generate, greedily, sampled with penalties and by beams, and return every candidate's tokens."""
+    """Return the tokens of all candidates of a greedy, a sampled and a beam search request."""
     write_config(SHAPES["tiny"], folder)
     weights = RandomWeights(SHAPES["tiny"], "cpu", std=0.2)
     config = EngineConfig(
@@ -52,29 +52,29 @@ def answers(folder: Path) -> list[list[int]]:
     ]
     for number, params in enumerate(kinds):
         engine.add(GenerateRequest(request_id=f"{number}", prompt=prompt[number:], params=params))
-    told: dict[tuple[str, int], list[int]] = {}
+    tokens: dict[tuple[str, int], list[int]] = {}
     while engine.has_work():
         for event in engine.step():
             if isinstance(event, Tokens):
-                told.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+                tokens.setdefault((event.request_id, event.index), []).extend(event.token_ids)
     engine.pages.check()
-    return [told[key] for key in sorted(told)]
+    return [tokens[key] for key in sorted(tokens)]
 
 
 def run_bare(folder: Path, stand_in: str) -> subprocess.CompletedProcess[str]:
-    """Print the answers of a process in which the packages cannot be imported, msgspec from `stand_in` alone."""
+    """Run `answers` in a process without the packages, with msgspec from `stand_in`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     command = [sys.executable, "-c", CHILD, MISSING, stand_in, __file__, str(folder)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_engine_runs_without_the_packages_of_the_web(tmp_path: Path) -> None:
+def test_engine_runs_without_the_packages_of_the_gateway(tmp_path: Path) -> None:
     done = run_bare(tmp_path, str(ROOT / "kernels" / "bench" / "bare"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == answers(tmp_path) and len(found) == 1 + 3 + 3 and len(set(map(tuple, found))) == 7
 
 
-def test_the_imports_are_refused(tmp_path: Path) -> None:
+def test_engine_without_msgspec_stand_in_fails(tmp_path: Path) -> None:
     done = run_bare(tmp_path, "")
     assert done.returncode and "No module named 'msgspec'" in done.stderr

@@ -37,7 +37,7 @@ class EngineProcess:
     """
 
     def __init__(self, peer: Peer, num_threads: int, log: Path) -> None:
-        """Raises: PeerError."""
+        """Start the engine and wait until it accepts commands. Raises: PeerError."""
         self.peer, self._log = peer, log
         results, child_end = os.pipe()
         environment = {

@@ -12,7 +12,7 @@ from typing import Any
 from bench.check.context import StageContext
 from bench.check.limits import stage_limits
 from bench.check.profile import profile_steps
-from chatcache.bench.device import Limits
+from chatcache.bench.device import Limits, Roofline
 from chatcache.bench.drivers import EngineDriver
 from chatcache.bench.report import Figure, compare, compare_to_floor
 from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config
@@ -23,6 +23,7 @@ from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.plan import KVCapacity, StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams
+from chatcache.types.stats import ModelFacts
 
 
 class SynchronousRunner:
@@ -43,51 +44,32 @@ class SynchronousRunner:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, and the bytes and multiplications that its steps need at least."""
+    """A model with random weights, and the roofline of its steps."""
 
     name: str
-    shape: Shape
     runner: Runner
     config: EngineConfig
-    limits: Limits
+    roofline: Roofline
 
     def driver(self, seed: int = 0, *, ahead: bool = True) -> EngineDriver:
         """Return a driver of a new engine; the previous engine must be idle."""
         runner = self.runner if ahead else SynchronousRunner(self.runner)
         return EngineDriver(Engine(runner, self.runner.facts, self.config), seed)
 
-    @property
-    def read_params(self) -> int:
-        """Weights that every step reads: all except an input embedding, which is only looked up."""
-        table = self.shape.vocab_size * self.shape.hidden
-        return self.runner.facts.num_parameters - (0 if self.shape.tied else table)
 
-    @property
-    def layer_params(self) -> int:
-        """Weights that every prompt token is multiplied with: all except the output head."""
-        return self.read_params - self.shape.vocab_size * self.shape.hidden
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
-        return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * self.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        return self.runner.facts.weight_bytes // self.runner.facts.num_parameters
-
-    def decode_floor_s(self, num_branches: int, num_tokens: float) -> float:
-        """Return the roofline of a decode step over pages with `num_tokens` different tokens."""
-        num_bytes = self.read_params * self.itemsize + num_tokens * self.token_bytes
-        return self.limits.floor_s(num_bytes, 2.0 * num_branches * self.read_params)
-
-    def prefill_floor_s(self, num_tokens: int, num_cached: int = 0) -> float:
-        """Return the roofline of a prompt: its tokens, causal attention, one row of the output head."""
-        seen = num_tokens * (num_cached + (num_tokens + 1) / 2)
-        attention = 4.0 * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim * seen
-        num_bytes = self.read_params * self.itemsize + num_cached * self.token_bytes
-        head = 2.0 * self.shape.vocab_size * self.shape.hidden
-        return self.limits.floor_s(num_bytes, 2.0 * num_tokens * self.layer_params + attention + head)
+def roofline_of(shape: Shape, facts: ModelFacts, limits: Limits) -> Roofline:
+    """Return the roofline of a model of this shape; an untied input embedding is not read."""
+    head_params = shape.vocab_size * shape.hidden
+    read_params = facts.num_parameters - (0 if shape.tied else head_params)
+    itemsize = facts.weight_bytes // facts.num_parameters
+    return Roofline(
+        limits,
+        step_bytes=read_params * itemsize,
+        kv_token_bytes=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize,
+        layer_params=read_params - head_params,
+        head_params=head_params,
+        attention_flops=4.0 * shape.num_layers * shape.num_heads * shape.head_dim,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +132,7 @@ def load(context: StageContext, name: str, limits: Limits, **settings: Any) -> L
     context.add(Figure(f"{name}: start to ready, random weights", time.perf_counter() - start, "s"))
     facts = runner.facts
     context.note(f"{name}", {"attention": facts.attention, "dtype": facts.dtype, "pages": runner.capacity().num_pages})
-    return LoadedModel(name, shape, runner, config, limits)
+    return LoadedModel(name, runner, config, roofline_of(shape, facts, limits))
 
 
 def run(context: StageContext, name: str) -> None:
@@ -193,7 +175,7 @@ def _measure_decode(
         times = driver.step_times_s([driver.prompt(prompt) for _ in range(branches)], greedy(sizes.output))
         medians[ahead] = statistics.median(times)
         if ahead:
-            floor_s = model.decode_floor_s(branches, branches * (prompt + sizes.output / 2))
+            floor_s = model.roofline.decode_s(branches, branches * (prompt + sizes.output / 2))
             figure = compare_to_floor(f"{model.name}: decode step, {branches} x {prompt}", medians[True], floor_s, goal)
             context.add(replace(figure, spread=_spread(times, 1e3)))
             context.add(Figure(f"{model.name}: decode, {branches} x {prompt}", branches / medians[True], "tokens/s"))
@@ -223,7 +205,7 @@ def _measure_prefill(context: StageContext, model: LoadedModel, sizes: Sizes) ->
         times = [driver.run([driver.prompt(length)], greedy(1)).prefill_s for _ in range(5)]
         goal = {"llama3-8b": ">= 0.60", "qwen3-0.6b": ">= 0.35"}.get(model.name, "") if length >= 2000 else ""
         figure = compare_to_floor(
-            f"{model.name}: prefill {length}", statistics.median(times), model.prefill_floor_s(length), goal
+            f"{model.name}: prefill {length}", statistics.median(times), model.roofline.prefill_s(length), goal
         )
         context.add(replace(figure, spread=_spread(times, 1e3)))
 
@@ -240,8 +222,8 @@ def _measure_cached(context: StageContext, model: LoadedModel, sizes: Sizes) -> 
             hits.append(again.prefill_s)
             cached = again.num_cached[0]
         hit_s, miss_s = statistics.median(hits), statistics.median(misses)
-        floor_s = model.prefill_floor_s(64, length)
-        ideal = floor_s / model.prefill_floor_s(length)
+        floor_s = model.roofline.prefill_s(64, length)
+        ideal = floor_s / model.roofline.prefill_s(length)
         context.add(compare_to_floor(f"{model.name}: first token, {length} cached + 64 new", hit_s, floor_s))
         name = f"{model.name}: {length} cached over computed (x 3 of ideal)"
         context.add(compare(name, hit_s * 1e3, "ms", miss_s * 1e3, "computed", f"<= {3 * ideal:.3f}"))
@@ -262,7 +244,7 @@ def _sampled(n: int, num_tokens: int) -> SamplingParams:
 def _measure_shared(context: StageContext, model: LoadedModel, sizes: Sizes, prompt: int, n: int, goal: str) -> None:
     """Measure a step of n branches of one prompt, next to a step of one branch."""
     alone_s, many_s = (_step_s(model, prompt, _sampled(each, sizes.output)) for each in (1, n))
-    floor_s = model.decode_floor_s(n, prompt + n * sizes.output / 2)
+    floor_s = model.roofline.decode_s(n, prompt + n * sizes.output / 2)
     context.add(compare_to_floor(f"{model.name}: step, n = {n} after {prompt}", many_s, floor_s))
     name = f"{model.name}: step, n = {n} over n = 1 after {prompt}"
     context.add(compare(name, many_s * 1e3, "ms", alone_s * 1e3, "n = 1", goal))

@@ -60,15 +60,16 @@ QUEUES = {"full": (256, 100, 1024, MAX_TOKEN_ID), "cpu": (8, 10, 60, MAX_TOKEN_I
 
 def floor_s(model: LoadedModel, queue: Queue) -> float:
     """Return the roofline: all prompts once, then one step per token of the longest answer."""
-    total = sum(model.prefill_floor_s(len(prompt)) for prompt in queue.prompts)
-    flops_only = 2.0 * model.layer_params * sum(map(len, queue.prompts)) / model.limits.matmul_flops_per_s
+    roofline, num_prompt_tokens = model.roofline, sum(map(len, queue.prompts))
+    total = sum(roofline.prefill_s(len(prompt)) for prompt in queue.prompts)
+    flops_only = 2.0 * roofline.layer_params * num_prompt_tokens / roofline.limits.matmul_flops_per_s
     total = max(
         min(total, flops_only * 1.5), flops_only
     )  # short prompts share a step, so they read the weights together
     running = list(zip(map(len, queue.prompts), queue.lengths, strict=True))
     for done in range(1, max(queue.lengths)):
         running = [(prompt, length) for prompt, length in running if length > done]
-        total += model.decode_floor_s(len(running), sum(prompt + done for prompt, _ in running))
+        total += roofline.decode_s(len(running), sum(prompt + done for prompt, _ in running))
     return total
 
 

@@ -1,4 +1,4 @@
-"""Stage "small kernels": norms, activations, rotation, copies, swaps; next to copy bandwidth."""
+"""Stage "small kernels": norms, activations, rotation, copies and swaps next to bandwidth."""
 
 from __future__ import annotations
 

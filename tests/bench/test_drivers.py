@@ -1,21 +1,18 @@
-"""`--compare transformers`: the same benchmarks over both, with the same counts."""
+"""Drivers of the engine and of transformers count and time alike."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from chatcache.bench.drivers import EngineDriver, TransformersDriver
-from chatcache.bench.engine_bench import compare_with_peer
-from chatcache.bench.report import Figure
 from chatcache.bench.shapes import SHAPES, write_model
-from chatcache.cli.main import app
 from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
 from chatcache.factory import build_engine
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams
+from tests.support.fake_runner import FakeRunner, fake_facts
 
 LOADS: list[tuple[list[int], Params]] = [
     ([40], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)),
@@ -32,6 +29,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def fake_driver(caching: bool = True) -> EngineDriver:
+    config = EngineConfig(enable_prefix_caching=caching)
+    return EngineDriver(Engine(FakeRunner(eos_every=0), fake_facts(), config))
+
+
+def greedy(num_tokens: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(temperature=1.0, n=n, max_tokens=num_tokens, ignore_eos=True)
+
+
+def test_engine_driver_counts_tokens_and_decode_steps() -> None:
+    driver = fake_driver()
+    run = driver.run([driver.prompt(40), driver.prompt(30)], greedy(6, n=3))
+    assert run.num_output_tokens == 2 * 3 * 6
+    assert len(run.decode_s) == 5, "the first of six tokens comes with the prompt"
+    assert run.num_decoded == 2 * 3 * 5
+    assert run.num_cached == [0, 0] and len(run.first_token_s) == 2
+    assert 0 < run.prefill_s <= run.total_s
+    assert run.decode_tokens_per_s == pytest.approx(run.num_decoded / sum(run.decode_s))
+
+
+def test_engine_driver_reports_cache_hits_and_pages() -> None:
+    driver = fake_driver()
+    prompt = driver.prompt(64)
+    assert driver.run([prompt], greedy(2)).num_cached == [0]
+    run = driver.run([prompt + driver.prompt(4)], greedy(2, n=4))
+    assert run.num_cached[0] >= 64 - 16
+    assert 5 <= run.peak_pages <= 5 + 4
+    plain = fake_driver(caching=False)
+    plain.run([prompt], greedy(2))
+    assert plain.run([prompt], greedy(2)).num_cached == [0]
+
+
+def test_engine_driver_times_beam_search() -> None:
+    driver = fake_driver()
+    params = BeamSearchParams(beam_width=4, max_tokens=8, early_stopping="never", ignore_eos=True)
+    run = driver.run([driver.prompt(20)], params)
+    assert len(run.decode_s) == 7
+    assert run.num_output_tokens == 4 * 8
+
+
 @pytest.mark.parametrize(("lengths", "params"), LOADS)
 def test_transformers_driver_counts_as_the_engine_driver_does(folder: Path, lengths: list[int], params: Params) -> None:
     config = EngineConfig(model=str(folder), dtype="float32", kv_memory_bytes=2**24)
@@ -44,32 +81,3 @@ def test_transformers_driver_counts_as_the_engine_driver_does(folder: Path, leng
     assert len(other.decode_s) == len(mine.decode_s)
     assert len(other.first_token_s) == len(mine.first_token_s) and other.num_cached == mine.num_cached
     assert 0 < other.prefill_s < other.total_s
-
-
-def test_compare_with_peer_pairs_figures_by_name() -> None:
-    ours = [Figure(name=name, value=3.0, unit=unit) for name, unit in (("a", "tokens/s"), ("b", "ms"), ("c", "s"))]
-    theirs = [Figure(name="b", value=6.0, unit="ms"), Figure(name="a", value=2.0, unit="tokens/s")]
-    found = compare_with_peer(ours, theirs, "it")
-    assert [(each.name, each.ratio, each.limit_name) for each in found] == [
-        ("a", 1.5, "it"),
-        ("b", 0.5, "it (less is better)"),
-    ]
-
-
-def test_bench_command_compares_with_transformers(folder: Path, tmp_path: Path) -> None:
-    sizes = ["--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--kv-memory", "16MiB"]
-    out = tmp_path / "report.json"
-    result = CliRunner().invoke(
-        app, ["bench", "latency", str(folder), *sizes, "--compare", "transformers", "--out", str(out)]
-    )
-    assert result.exit_code == 0, result.output
-    figures = json.loads(out.read_text())["figures"]
-    peers = {figure["name"]: figure for figure in figures if figure["limit_name"].startswith("transformers")}
-    assert {"prefill, 16 tokens", "decode, batch 1"} <= peers.keys()
-    assert all(each["ratio"] > 0 for each in peers.values())
-
-
-def test_bench_command_refuses_to_compare_prefix(folder: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "prefix", str(folder), "--compare", "transformers"])
-    assert result.exit_code != 0
-    assert "compare works for latency, throughput, beam" in str(result.output) + str(result.exception)

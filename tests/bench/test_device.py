@@ -1,0 +1,45 @@
+"""Timing of work, measured limits, and the roofline."""
+
+from __future__ import annotations
+
+import pytest
+
+from chatcache.bench import device as device_module
+from chatcache.bench.device import Limits, Roofline, measure_limits, time_with_host, time_work
+
+
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "BUDGET_S", 0.01)
+    monkeypatch.setattr(device_module, "MATMUL_SIZE", {"cpu": 64})
+
+
+def test_limits_floor_is_the_larger_of_both_times() -> None:
+    limits = Limits(read_bytes_per_s=10.0, matmul_flops_per_s=100.0, buffer_bytes=1)
+    assert limits.floor_s(num_bytes=50, num_flops=100) == 5.0
+    assert limits.floor_s(num_bytes=50, num_flops=1000) == 10.0
+
+
+def test_roofline_counts_weights_kv_and_multiplications() -> None:
+    limits = Limits(read_bytes_per_s=1.0, matmul_flops_per_s=1.0, buffer_bytes=1)
+    bytes_only = Roofline(limits, step_bytes=100.0, kv_token_bytes=3.0, layer_params=0)
+    assert bytes_only.decode_s(4, 10) == 130.0 and bytes_only.prefill_s(8, num_cached=10) == 130.0
+    flops_only = Roofline(limits, 0.0, 0.0, layer_params=5, head_params=7, attention_flops=2.0)
+    assert flops_only.decode_s(4, 10) == 2 * 4 * (5 + 7)
+    assert flops_only.prefill_s(3) == 2 * (3 * 5 + 7) + 2 * (1 + 2 + 3)
+    assert flops_only.prefill_s(3, num_cached=10) == 2 * (3 * 5 + 7) + 2 * (11 + 12 + 13)
+
+
+def test_time_work_reports_seconds_per_call() -> None:
+    calls: list[int] = []
+    timing = time_work(calls.append, 4, "cpu", repeats=3)
+    assert calls[:3] == [0, 1, 2] and calls[3:7] == [0, 1, 2, 3]
+    assert 0 <= timing.low_s <= timing.median_s <= timing.high_s < 1 and not timing.graphed
+    assert time_with_host(lambda: None, "cpu") < 1
+
+
+def test_measure_limits_reads_a_buffer_of_the_given_size() -> None:
+    limits = measure_limits(3 * 2**20, "float32", "cpu")
+    assert limits.buffer_bytes == 3 * 2**20
+    assert measure_limits(1, "bfloat16", "cpu").buffer_bytes == device_module.MIN_BUFFER_BYTES
+    assert limits.read_bytes_per_s > 0 and limits.matmul_flops_per_s > 0 and limits.copy_bytes_per_s > 0
