@@ -46,9 +46,9 @@ def check_name(name: str, param: str) -> str:
 
 
 MAX_LIMIT = 2**53
-KEEP_USAGE_DAYS = 8
+USAGE_RETENTION_DAYS = 8
 DAY_S = 86_400
-WRITER = "@"  # before a writer, where its last number stands among a day's tokens by key
+WRITER_PREFIX = "@"  # before a writer, where its last number stands among a day's tokens by key
 _PREFIX = "cck_"
 _NUM_ID_BYTES = 8
 _NUM_SECRET_BYTES = 32
@@ -98,7 +98,7 @@ class KeyStore(Protocol):
         ...
 
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
-        """Count tokens of keys, by id, on a day (`day_of`). Days long past are forgotten.
+        """Count tokens of keys, by id, on a day (`utc_day`). Days long past are forgotten.
 
         Once for each `number` of a `writer`, which counts up: whoever does not know what became of it calls again.
         """
@@ -139,23 +139,23 @@ def new_key(
     key_id = secrets.token_hex(_NUM_ID_BYTES)
     key = f"{_PREFIX}{key_id}_{secrets.token_urlsafe(_NUM_SECRET_BYTES)}"
     record = KeyRecord(
-        f"key_{key_id}", digest_of(key), tenant, user, name, is_admin=is_admin, created_at=time.time(), **limits
+        f"key_{key_id}", key_digest(key), tenant, user, name, is_admin=is_admin, created_at=time.time(), **limits
     )
     return key, record
 
 
-def digest_of(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
     """What is stored of a key, and compared."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def id_of(key: str) -> str | None:
+def key_id_of(key: str) -> str | None:
     """The id of the stored key that this would be, or None for a key of another make."""
     if not key.startswith(_PREFIX):
         return None
     return f"key_{key.removeprefix(_PREFIX).partition('_')[0]}"
 
 
-def day_of(time_s: float) -> int:
+def utc_day(time_s: float) -> int:
     """The day of a time since 1970, in UTC."""
     return int(time_s // DAY_S)

@@ -15,13 +15,11 @@ import typer
 from chatcache.auth import owner_name
 from chatcache.cli import exits, options
 from chatcache.config import ServerConfig, format_size
-from chatcache.conversations.store import ConversationStore, Handed, StoreUnusableError
+from chatcache.conversations.store import ConversationStore, OwnerAssignment, StoreUnusableError
 from chatcache.errors import ChatcacheError, InvalidRequestError
-from chatcache.storage.sqlite import SqliteStore
+from chatcache.storage.sqlite import SqliteSnapshot, SqliteStore, back_up
 from chatcache.transfer.archive import (
     ConversationSource,
-    SqliteSnapshot,
-    back_up,
     check_archive,
     restore,
     write_archive,
@@ -130,12 +128,12 @@ def assign_owner(
     if not redis and not Path(db).is_file():
         raise ChatcacheError(f"there is no file {Path(db).absolute()}; --db names that of the server")
 
-    async def run() -> Handed:
+    async def run() -> OwnerAssignment:
         async with _store(db, redis) as store:
             if not any(key.owner == owner and key.revoked_at is None for key in await store.keys.list()):
                 flags = f"--tenant {tenant}{f' --user {user}' if user else ''}"
                 raise ChatcacheError(f"{owner} has no key to read them with; `chatcache keys create {flags}` makes one")
-            return await store.hand_over("", owner)
+            return await store.assign_owner("", owner)
 
     handed = asyncio.run(run())
     typer.echo(f"{handed.num_conversations} conversations of nobody are {owner}'s now")
@@ -176,7 +174,7 @@ async def _store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
         check_server(redis)
         store: ConversationStore = RedisStore(redis, timeout_s=PATIENCE_S)
     else:
-        store = SqliteStore(db, beside_server=True)
+        store = SqliteStore(db, server_may_run=True)
     try:
         yield store
     finally:

@@ -46,7 +46,7 @@ from chatcache.conversations.store import StoreUnavailableError, StoreUnusableEr
 from chatcache.errors import ModelFolderError
 from chatcache.factory import check_model_folder, check_weight_files, has_tokenizer, served_name
 from chatcache.gateway.static import STATIC
-from chatcache.storage.redis_client import Rights
+from chatcache.storage.redis_client import RedisPermissions
 from chatcache.storage.sqlite_schema import MIGRATIONS
 
 
@@ -327,15 +327,15 @@ WHAT = "Redis"
 _KEPT = {"always": "synced at every write: survives a power cut", "everysec": "a power cut takes the last second"}
 
 
-def redis_findings(rights: Rights) -> Iterator[Finding]:
+def redis_findings(rights: RedisPermissions) -> Iterator[Finding]:
     yield _kept(rights)
     policy = rights.settings.get("maxmemory-policy", "noeviction")
     if policy != "noeviction":
         yield bad(WHAT, f"maxmemory-policy {policy}: it forgets conversations when it is full", "set it to noeviction")
     rest = {
-        "administer it": rights.may_administer,
-        "run scripts": rights.may_script,
-        "see others' keys": rights.sees_all_keys,
+        "administer it": rights.can_read_settings,
+        "run scripts": rights.can_script,
+        "see others' keys": rights.can_read_all_keys,
     }
     too_much = [what for what, may in rest.items() if may]
     if too_much:
@@ -345,7 +345,7 @@ def redis_findings(rights: Rights) -> Iterator[Finding]:
         yield good("Redis user", "for chatcache's keys alone, without scripts or administration")
 
 
-def _kept(rights: Rights) -> Finding:
+def _kept(rights: RedisPermissions) -> Finding:
     if rights.has_aof is None:
         return good(
             WHAT,

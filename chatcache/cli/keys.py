@@ -163,7 +163,7 @@ async def _has_strays(db: str, redis: str) -> bool:
     """Whether there are conversations of nobody; no, where that cannot be told just now."""
     with contextlib.suppress(ChatcacheError):
         async with open_source(db, redis) as source:
-            return bool(await source.ids("", 1))
+            return bool(await source.list_ids("", 1))
     return False
 
 

@@ -11,7 +11,7 @@ from chatcache.auth import namespace_of
 from chatcache.conversations.replies.events import ReplyDelta, ReplyFinished, ReplyStarted
 from chatcache.conversations.replies.service import ChatService, Reply
 from chatcache.conversations.tree import ConversationTree, Item, new_id
-from chatcache.conversations.turns import Conversations
+from chatcache.conversations.turns import TurnService
 from chatcache.errors import EngineError
 from chatcache.types.events import TokenLogprob
 from chatcache.types.request import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams
@@ -20,7 +20,7 @@ _HELD = 100.0  # a bias that no logit of a model makes up for; reported log-prob
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class TokenAlternatives:
     """The token that is there, and the likeliest, best first.
 
     `logprob`: None for a token that the model rules out. `rank`: 1 for the likeliest, None beyond those reported.
@@ -30,7 +30,7 @@ class Look:
     token_id: int
     logprob: float | None
     rank: int | None
-    likeliest: tuple[tuple[int, float], ...]
+    top_tokens: tuple[tuple[int, float], ...]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_copied_pages: int
@@ -39,13 +39,13 @@ class Look:
 class Alternatives:
     """Looks at tokens of stored replies."""
 
-    def __init__(self, conversations: Conversations, service: ChatService) -> None:
-        self._conversations = conversations
+    def __init__(self, conversations: TurnService, service: ChatService) -> None:
+        self._turns = conversations
         self._service = service
 
     async def start(self, tree: ConversationTree, item: Item, index: int) -> Reply:
-        """Ask for the token `index` of a reply, to be `heard`. Raises: InvalidRequestError; what submitting raises."""
-        prompt = await self._conversations.behind(tree, item, index)
+        """Ask for the token `index` of a reply, for `read_alternatives`."""
+        prompt = await self._turns.prompt_up_to(tree, item, index)
         request = GenerateRequest(
             request_id=new_id("look"),
             prompt=prompt.token_ids,
@@ -64,7 +64,7 @@ class Alternatives:
         return await self._service.start(request, owner=tree.conversation.owner)
 
 
-async def heard(reply: Reply, token_id: int) -> Look:
+async def read_alternatives(reply: Reply, token_id: int) -> TokenAlternatives:
     """Read the reply to its end. Raises: ReplyFailedError."""
     scored = TokenLogprob(0.0)
     drawn: int | None = None
@@ -77,11 +77,11 @@ async def heard(reply: Reply, token_id: int) -> Look:
                 drawn, scored = event.token_ids[0], event.logprobs[0]
             elif isinstance(event, ReplyFinished) and drawn is not None:
                 ids = [other for other, _ in scored.top]
-                return Look(
+                return TokenAlternatives(
                     token_id=token_id,
                     logprob=scored.logprob if drawn == token_id else None,
                     rank=ids.index(token_id) + 1 if token_id in ids else None,
-                    likeliest=scored.top,
+                    top_tokens=scored.top,
                     num_prompt_tokens=event.num_prompt_tokens,
                     num_cached_tokens=event.num_cached_tokens,
                     num_copied_pages=num_copied_pages,

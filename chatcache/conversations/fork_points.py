@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chatcache.auth import namespace_of
-from chatcache.conversations.prompt import Function, Message, echoed
+from chatcache.conversations.prompt import Function, Message, functions_from_echo
 from chatcache.conversations.replies.parser import ReplyContext
 from chatcache.conversations.store import ConversationStore, StaleRevisionError
 from chatcache.conversations.tree import (
@@ -40,7 +40,7 @@ _MAX_BYTES_OF_CHARACTER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyStart:
+class ReplyPrefix:
     """The beginning of candidate `index` of `turn`: its `ids` after `prompt`, and their text.
 
     `shown` of it is its message's text, `parts` what else there is. The last `num_open` ids begin a character, which is
@@ -52,17 +52,17 @@ class ReplyStart:
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
     text: str
-    shown: str
+    visible_text: str
     parts: ReplyParts
-    num_open: int = 0
+    num_partial_tokens: int = 0
 
-    def item(self) -> Item:
+    def to_item(self) -> Item:
         """A message of its own, beside the reply it was cut from."""
         return Item(
             id=new_id("msg"),
             parent_id=self.turn.parent_id,
             role="assistant",
-            text=self.shown,
+            text=self.visible_text,
             token_ids=self.ids,
             response_id=self.turn.id,
             index=self.index,
@@ -73,25 +73,25 @@ class ReplyStart:
         )
 
 
-def cut(
-    speech: ReplyContext, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
-) -> ReplyStart:
+def cut_reply(
+    context: ReplyContext, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
+) -> ReplyPrefix:
     """The first `num_tokens` of a stored reply, in whole characters; or these and the token `fork_with`.
 
     Raises: InvalidRequestError naming `fork_at` or `fork_with`.
     """
-    turn, prompt = generated(tree, item, "fork_at")
+    turn, prompt = require_generated(tree, item, "fork_at")
     check_fork_at(num_tokens, len(item.token_ids))
-    ids = forked_ids(speech, item.token_ids[:num_tokens], fork_with)
+    ids = fork_token_ids(context, item.token_ids[:num_tokens], fork_with)
     some = item.token_ids[: num_tokens or None]
-    _, hidden = whole_characters(speech, prompt, some, skip_special_tokens=True)
+    _, hidden = drop_partial_character(context, prompt, some, skip_special_tokens=True)
     skips = (item.parts.raw or item.text).startswith(hidden)  # else it was generated with its special tokens shown
     call_ids = [call.call_id for call in item.parts.tool_calls]
-    return begun(speech, turn, item.index, prompt, ids, call_ids, skips=skips, is_exact=fork_with is not None)
+    return build_prefix(context, turn, item.index, prompt, ids, call_ids, skips=skips, is_exact=fork_with is not None)
 
 
-def begun(
-    speech: ReplyContext,
+def build_prefix(
+    context: ReplyContext,
     turn: Turn,
     index: int,
     prompt: tuple[int, ...],
@@ -100,38 +100,38 @@ def begun(
     *,
     skips: bool,
     is_exact: bool,
-) -> ReplyStart:
+) -> ReplyPrefix:
     """Read the beginning of a reply; the beginning of a character at its end is dropped, or kept open if `is_exact`.
 
     `skips`: special tokens are no text. `call_ids`: ids that its calls have already.
     """
-    whole, text = whole_characters(speech, prompt, ids, skip_special_tokens=skips)
-    reading = speech.reading(prompt, call_ids)
+    whole, text = drop_partial_character(context, prompt, ids, skip_special_tokens=skips)
+    reading = context.new_parser(prompt, call_ids)
     reading.push(text)
     reading.finish()
     num_open = len(ids) - len(whole) if is_exact else 0
     kept = ids if is_exact else whole
-    return ReplyStart(turn, index, prompt, kept, text, reading.text, reading.parts(text), num_open)
+    return ReplyPrefix(turn, index, prompt, kept, text, reading.text, reading.parts(text), num_open)
 
 
-def forked_ids(speech: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
+def fork_token_ids(context: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
     """The tokens that a fork begins with. Raises: InvalidRequestError for a token that nothing can follow."""
     if fork_with is None:
         return ids
-    num_ids = speech.tokenizer.vocab_size
+    num_ids = context.tokenizer.vocab_size
     if not 0 <= fork_with < num_ids:
         raise InvalidRequestError(f"fork_with must be a token id between 0 and {num_ids - 1}", param="fork_with")
-    if fork_with in speech.tokenizer.eos_token_ids:
+    if fork_with in context.tokenizer.eos_token_ids:
         raise InvalidRequestError("fork_with: that token ends the reply, nothing goes on behind it", param="fork_with")
     return (*ids, fork_with)
 
 
-def generated(tree: ConversationTree, item: Item, param: str) -> tuple[Turn, tuple[int, ...]]:
+def require_generated(tree: ConversationTree, item: Item, param: str) -> tuple[Turn, tuple[int, ...]]:
     """The response that made a message, and the exact prompt it was generated from.
 
     Raises: InvalidRequestError naming `param` where that, or the message's tokens, are not known.
     """
-    turn, sequence = tree.turn_of(item), tree.sequence(item)
+    turn, sequence = tree.turn_of(item), tree.token_sequence(item)
     if turn is None or not item.token_ids or not sequence:
         raise InvalidRequestError(f"{param} is for messages that this server generated", param=param)
     return turn, sequence[: -len(item.token_ids)]
@@ -145,13 +145,13 @@ def check_fork_at(fork_at: int, num_tokens: int) -> None:
         )
 
 
-def whole_characters(
-    speech: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+def drop_partial_character(
+    context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[tuple[int, ...], str]:
     """Drop the last tokens if they are the beginning of a character; return what is left, and its text."""
 
     def decode(some: Sequence[int]) -> str:
-        stream = speech.retold(prompt, skip_special_tokens=skip_special_tokens)
+        stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)
         return stream.push(some) + stream.finish()
 
     for num_dropped in range(min(_MAX_BYTES_OF_CHARACTER, len(ids))):
@@ -185,7 +185,7 @@ class TurnRequest:
     store: bool = True
     fork_at: int | None = None
     fork_with: int | None = None
-    running: ReplyStart | None = None
+    running_prefix: ReplyPrefix | None = None
     functions: tuple[Function, ...] = ()
     rev: int | None = None
 
@@ -196,29 +196,29 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkPosition:
+class ContinuationPoint:
     """Where a turn continues. `start`: the beginning of a reply that comes after `path`."""
 
     tree: ConversationTree | None
     path: tuple[Item, ...]
-    start: ReplyStart | None = None
+    prefix: ReplyPrefix | None = None
 
 
 class ContinuationResolver:
     """Finds places in a store's trees."""
 
-    def __init__(self, store: ConversationStore, tokenizer: Tokenizer, form: ReplyFormat) -> None:
+    def __init__(self, store: ConversationStore, tokenizer: Tokenizer, reply_format: ReplyFormat) -> None:
         self._store = store
         self._tokenizer = tokenizer
-        self._form = form
+        self._reply_format = reply_format
 
-    async def find(self, request: TurnRequest) -> ForkPosition:
+    async def resolve(self, request: TurnRequest) -> ContinuationPoint:
         """Raises: NotFoundError for ids the owner lacks, InvalidRequestError for a place that cannot be;
         StaleRevisionError."""
         owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
         member = item_id if item_id is not None and item_id != ROOT else response_id
-        if request.running is not None:
-            member, item_id = request.running.turn.id, None
+        if request.running_prefix is not None:
+            member, item_id = request.running_prefix.turn.id, None
         conversation_id = request.conversation_id
         if member is not None:
             held_by = await self._locate(owner, member, "previous_item_id" if member == item_id else None)
@@ -234,28 +234,30 @@ class ContinuationResolver:
                 raise InvalidRequestError(_NOTHING_TO_FORK, param="fork_at")
             if request.rev is not None:
                 raise InvalidRequestError("rev needs a conversation to be the revision of", param="rev")
-            return ForkPosition(None, ())
+            return ContinuationPoint(None, ())
         tree = await self._store.load(owner, conversation_id)
         if request.rev is not None and request.rev != tree.conversation.rev:
             raise StaleRevisionError(tree.conversation, request.rev)
-        if request.running is not None:
-            return ForkPosition(tree, tree.path(request.running.turn.parent_id), request.running)
+        if request.running_prefix is not None:
+            return ContinuationPoint(tree, tree.path(request.running_prefix.turn.parent_id), request.running_prefix)
         path = tree.path(_leaf(tree, item_id, response_id))
         if request.fork_at is None:
-            return ForkPosition(tree, path)
+            return ContinuationPoint(tree, path)
         if not path:
             raise InvalidRequestError(_NOTHING_TO_FORK, param="fork_at")
-        speech = self.speech_of(tree, path[-1])
-        start = await asyncio.to_thread(cut, speech, tree, path[-1], request.fork_at, request.fork_with)
+        context = self.reply_context(tree, path[-1])
+        start = await asyncio.to_thread(cut_reply, context, tree, path[-1], request.fork_at, request.fork_with)
         if request.input and start.ids == path[-1].token_ids:
-            return ForkPosition(tree, path)
-        return ForkPosition(tree, path[:-1], start)
+            return ContinuationPoint(tree, path)
+        return ContinuationPoint(tree, path[:-1], start)
 
-    def speech_of(self, tree: ConversationTree, item: Item) -> ReplyContext:
+    def reply_context(self, tree: ConversationTree, item: Item) -> ReplyContext:
         """How a stored reply was read."""
         turn = tree.turn_of(item)
-        names = {function.name for function in echoed(turn.echo.get("tools"))} if turn is not None else set()
-        return ReplyContext(self._tokenizer, self._form if item.parts.raw else ReplyFormat(), names or None)
+        names = (
+            {function.name for function in functions_from_echo(turn.echo.get("tools"))} if turn is not None else set()
+        )
+        return ReplyContext(self._tokenizer, self._reply_format if item.parts.raw else ReplyFormat(), names or None)
 
     async def _locate(self, owner: str, member: str, param: str | None) -> str:
         try:

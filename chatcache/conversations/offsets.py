@@ -22,7 +22,7 @@ from chatcache.tokenizer.chat_template import unquote
 from chatcache.tokenizer.tokenizer import Tokenizer
 
 
-def message_ends(
+def message_token_offsets(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     prompt: Prompt,
@@ -43,7 +43,7 @@ def message_ends(
         if not prompt.text.startswith(head):
             return None
         at = len(unquote(head).encode("utf-8", "replace"))
-        if prompt.base is not None and index >= prompt.base:
+        if prompt.base_message is not None and index >= prompt.base_message:
             at += num_bytes[-1] - num_text_bytes  # a reused reply may hold white space that its text does not
         count = bisect_left(num_bytes, at)
         exact = count < len(num_bytes) and num_bytes[count] == at
@@ -65,17 +65,17 @@ Span = tuple[int, int] | None
 """[start, end) in characters (code points) of the shown text; None for a token that shows nothing."""
 
 
-def token_spans(speech: ReplyContext, prompt: Sequence[int], item: Item) -> list[Span]:
+def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item) -> list[Span]:
     """One span per token of a reply to `prompt`. Takes a while for long ones: for a thread beside the event loop."""
     raw = item.parts.raw or item.text
-    pieces, torn = _pieces(speech, prompt, item.token_ids, skip_special_tokens=True)
+    pieces, torn = _pieces(context, prompt, item.token_ids, skip_special_tokens=True)
     if "".join(pieces) != raw:  # it was generated with its special tokens shown
-        others, others_torn = _pieces(speech, prompt, item.token_ids, skip_special_tokens=False)
+        others, others_torn = _pieces(context, prompt, item.token_ids, skip_special_tokens=False)
         if "".join(others) == raw:
             pieces, torn = others, others_torn
     written = "".join(pieces)
     if item.parts.raw:
-        shown = _shown_places(speech.reading(prompt, [call.call_id for call in item.parts.tool_calls]), written)
+        shown = _shown_places(context.new_parser(prompt, [call.call_id for call in item.parts.tool_calls]), written)
     else:
         shown = [place if place < len(raw) else None for place in range(len(written))]
     spans: list[Span] = []
@@ -92,11 +92,11 @@ def token_spans(speech: ReplyContext, prompt: Sequence[int], item: Item) -> list
 
 
 def _pieces(
-    speech: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+    context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[list[str], list[bool]]:
     """The characters that each token completes, and whether it leaves one that it has begun, or gone on with."""
-    stream = speech.retold(prompt, skip_special_tokens=skip_special_tokens)
-    hidden = speech.tokenizer.special_ids - speech.mark_ids if skip_special_tokens else frozenset()
+    stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)
+    hidden = context.tokenizer.special_ids - context.mark_ids if skip_special_tokens else frozenset()
     pieces: list[str] = []
     torn: list[bool] = []
     for token in ids:
@@ -110,15 +110,15 @@ def _pieces(
 
 def _shown_places(reading: CandidateParser, written: str) -> list[int | None]:
     """Where each character of all that the model wrote is shown. Read one by one: what is told is what came last."""
-    places = _Places(written)
+    places = _VisibleTextLocator(written)
     for end, char in enumerate(written, start=1):
-        places.take(reading.push(char), end)
-    places.take(reading.finish(), len(written))
+        places.add(reading.push(char), end)
+    places.add(reading.finish(), len(written))
     places.end_run()
     return places.shown
 
 
-class _Places:
+class _VisibleTextLocator:
     """Finds runs of text, told in order and piece by piece, in all that was written."""
 
     def __init__(self, written: str) -> None:
@@ -129,7 +129,7 @@ class _Places:
         self._run_end = 0
         self.shown: list[int | None] = [None] * len(written)
 
-    def take(self, heard: ParsedDelta, end: int) -> None:
+    def add(self, heard: ParsedDelta, end: int) -> None:
         """Something was told when the first `end` characters were read."""
         if heard.reasoning:
             self.end_run()

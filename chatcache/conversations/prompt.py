@@ -44,7 +44,7 @@ from chatcache.errors import ContextLengthError, InvalidRequestError
 from chatcache.tokenizer.chat_template import SEAM, RawJson, arguments_of, unquote
 
 MAX_PROMPT_CHARS = 8 << 20  # for any model
-ALWAYS_CHARS = 64 << 10  # so much is tokenised, and its tokens are told to whoever sent too many
+ALWAYS_TOKENISED_CHARS = 64 << 10  # so much is tokenised, and its tokens are told to whoever sent too many
 _NORMALISED = 4  # so many characters that a tokenizer may make one of
 
 
@@ -58,7 +58,7 @@ class PromptLimits:
     @property
     def max_chars(self) -> int:
         fitting = _NORMALISED * self.max_token_chars * self.max_model_len
-        return min(MAX_PROMPT_CHARS, max(ALWAYS_CHARS, fitting)) if fitting else MAX_PROMPT_CHARS
+        return min(MAX_PROMPT_CHARS, max(ALWAYS_TOKENISED_CHARS, fitting)) if fitting else MAX_PROMPT_CHARS
 
     def check(self, num_chars: int) -> None:
         """Raises: ContextLengthError."""
@@ -105,7 +105,7 @@ class Known:
     ids: tuple[int, ...]
 
 
-KnownReply = Callable[[int, str, Message], Known | None]
+ReplyLookup = Callable[[int, str, Message], Known | None]
 """(index of an assistant message, rendering before it, the message) -> what is known of it."""
 
 
@@ -113,9 +113,9 @@ KnownReply = Callable[[int, str, Message], Known | None]
 class Divergence:
     """Where a prompt leaves what a reply was generated from: the message, the character and the token of the prompt."""
 
-    message: int
-    at_char: int
-    at_token: int
+    message_index: int
+    char_index: int
+    token_index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,31 +129,31 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     num_reused: int = 0
-    base: int | None = None
-    append_only: bool = True
+    base_message: int | None = None
+    is_append_only: bool = True
     num_public_tokens: int = 0
     divergence: Divergence | None = None
 
 
-def nothing_known(index: int, head: str, message: Message) -> Known | None:
-    """The `KnownReply` of a conversation without history."""
+def no_known_reply(index: int, head: str, message: Message) -> Known | None:
+    """The `ReplyLookup` of a conversation without history."""
     return None
 
 
 def assemble(
     tokenizer: Renderer,
     messages: Sequence[Message],
-    known: KnownReply = nothing_known,
+    known: ReplyLookup = no_known_reply,
     variables: Mapping[str, Any] = NO_VARIABLES,
-    bound: PromptLimits | None = None,
+    limits: PromptLimits | None = None,
 ) -> Prompt:
     """Render `messages` with the generation prompt and tokenise what follows the latest known reply.
 
-    `variables` (tools) reach the template. Raises: ContextLengthError beyond `bound`.
+    `template_variables` (tools) reach the template. Raises: ContextLengthError beyond `bound`.
     """
     text = tokenizer.render(messages, add_generation_prompt=True, **variables)
-    if bound is not None:
-        bound.check(len(text))
+    if limits is not None:
+        limits.check(len(text))
     append_only = True
     rewritten: tuple[int, str, Known] | None = None
     prompt: Prompt | None = None
@@ -171,11 +171,11 @@ def assemble(
             prompt = Prompt(text, (*reply.ids, *suffix), len(reply.ids), index, append_only)
             break
     if prompt is None:
-        prompt = Prompt(text, tuple(tokenizer.encode_rendered(text)), append_only=append_only)
+        prompt = Prompt(text, tuple(tokenizer.encode_rendered(text)), is_append_only=append_only)
     if rewritten is None:
         return prompt
     where = _divergence(tokenizer, messages, variables, prompt, *rewritten)
-    return Prompt(text, prompt.token_ids, prompt.num_reused, prompt.base, append_only, divergence=where)
+    return Prompt(text, prompt.token_ids, prompt.num_reused, prompt.base_message, append_only, divergence=where)
 
 
 def _end_of_reply(text: str, head: str, tokenizer: Renderer, message: Message, reply: Known | None) -> int | None:
@@ -257,7 +257,7 @@ def tool_message(text: str, call_id: str) -> Message:
     return Message(role=TOOL, content=text, tool_call_id=call_id)
 
 
-def message_of(item: Item) -> Message:
+def message_from_item(item: Item) -> Message:
     if item.role == "assistant":
         return assistant_message(item.text, item.parts.reasoning, item.parts.tool_calls)
     if item.role == TOOL:
@@ -265,20 +265,20 @@ def message_of(item: Item) -> Message:
     return Message(role=item.role, content=item.text)
 
 
-def parts_of(message: Message) -> ReplyParts:
+def parts_from_message(message: Message) -> ReplyParts:
     """What a stored item keeps of a message beside its text."""
     return ReplyParts(
         reasoning=message.get("reasoning_content", ""),
-        tool_calls=calls_of(message),
+        tool_calls=tool_calls_of(message),
         call_id=message.get("tool_call_id", ""),
     )
 
 
-def calls_of(message: Message) -> tuple[ToolCall, ...]:
+def tool_calls_of(message: Message) -> tuple[ToolCall, ...]:
     return tuple(_call(call) for call in message.get("tool_calls", ()))
 
 
-def linked(messages: Sequence[Message], param: str, num_old: int = 0) -> list[Message]:
+def link_tool_results(messages: Sequence[Message], param: str, num_old: int = 0) -> list[Message]:
     """Name the function in every answer to a call, as some templates want it.
 
     Raises: InvalidRequestError for an answer to a call that was not made, unless it is among the first `num_old`
@@ -287,7 +287,7 @@ def linked(messages: Sequence[Message], param: str, num_old: int = 0) -> list[Me
     names: dict[str, str] = {}
     found: list[Message] = []
     for message in messages:
-        names.update({call.call_id: call.name for call in calls_of(message)})
+        names.update({call.call_id: call.name for call in tool_calls_of(message)})
         if message["role"] == TOOL:
             call_id = message.get("tool_call_id", "")
             if call_id in names:
@@ -298,7 +298,7 @@ def linked(messages: Sequence[Message], param: str, num_old: int = 0) -> list[Me
     return found
 
 
-def said(text: str, calls: Sequence[ToolCall]) -> str:
+def reply_key(text: str, calls: Sequence[ToolCall]) -> str:
     """What tells one reply from another: its text and calls, as a client sends them back."""
     if not calls:
         return text
@@ -328,13 +328,13 @@ class Function:
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
 
-    def for_template(self) -> dict[str, Any]:
+    def to_template(self) -> dict[str, Any]:
         """The form that chat templates know."""
         described = {"description": self.description} if self.description is not None else {}
         parameters = self.parameters if self.parameters is not None else _NOTHING
         return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
 
-    def echo(self) -> dict[str, Any]:
+    def to_echo(self) -> dict[str, Any]:
         """The flat form of the response object; `Turn.echo` keeps it as "tools"."""
         return {
             "type": "function",
@@ -345,12 +345,12 @@ class Function:
         }
 
 
-def variables(functions: Sequence[Function]) -> dict[str, Any]:
+def template_variables(functions: Sequence[Function]) -> dict[str, Any]:
     """What a template is told beside the messages."""
-    return {"tools": [function.for_template() for function in functions]} if functions else {}
+    return {"tools": [function.to_template() for function in functions]} if functions else {}
 
 
-def echoed(tools: object) -> tuple[Function, ...]:
+def functions_from_echo(tools: object) -> tuple[Function, ...]:
     """Read back what `Function.echo` wrote."""
     if not isinstance(tools, list | tuple):
         return ()
@@ -367,7 +367,7 @@ class SharedSystemPrompts:
         self._texts = frozenset(form for text in texts for form in (text, text.removesuffix("\n").removesuffix("\r")))
         self._ids: dict[str, tuple[int, ...]] = {}
 
-    def num_tokens(self, tokenizer: Renderer, messages: Sequence[Message], prompt: Prompt) -> int:
+    def count_shared_tokens(self, tokenizer: Renderer, messages: Sequence[Message], prompt: Prompt) -> int:
         """Count the leading tokens of `prompt` that hold its declared system message and nothing else.
 
         0 without one, and for templates that write it anywhere but at the start.

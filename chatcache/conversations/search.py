@@ -15,7 +15,7 @@ from typing import NamedTuple
 from chatcache.conversations.tree import Conversation
 from chatcache.errors import InvalidRequestError
 
-NUM_COMPARED = 8  # of a conversation's matching messages, the newest, of which a search shows the best
+MAX_COMPARED_MESSAGES = 8  # of a conversation's matching messages, the newest, of which a search shows the best
 MAX_QUERY_CHARS = 4096  # fits a URL, however they are encoded
 _MAX_WORD_CHARS = 64  # longer ones are no words; their beginning is enough to tell them apart
 _SNIPPET_CHARS = 200
@@ -54,7 +54,7 @@ class Snippet:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class SearchHit:
     """A conversation that a query found. Its best message is None where only the title matched."""
 
     conversation: Conversation
@@ -65,7 +65,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TextMatch:
     """How a text matches. `is_whole`: the last word was found as a word, not only as the beginning of one."""
 
     marks: tuple[tuple[int, int], ...]
@@ -88,15 +88,15 @@ class SearchQuery:
         """Any text is a query; what is no word in it does not count. Raises: InvalidRequestError for one too long."""
         if len(text) > MAX_QUERY_CHARS:
             raise InvalidRequestError(f"query may have at most {MAX_QUERY_CHARS} characters", param="query")
-        phrases = [tuple(word.text for word in words(part)) for part in text.split()]
+        phrases = [tuple(word.text for word in iter_words(part)) for part in text.split()]
         kept = [phrase for phrase in phrases if phrase]
         return cls((*dict.fromkeys(kept[:-1]), *kept[-1:]))
 
-    def find(self, text: str) -> Found | None:
+    def find(self, text: str) -> TextMatch | None:
         """Where `text` has the words, or None unless it has them all. A query without words finds nothing."""
         if not self.phrases:
             return None
-        found = tuple(words(text))
+        found = tuple(iter_words(text))
         starts: dict[str, list[int]] = {}
         for at, word in enumerate(found):
             starts.setdefault(word.text, []).append(at)
@@ -119,10 +119,10 @@ class SearchQuery:
             return None
         marked |= {end - k for end in ends for k in range(len(before) + 1)}
         is_whole = any(found[end].text == last for end in ends)
-        return Found(tuple((found[at].start, found[at].end) for at in sorted(marked)), is_whole)
+        return TextMatch(tuple((found[at].start, found[at].end) for at in sorted(marked)), is_whole)
 
 
-def words(text: str) -> Iterator[Word]:
+def iter_words(text: str) -> Iterator[Word]:
     """The words of a text, folded."""
     for match in _WORD.finditer(text):
         folded = _fold(match.group())
@@ -130,15 +130,15 @@ def words(text: str) -> Iterator[Word]:
             yield Word(folded, match.start(), match.end())
 
 
-def folded(text: str) -> str:
+def fold_words(text: str) -> str:
     """The words of a text as they are compared, a space between each: what an index holds."""
     if not text.isascii():
-        return " ".join(word.text for word in words(text))
+        return " ".join(word.text for word in iter_words(text))
     found = _ASCII_WORD.findall(text.lower())
     return " ".join(found if len(max(found, key=len, default="")) <= _MAX_WORD_CHARS else _cut(found))
 
 
-def snippet(text: str, marks: tuple[tuple[int, int], ...]) -> Snippet:
+def make_snippet(text: str, marks: tuple[tuple[int, int], ...]) -> Snippet:
     """The surroundings of the first mark, cut between words where there are any."""
     start = max(0, marks[0][0] - _BEFORE_MARK_CHARS)
     if start:
@@ -154,18 +154,18 @@ def snippet(text: str, marks: tuple[tuple[int, int], ...]) -> Snippet:
     return Snippet(lead + text[start:end] + (_ELLIPSIS if end < len(text) else ""), inside)
 
 
-class BestItem(NamedTuple):
+class MessageMatch(NamedTuple):
     """The message of a conversation that a query found."""
 
     item_id: str
     role: str
     text: str
-    found: Found
+    found: TextMatch
 
 
-def best_of(items: Iterable[tuple[str, str, str]], query: SearchQuery) -> BestItem | None:
+def best_message(items: Iterable[tuple[str, str, str]], query: SearchQuery) -> MessageMatch | None:
     """Of messages (id, role, text), newest first, the one that matches best of the newest that match."""
-    best: BestItem | None = None
+    best: MessageMatch | None = None
     num_matching = 0
     for item_id, role, text in items:
         found = query.find(text)
@@ -173,19 +173,19 @@ def best_of(items: Iterable[tuple[str, str, str]], query: SearchQuery) -> BestIt
             continue
         num_matching += 1
         if best is None or found.score > best.found.score:
-            best = BestItem(item_id, role, text, found)
-        if num_matching == NUM_COMPARED:
+            best = MessageMatch(item_id, role, text, found)
+        if num_matching == MAX_COMPARED_MESSAGES:
             break
     return best
 
 
-def hit_of(head: Conversation, query: SearchQuery, best: BestItem | None) -> Hit:
+def make_hit(head: Conversation, query: SearchQuery, best: MessageMatch | None) -> SearchHit:
     """A conversation that was found, by its title alone if `best` is None."""
     title = query.find(head.title)
     title_marks = title.marks if title is not None else ()
     if best is None:
-        return Hit(head, None, None, None, title_marks)
-    return Hit(head, best.item_id, best.role, snippet(best.text, best.found.marks), title_marks)
+        return SearchHit(head, None, None, None, title_marks)
+    return SearchHit(head, best.item_id, best.role, make_snippet(best.text, best.found.marks), title_marks)
 
 
 def _cut(found: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chatcache.auth import KeyStore
-from chatcache.conversations.search import Hit, SearchQuery
+from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn
 from chatcache.errors import ChatcacheError
 
@@ -22,7 +22,7 @@ class StaleRevisionError(ChatcacheError):
 
     def __init__(self, present: Conversation, expected: int) -> None:
         super().__init__(f"conversation {present.id!r} is at rev {present.rev}, not {expected}", param="rev")
-        self.present = present
+        self.current = present
 
 
 class StoreUnusableError(ChatcacheError):
@@ -40,7 +40,7 @@ class StoreUnavailableError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An idempotency key: what came with it (`digest`), and the id of what that made. Kept for `KEEP_CLAIMS_S`."""
+    """An idempotency key: what came with it (`digest`), and the id of what that made. Kept for `CLAIM_TTL_S`."""
 
     key: str
     digest: str
@@ -62,7 +62,7 @@ class IdempotencyConflictError(ChatcacheError):
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergeResult:
     """What a merge did: nothing, if no conversation was created and no message or response added."""
 
     conversation: Conversation
@@ -72,22 +72,22 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class OwnerAssignment:
     """Conversations that have a new owner, and those that stay because a response is under way in them."""
 
     num_conversations: int = 0
     num_busy: int = 0
 
 
-KEEP_CLAIMS_S = 24 * 3600
+CLAIM_TTL_S = 24 * 3600
 
 
-def cursor_of(conversation: Conversation) -> str:
+def encode_cursor(conversation: Conversation) -> str:
     """A place in the list of conversations that stays where it is when this one changes or goes."""
     return f"{conversation.updated_at!r}~{conversation.id}"
 
 
-def read_cursor(text: str) -> tuple[float, str] | None:
+def decode_cursor(text: str) -> tuple[float, str] | None:
     """`updated_at` and id of a cursor, or None for what is none (an id, say)."""
     time, mark, conversation_id = text.partition("~")
     try:
@@ -100,8 +100,8 @@ def read_cursor(text: str) -> tuple[float, str] | None:
 class ConversationStore(Protocol):
     """Trees by id, each visible to its owner only. A call that returns has stored what it says, durably.
 
-    `expect` is the `rev` the caller read; None means "whatever it is". A `claim` is stored with what it is for, both or
-    none. Raises: StaleRevisionError when `rev` differs; IdempotencyConflictError for a claim whose key is;
+    `expected_rev` is the `rev` the caller read; None means any.
+    Raises: StaleRevisionError when `rev` differs; IdempotencyConflictError for a claim whose key is;
     NotFoundError for ids that do not
     exist or belong to somebody else; StoreUnavailableError.
     """
@@ -126,17 +126,17 @@ class ConversationStore(Protocol):
         """Store a new conversation together with its first turn."""
         ...
 
-    async def claimed(self, owner: str, key: str) -> Claim | None:
+    async def find_claim(self, owner: str, key: str) -> Claim | None:
         """What the owner used an idempotency key for, if it is still known."""
         ...
 
     async def get(self, owner: str, conversation_id: str) -> Conversation: ...
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
-        """Conversations by `updated_at`, newest first, following `after`: an id, or a `cursor_of` one."""
+        """Conversations by `updated_at`, newest first, following `after`: an id, or a `encode_cursor` one."""
         ...
 
-    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
+    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[SearchHit]:
         """Conversations where the title or a message matches, of any branch, in the order of `list`.
 
         A hit names the message that matches best (`search.Found.score`) of the newest `NUM_COMPARED` that match, the
@@ -144,7 +144,7 @@ class ConversationStore(Protocol):
         """
         ...
 
-    async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+    async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
         """Ids of all conversations in their own order, which no change disturbs, above `after`."""
         ...
 
@@ -163,7 +163,7 @@ class ConversationStore(Protocol):
         *,
         active_leaf: str | None = None,
         title: str | None = None,
-        expect: int | None = None,
+        expected_rev: int | None = None,
         claim: Claim | None = None,
     ) -> Conversation:
         """Add `items` (parents first), insert or replace `turn`, move the active leaf, name it if it has no title.
@@ -180,16 +180,16 @@ class ConversationStore(Protocol):
         title: str | None = None,
         active_leaf: str | None = None,
         metadata: Mapping[str, str] | None = None,
-        expect: int | None = None,
+        expected_rev: int | None = None,
     ) -> Conversation: ...
 
-    async def edit(
-        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expect: int | None = None
+    async def delete_messages(
+        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expected_rev: int | None = None
     ) -> Conversation:
         """Take messages and responses out and replace others, all or nothing. What a removed one held is gone."""
         ...
 
-    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> MergeResult:
         """Store a conversation, or add what one with its id lacks: items (parents first) and turns, by id.
 
         What is stored already stays as it is; merging again changes nothing.
@@ -197,9 +197,9 @@ class ConversationStore(Protocol):
         """
         ...
 
-    async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None: ...
+    async def delete(self, owner: str, conversation_id: str, *, expected_rev: int | None = None) -> None: ...
 
-    async def hand_over(self, owner: str, to: str) -> Handed:
+    async def assign_owner(self, owner: str, to: str) -> OwnerAssignment:
         """Make all that an owner has another's, as it is; again does the rest. Idempotency keys stay whose they are."""
         ...
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from chatcache.auth import namespace_of
 from chatcache.conversations.fork_points import TurnRequest
-from chatcache.conversations.prompt import Message, echoed
+from chatcache.conversations.prompt import Message, functions_from_echo
 from chatcache.conversations.replies.service import ChatService, Reply
 from chatcache.conversations.tree import ConversationTree, Item, new_id
-from chatcache.conversations.turns import Conversations
+from chatcache.conversations.turns import TurnService
 from chatcache.errors import InvalidRequestError
 from chatcache.types.request import GenerateRequest, SamplingParams
 
@@ -52,8 +52,8 @@ TITLE = SideTask(
 class SideTasks:
     """Side tasks over stored conversations."""
 
-    def __init__(self, conversations: Conversations, service: ChatService) -> None:
-        self._conversations = conversations
+    def __init__(self, conversations: TurnService, service: ChatService) -> None:
+        self._turns = conversations
         self._service = service
 
     async def start(self, task: SideTask, tree: ConversationTree, model: str, priority: int) -> Reply:
@@ -64,8 +64,8 @@ class SideTasks:
         head = tree.conversation
         last = _last_reply(tree)
         turn = tree.turn_of(last)
-        functions = echoed(turn.echo.get("tools")) if turn is not None else ()
-        planned = await self._conversations.plan(
+        functions = functions_from_echo(turn.echo.get("tools")) if turn is not None else ()
+        planned = await self._turns.plan(
             TurnRequest(
                 owner=head.owner,
                 model=model,

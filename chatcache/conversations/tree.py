@@ -126,7 +126,7 @@ class Conversation:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def grown(head: Conversation, active_leaf: str | None = None, title: str | None = None) -> Conversation:
+def head_after_append(head: Conversation, active_leaf: str | None = None, title: str | None = None) -> Conversation:
     """What becomes of a head when messages or a response are added. A `title` is for one that has none."""
     return replace(
         head,
@@ -137,7 +137,7 @@ def grown(head: Conversation, active_leaf: str | None = None, title: str | None 
     )
 
 
-def revised(
+def head_after_update(
     head: Conversation,
     *,
     title: str | None = None,
@@ -184,16 +184,16 @@ class ConversationTree:
     def outputs(self, response_id: str) -> tuple[Item, ...]:
         """The candidates of a response, by index; not what was forked off them."""
         turn = self.turns[response_id]
-        found = (item for item in self.items.values() if self.is_made_by(item, turn))
+        found = (item for item in self.items.values() if self.is_generated_by(item, turn))
         return tuple(sorted((item for item in found if item.finish_reason != FORKED), key=lambda item: item.index))
 
     def inputs(self, response_id: str) -> tuple[Item, ...]:
         """The messages that came with the request, in order; an assistant's among them is not an output."""
         turn = self.turns[response_id]
         found = (item for item in self.items.values() if item.response_id == response_id)
-        return tuple(item for item in found if not self.is_made_by(item, turn))
+        return tuple(item for item in found if not self.is_generated_by(item, turn))
 
-    def is_made_by(self, item: Item, turn: Turn) -> bool:
+    def is_generated_by(self, item: Item, turn: Turn) -> bool:
         """Whether the response generated `item`; beginnings of its replies that forks left behind count."""
         return item.response_id == turn.id and item.role == "assistant" and (item.parent_id or "") == turn.parent_id
 
@@ -202,9 +202,9 @@ class ConversationTree:
         if item.role != "assistant" or item.response_id is None:
             return None
         turn = self.turns.get(item.response_id)
-        return turn if turn is not None and self.is_made_by(item, turn) else None
+        return turn if turn is not None and self.is_generated_by(item, turn) else None
 
-    def sequence(self, reply: Item) -> tuple[int, ...]:
+    def token_sequence(self, reply: Item) -> tuple[int, ...]:
         """Every token up to and including `reply`: exactly what its pages hold. Empty where they are not known."""
         parts: list[tuple[int, ...]] = []
         item: Item | None = reply
@@ -238,7 +238,7 @@ class MessageDeletion:
     turns: tuple[Turn, ...] = ()
 
 
-def without_item(tree: ConversationTree, item_id: str) -> MessageDeletion:
+def plan_message_deletion(tree: ConversationTree, item_id: str) -> MessageDeletion:
     """Take one message out; those under it move up to its parent.
 
     Their prompts contained it, so their tokens are dropped: they can be continued as before, but not forked inside.
@@ -272,7 +272,7 @@ def without_item(tree: ConversationTree, item_id: str) -> MessageDeletion:
     )
 
 
-def without_response(tree: ConversationTree, response_id: str) -> MessageDeletion:
+def plan_response_deletion(tree: ConversationTree, response_id: str) -> MessageDeletion:
     """Take a response out, and those of its messages that nothing else stands on.
 
     What others were continued from stays in the tree as messages; the response itself cannot be found any more.
@@ -281,7 +281,7 @@ def without_response(tree: ConversationTree, response_id: str) -> MessageDeletio
     turn = tree.turns[response_id]
     if turn.status == IN_PROGRESS:
         raise ConversationBusyError("the response is being generated: cancel it first")
-    made = [each for each in tree.items.values() if tree.is_made_by(each, turn)]
+    made = [each for each in tree.items.values() if tree.is_generated_by(each, turn)]
     forked = tree.items.get(str(turn.echo.get("forked_item_id")))
     num_on = Counter(each.parent_id for each in tree.items.values())
     num_on.update(each.parent_id for each in tree.turns.values() if each.id != response_id)

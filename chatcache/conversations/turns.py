@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 
 from chatcache.conversations.fork_points import (
     ROOT,
+    ContinuationPoint,
     ContinuationResolver,
-    ForkPosition,
-    ReplyStart,
+    ReplyPrefix,
     TurnRequest,
-    generated,
+    require_generated,
 )
-from chatcache.conversations.offsets import Span, token_spans
+from chatcache.conversations.offsets import Span, token_char_offsets
 from chatcache.conversations.prompt import (
     Known,
     Message,
@@ -37,13 +37,13 @@ from chatcache.conversations.prompt import (
     PromptLimits,
     SharedSystemPrompts,
     assemble,
-    calls_of,
-    echoed,
-    linked,
-    message_of,
-    parts_of,
-    said,
-    variables,
+    functions_from_echo,
+    link_tool_results,
+    message_from_item,
+    parts_from_message,
+    reply_key,
+    template_variables,
+    tool_calls_of,
 )
 from chatcache.conversations.replies.events import ReplyDone
 from chatcache.conversations.store import Claim, ConversationStore, StaleRevisionError
@@ -77,7 +77,7 @@ def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) ->
         parent_id=turn.parent_id,
         role="assistant",
         text=done.text,
-        token_ids=done.settled_ids,
+        token_ids=done.stored_ids,
         response_id=turn.id,
         index=done.index,
         status=status,
@@ -91,7 +91,7 @@ def input_items(messages: Sequence[Message], parent_id: str | None, now: float) 
     """Messages that a client wrote as items, each under the one before it."""
     items: list[Item] = []
     for message in messages:
-        parts = parts_of(message)
+        parts = parts_from_message(message)
         item = Item(new_id("msg"), parent_id, message["role"], message["content"], created_at=now, parts=parts)
         items.append(item)
         parent_id = item.id
@@ -123,35 +123,37 @@ class PlannedTurn:
     inputs: tuple[Item, ...]
     conversation: Conversation | None
     conversation_id: str
-    cut: Item | None = None
-    prefix: ReplyStart | None = None
+    cut_item: Item | None = None
+    prefix: ReplyPrefix | None = None
 
 
-class Conversations:
+class TurnService:
     """Turns over a store."""
 
     def __init__(
         self,
         store: ConversationStore,
         tokenizer: Tokenizer,
-        public: SharedSystemPrompts | None = None,
-        form: ReplyFormat | None = None,
-        transcripts: TokenMemo | None = None,
-        bound: PromptLimits | None = None,
+        shared_prompts: SharedSystemPrompts | None = None,
+        reply_format: ReplyFormat | None = None,
+        token_memo: TokenMemo | None = None,
+        limits: PromptLimits | None = None,
     ) -> None:
         self.store = store
-        self._bound = bound
+        self._limits = limits
         self._tokenizer = tokenizer
-        self._places = ContinuationResolver(store, tokenizer, form if form is not None else ReplyFormat())
-        self._transcripts = transcripts if transcripts is not None else TokenMemo()
-        self._public = public if public is not None else SharedSystemPrompts()
+        self._resolver = ContinuationResolver(
+            store, tokenizer, reply_format if reply_format is not None else ReplyFormat()
+        )
+        self._token_memo = token_memo if token_memo is not None else TokenMemo()
+        self._shared_prompts = shared_prompts if shared_prompts is not None else SharedSystemPrompts()
 
     async def plan(self, request: TurnRequest) -> PlannedTurn:
         """Raises: NotFoundError for ids the owner does not have, InvalidRequestError for a turn that says nothing."""
-        place = await self._places.find(request)
-        if place.start is not None and not request.input:
-            return await self._plan_going_on(request, place, place.start)
-        stump = place.start.item() if place.start is not None else None
+        place = await self._resolver.resolve(request)
+        if place.prefix is not None and not request.input:
+            return await self._plan_continuation(request, place, place.prefix)
+        stump = place.prefix.to_item() if place.prefix is not None else None
         if stump is not None:
             place = replace(place, path=(*place.path, stump))
         if not request.input and (not place.path or place.path[-1].role == "assistant"):
@@ -184,7 +186,9 @@ class Conversations:
             stump,
         )
 
-    async def _plan_going_on(self, request: TurnRequest, place: ForkPosition, start: ReplyStart) -> PlannedTurn:
+    async def _plan_continuation(
+        self, request: TurnRequest, place: ContinuationPoint, start: ReplyPrefix
+    ) -> PlannedTurn:
         """Plan one more candidate beside a reply, with the same beginning."""
         origin = start.turn
         if request.instructions not in (None, origin.instructions):
@@ -195,8 +199,10 @@ class Conversations:
             raise InvalidRequestError("only a stored reply can go on", param="fork_at")
         if request.functions and not _has_tools_of(origin, request):
             raise InvalidRequestError("a reply goes on with its own tools: leave them out", param="tools")
-        request = replace(request, instructions=origin.instructions, functions=echoed(origin.echo.get("tools")))
-        messages, prompt = await self._behind(request, place, (*start.prompt, *start.ids))
+        request = replace(
+            request, instructions=origin.instructions, functions=functions_from_echo(origin.echo.get("tools"))
+        )
+        messages, prompt = await self._prompt_of_ids(request, place, (*start.prompt, *start.ids))
         turn = replace(
             origin,
             id=new_id("resp"),
@@ -209,34 +215,34 @@ class Conversations:
         conversation = place.tree.conversation
         return PlannedTurn(request, turn, messages, prompt, (), conversation, conversation.id, prefix=start)
 
-    async def behind(self, tree: ConversationTree, item: Item, num_tokens: int) -> Prompt:
+    async def prompt_up_to(self, tree: ConversationTree, item: Item, num_tokens: int) -> Prompt:
         """The prompt that ends with the first `num_tokens` tokens of a stored reply, to the token.
 
         Raises: InvalidRequestError for a message that has none.
         """
-        turn, prompt = generated(tree, item, "item_id")
-        functions = echoed(turn.echo.get("tools"))
+        turn, prompt = require_generated(tree, item, "item_id")
+        functions = functions_from_echo(turn.echo.get("tools"))
         request = TurnRequest(tree.conversation.owner, turn.model, instructions=turn.instructions, functions=functions)
         ids = (*prompt, *item.token_ids[:num_tokens])
-        return (await self._behind(request, ForkPosition(tree, tree.path(item.parent_id)), ids))[1]
+        return (await self._prompt_of_ids(request, ContinuationPoint(tree, tree.path(item.parent_id)), ids))[1]
 
-    async def prompt(self, request: TurnRequest, place: ForkPosition) -> Prompt:
+    async def assemble_prompt(self, request: TurnRequest, place: ContinuationPoint) -> Prompt:
         """The prompt of a place as it would be rendered now. Raises: InvalidRequestError."""
         return await asyncio.to_thread(self._assemble, request, place, _messages(request, place))
 
-    async def spans(self, tree: ConversationTree, item: Item) -> list[Span]:
+    async def token_offsets(self, tree: ConversationTree, item: Item) -> list[Span]:
         """What each token of a stored reply shows. Raises: InvalidRequestError for a message that has none."""
-        _, prompt = generated(tree, item, "item_id")
-        return await asyncio.to_thread(token_spans, self._places.speech_of(tree, item), prompt, item)
+        _, prompt = require_generated(tree, item, "item_id")
+        return await asyncio.to_thread(token_char_offsets, self._resolver.reply_context(tree, item), prompt, item)
 
-    async def _behind(
-        self, request: TurnRequest, place: ForkPosition, ids: tuple[int, ...]
+    async def _prompt_of_ids(
+        self, request: TurnRequest, place: ContinuationPoint, ids: tuple[int, ...]
     ) -> tuple[tuple[Message, ...], Prompt]:
         """The messages of a prompt that is tokens already, and the prompt with its head as text."""
         messages = _messages(request, place)
-        head = await asyncio.to_thread(self._tokenizer.render, messages, **variables(request.functions))
+        head = await asyncio.to_thread(self._tokenizer.render, messages, **template_variables(request.functions))
         prompt = Prompt(head, ids, num_reused=len(ids))
-        num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
+        num_public = self._shared_prompts.count_shared_tokens(self._tokenizer, messages, prompt)
         return messages, replace(prompt, num_public_tokens=num_public)
 
     async def open(self, planned: PlannedTurn, claim: Claim | None = None) -> Conversation | None:
@@ -250,7 +256,7 @@ class Conversations:
         if not request.store:
             return None
         leaf, title = planned.turn.parent_id, title_of(request.input)
-        items = planned.inputs if planned.cut is None else (planned.cut, *planned.inputs)
+        items = planned.inputs if planned.cut_item is None else (planned.cut_item, *planned.inputs)
         if planned.conversation is not None:
             return await self.store.append(
                 request.owner,
@@ -259,7 +265,7 @@ class Conversations:
                 planned.turn,
                 active_leaf=leaf,
                 title=title,
-                expect=request.rev,
+                expected_rev=request.rev,
                 claim=claim,
             )
         now = planned.turn.created_at
@@ -269,7 +275,7 @@ class Conversations:
         await self.store.create(conversation, items, planned.turn, claim=claim)
         return conversation
 
-    async def settle(
+    async def complete(
         self,
         conversation: Conversation,
         planned: PlannedTurn,
@@ -291,12 +297,12 @@ class Conversations:
                     outputs,
                     turn,
                     active_leaf=main_output(outputs, status).id,
-                    expect=present.rev,
+                    expected_rev=present.rev,
                 )
             except StaleRevisionError:  # somebody changed it in between, perhaps the leaf
                 continue
 
-    async def settle_late(
+    async def retry_complete(
         self,
         conversation: Conversation,
         planned: PlannedTurn,
@@ -309,9 +315,9 @@ class Conversations:
         present = tree.turns.get(planned.turn.id)
         if present is not None and present.status == status and all(item.id in tree.items for item in outputs):
             return tree.conversation
-        return await self.settle(conversation, planned, outputs, status, usage)
+        return await self.complete(conversation, planned, outputs, status, usage)
 
-    def _assemble(self, request: TurnRequest, place: ForkPosition, messages: Sequence[Message]) -> Prompt:
+    def _assemble(self, request: TurnRequest, place: ContinuationPoint, messages: Sequence[Message]) -> Prompt:
         offset = len(messages) - len(place.path) - len(request.input)
 
         def known(index: int, head: str, message: Message) -> Known | None:
@@ -319,18 +325,20 @@ class Conversations:
             stored = _stored(place.tree, place.path[at], request) if place.tree and 0 <= at < len(place.path) else None
             if stored is not None:
                 return stored
-            return self._transcripts.recall(request.namespace, head, said(message["content"], calls_of(message)))
+            return self._token_memo.recall(
+                request.namespace, head, reply_key(message["content"], tool_calls_of(message))
+            )
 
-        prompt = assemble(self._tokenizer, messages, known, variables(request.functions), self._bound)
-        num_public = self._public.num_tokens(self._tokenizer, messages, prompt)
+        prompt = assemble(self._tokenizer, messages, known, template_variables(request.functions), self._limits)
+        num_public = self._shared_prompts.count_shared_tokens(self._tokenizer, messages, prompt)
         return replace(prompt, num_public_tokens=num_public)
 
 
-def _messages(request: TurnRequest, place: ForkPosition) -> tuple[Message, ...]:
+def _messages(request: TurnRequest, place: ContinuationPoint) -> tuple[Message, ...]:
     """Instructions, history, input. Raises: InvalidRequestError for the output of a call that was not made."""
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
-    old = (*system, *(message_of(item) for item in place.path))
-    return tuple(linked((*old, *request.input), "input", num_old=len(old)))
+    old = (*system, *(message_from_item(item) for item in place.path))
+    return tuple(link_tool_results((*old, *request.input), "input", num_old=len(old)))
 
 
 def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known | None:
@@ -339,16 +347,16 @@ def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known |
     # The ids are of the prompt as it was: other instructions or tools then mean another prompt now.
     if turn is None or turn.instructions != request.instructions or not _has_tools_of(turn, request):
         return None
-    ids = tree.sequence(item)
+    ids = tree.token_sequence(item)
     return Known(item.parts.raw or item.text, ids) if ids else None
 
 
-def _base(place: ForkPosition, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
+def _base(place: ContinuationPoint, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
     """The stored reply that a prompt extends, and the ids it adds; all of them where that reply is not stored."""
-    if prompt.base is None or prompt.base - offset >= len(place.path):
+    if prompt.base_message is None or prompt.base_message - offset >= len(place.path):
         return None, prompt.token_ids
-    item = place.path[prompt.base - offset]
-    ids = place.tree.sequence(item) if place.tree is not None else ()
+    item = place.path[prompt.base_message - offset]
+    ids = place.tree.token_sequence(item) if place.tree is not None else ()
     if not ids or ids != prompt.token_ids[: prompt.num_reused]:
         return None, prompt.token_ids
     return item.id, prompt.token_ids[prompt.num_reused :]
@@ -356,10 +364,10 @@ def _base(place: ForkPosition, prompt: Prompt, *, offset: int) -> tuple[str | No
 
 def _has_tools_of(turn: Turn, request: TurnRequest) -> bool:
     """Whether the request has the same functions as the one that `turn` answered."""
-    return echoed(turn.echo.get("tools")) == request.functions
+    return functions_from_echo(turn.echo.get("tools")) == request.functions
 
 
-async def create(
+async def save_new_conversation(
     store: ConversationStore,
     owner: str,
     messages: Sequence[Message] = (),
@@ -386,14 +394,14 @@ async def create(
     return conversation
 
 
-async def add(
+async def add_messages(
     store: ConversationStore,
     owner: str,
     conversation_id: str,
     messages: Sequence[Message],
     parent_id: str | None = None,
     *,
-    expect: int | None = None,
+    expected_rev: int | None = None,
 ) -> tuple[Conversation, tuple[Item, ...]]:
     """Append messages under `parent_id` (None: the active leaf; "root": a branch of its own), which then are active.
 
@@ -403,12 +411,12 @@ async def add(
         parent_id = (await store.get(owner, conversation_id)).active_leaf
     items = input_items(messages, None if parent_id == ROOT else parent_id, time.time())
     conversation = await store.append(
-        owner, conversation_id, items, active_leaf=items[-1].id, title=title_of(messages), expect=expect
+        owner, conversation_id, items, active_leaf=items[-1].id, title=title_of(messages), expected_rev=expected_rev
     )
     return conversation, items
 
 
-MAX_KEPT_BYTES = 32 * 1024 * 1024
+MAX_CACHED_BYTES = 32 * 1024 * 1024
 
 _NOTHING = Prompt("", ())
 
@@ -416,57 +424,57 @@ _NOTHING = Prompt("", ())
 class ConversationPrompts:
     """Active paths as prompts. Belongs to one event loop."""
 
-    def __init__(self, conversations: Conversations, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
-        self._conversations = conversations
-        self._max_kept_bytes = max_kept_bytes
-        self._kept: OrderedDict[str, tuple[int, PackedPrompt]] = OrderedDict()  # (rev, prompt), latest asked last
-        self._kept_bytes = 0
+    def __init__(self, conversations: TurnService, max_kept_bytes: int = MAX_CACHED_BYTES) -> None:
+        self._turns = conversations
+        self._max_cached_bytes = max_kept_bytes
+        self._cached: OrderedDict[str, tuple[int, PackedPrompt]] = OrderedDict()  # (rev, prompt), latest asked last
+        self._cached_bytes = 0
 
-    async def of(self, store: ConversationStore, owner: str, conversation_id: str) -> PackedPrompt:
+    async def get(self, store: ConversationStore, owner: str, conversation_id: str) -> PackedPrompt:
         """Every token up to the active leaf; behind a user's message, what a reply to it would be given.
 
         Nothing where the template refuses the messages. Raises: NotFoundError for what the owner does not have.
         """
         head = await store.get(owner, conversation_id)
-        rev, kept = self._kept.get(conversation_id, (-1, None))
+        rev, kept = self._cached.get(conversation_id, (-1, None))
         if kept is not None and rev == head.rev:
-            self._kept.move_to_end(conversation_id)
+            self._cached.move_to_end(conversation_id)
             return kept
         tree = await store.load(owner, conversation_id)
-        prompt = await history(self._conversations, tree)
+        prompt = await active_path_prompt(self._turns, tree)
         packed = PackedPrompt(_packed(prompt.token_ids), prompt.num_public_tokens)
-        self._keep(conversation_id, tree.conversation.rev, packed)
+        self._store(conversation_id, tree.conversation.rev, packed)
         return packed
 
-    def _keep(self, conversation_id: str, rev: int, prompt: PackedPrompt) -> None:
-        self._forget(conversation_id)
-        self._kept[conversation_id] = rev, prompt
-        self._kept_bytes += len(prompt.tokens)
-        while self._kept_bytes > self._max_kept_bytes:
-            self._forget(next(iter(self._kept)))
+    def _store(self, conversation_id: str, rev: int, prompt: PackedPrompt) -> None:
+        self._evict(conversation_id)
+        self._cached[conversation_id] = rev, prompt
+        self._cached_bytes += len(prompt.tokens)
+        while self._cached_bytes > self._max_cached_bytes:
+            self._evict(next(iter(self._cached)))
 
-    def _forget(self, conversation_id: str) -> None:
-        if conversation_id in self._kept:
-            self._kept_bytes -= len(self._kept.pop(conversation_id)[1].tokens)
+    def _evict(self, conversation_id: str) -> None:
+        if conversation_id in self._cached:
+            self._cached_bytes -= len(self._cached.pop(conversation_id)[1].tokens)
 
 
-async def history(conversations: Conversations, tree: ConversationTree) -> Prompt:
+async def active_path_prompt(conversations: TurnService, tree: ConversationTree) -> Prompt:
     """The prompt that a conversation's active path is: to the token where it is known, else as it would be rendered."""
     leaf = tree.conversation.active_leaf
     path = tree.path(leaf)
     if not path:
         return _NOTHING
     try:
-        if tree.turn_of(path[-1]) is not None and tree.sequence(path[-1]):
-            return await conversations.behind(tree, path[-1], len(path[-1].token_ids))
+        if tree.turn_of(path[-1]) is not None and tree.token_sequence(path[-1]):
+            return await conversations.prompt_up_to(tree, path[-1], len(path[-1].token_ids))
         turn = _latest_turn(tree, path)
         request = TurnRequest(
             tree.conversation.owner,
             model="",
             instructions=turn.instructions if turn is not None else None,
-            functions=echoed(turn.echo.get("tools")) if turn is not None else (),
+            functions=functions_from_echo(turn.echo.get("tools")) if turn is not None else (),
         )
-        return await conversations.prompt(request, ForkPosition(tree, path))
+        return await conversations.assemble_prompt(request, ContinuationPoint(tree, path))
     except InvalidRequestError:  # there are messages that no template takes: two of one role, calls without an answer
         return _NOTHING
 

@@ -14,7 +14,7 @@ from chatcache.config import ServerConfig
 from chatcache.conversations.prompt import PromptLimits, SharedSystemPrompts
 from chatcache.conversations.replies.service import ChatService
 from chatcache.conversations.store import ConversationStore
-from chatcache.conversations.turns import ConversationPrompts, Conversations
+from chatcache.conversations.turns import ConversationPrompts, TurnService
 from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError, UnsupportedParameterError
 from chatcache.gateway.api.idempotency import KeyLocks
@@ -42,7 +42,7 @@ class Model:
 
     tokenizer: Tokenizer
     service: ChatService
-    conversations: Conversations
+    conversations: TurnService
     histories: ConversationPrompts
 
 
@@ -99,8 +99,8 @@ class Gateway:
             public = SharedSystemPrompts(self.config.shared_system_prompts)
             form = format_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
             self.bound.max_token_chars = max(map(len, tokenizer.token_bytes), default=0)
-            service = ChatService(self.engine, tokenizer, public=public, form=form, bound=self.bound)
-            conversations = Conversations(store, tokenizer, public, form, service.transcripts, self.bound)
+            service = ChatService(self.engine, tokenizer, shared_prompts=public, reply_format=form, limits=self.bound)
+            conversations = TurnService(store, tokenizer, public, form, service.token_memo, self.bound)
             self.model = Model(tokenizer, service, conversations, ConversationPrompts(conversations))
 
     def opened_store(self) -> ConversationStore:

@@ -96,7 +96,7 @@ def error_body(error: ChatcacheError) -> dict[str, object]:
         "param": error.param,
         "code": error.code,
     }
-    return body | {"conversation": conversation_json(error.present)} if isinstance(error, StaleRevisionError) else body
+    return body | {"conversation": conversation_json(error.current)} if isinstance(error, StaleRevisionError) else body
 
 
 def retry_after_s(error: ChatcacheError) -> int | None:

@@ -12,7 +12,7 @@ from chatcache.auth import KeyStore
 from chatcache.config import ServerConfig
 from chatcache.conversations.store import ConversationStore
 from chatcache.storage.sqlite import SqliteKeys, SqliteStore
-from chatcache.storage.sqlite_schema import migrate, unusable
+from chatcache.storage.sqlite_schema import migrate, open_error
 from chatcache.storage.sqlite_writer import SqliteWriter
 
 
@@ -36,9 +36,9 @@ async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
     """
     if config.redis:
         from chatcache.storage.redis import RedisKeys, check_layout
-        from chatcache.storage.redis_client import PATIENCE_S, RedisConnection
+        from chatcache.storage.redis_client import SLOW_TIMEOUT_S, RedisConnection
 
-        link = RedisConnection(config.redis, check_layout, timeout_s=PATIENCE_S)  # nobody else waits for it
+        link = RedisConnection(config.redis, check_layout, timeout_s=SLOW_TIMEOUT_S)  # nobody else waits for it
         try:
             yield RedisKeys(link)
         finally:
@@ -48,7 +48,7 @@ async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
     try:
         writer = await asyncio.to_thread(SqliteWriter, path, lambda db: migrate(db, path))
     except sqlite3.Error as error:
-        raise unusable(path, error) from error
+        raise open_error(path, error) from error
     try:
         yield SqliteKeys(writer)
     finally:

@@ -26,22 +26,29 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from chatcache.auth import DAY_S, KEEP_USAGE_DAYS, WRITER, KeyRecord
-from chatcache.conversations.search import Hit, SearchQuery, best_of, hit_of
+from chatcache.auth import DAY_S, USAGE_RETENTION_DAYS, WRITER_PREFIX, KeyRecord
+from chatcache.conversations.search import SearchHit, SearchQuery, best_message, make_hit
 from chatcache.conversations.store import (
-    KEEP_CLAIMS_S,
+    CLAIM_TTL_S,
     Claim,
-    Handed,
     IdempotencyConflictError,
-    Merged,
+    MergeResult,
+    OwnerAssignment,
     StaleRevisionError,
     StoreUnavailableError,
     StoreUnusableError,
-    read_cursor,
+    decode_cursor,
 )
-from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn, grown, revised
+from chatcache.conversations.tree import (
+    Conversation,
+    ConversationTree,
+    Item,
+    MessageDeletion,
+    Turn,
+    head_after_append,
+    head_after_update,
+)
 from chatcache.errors import ChatcacheError, NotFoundError
-from chatcache.storage import redis_layout as rows
 from chatcache.storage.redis_client import (
     LEASE_S,
     TIMEOUT_S,
@@ -51,7 +58,36 @@ from chatcache.storage.redis_client import (
     RedisConnection,
     probe_server,
 )
-from chatcache.storage.redis_layout import KEYS, KEYS_VERSION, Head, Placed, usage_key
+from chatcache.storage.redis_layout import (
+    API_KEYS_KEY,
+    API_KEYS_VERSION_KEY,
+    IDS_PREFIX,
+    RUNNING_KEY,
+    SCHEMA_KEY,
+    VERSION,
+    Head,
+    PositionedItem,
+    can_match,
+    claim_key,
+    head_key,
+    ids_key,
+    index_words,
+    items_key,
+    list_key,
+    member_key,
+    owner_from_ids_key,
+    pack_claim,
+    pack_head,
+    pack_item,
+    pack_turn,
+    turns_key,
+    unpack_claim,
+    unpack_head,
+    unpack_item,
+    unpack_turn,
+    usage_key,
+    words_key,
+)
 
 Reader = Any
 Result = TypeVar("Result")
@@ -60,58 +96,58 @@ _READ_CHUNK = 128
 _INLINE_BYTES = 16_384
 
 
-async def read_head(reader: Reader, owner: str, conversation_id: str, expect: int | None = None) -> Head:
+async def read_head(reader: Reader, owner: str, conversation_id: str, expected_rev: int | None = None) -> Head:
     """Raises: NotFoundError, StaleRevisionError."""
-    found = rows.head_of(data) if (data := await reader.get(rows.head_key(conversation_id))) is not None else None
+    found = unpack_head(data) if (data := await reader.get(head_key(conversation_id))) is not None else None
     if found is None or found.conversation.owner != owner:
         raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
-    if expect is not None and expect != found.conversation.rev:
-        raise StaleRevisionError(found.conversation, expect)
+    if expected_rev is not None and expected_rev != found.conversation.rev:
+        raise StaleRevisionError(found.conversation, expected_rev)
     return found
 
 
-async def read_computed(num_bytes: int, work: Callable[[], Result]) -> Result:
+async def run_computation(num_bytes: int, work: Callable[[], Result]) -> Result:
     """Work on so many bytes; much of it leaves the event loop alone."""
     return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
-async def find_items(reader: Reader, conversation_id: str) -> list[Placed]:
+async def read_items(reader: Reader, conversation_id: str) -> list[PositionedItem]:
     """Messages in the order they came."""
-    values = await reader.hvals(rows.items_key(conversation_id))
-    return await read_computed(sum(map(len, values)), lambda: in_order(values))
+    values = await reader.hvals(items_key(conversation_id))
+    return await run_computation(sum(map(len, values)), lambda: sort_items(values))
 
 
-def in_order(values: Sequence[bytes]) -> list[Placed]:
-    return sorted(map(rows.item_of, values), key=lambda each: each.position)
+def sort_items(values: Sequence[bytes]) -> list[PositionedItem]:
+    return sorted(map(unpack_item, values), key=lambda each: each.position)
 
 
 async def read_tree(client: Reader, owner: str, conversation_id: str) -> ConversationTree:
     """All of it as it was at one moment: every change rewrites the head. Raises: NotFoundError."""
     while True:  # no MULTI, which a server that is full refuses even for reading
         async with client.pipeline(transaction=False) as pipe:
-            pipe.get(rows.head_key(conversation_id))
-            pipe.hvals(rows.items_key(conversation_id))
-            pipe.hvals(rows.turns_key(conversation_id))
-            pipe.get(rows.head_key(conversation_id))
+            pipe.get(head_key(conversation_id))
+            pipe.hvals(items_key(conversation_id))
+            pipe.hvals(turns_key(conversation_id))
+            pipe.get(head_key(conversation_id))
             data, items, turns, data_after = await pipe.execute()
         if data == data_after:
             break
-    found = rows.head_of(data).conversation if data is not None else None
+    found = unpack_head(data).conversation if data is not None else None
     if found is None or found.owner != owner:
         raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
 
     def grown() -> ConversationTree:
-        by_id = sorted(map(rows.turn_of, turns), key=lambda turn: turn.id)
-        return ConversationTree(found, [each.item for each in in_order(items)], by_id)
+        by_id = sorted(map(unpack_turn, turns), key=lambda turn: turn.id)
+        return ConversationTree(found, [each.item for each in sort_items(items)], by_id)
 
-    return await read_computed(sum(map(len, (*items, *turns))), grown)
+    return await run_computation(sum(map(len, (*items, *turns))), grown)
 
 
-async def find_holder(client: Reader, owner: str, member_id: str) -> str:
+async def find_conversation_of(client: Reader, owner: str, member_id: str) -> str:
     """The conversation of a message or response. Raises: NotFoundError."""
-    found = await client.get(rows.at_key(member_id))
-    data = await client.get(rows.head_key(found.decode())) if found is not None else None
-    if data is None or rows.head_of(data).conversation.owner != owner:
+    found = await client.get(member_key(member_id))
+    data = await client.get(head_key(found.decode())) if found is not None else None
+    if data is None or unpack_head(data).conversation.owner != owner:
         raise NotFoundError(f"no response or message {member_id!r}")
     name: str = found.decode()
     return name
@@ -119,26 +155,26 @@ async def find_holder(client: Reader, owner: str, member_id: str) -> str:
 
 async def read_ids(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[str]:
     low = f"({after}" if after else "-"
-    found = await client.zrangebylex(rows.ids_key(owner), low, "+", start=0, num=limit)
+    found = await client.zrangebylex(ids_key(owner), low, "+", start=0, num=limit)
     return tuple(each.decode() for each in found)
 
 
 async def read_owners(client: Reader) -> Sequence[str]:
     """Whoever has a conversation, in order."""
-    found = {key.decode() async for key in client.scan_iter(match=f"{rows.IDS}*", count=1000)}
-    return sorted(rows.owner_of_ids(key) for key in found)
+    found = {key.decode() async for key in client.scan_iter(match=f"{IDS_PREFIX}*", count=1000)}
+    return sorted(owner_from_ids_key(key) for key in found)
 
 
 async def list_heads(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
     found: list[Conversation] = []
-    async for heads in walk(client, owner, after, limit):
+    async for heads in iter_conversations(client, owner, after, limit):
         found += heads
         if len(found) >= limit:
             break
     return tuple(found[:limit])
 
 
-async def walk(
+async def iter_conversations(
     client: Reader, owner: str, after: str | None, chunk: int = _READ_CHUNK
 ) -> AsyncIterator[list[Conversation]]:
     """An owner's conversations by `updated_at`, newest first, behind a place in the list. Raises: NotFoundError.
@@ -151,15 +187,15 @@ async def walk(
         if not entries:
             return
         place = entries[-1]
-        heads = await client.mget([rows.head_key(name) for _, name in entries])
+        heads = await client.mget([head_key(name) for _, name in entries])
         found = zip(entries, heads, strict=True)
-        yield [replace(rows.head_of(data).conversation, updated_at=at) for (at, _), data in found if data is not None]
+        yield [replace(unpack_head(data).conversation, updated_at=at) for (at, _), data in found if data is not None]
 
 
 async def _place(client: Reader, owner: str, after: str | None) -> tuple[float, str] | None:
     if after is None:
         return None
-    place = read_cursor(after)
+    place = decode_cursor(after)
     if place is None:
         found = (await read_head(client, owner, after)).conversation
         return found.updated_at, found.id
@@ -172,7 +208,7 @@ async def _entries(client: Reader, owner: str, place: tuple[float, str] | None, 
     highest, skip = ("+inf" if place is None else repr(place[0])), 0
     while len(found) < limit:
         part = await client.zrevrangebyscore(
-            rows.list_key(owner), highest, "-inf", start=skip, num=limit + 1, withscores=True
+            list_key(owner), highest, "-inf", start=skip, num=limit + 1, withscores=True
         )
         entries = [(score, name.decode()) for name, score in part]
         found += [entry for entry in entries if place is None or entry < place]
@@ -187,19 +223,19 @@ Names = Sequence[str | bytes]
 
 
 def watched_keys(owner: str, claim: Claim | None) -> Sequence[str]:
-    return () if claim is None else (rows.claim_key(owner, claim.key),)
+    return () if claim is None else (claim_key(owner, claim.key),)
 
 
 async def require_free(pipe: Pipe, owner: str, claim: Claim | None) -> None:
     """Raises: IdempotencyConflictError."""
-    present = await pipe.get(rows.claim_key(owner, claim.key)) if claim is not None else None
+    present = await pipe.get(claim_key(owner, claim.key)) if claim is not None else None
     if present is not None:
-        raise IdempotencyConflictError(rows.claim_of(present))
+        raise IdempotencyConflictError(unpack_claim(present))
 
 
 def put_claim(pipe: Pipe, owner: str, claim: Claim | None) -> None:
     if claim is not None:
-        pipe.set(rows.claim_key(owner, claim.key), rows.pack_claim(claim), ex=KEEP_CLAIMS_S)
+        pipe.set(claim_key(owner, claim.key), pack_claim(claim), ex=CLAIM_TTL_S)
 
 
 async def require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item]) -> None:
@@ -214,13 +250,13 @@ async def require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item
 
 
 async def require_items(pipe: Pipe, conversation_id: str, item_ids: Sequence[str]) -> None:
-    found = await pipe.hmget(rows.items_key(conversation_id), list(dict.fromkeys(item_ids))) if item_ids else ()
+    found = await pipe.hmget(items_key(conversation_id), list(dict.fromkeys(item_ids))) if item_ids else ()
     for item_id, data in zip(dict.fromkeys(item_ids), found, strict=True):
         if data is None:
             raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id!r}")
 
 
-def ids_of(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:
+def member_ids(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:
     return [*(item.id for item in items), *(turn.id for turn in turns)]
 
 
@@ -229,65 +265,65 @@ async def find_missing(pipe: Pipe, conversation_id: str, members: Sequence[Membe
     if not members:
         return []
     names = [member.id for member in members]
-    holders = await pipe.mget([rows.at_key(name) for name in names])
+    holders = await pipe.mget([member_key(name) for name in names])
     for name, holder in zip(names, holders, strict=True):
         if holder is not None and holder.decode() != conversation_id:
             raise NotFoundError(f"conversation {conversation_id!r} has no {name!r}")
     return [member for member, holder in zip(members, holders, strict=True) if holder is None]
 
 
-def pack_item(items: Sequence[Item], first: int) -> tuple[dict[str, bytes], str]:
+def pack_items(items: Sequence[Item], first: int) -> tuple[dict[str, bytes], str]:
     """Messages by id as they are stored, from that position on, and their words."""
-    placed = {item.id: rows.pack_item(Placed(first + at, item)) for at, item in enumerate(items)}
-    return placed, rows.words_of(item.text for item in items)
+    placed = {item.id: pack_item(PositionedItem(first + at, item)) for at, item in enumerate(items)}
+    return placed, index_words(item.text for item in items)
 
 
-def put_new(pipe: Pipe, conversation: Conversation) -> None:
-    pipe.zadd(rows.ids_key(conversation.owner), {conversation.id: 0})
-    pipe.append(rows.words_key(conversation.id), rows.words_of([conversation.title]))
+def put_index(pipe: Pipe, conversation: Conversation) -> None:
+    pipe.zadd(ids_key(conversation.owner), {conversation.id: 0})
+    pipe.append(words_key(conversation.id), index_words([conversation.title]))
 
 
-async def hand_over(pipe: Pipe, *, conversation_id: str, owner: str, to: str) -> Handed:
+async def assign_owner(pipe: Pipe, *, conversation_id: str, owner: str, to: str) -> OwnerAssignment:
     """Give a conversation another owner, if it is that one's and no response is under way in it."""
-    data = await pipe.get(rows.head_key(conversation_id))
-    head = rows.head_of(data) if data is not None else None
-    running = {entry.decode().partition(" ")[2] for entry in await pipe.hvals(rows.RUNNING)}
+    data = await pipe.get(head_key(conversation_id))
+    head = unpack_head(data) if data is not None else None
+    running = {entry.decode().partition(" ")[2] for entry in await pipe.hvals(RUNNING_KEY)}
     pipe.multi()
     if head is None or head.conversation.owner != owner:
-        return Handed()
+        return OwnerAssignment()
     if conversation_id in running:
-        return Handed(num_busy=1)
+        return OwnerAssignment(num_busy=1)
     given = replace(head.conversation, owner=to)
-    pipe.set(rows.head_key(conversation_id), rows.pack_head(Head(given, head.num_positions)))
-    for key_of, score in ((rows.list_key, given.updated_at), (rows.ids_key, 0)):
+    pipe.set(head_key(conversation_id), pack_head(Head(given, head.num_positions)))
+    for key_of, score in ((list_key, given.updated_at), (ids_key, 0)):
         pipe.zrem(key_of(owner), conversation_id)
         pipe.zadd(key_of(to), {conversation_id: score})
-    return Handed(num_conversations=1)
+    return OwnerAssignment(num_conversations=1)
 
 
 def put_title(pipe: Pipe, head: Conversation, changed: Conversation) -> None:
     if changed.title != head.title:
-        pipe.append(rows.words_key(head.id), rows.words_of([changed.title]))
+        pipe.append(words_key(head.id), index_words([changed.title]))
 
 
-def take_out(pipe: Pipe, key: str, members: Names) -> None:
+def remove_members(pipe: Pipe, key: str, members: Names) -> None:
     if members:
         names = [each.decode() if isinstance(each, bytes) else each for each in members]
         pipe.hdel(key, *names)
-        pipe.delete(*(rows.at_key(name) for name in names))
+        pipe.delete(*(member_key(name) for name in names))
 
 
-async def find(client: Any, owner: str, query: SearchQuery, limit: int, after: str | None) -> Sequence[Hit]:
+async def search(client: Any, owner: str, query: SearchQuery, limit: int, after: str | None) -> Sequence[SearchHit]:
     """The conversations that match, by `updated_at`, newest first."""
-    hits: list[Hit] = []
+    hits: list[SearchHit] = []
     if not query.phrases:
         return ()
-    async for heads in walk(client, owner, after):
+    async for heads in iter_conversations(client, owner, after):
         if not heads:
             continue
-        words: list[bytes | None] = await client.mget([rows.words_key(head.id) for head in heads])
+        words: list[bytes | None] = await client.mget([words_key(head.id) for head in heads])
         for head in await asyncio.to_thread(_candidates, heads, words, query):
-            values = await client.hvals(rows.items_key(head.id))
+            values = await client.hvals(items_key(head.id))
             hit = await asyncio.to_thread(_hit, head, values, query)
             if hit is not None:
                 hits.append(hit)
@@ -298,13 +334,13 @@ async def find(client: Any, owner: str, query: SearchQuery, limit: int, after: s
 
 def _candidates(heads: Sequence[Conversation], words: Sequence[bytes | None], query: SearchQuery) -> list[Conversation]:
     found = zip(heads, words, strict=True)
-    return [head for head, data in found if data is not None and rows.may_match(query, data.decode())]
+    return [head for head, data in found if data is not None and can_match(query, data.decode())]
 
 
-def _hit(head: Conversation, values: Sequence[bytes], query: SearchQuery) -> Hit | None:
-    newest_first = reversed(in_order(values))
-    best = best_of(((each.item.id, each.item.role, each.item.text) for each in newest_first), query)
-    return hit_of(head, query, best) if best is not None or query.find(head.title) is not None else None
+def _hit(head: Conversation, values: Sequence[bytes], query: SearchQuery) -> SearchHit | None:
+    newest_first = reversed(sort_items(values))
+    best = best_message(((each.item.id, each.item.role, each.item.text) for each in newest_first), query)
+    return make_hit(head, query, best) if best is not None or query.find(head.title) is not None else None
 
 
 _KEY = msgspec.msgpack.Decoder(KeyRecord)
@@ -314,7 +350,7 @@ class RedisKeys:
     """`KeyStore` over a link that somebody else closes."""
 
     def __init__(self, link: RedisConnection) -> None:
-        self._link = link
+        self._connection = link
 
     async def create(self, record: KeyRecord) -> None:
         async def work(client: Client) -> None:
@@ -322,15 +358,15 @@ class RedisKeys:
                 _put(pipe, record)
                 await pipe.execute()
 
-        await self._link.run(work)
+        await self._connection.run(work)
 
     async def list(self) -> Sequence[KeyRecord]:
-        found: Mapping[bytes, bytes] = await self._link.run(lambda client: client.hgetall(KEYS))
+        found: Mapping[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(API_KEYS_KEY))
         return sorted(map(_KEY.decode, found.values()), key=lambda record: (record.created_at, record.id))
 
     async def revoke(self, key_id: str, at: float) -> KeyRecord:
         async def work(pipe: Pipe) -> KeyRecord:
-            data = await pipe.hget(KEYS, key_id)
+            data = await pipe.hget(API_KEYS_KEY, key_id)
             if data is None:
                 raise NotFoundError(f"no key {key_id!r}", param="id")
             present = _KEY.decode(data)
@@ -341,34 +377,34 @@ class RedisKeys:
             _put(pipe, revoked)
             return revoked
 
-        return await self._link.transact((KEYS,), work, order=KEYS)
+        return await self._connection.transact((API_KEYS_KEY,), work, order=API_KEYS_KEY)
 
     async def version(self) -> int:
-        return int(await self._link.run(lambda client: client.get(KEYS_VERSION)) or 0)
+        return int(await self._connection.run(lambda client: client.get(API_KEYS_VERSION_KEY)) or 0)
 
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
         key = usage_key(day)
 
         async def work(pipe: Pipe) -> None:
-            last = int(await pipe.hget(key, WRITER + writer) or 0)
+            last = int(await pipe.hget(key, WRITER_PREFIX + writer) or 0)
             pipe.multi()
             if last < number:
-                pipe.hset(key, WRITER + writer, number)
+                pipe.hset(key, WRITER_PREFIX + writer, number)
                 for key_id, count in tokens.items():
                     pipe.hincrby(key, key_id, count)
-                pipe.expire(key, KEEP_USAGE_DAYS * DAY_S)
+                pipe.expire(key, USAGE_RETENTION_DAYS * DAY_S)
 
-        await self._link.transact((key,), work, order=key)
+        await self._connection.transact((key,), work, order=key)
 
     async def usage(self, day: int) -> Mapping[str, int]:
-        found: Mapping[bytes, bytes] = await self._link.run(lambda client: client.hgetall(usage_key(day)))
+        found: Mapping[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(usage_key(day)))
         counts = {name.decode(): int(count) for name, count in found.items()}
-        return {key_id: count for key_id, count in counts.items() if not key_id.startswith(WRITER)}
+        return {key_id: count for key_id, count in counts.items() if not key_id.startswith(WRITER_PREFIX)}
 
 
 def _put(pipe: Pipe, record: KeyRecord) -> None:
-    pipe.hset(KEYS, record.id, msgspec.msgpack.encode(record))
-    pipe.incr(KEYS_VERSION)
+    pipe.hset(API_KEYS_KEY, record.id, msgspec.msgpack.encode(record))
+    pipe.incr(API_KEYS_VERSION_KEY)
 
 
 _CHUNK = 1000
@@ -384,14 +420,14 @@ class RedisStore:
 
     def __init__(self, url: str, *, lease_s: float = LEASE_S, timeout_s: float = TIMEOUT_S) -> None:
         """`timeout_s`: how long the server may be silent before it counts as down, for everybody."""
-        self._link = RedisConnection(url, check_layout, timeout_s=timeout_s)
-        self.keys = RedisKeys(self._link)
-        self._leases = GatewayHeartbeats(self._link, lease_s)
+        self._connection = RedisConnection(url, check_layout, timeout_s=timeout_s)
+        self.keys = RedisKeys(self._connection)
+        self._heartbeats = GatewayHeartbeats(self._connection, lease_s)
         with contextlib.suppress(StoreUnavailableError):
             check_server(url)
 
     async def check(self) -> None:
-        await self._leases.check()
+        await self._heartbeats.check()
 
     async def create(
         self,
@@ -402,35 +438,35 @@ class RedisStore:
         claim: Claim | None = None,
     ) -> None:
         async def work(pipe: Pipe) -> None:
-            if await pipe.exists(rows.head_key(conversation.id)):
+            if await pipe.exists(head_key(conversation.id)):
                 raise RuntimeError(f"there is a conversation {conversation.id!r} already")
             await require_free(pipe, conversation.owner, claim)
             await require_parents(pipe, conversation.id, items)
             pipe.multi()
             put_claim(pipe, conversation.owner, claim)
             await self._add(pipe, Head(conversation, 0), items, () if turn is None else (turn,))
-            put_new(pipe, conversation)
+            put_index(pipe, conversation)
 
         await self._change(conversation.id, work, turn, watched_keys(conversation.owner, claim))
 
-    async def claimed(self, owner: str, key: str) -> Claim | None:
-        data = await self._read(lambda client: client.get(rows.claim_key(owner, key)))
-        return rows.claim_of(data) if data is not None else None
+    async def find_claim(self, owner: str, key: str) -> Claim | None:
+        data = await self._read(lambda client: client.get(claim_key(owner, key)))
+        return unpack_claim(data) if data is not None else None
 
     async def get(self, owner: str, conversation_id: str) -> Conversation:
-        key = rows.head_key(conversation_id)
+        key = head_key(conversation_id)
         return (await self._read(lambda client: read_head(client, owner, conversation_id), key)).conversation
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
         return await self._read(lambda client: list_heads(client, owner, limit, after))
 
-    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
-        return await self._read(lambda client: find(client, owner, query, limit, after))
+    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[SearchHit]:
+        return await self._read(lambda client: search(client, owner, query, limit, after))
 
-    async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+    async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
         return await self._read(lambda client: read_ids(client, owner, limit, after))
 
-    async def owners(self) -> Sequence[str]:
+    async def list_owners(self) -> Sequence[str]:
         """Whoever has a conversation, in order. Reads the names of all keys of the server."""
         return await self._read(read_owners)
 
@@ -438,11 +474,11 @@ class RedisStore:
         return await self.keys.list()
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
-        key = rows.head_key(conversation_id)
+        key = head_key(conversation_id)
         return await self._read(lambda client: read_tree(client, owner, conversation_id), key)
 
     async def locate(self, owner: str, member_id: str) -> str:
-        return await self._read(lambda client: find_holder(client, owner, member_id))
+        return await self._read(lambda client: find_conversation_of(client, owner, member_id))
 
     async def append(
         self,
@@ -453,17 +489,17 @@ class RedisStore:
         *,
         active_leaf: str | None = None,
         title: str | None = None,
-        expect: int | None = None,
+        expected_rev: int | None = None,
         claim: Claim | None = None,
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
-            present = await read_head(pipe, owner, conversation_id, expect)
+            present = await read_head(pipe, owner, conversation_id, expected_rev)
             await require_free(pipe, owner, claim)
             await require_parents(pipe, conversation_id, items)
             if active_leaf is not None and active_leaf not in {item.id for item in items}:
                 await require_items(pipe, conversation_id, [active_leaf])
             head = present.conversation
-            changed = grown(head, active_leaf, title)
+            changed = head_after_append(head, active_leaf, title)
             pipe.multi()
             put_claim(pipe, owner, claim)
             await self._add(pipe, Head(changed, present.num_positions), items, () if turn is None else (turn,))
@@ -480,14 +516,14 @@ class RedisStore:
         title: str | None = None,
         active_leaf: str | None = None,
         metadata: Mapping[str, str] | None = None,
-        expect: int | None = None,
+        expected_rev: int | None = None,
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
-            present = await read_head(pipe, owner, conversation_id, expect)
+            present = await read_head(pipe, owner, conversation_id, expected_rev)
             if active_leaf is not None:
                 await require_items(pipe, conversation_id, [active_leaf])
             head = present.conversation
-            changed = revised(head, title=title, active_leaf=active_leaf, metadata=metadata)
+            changed = head_after_update(head, title=title, active_leaf=active_leaf, metadata=metadata)
             pipe.multi()
             await self._add(pipe, Head(changed, present.num_positions), (), ())
             put_title(pipe, head, changed)
@@ -495,84 +531,86 @@ class RedisStore:
 
         return await self._change(conversation_id, work)
 
-    async def edit(
-        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expect: int | None = None
+    async def delete_messages(
+        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expected_rev: int | None = None
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
-            present = await read_head(pipe, owner, conversation_id, expect)
-            placed = await find_items(pipe, conversation_id)
-            changed = replace(revised(present.conversation), active_leaf=edit.active_leaf)
+            present = await read_head(pipe, owner, conversation_id, expected_rev)
+            placed = await read_items(pipe, conversation_id)
+            changed = replace(head_after_update(present.conversation), active_leaf=edit.active_leaf)
             moved = {item.id: item for item in edit.items}
             removed = set(edit.removed_items)
             kept = {each.item.id: each for each in placed if each.item.id not in removed}
             gone = [each.item.id for each in placed if each.item.id in removed]
             pipe.multi()
-            take_out(pipe, rows.items_key(conversation_id), gone)
-            take_out(pipe, rows.turns_key(conversation_id), edit.removed_turns)
+            remove_members(pipe, items_key(conversation_id), gone)
+            remove_members(pipe, turns_key(conversation_id), edit.removed_turns)
             for position, item in (kept[name] for name in moved if name in kept):
                 now = replace(item, parent_id=moved[item.id].parent_id, token_ids=moved[item.id].token_ids)
-                pipe.hset(rows.items_key(conversation_id), item.id, rows.pack_item(Placed(position, now)))
+                pipe.hset(items_key(conversation_id), item.id, pack_item(PositionedItem(position, now)))
             await self._add(pipe, Head(changed, present.num_positions), (), edit.turns)
             texts = (changed.title, *(each.item.text for each in kept.values()))
-            words = await read_computed(sum(map(len, texts)), lambda: rows.words_of(texts))
-            pipe.set(rows.words_key(conversation_id), words)
+            words = await run_computation(sum(map(len, texts)), lambda: index_words(texts))
+            pipe.set(words_key(conversation_id), words)
             return changed
 
-        return await self._change(conversation_id, work, is_patient=True)
+        return await self._change(conversation_id, work, is_slow=True)
 
-    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
-        async def work(pipe: Pipe) -> Merged:
-            stored = await pipe.get(rows.head_key(conversation.id))
+    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> MergeResult:
+        async def work(pipe: Pipe) -> MergeResult:
+            stored = await pipe.get(head_key(conversation.id))
             present = None if stored is None else await read_head(pipe, conversation.owner, conversation.id)
             new_items = await find_missing(pipe, conversation.id, items)
             new_turns = await find_missing(pipe, conversation.id, turns)
             await require_parents(pipe, conversation.id, new_items)
             head = conversation if present is None else present.conversation
             if present is not None and (new_items or new_turns):
-                head = grown(head, conversation.active_leaf)
+                head = head_after_append(head, conversation.active_leaf)
             pipe.multi()
             if present is None or head is not present.conversation:
                 await self._add(pipe, Head(head, present.num_positions if present else 0), new_items, new_turns)
             if present is None:
-                put_new(pipe, head)
-            return Merged(head, present is None, len(new_items), len(new_turns))
+                put_index(pipe, head)
+            return MergeResult(head, present is None, len(new_items), len(new_turns))
 
-        watched = [rows.at_key(each) for each in ids_of(items, turns)]
-        return await self._change(conversation.id, work, watched=watched, is_patient=True)
+        watched = [member_key(each) for each in member_ids(items, turns)]
+        return await self._change(conversation.id, work, watched=watched, is_slow=True)
 
-    async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None:
+    async def delete(self, owner: str, conversation_id: str, *, expected_rev: int | None = None) -> None:
         async def work(pipe: Pipe) -> None:
-            await read_head(pipe, owner, conversation_id, expect)
-            items: list[bytes] = await pipe.hkeys(rows.items_key(conversation_id))
-            turns: list[bytes] = await pipe.hkeys(rows.turns_key(conversation_id))
+            await read_head(pipe, owner, conversation_id, expected_rev)
+            items: list[bytes] = await pipe.hkeys(items_key(conversation_id))
+            turns: list[bytes] = await pipe.hkeys(turns_key(conversation_id))
             pipe.multi()
-            take_out(pipe, rows.items_key(conversation_id), items)
-            take_out(pipe, rows.turns_key(conversation_id), turns)
-            pipe.delete(rows.head_key(conversation_id), rows.words_key(conversation_id))
-            pipe.zrem(rows.list_key(owner), conversation_id)
-            pipe.zrem(rows.ids_key(owner), conversation_id)
+            remove_members(pipe, items_key(conversation_id), items)
+            remove_members(pipe, turns_key(conversation_id), turns)
+            pipe.delete(head_key(conversation_id), words_key(conversation_id))
+            pipe.zrem(list_key(owner), conversation_id)
+            pipe.zrem(ids_key(owner), conversation_id)
             if turns:
-                pipe.hdel(rows.RUNNING, *turns)
+                pipe.hdel(RUNNING_KEY, *turns)
 
-        await self._change(conversation_id, work, is_patient=True)
+        await self._change(conversation_id, work, is_slow=True)
 
-    async def hand_over(self, owner: str, to: str) -> Handed:
+    async def assign_owner(self, owner: str, to: str) -> OwnerAssignment:
         """One conversation after the other: what is done when this is cut short stays done."""
-        handed, after = Handed(), None
-        while names := await self.ids(owner, _CHUNK, after):
+        handed, after = OwnerAssignment(), None
+        while names := await self.list_ids(owner, _CHUNK, after):
             after = names[-1]
             for name in names:
-                done = await self._change(name, partial(hand_over, conversation_id=name, owner=owner, to=to))
-                handed = Handed(handed.num_conversations + done.num_conversations, handed.num_busy + done.num_busy)
+                done = await self._change(name, partial(assign_owner, conversation_id=name, owner=owner, to=to))
+                handed = OwnerAssignment(
+                    handed.num_conversations + done.num_conversations, handed.num_busy + done.num_busy
+                )
         return handed
 
     async def close(self) -> None:
-        await self._leases.close()
-        await self._link.close()
+        await self._heartbeats.close()
+        await self._connection.close()
 
     async def _read(self, work: Callable[[Client], Awaitable[Result]], order: str = "") -> Result:
-        self._leases.begin()
-        return await self._link.run(work, order=order)
+        self._heartbeats.start()
+        return await self._connection.run(work, order=order)
 
     async def _change(
         self,
@@ -581,34 +619,34 @@ class RedisStore:
         turn: Turn | None = None,
         watched: Sequence[str] = (),
         *,
-        is_patient: bool = False,
+        is_slow: bool = False,
     ) -> Result:
         """Change one conversation, all or nothing. `turn`: a response that this stores."""
-        self._leases.begin()
-        self._leases.expect(turn)
-        key = rows.head_key(conversation_id)
+        self._heartbeats.start()
+        self._heartbeats.register(turn)
+        key = head_key(conversation_id)
         try:
-            result = await self._link.transact((key, *watched), work, order=key, is_patient=is_patient)
+            result = await self._connection.transact((key, *watched), work, order=key, is_slow=is_slow)
         except (ChatcacheError, RuntimeError):
-            self._leases.settled(turn, stored=False)
+            self._heartbeats.confirm(turn, stored=False)
             raise
-        self._leases.settled(turn, stored=True)
+        self._heartbeats.confirm(turn, stored=True)
         return result
 
     async def _add(self, pipe: Pipe, head: Head, items: Sequence[Item], turns: Sequence[Turn]) -> None:
         """Store the head, behind what it had these messages, and these responses."""
         name, first = head.conversation.id, head.num_positions
-        pipe.set(rows.head_key(name), rows.pack_head(Head(head.conversation, first + len(items))))
-        pipe.zadd(rows.list_key(head.conversation.owner), {name: head.conversation.updated_at})
+        pipe.set(head_key(name), pack_head(Head(head.conversation, first + len(items))))
+        pipe.zadd(list_key(head.conversation.owner), {name: head.conversation.updated_at})
         if items:
-            placed, words = await read_computed(sum(len(i.text) for i in items), lambda: pack_item(items, first))
-            pipe.hset(rows.items_key(name), mapping=placed)
-            pipe.append(rows.words_key(name), words)
+            placed, words = await run_computation(sum(len(i.text) for i in items), lambda: pack_items(items, first))
+            pipe.hset(items_key(name), mapping=placed)
+            pipe.append(words_key(name), words)
         for turn in turns:
-            pipe.hset(rows.turns_key(name), turn.id, rows.pack_turn(turn))
-            self._leases.put(pipe, name, turn)
+            pipe.hset(turns_key(name), turn.id, pack_turn(turn))
+            self._heartbeats.record(pipe, name, turn)
         if items or turns:
-            pipe.mset({rows.at_key(each): name for each in ids_of(items, turns)})
+            pipe.mset({member_key(each): name for each in member_ids(items, turns)})
 
 
 def check_server(url: str) -> None:
@@ -616,20 +654,20 @@ def check_server(url: str) -> None:
 
     Raises: StoreUnusableError, StoreUnavailableError; each says why.
     """
-    found = probe_server(url, rows.SCHEMA)
+    found = probe_server(url, SCHEMA_KEY)
     if found is not None:
         _check_version(found)
 
 
 async def check_layout(client: Client) -> None:
     """Leave the version of the layout, or find one. Raises: StoreUnusableError."""
-    await client.set(rows.SCHEMA, rows.VERSION, nx=True)
-    _check_version(await client.get(rows.SCHEMA))
+    await client.set(SCHEMA_KEY, VERSION, nx=True)
+    _check_version(await client.get(SCHEMA_KEY))
 
 
 def _check_version(found: bytes) -> None:
-    if not found.isdigit() or int(found) > rows.VERSION:
+    if not found.isdigit() or int(found) > VERSION:
         said = found[:20].decode("ascii", "replace")
         raise StoreUnusableError(
-            f"the Redis server was written by a newer chatcache (layout {said}, this one knows {rows.VERSION})"
+            f"the Redis server was written by a newer chatcache (layout {said}, this one knows {VERSION})"
         )

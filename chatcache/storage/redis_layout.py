@@ -25,16 +25,16 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from chatcache.conversations.search import SearchQuery, folded
+from chatcache.conversations.search import SearchQuery, fold_words
 from chatcache.conversations.store import Claim
 from chatcache.conversations.tree import Conversation, Item, Turn
 
 PREFIX = "chatcache:"
-SCHEMA = f"{PREFIX}schema"
-RUNNING = f"{PREFIX}running"
-KEYS = f"{PREFIX}{{keys}}"
-KEYS_VERSION = f"{KEYS}:version"
-IDS = f"{PREFIX}ids:"
+SCHEMA_KEY = f"{PREFIX}schema"
+RUNNING_KEY = f"{PREFIX}running"
+API_KEYS_KEY = f"{PREFIX}{{keys}}"
+API_KEYS_VERSION_KEY = f"{API_KEYS_KEY}:version"
+IDS_PREFIX = f"{PREFIX}ids:"
 VERSION = 1
 
 
@@ -45,7 +45,7 @@ class Head(NamedTuple):
     num_positions: int
 
 
-class Placed(NamedTuple):
+class PositionedItem(NamedTuple):
     """A message, and its position among all of its conversation."""
 
     position: int
@@ -74,7 +74,7 @@ def words_key(conversation_id: str) -> str:
     return f"{PREFIX}{{{conversation_id}}}:words"
 
 
-def at_key(member_id: str) -> str:
+def member_key(member_id: str) -> str:
     return f"{PREFIX}at:{member_id}"
 
 
@@ -83,12 +83,12 @@ def list_key(owner: str) -> str:
 
 
 def ids_key(owner: str) -> str:
-    return f"{IDS}{{{_named(owner)}}}"
+    return f"{IDS_PREFIX}{{{_named(owner)}}}"
 
 
-def owner_of_ids(key: str) -> str:
+def owner_from_ids_key(key: str) -> str:
     """Whose `ids_key` this is."""
-    return unquote(key[len(IDS) + 3 : -1])
+    return unquote(key[len(IDS_PREFIX) + 3 : -1])
 
 
 def claim_key(owner: str, key: str) -> str:
@@ -112,16 +112,16 @@ def pack_head(head: Head) -> bytes:
     return msgspec.msgpack.encode(tuple(head))
 
 
-def head_of(data: bytes) -> Head:
+def unpack_head(data: bytes) -> Head:
     return Head(*_HEAD.decode(data))
 
 
-def pack_item(placed: Placed) -> bytes:
+def pack_item(placed: PositionedItem) -> bytes:
     return msgspec.msgpack.encode(tuple(placed))
 
 
-def item_of(data: bytes) -> Placed:
-    return Placed(*_ITEM.decode(data))
+def unpack_item(data: bytes) -> PositionedItem:
+    return PositionedItem(*_ITEM.decode(data))
 
 
 def pack_turn(turn: Turn) -> bytes:
@@ -129,7 +129,7 @@ def pack_turn(turn: Turn) -> bytes:
     return msgspec.msgpack.encode((replace(turn, echo={}), msgspec.json.encode(turn.echo)))
 
 
-def turn_of(data: bytes) -> Turn:
+def unpack_turn(data: bytes) -> Turn:
     turn, echo = _TURN.decode(data)
     return replace(turn, echo=msgspec.json.decode(echo))
 
@@ -138,16 +138,16 @@ def pack_claim(claim: Claim) -> bytes:
     return msgspec.msgpack.encode(claim)
 
 
-def claim_of(data: bytes) -> Claim:
+def unpack_claim(data: bytes) -> Claim:
     return _CLAIM.decode(data)
 
 
-def words_of(texts: Iterable[str]) -> str:
+def index_words(texts: Iterable[str]) -> str:
     """The folded words of texts, each between spaces, once per text."""
-    return "".join(f" {' '.join(dict.fromkeys(folded(text).split()))} " for text in texts if text)
+    return "".join(f" {' '.join(dict.fromkeys(fold_words(text).split()))} " for text in texts if text)
 
 
-def may_match(query: SearchQuery, words: str) -> bool:
+def can_match(query: SearchQuery, words: str) -> bool:
     """Whether a conversation with these words could have a text that the query finds."""
     *whole, last = (word for phrase in query.phrases for word in phrase)
     return all(f" {word} " in words for word in whole) and f" {last}" in words

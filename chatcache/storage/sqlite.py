@@ -16,60 +16,72 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from chatcache.auth import KEEP_USAGE_DAYS, WRITER, KeyRecord
-from chatcache.conversations.search import Hit, SearchQuery
+from chatcache.auth import USAGE_RETENTION_DAYS, WRITER_PREFIX, KeyRecord
+from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.store import (
-    KEEP_CLAIMS_S,
+    CLAIM_TTL_S,
     Claim,
-    Handed,
     IdempotencyConflictError,
-    Merged,
+    MergeResult,
+    OwnerAssignment,
     StaleRevisionError,
-    read_cursor,
+    StoreUnusableError,
+    decode_cursor,
 )
-from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn, grown, revised
+from chatcache.conversations.tree import (
+    Conversation,
+    ConversationTree,
+    Item,
+    MessageDeletion,
+    Turn,
+    head_after_append,
+    head_after_update,
+)
 from chatcache.errors import NotFoundError
 from chatcache.storage.sqlite_schema import (
-    CONVERSATION,
-    ITEM,
-    TURN,
-    conversation_of,
-    find,
-    hand_over,
+    CONVERSATION_COLUMNS,
+    ITEM_COLUMNS,
+    MIGRATIONS,
+    TURN_COLUMNS,
+    assign_owner,
     index_item,
     index_title,
     insert_conversation,
     insert_item,
-    item_of,
-    listing,
+    list_condition,
     move_item,
+    open_error,
     prepare,
     prepare_reader,
     put_turn,
-    turn_of,
-    unusable,
+    row_to_conversation,
+    row_to_item,
+    row_to_turn,
+    search_conversations,
     update_conversation,
 )
 from chatcache.storage.sqlite_writer import SqliteWriter
 
 
-def read_head(db: sqlite3.Connection, owner: str, conversation_id: str, expect: int | None = None) -> Conversation:
+def read_head(
+    db: sqlite3.Connection, owner: str, conversation_id: str, expected_rev: int | None = None
+) -> Conversation:
     row = db.execute(
-        f"SELECT {CONVERSATION} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
+        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
     ).fetchone()
     if row is None:
         raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
-    found = conversation_of(row)
-    if expect is not None and expect != found.rev:
-        raise StaleRevisionError(found, expect)
+    found = row_to_conversation(row)
+    if expected_rev is not None and expected_rev != found.rev:
+        raise StaleRevisionError(found, expected_rev)
     return found
 
 
-def find_item(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[float, str] | None:
+def resolve_cursor(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[float, str] | None:
     """Where in the list `after` is. Raises: NotFoundError."""
     if after is None:
         return None
-    found = read_cursor(after)
+    found = decode_cursor(after)
     if found is None:
         present = read_head(db, owner, after)
         return present.updated_at, present.id
@@ -77,9 +89,11 @@ def find_item(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[fl
 
 
 def list_heads(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
-    where, values = listing(owner, find_item(db, owner, after))
-    query = f"SELECT {CONVERSATION} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC LIMIT :limit"
-    return tuple(conversation_of(row) for row in db.execute(query, values | {"limit": limit}))
+    where, values = list_condition(owner, resolve_cursor(db, owner, after))
+    query = (
+        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC LIMIT :limit"
+    )
+    return tuple(row_to_conversation(row) for row in db.execute(query, values | {"limit": limit}))
 
 
 def read_ids(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[str]:
@@ -89,12 +103,14 @@ def read_ids(db: sqlite3.Connection, owner: str, limit: int, after: str | None) 
 
 def read_tree(db: sqlite3.Connection, owner: str, conversation_id: str) -> ConversationTree:
     found = read_head(db, owner, conversation_id)
-    items = db.execute(f"SELECT {ITEM} FROM items WHERE conversation_id = ? ORDER BY position", (conversation_id,))
-    turns = db.execute(f"SELECT {TURN} FROM turns WHERE conversation_id = ?", (conversation_id,))
-    return ConversationTree(found, map(item_of, items), map(turn_of, turns))
+    items = db.execute(
+        f"SELECT {ITEM_COLUMNS} FROM items WHERE conversation_id = ? ORDER BY position", (conversation_id,)
+    )
+    turns = db.execute(f"SELECT {TURN_COLUMNS} FROM turns WHERE conversation_id = ?", (conversation_id,))
+    return ConversationTree(found, map(row_to_item, items), map(row_to_turn, turns))
 
 
-def find_holder(db: sqlite3.Connection, owner: str, member_id: str) -> str:
+def find_conversation_of(db: sqlite3.Connection, owner: str, member_id: str) -> str:
     row = db.execute(
         "SELECT c.id FROM conversations c JOIN (SELECT conversation_id FROM items WHERE id = :member UNION "
         "SELECT conversation_id FROM turns WHERE id = :member) m ON m.conversation_id = c.id WHERE c.owner = :owner",
@@ -106,7 +122,7 @@ def find_holder(db: sqlite3.Connection, owner: str, member_id: str) -> str:
     return found
 
 
-def owners(db: sqlite3.Connection) -> Sequence[str]:
+def read_owners(db: sqlite3.Connection) -> Sequence[str]:
     """Whoever has a conversation, in order."""
     return tuple(owner for (owner,) in db.execute("SELECT DISTINCT owner FROM conversations ORDER BY owner"))
 
@@ -131,7 +147,7 @@ def put_claim(db: sqlite3.Connection, owner: str, claim: Claim | None) -> None:
     db.execute("DELETE FROM claims WHERE expires_at <= ?", (now,))
     db.execute(
         "INSERT INTO claims (owner, key, digest, target, expires_at) VALUES (?, ?, ?, ?, ?)",
-        (owner, claim.key, claim.digest, claim.target, now + KEEP_CLAIMS_S),
+        (owner, claim.key, claim.digest, claim.target, now + CLAIM_TTL_S),
     )
 
 
@@ -176,7 +192,7 @@ class SqliteKeys:
 
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
         rows = [(day, key_id, count) for key_id, count in tokens.items()]
-        mark = (day, WRITER + writer, number)
+        mark = (day, WRITER_PREFIX + writer, number)
 
         def job(db: sqlite3.Connection) -> None:
             if db.execute("SELECT 1 FROM usage WHERE day = ? AND key_id = ? AND tokens >= ?", mark).fetchone():
@@ -187,13 +203,13 @@ class SqliteKeys:
                 " ON CONFLICT (day, key_id) DO UPDATE SET tokens = tokens + excluded.tokens",
                 rows,
             )
-            db.execute("DELETE FROM usage WHERE day < ?", (day - KEEP_USAGE_DAYS,))
+            db.execute("DELETE FROM usage WHERE day < ?", (day - USAGE_RETENTION_DAYS,))
 
         await self._writer.run(job)
 
     async def usage(self, day: int) -> Mapping[str, int]:
         query = "SELECT key_id, tokens FROM usage WHERE day = ? AND key_id NOT LIKE ?"
-        return await self._writer.run(lambda db: dict(db.execute(query, (day, f"{WRITER}%")).fetchall()))
+        return await self._writer.run(lambda db: dict(db.execute(query, (day, f"{WRITER_PREFIX}%")).fetchall()))
 
 
 def list_keys(db: sqlite3.Connection) -> Sequence[KeyRecord]:
@@ -211,16 +227,16 @@ class SqliteStore:
     Raises: StoreUnusableError naming the file and the reason.
     """
 
-    def __init__(self, path: Path | str, *, beside_server: bool = False) -> None:
-        """`beside_server`: a server may have the file open, and responses under way in it."""
+    def __init__(self, path: Path | str, *, server_may_run: bool = False) -> None:
+        """`server_may_run`: a server may have the file open, and responses under way in it."""
         try:
             self._writer = SqliteWriter(
-                path, lambda connection: prepare(connection, Path(path), ends_running=not beside_server)
+                path, lambda connection: prepare(connection, Path(path), end_running=not server_may_run)
             )
             # Searching may read much: beside the writer, of which it sees all that is acknowledged.
             self._reader = SqliteWriter(path, prepare_reader, begin="BEGIN")
         except sqlite3.Error as error:
-            raise unusable(Path(path), error) from error
+            raise open_error(Path(path), error) from error
         self.keys = SqliteKeys(self._writer)
 
     async def check(self) -> None:
@@ -242,7 +258,7 @@ class SqliteStore:
 
         await self._writer.run(job)
 
-    async def claimed(self, owner: str, key: str) -> Claim | None:
+    async def find_claim(self, owner: str, key: str) -> Claim | None:
         return await self._writer.run(lambda db: find_claim(db, owner, key))
 
     async def get(self, owner: str, conversation_id: str) -> Conversation:
@@ -251,17 +267,19 @@ class SqliteStore:
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
         return await self._writer.run(lambda db: list_heads(db, owner, limit, after))
 
-    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[Hit]:
-        return await self._reader.run(lambda db: find(db, owner, query, limit, find_item(db, owner, after)))
+    async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[SearchHit]:
+        return await self._reader.run(
+            lambda db: search_conversations(db, owner, query, limit, resolve_cursor(db, owner, after))
+        )
 
-    async def ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+    async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
         return await self._reader.run(lambda db: read_ids(db, owner, limit, after))
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
         return await self._writer.run(lambda db: read_tree(db, owner, conversation_id))
 
     async def locate(self, owner: str, member_id: str) -> str:
-        return await self._writer.run(lambda db: find_holder(db, owner, member_id))
+        return await self._writer.run(lambda db: find_conversation_of(db, owner, member_id))
 
     async def append(
         self,
@@ -272,16 +290,16 @@ class SqliteStore:
         *,
         active_leaf: str | None = None,
         title: str | None = None,
-        expect: int | None = None,
+        expected_rev: int | None = None,
         claim: Claim | None = None,
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
-            head = read_head(db, owner, conversation_id, expect)
+            head = read_head(db, owner, conversation_id, expected_rev)
             put_claim(db, owner, claim)
             _add(db, conversation_id, items, () if turn is None else (turn,))
             if active_leaf is not None:
                 _require_item(db, conversation_id, active_leaf)
-            return _store_change(db, head, grown(head, active_leaf, title))
+            return _store_change(db, head, head_after_append(head, active_leaf, title))
 
         return await self._writer.run(job)
 
@@ -293,41 +311,41 @@ class SqliteStore:
         title: str | None = None,
         active_leaf: str | None = None,
         metadata: Mapping[str, str] | None = None,
-        expect: int | None = None,
+        expected_rev: int | None = None,
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
-            head = read_head(db, owner, conversation_id, expect)
+            head = read_head(db, owner, conversation_id, expected_rev)
             if active_leaf is not None:
                 _require_item(db, conversation_id, active_leaf)
-            changed = revised(head, title=title, active_leaf=active_leaf, metadata=metadata)
+            changed = head_after_update(head, title=title, active_leaf=active_leaf, metadata=metadata)
             return _store_change(db, head, changed)
 
         return await self._writer.run(job)
 
-    async def edit(
-        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expect: int | None = None
+    async def delete_messages(
+        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expected_rev: int | None = None
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
-            head = read_head(db, owner, conversation_id, expect)
+            head = read_head(db, owner, conversation_id, expected_rev)
             _edit(db, conversation_id, edit)
-            return _store_change(db, head, replace(revised(head), active_leaf=edit.active_leaf))
+            return _store_change(db, head, replace(head_after_update(head), active_leaf=edit.active_leaf))
 
         return await self._writer.run(job)
 
-    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+    async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> MergeResult:
         return await self._writer.run(lambda db: _merge(db, conversation, items, turns))
 
-    async def delete(self, owner: str, conversation_id: str, *, expect: int | None = None) -> None:
+    async def delete(self, owner: str, conversation_id: str, *, expected_rev: int | None = None) -> None:
         def job(db: sqlite3.Connection) -> None:
-            read_head(db, owner, conversation_id, expect)
+            read_head(db, owner, conversation_id, expected_rev)
             # Items point at each other; their order of removal is settled by checking at commit.
             db.execute("PRAGMA defer_foreign_keys = ON")
             db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
 
         await self._writer.run(job)
 
-    async def hand_over(self, owner: str, to: str) -> Handed:
-        return await self._writer.run(lambda db: hand_over(db, owner, to))
+    async def assign_owner(self, owner: str, to: str) -> OwnerAssignment:
+        return await self._writer.run(lambda db: assign_owner(db, owner, to))
 
     async def close(self) -> None:
         await asyncio.to_thread(self._reader.close)
@@ -359,7 +377,9 @@ def _edit(db: sqlite3.Connection, conversation_id: str, edit: MessageDeletion) -
         put_turn(db, conversation_id, turn)
 
 
-def _merge(db: sqlite3.Connection, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> Merged:
+def _merge(
+    db: sqlite3.Connection, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]
+) -> MergeResult:
     holder = db.execute("SELECT owner FROM conversations WHERE id = ?", (conversation.id,)).fetchone()
     if holder is None:
         _create(db, conversation)
@@ -370,8 +390,8 @@ def _merge(db: sqlite3.Connection, conversation: Conversation, items: Sequence[I
     new_turns = [turn for turn in turns if not _is_held(db, "turns", head.id, turn.id)]
     _add(db, head.id, new_items, new_turns)
     if holder is not None and (new_items or new_turns):
-        head = _store_change(db, head, grown(head, conversation.active_leaf))
-    return Merged(head, holder is None, len(new_items), len(new_turns))
+        head = _store_change(db, head, head_after_append(head, conversation.active_leaf))
+    return MergeResult(head, holder is None, len(new_items), len(new_turns))
 
 
 def _is_held(db: sqlite3.Connection, table: str, conversation_id: str, member_id: str) -> bool:
@@ -394,3 +414,89 @@ def _store_change(db: sqlite3.Connection, head: Conversation, changed: Conversat
     if changed.title != head.title:
         index_title(db, head.id, changed.title)
     return changed
+
+
+_BACKUP_BUSY_S = 30.0
+
+
+def back_up(path: Path, copy: Path) -> int:
+    """Copy the file as it is at one moment into `copy`, a new file, and read that through. Returns its bytes.
+
+    Writers go on meanwhile. Raises: StoreUnusableError saying which of the two is wrong, and how.
+    """
+    source = open_to_read(path)
+    try:
+        target = sqlite3.connect(copy)
+        try:
+            source.backup(target)  # one step, in one read transaction: a writer's commits do not start it anew
+            target.execute("PRAGMA journal_mode = DELETE")  # one file, which needs no other beside it
+            _check_copy(target, copy)
+        finally:
+            target.close()
+    except sqlite3.Error as error:
+        raise StoreUnusableError(f"{path} cannot be backed up: {error}") from error
+    finally:
+        source.close()
+    return copy.stat().st_size
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing.
+
+    Raises: StoreUnusableError for what is no file of ours, or a newer version's.
+    """
+    if not path.is_file():
+        raise StoreUnusableError(f"{path}: there is no such file")
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_BACKUP_BUSY_S, isolation_level=None)
+    try:
+        version: int = db.execute("PRAGMA user_version").fetchone()[0]
+        has_conversations = db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'conversations'").fetchone()
+    except sqlite3.Error as error:
+        db.close()
+        raise StoreUnusableError(f"{path}: {error}") from error
+    if version > len(MIGRATIONS) or not has_conversations:
+        db.close()
+        reason = f"was written by a newer chatcache (schema {version})" if has_conversations else "has no conversations"
+        raise StoreUnusableError(f"{path} {reason}")
+    return db
+
+
+class SqliteSnapshot:
+    """`archive.ConversationSource`: the file as it is when this opens, whatever a server writes from then on.
+
+    Raises: StoreUnusableError, also for the file of an older version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._db = open_to_read(path)
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version != len(MIGRATIONS):
+            self._db.close()
+            raise StoreUnusableError(
+                f"{path} is of an older chatcache (schema {version}): `chatcache serve` brings it up"
+            )
+        self._db.execute("BEGIN")
+        self._db.execute("SELECT 1 FROM conversations").fetchone()  # from here on it stands still
+
+    async def key_records(self) -> Sequence[KeyRecord]:
+        return list_keys(self._db)
+
+    async def list_owners(self) -> Sequence[str]:
+        return read_owners(self._db)
+
+    async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+        return read_ids(self._db, owner, limit, after)
+
+    async def load(self, owner: str, conversation_id: str) -> ConversationTree:
+        return read_tree(self._db, owner, conversation_id)
+
+    async def close(self) -> None:
+        self._db.close()
+
+
+def _check_copy(db: sqlite3.Connection, copy: Path) -> None:
+    found = [row[0] for row in db.execute("PRAGMA integrity_check_copy(3)")]
+    astray = db.execute("PRAGMA foreign_key_check").fetchone()
+    if found != ["ok"] or astray is not None:
+        detail = " ".join(" ".join(found).split()) if found != ["ok"] else f"a row of {astray[0]} refers to none"
+        raise StoreUnusableError(f"the copy is damaged, and so is what it was made of ({detail})")

@@ -25,21 +25,29 @@ from typing import Any
 
 import msgspec
 
-from chatcache.conversations.search import NUM_COMPARED, BestItem, Hit, SearchQuery, best_of, folded, hit_of
-from chatcache.conversations.store import Handed, StoreUnusableError
+from chatcache.conversations.search import (
+    MAX_COMPARED_MESSAGES,
+    MessageMatch,
+    SearchHit,
+    SearchQuery,
+    best_message,
+    fold_words,
+    make_hit,
+)
+from chatcache.conversations.store import OwnerAssignment, StoreUnusableError
 from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Conversation, Item, ReplyParts, Turn, Usage
 
 Row = Any  # a tuple as sqlite3 returns it
 
-CONVERSATION = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
-ITEM = "id, parent_id, role, text, token_ids, response_id, idx, status, finish_reason, created_at, parts"
-TURN = (
+CONVERSATION_COLUMNS = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
+ITEM_COLUMNS = "id, parent_id, role, text, token_ids, response_id, idx, status, finish_reason, created_at, parts"
+TURN_COLUMNS = (
     "id, parent_id, model, created_at, base_item_id, prompt_ids, instructions, previous_response_id, status, "
     "usage, echo"
 )
 
 
-def listing(owner: str, after: tuple[float, str] | None) -> tuple[str, dict[str, Any]]:
+def list_condition(owner: str, after: tuple[float, str] | None) -> tuple[str, dict[str, Any]]:
     """The condition, and its values, of an owner's conversations that come later in a list than a place in it."""
     if after is None:
         return "owner = :owner", {"owner": owner}
@@ -49,7 +57,7 @@ def listing(owner: str, after: tuple[float, str] | None) -> tuple[str, dict[str,
 
 def insert_conversation(db: sqlite3.Connection, c: Conversation) -> None:
     db.execute(
-        f"INSERT INTO conversations ({CONVERSATION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (c.id, c.owner, c.created_at, c.updated_at, c.title, c.active_leaf, c.rev, json.dumps(dict(c.metadata))),
     )
 
@@ -67,7 +75,8 @@ def insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> int
     row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
     row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
     position: int = db.execute(
-        f"INSERT INTO items (conversation_id, {ITEM}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING position",
+        f"INSERT INTO items (conversation_id, {ITEM_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+        "RETURNING position",
         (conversation_id, *row, *row_end),
     ).fetchone()[0]
     return position
@@ -88,33 +97,33 @@ def put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
     row = (turn.id, turn.parent_id, turn.model, turn.created_at, turn.base_item_id, _pack(turn.prompt_ids))
     row_end = (turn.instructions, turn.previous_response_id, turn.status, usage, echo)
     db.execute(
-        f"INSERT OR REPLACE INTO turns (conversation_id, {TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT OR REPLACE INTO turns (conversation_id, {TURN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (conversation_id, *row, *row_end),
     )
 
 
-def hand_over(db: sqlite3.Connection, owner: str, to: str) -> Handed:
+def assign_owner(db: sqlite3.Connection, owner: str, to: str) -> OwnerAssignment:
     """Give an owner's conversations another one, but for those with a response under way."""
     is_busy = "EXISTS (SELECT 1 FROM turns WHERE conversation_id = conversations.id AND status = :running)"
     values = {"owner": owner, "to": to, "running": IN_PROGRESS}
     where = "WHERE owner = :owner AND"
     num_busy: int = db.execute(f"SELECT count(*) FROM conversations {where} {is_busy}", values).fetchone()[0]
     moved = db.execute(f"UPDATE conversations SET owner = :to {where} NOT {is_busy}", values)
-    return Handed(moved.rowcount, num_busy)
+    return OwnerAssignment(moved.rowcount, num_busy)
 
 
-def conversation_of(row: Row) -> Conversation:
+def row_to_conversation(row: Row) -> Conversation:
     values = (*row[:7], json.loads(row[7]))
     return Conversation(*values)
 
 
-def item_of(row: Row) -> Item:
+def row_to_item(row: Row) -> Item:
     parts = msgspec.json.decode(row[10], type=ReplyParts)
     values = (*row[:4], _unpack(row[4]), *row[5:10], parts)
     return Item(*values)
 
 
-def turn_of(row: Row) -> Turn:
+def row_to_turn(row: Row) -> Turn:
     usage = msgspec.json.decode(row[9], type=Usage) if row[9] is not None else None
     values = (*row[:5], _unpack(row[5]), *row[6:9], usage, msgspec.json.decode(row[10]))
     return Turn(*values)
@@ -148,7 +157,7 @@ _NEWEST = f"""
         SELECT i.position, row_number() OVER (PARTITION BY i.conversation_id ORDER BY i.position DESC) AS age
         FROM item_words w JOIN items i ON i.position = w.rowid
         WHERE item_words MATCH :words AND i.conversation_id IN ({{names}})
-    ) m JOIN items i ON i.position = m.position WHERE m.age <= {NUM_COMPARED} ORDER BY i.position DESC
+    ) m JOIN items i ON i.position = m.position WHERE m.age <= {MAX_COMPARED_MESSAGES} ORDER BY i.position DESC
 """
 
 
@@ -200,56 +209,56 @@ def index_title(db: sqlite3.Connection, conversation_id: str, title: str) -> Non
         _put(db, "title_words", row[0], title)
 
 
-def find(
+def search_conversations(
     db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
-) -> Sequence[Hit]:
+) -> Sequence[SearchHit]:
     """The conversations that match, by last change, newest first."""
     if not query.phrases:
         return ()
     if not is_indexed(db):
         return _scan(db, owner, query, limit, after)
     values: dict[str, Any] = {"words": _expression(query)}
-    where, more = listing(owner, after)
+    where, more = list_condition(owner, after)
     rows = db.execute(
-        f"SELECT {CONVERSATION} FROM conversations WHERE {where} AND id IN ({_MATCHES}) "
+        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} AND id IN ({_MATCHES}) "
         "ORDER BY updated_at DESC, id DESC LIMIT :limit",
         values | more | {"limit": limit},
     )
-    heads = {row[0]: conversation_of(row) for row in rows}
+    heads = {row[0]: row_to_conversation(row) for row in rows}
     names = ", ".join(f":id{number}" for number in range(len(heads)))
     items = db.execute(_NEWEST.format(names=names), values | {f"id{number}": each for number, each in enumerate(heads)})
     best = _best_items(items, query)
-    return tuple(hit_of(head, query, best.get(head.id)) for head in heads.values())
+    return tuple(make_hit(head, query, best.get(head.id)) for head in heads.values())
 
 
 def _scan(
     db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
-) -> Sequence[Hit]:
+) -> Sequence[SearchHit]:
     """The same without an index."""
-    where, values = listing(owner, after)
-    hits: list[Hit] = []
+    where, values = list_condition(owner, after)
+    hits: list[SearchHit] = []
     for row in db.execute(
-        f"SELECT {CONVERSATION} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC", values
+        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC", values
     ):
-        head = conversation_of(row)
+        head = row_to_conversation(row)
         items = db.execute(
             "SELECT conversation_id, id, role, text FROM items WHERE conversation_id = ? ORDER BY position DESC",
             (head.id,),
         )
         best = _best_items(items, query).get(head.id)
         if best is not None or query.find(head.title) is not None:
-            hits.append(hit_of(head, query, best))
+            hits.append(make_hit(head, query, best))
         if len(hits) == limit:
             break
     return tuple(hits)
 
 
-def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, BestItem | None]:
+def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, MessageMatch | None]:
     """By conversation the message that matches best of the newest that match; rows come newest first."""
     by_conversation: dict[str, list[tuple[str, str, str]]] = {}
     for conversation_id, *item in rows:
         by_conversation.setdefault(conversation_id, []).append((item[0], item[1], item[2]))
-    return {name: best_of(items, query) for name, items in by_conversation.items()}
+    return {name: best_message(items, query) for name, items in by_conversation.items()}
 
 
 def _expression(query: SearchQuery) -> str:
@@ -258,7 +267,7 @@ def _expression(query: SearchQuery) -> str:
 
 
 def _put(db: sqlite3.Connection, table: str, position: int, text: str) -> None:
-    db.execute(f"INSERT INTO {table} (rowid, words) VALUES (?, ?)", (position, folded(text)))
+    db.execute(f"INSERT INTO {table} (rowid, words) VALUES (?, ?)", (position, fold_words(text)))
 
 
 MAX_CHECKED_BYTES = 2**30
@@ -322,14 +331,14 @@ MIGRATIONS = (
 )
 
 
-def prepare(db: sqlite3.Connection, path: Path, *, ends_running: bool = True) -> None:
-    """Make the file that of a server which starts: up to date, whole, and with nothing under way (`ends_running`).
+def prepare(db: sqlite3.Connection, path: Path, *, end_running: bool = True) -> None:
+    """Make the file that of a server which starts: up to date, whole, and with nothing under way (`end_running`).
 
     Raises: StoreUnusableError for a file of a newer version, or a damaged one.
     """
     migrate(db, path, check=True)
     ensure_index(db, path)
-    if ends_running:
+    if end_running:
         db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
 
 
@@ -405,7 +414,7 @@ def _check_whole(db: sqlite3.Connection, path: Path) -> None:
         raise StoreUnusableError(f"{path} is damaged ({detail}){_INSTEAD}")
 
 
-def unusable(path: Path, error: sqlite3.Error) -> StoreUnusableError:
+def open_error(path: Path, error: sqlite3.Error) -> StoreUnusableError:
     """What SQLite says of a file that it cannot open, and what of it can be seen from here."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if path.is_dir():

@@ -58,23 +58,23 @@ class _Message(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class _Said:
+class _DraftMessage:
     """A message to be: its texts may still grow by further steps of the same answer."""
 
     id: str
-    parent: _Said | None
+    parent: _DraftMessage | None
     role: str
     texts: list[str]
     created_at: float
 
 
 @dataclass(slots=True)
-class _Reading:
+class _ImportState:
     """What has been found so far. `said` maps every node to the message that shows it, or the nearest above."""
 
     started_s: float
-    said: dict[str, _Said | None] = field(default_factory=dict)
-    kept: list[_Said] = field(default_factory=list)
+    said: dict[str, _DraftMessage | None] = field(default_factory=dict)
+    kept: list[_DraftMessage] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
 
 
@@ -88,7 +88,7 @@ def read_chatgpt(data: bytes, owner: str) -> Draft:
         raise InvalidRequestError(f"mapping: at most {MAX_ITEMS} nodes, got {len(export.mapping)}", param="mapping")
     nodes = {node_id: _decoded(raw, _Node, node_id) for node_id, raw in export.mapping.items()}
     created_at = _time(export.create_time, 0.0)
-    reading = _Reading(created_at)
+    reading = _ImportState(created_at)
     _walk(nodes, reading)
     items = tuple(
         Item(
@@ -114,7 +114,7 @@ def read_chatgpt(data: bytes, owner: str) -> Draft:
     return Draft(conversation, items, skipped=dict(reading.skipped))
 
 
-def _walk(nodes: dict[str, _Node], reading: _Reading) -> None:
+def _walk(nodes: dict[str, _Node], reading: _ImportState) -> None:
     """Visit every node below the roots, parents first, siblings in the order that the parent tells."""
     children: dict[str | None, list[str]] = {}
     for node_id, node in nodes.items():
@@ -125,12 +125,12 @@ def _walk(nodes: dict[str, _Node], reading: _Reading) -> None:
             told = {child: at for at, child in enumerate(nodes[parent_id].children)}
             found.sort(key=lambda child, told=told: told.get(child, len(told)))  # type: ignore[misc]
     waiting = [(root, None, False) for root in reversed(children.get(None, []))]
-    stack: list[tuple[str, _Said | None, bool]] = list(waiting)
+    stack: list[tuple[str, _DraftMessage | None, bool]] = list(waiting)
     num_seen = 0
     while stack:
         node_id, above, is_alone = stack.pop()
         num_seen += 1
-        here = _say(node_id, _decoded(nodes[node_id].message, _Message, node_id), above, is_alone, reading)
+        here = _add_node(node_id, _decoded(nodes[node_id].message, _Message, node_id), above, is_alone, reading)
         reading.said[node_id] = here
         below = children.get(node_id, [])
         alone = len(below) == 1 and (is_alone or here is not above)
@@ -140,9 +140,9 @@ def _walk(nodes: dict[str, _Node], reading: _Reading) -> None:
         raise InvalidRequestError(f"mapping: the node {circle[:128]!r} is among its own ancestors", param="mapping")
 
 
-def _say(
-    node_id: str, message: _Message | None, above: _Said | None, is_alone: bool, reading: _Reading
-) -> _Said | None:
+def _add_node(
+    node_id: str, message: _Message | None, above: _DraftMessage | None, is_alone: bool, reading: _ImportState
+) -> _DraftMessage | None:
     """The message that shows this node, or the one above where it shows nothing.
 
     `is_alone`: nothing branches off between the message above and here.
@@ -150,7 +150,7 @@ def _say(
     if message is None:
         return above
     role = message.author.role
-    hidden = _why_hidden(message, above)
+    hidden = _hidden_reason(message, above)
     text = "" if hidden else _text(message.content or {}, reading.skipped)
     if hidden or not text:
         if hidden:
@@ -159,12 +159,12 @@ def _say(
     if role == "assistant" and above is not None and above.role == role and is_alone:
         above.texts.append(text)
         return above
-    said = _Said(node_id, above, role, [text], _time(message.create_time, reading.started_s))
+    said = _DraftMessage(node_id, above, role, [text], _time(message.create_time, reading.started_s))
     reading.kept.append(said)
     return said
 
 
-def _why_hidden(message: _Message, above: _Said | None) -> str | None:
+def _hidden_reason(message: _Message, above: _DraftMessage | None) -> str | None:
     """The name under which a node is skipped, None for one that was shown."""
     role, content = message.author.role, message.content or {}
     if (message.metadata or {}).get("is_visually_hidden_from_conversation") is True:

@@ -19,7 +19,7 @@ import redis.asyncio.connection
 
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import Conversation
-from chatcache.storage import redis_client as redis_link
+from chatcache.storage import redis_client
 from chatcache.storage.redis import RedisStore
 from chatcache.storage.redis_client import RedisConnection
 from tests.chaos import cancelling
@@ -106,7 +106,7 @@ async def test_a_link_that_leaves_replies_behind_would_be_seen(
         return await original(self, *args, **{**kwargs, "disconnect_on_error": False})
 
     monkeypatch.setattr(RedisConnection, "run", run)
-    monkeypatch.setattr(redis_link, "_NUM_CONNECTIONS", 2)
+    monkeypatch.setattr(redis_client, "_NUM_CONNECTIONS", 2)
     monkeypatch.setattr(redis.asyncio.connection.AbstractConnection, "read_response", read_response)
     found = await read_and_leave(server, 300)
     print(found)

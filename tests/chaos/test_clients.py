@@ -13,7 +13,7 @@ import pytest
 
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.conversations.replies.events import ReplyDelta
-from chatcache.conversations.turns import Conversations
+from chatcache.conversations.turns import TurnService
 from chatcache.gateway.api.idempotency import IdempotencyCache
 from chatcache.gateway.responses.events import ResponseFrames
 from tests.chaos import speaker
@@ -97,12 +97,12 @@ def forget_keys(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def store_no_reply(monkeypatch: pytest.MonkeyPatch) -> str:
     """Replies are acknowledged, and not there in the end."""
-    original = Conversations.settle
+    original = TurnService.complete
 
-    async def settle(self: Conversations, conversation: Any, planned: Any, outputs: Any, *more: Any) -> Any:
+    async def settle(self: TurnService, conversation: Any, planned: Any, outputs: Any, *more: Any) -> Any:
         return await original(self, conversation, planned, (), *more)
 
-    monkeypatch.setattr(Conversations, "settle", settle)
+    monkeypatch.setattr(TurnService, "complete", settle)
     return "lost"
 
 

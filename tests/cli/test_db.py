@@ -18,8 +18,7 @@ from chatcache.cli.main import app
 from chatcache.conversations.store import StoreUnusableError
 from chatcache.conversations.tree import Conversation, Item
 from chatcache.errors import ChatcacheError
-from chatcache.storage.sqlite import SqliteStore
-from chatcache.transfer.archive import back_up
+from chatcache.storage.sqlite import SqliteStore, back_up
 from tests.conversations.grown import everything, fill
 from tests.conversations.redis_servers import redis_server
 
@@ -43,7 +42,7 @@ def names(folder: Path, pattern: str) -> list[str]:
 
 
 async def read(path: Path) -> list[str]:
-    store = SqliteStore(path, beside_server=True)
+    store = SqliteStore(path, server_may_run=True)
     found = [line async for line in everything(store)]
     await store.close()
     return found
@@ -83,7 +82,7 @@ async def test_a_backup_beside_a_writer_is_one_moment_and_whole(tmp_path: Path) 
     assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
     await store.close()
     copy = SqliteStore(tmp_path / "copy.db")
-    ids = await copy.ids("me", 100_000)
+    ids = await copy.list_ids("me", 100_000)
     assert 20 <= len(ids) <= num_written
     assert list(ids) == [f"conv_{number:05}" for number in range(len(ids))]
     for name in ids:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chatcache.conversations.store import ConversationStore
-from chatcache.storage import sqlite_schema as sqlite_search
+from chatcache.storage import sqlite_schema
 from chatcache.storage.redis import RedisStore
 from chatcache.storage.sqlite import SqliteStore
 from tests.conversations.redis_servers import RedisServer, redis_server
@@ -37,7 +37,7 @@ async def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ConversationStore]:
     if request.param == "sqlite-without-fts5":
-        monkeypatch.setattr(sqlite_search, "has_fts5", lambda db: False)
+        monkeypatch.setattr(sqlite_schema, "has_fts5", lambda db: False)
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("empty_redis")
         store: ConversationStore = RedisStore(server.url)

@@ -55,6 +55,6 @@ async def fill(store: ConversationStore, num_items: int, seed: int = 8) -> None:
 async def everything(store: ConversationStore, owners: tuple[str, ...] = OWNERS) -> AsyncIterator[str]:
     """All that can be read of a store through its contract."""
     for owner in owners:
-        for name in await store.ids(owner, 10_000):
+        for name in await store.list_ids(owner, 10_000):
             tree = await store.load(owner, name)
             yield repr((tree.conversation, list(tree.items.values()), sorted(tree.turns.items())))

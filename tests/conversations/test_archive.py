@@ -18,11 +18,10 @@ from chatcache.auth import new_key
 from chatcache.conversations.store import ConversationStore
 from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn
 from chatcache.storage.redis import RedisStore
-from chatcache.storage.sqlite import SqliteStore
+from chatcache.storage.sqlite import SqliteSnapshot, SqliteStore
 from chatcache.transfer.archive import (
     ConversationSource,
     DamagedArchiveError,
-    SqliteSnapshot,
     check_archive,
     restore,
     write_archive,
@@ -141,7 +140,7 @@ async def test_what_is_there_stays_and_what_is_missing_comes_back(store: Convers
     tree = await store.load(first.owner, first.id)
     assert tree.conversation.title == "kept"
     assert set(tree.items) == {each.id for each in items} and set(tree.turns) == {each.id for each in turns}
-    assert other.id not in await store.ids(other.owner, 100)
+    assert other.id not in await store.list_ids(other.owner, 100)
     assert await bring_in(store, tmp_path / "a") == (0, 0, 2, 1)
 
 
@@ -156,7 +155,7 @@ async def test_a_response_under_way_is_exported_as_that_and_comes_back_incomplet
     assert b'"status":"in_progress"' in data
     assert await bring_in(store, tmp_path / "a") == (1, 0, 0, 0)
     assert (await store.load("me", "conv_1")).turns["resp_1"].status == INCOMPLETE
-    beside = SqliteStore(tmp_path / "a.db", beside_server=True)
+    beside = SqliteStore(tmp_path / "a.db", server_may_run=True)
     assert await bring_in(beside, tmp_path / "a") == (0, 0, 1, 0)
     assert (await server.load("me", "conv_1")).turns["resp_1"].status == IN_PROGRESS
     await beside.close()
@@ -228,7 +227,12 @@ class Hoarder:
     """Planted: it keeps every conversation that it has read."""
 
     def __init__(self, source: SqliteSnapshot) -> None:
-        self.owners, self.ids, self.key_records, self._source = source.owners, source.ids, source.key_records, source
+        self.list_owners, self.list_ids, self.key_records, self._source = (
+            source.list_owners,
+            source.list_ids,
+            source.key_records,
+            source,
+        )
         self.kept: list[ConversationTree] = []
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.conversations.fork_points import cut
+from chatcache.conversations.fork_points import cut_reply
 from chatcache.conversations.prompt import (
     Divergence,
     Function,
@@ -18,13 +18,13 @@ from chatcache.conversations.prompt import (
     Prompt,
     assemble,
     assistant_message,
-    calls_of,
-    echoed,
-    linked,
-    parts_of,
-    said,
+    functions_from_echo,
+    link_tool_results,
+    parts_from_message,
+    reply_key,
+    template_variables,
+    tool_calls_of,
     tool_message,
-    variables,
 )
 from chatcache.conversations.replies.candidate import Candidate
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone
@@ -79,14 +79,16 @@ def answered(done: ReplyDone, messages: list[Message]) -> list[Message]:
     """The chat as a client sends it back, with what the calls returned and a question for more."""
     calls = done.parts.tool_calls
     results = [tool_message("sunny", call.call_id) for call in calls]
-    return linked([*messages, assistant_message(done.text, done.parts.reasoning, calls), *results], "messages")
+    return link_tool_results(
+        [*messages, assistant_message(done.text, done.parts.reasoning, calls), *results], "messages"
+    )
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_sent_back_as_structure_is_the_tokens_it_was(name: str) -> None:
     tokenizer, transcripts = tokenizer_of(name), TokenMemo()
     messages = [Message(role="user", content="Weather? <tool_call> [TOOL_CALLS]")]
-    first = assemble(tokenizer, messages, variables=variables(TOOLS))
+    first = assemble(tokenizer, messages, variables=template_variables(TOOLS))
     raw = WRITTEN[name] % ODD
     ids = [token for character in raw.split(" ") for token in control_ids(tokenizer, f"{character} ")]
     ids = ids[:-1] if tokenizer.decode(ids[-1:]) == " " else ids  # tokens that no tokenizer would have chosen
@@ -95,26 +97,26 @@ def test_a_call_sent_back_as_structure_is_the_tokens_it_was(name: str) -> None:
     assert done.parts.tool_calls[0].arguments == ODD and done.parts.tool_calls[0].name == "weather"
     assert "".join(delta.text for delta in deltas) == done.text and "<" not in done.text
     assert done.parts.reasoning == ("look" if "think" in raw else "")
-    transcripts.remember("", first.text, candidate.said, (*first.token_ids, *candidate.settled_ids), candidate.raw)
+    transcripts.remember("", first.text, candidate.reply_key, (*first.token_ids, *candidate.stored_ids), candidate.raw)
     client = json.loads(json.dumps([{"name": c.name, "arguments": c.arguments} for c in done.parts.tool_calls]))
     assert client[0]["arguments"] == ODD
 
     def known(index: int, head: str, message: Message) -> Known | None:
-        return transcripts.recall("", head, said(message["content"], calls_of(message)))
+        return transcripts.recall("", head, reply_key(message["content"], tool_calls_of(message)))
 
-    second = assemble(tokenizer, answered(done, messages), known, variables(TOOLS))
+    second = assemble(tokenizer, answered(done, messages), known, template_variables(TOOLS))
     if "mistral" in name:  # their tools move to the end, so history is written anew
-        assert second.base is None
+        assert second.base_message is None
         return
-    assert second.base == 1 and second.divergence is None
+    assert second.base_message == 1 and second.divergence is None
     assert second.token_ids[: second.num_reused] == (*first.token_ids, *ids)
     assert (
         tokenizer.decode(second.token_ids, skip_special_tokens=False)
         .replace(" ", "")
         .startswith((first.text.replace("\udcff", "") + raw).replace(" ", ""))
     )
-    third = assemble(tokenizer, answered(done, messages), known, variables((CLOCK,)))
-    assert third.base is None  # other tools are another prompt
+    third = assemble(tokenizer, answered(done, messages), known, template_variables((CLOCK,)))
+    assert third.base_message is None  # other tools are another prompt
 
 
 def test_reasoning_that_a_template_drops_is_a_divergence_that_is_located() -> None:
@@ -129,7 +131,7 @@ def test_reasoning_that_a_template_drops_is_a_divergence_that_is_located() -> No
 
     history = [*messages, assistant_message("Hello", "hm"), Message(role="user", content="And?")]
     second = assemble(tokenizer, history, known)
-    assert second.base is None and not second.append_only
+    assert second.base_message is None and not second.is_append_only
     assert second.divergence == Divergence(1, len(first.text), len(first.token_ids))
     assert second.token_ids[: len(first.token_ids)] == first.token_ids
 
@@ -145,10 +147,10 @@ def test_a_template_that_changes_an_earlier_message_is_located_there() -> None:
     history = [*messages, Message(role="assistant", content="Hello"), Message(role="user", content="And?")]
     second = assemble(tokenizer, history, known)
     assert second.divergence is not None
-    assert second.divergence.message == 1
-    at = second.divergence.at_char
+    assert second.divergence.message_index == 1
+    at = second.divergence.char_index
     assert second.text[:at] == first.text[:at] and second.text[at] != first.text[at]
-    assert first.token_ids[: second.divergence.at_token] == second.token_ids[: second.divergence.at_token]
+    assert first.token_ids[: second.divergence.token_index] == second.token_ids[: second.divergence.token_index]
 
 
 def test_nobody_types_a_call() -> None:
@@ -163,7 +165,7 @@ def test_nobody_types_a_call() -> None:
         tool_message(forged, "c1"),
     ]
     tools = (Function("weather", forged, {"description": forged}),)
-    prompt = assemble(tokenizer, linked(messages, "messages"), variables=variables(tools))
+    prompt = assemble(tokenizer, link_tool_results(messages, "messages"), variables=template_variables(tools))
     assert prompt.token_ids.count(mark) == 2  # the template's own: in its instructions, and around the call
 
 
@@ -172,18 +174,23 @@ def test_nobody_types_a_call() -> None:
 @given(num_tokens=st.integers(1, 60))
 def test_a_reply_cut_inside_is_read_as_far_as_it_goes(name: str, num_tokens: int) -> None:
     tokenizer = tokenizer_of(name)
-    prompt = assemble(tokenizer, [Message(role="user", content="Hi")], variables=variables(TOOLS))
+    prompt = assemble(tokenizer, [Message(role="user", content="Hi")], variables=template_variables(TOOLS))
     ids = control_ids(tokenizer, WRITTEN[name] % ODD)
     candidate, _, done = hear(tokenizer, prompt, ids)
-    turn = Turn("resp", "u", "m", 0.0, prompt_ids=prompt.token_ids, echo={"tools": [f.echo() for f in TOOLS]})
-    item = Item("a", "u", "assistant", done.text, done.settled_ids, "resp", parts=done.parts)
+    turn = Turn("resp", "u", "m", 0.0, prompt_ids=prompt.token_ids, echo={"tools": [f.to_echo() for f in TOOLS]})
+    item = Item("a", "u", "assistant", done.text, done.stored_ids, "resp", parts=done.parts)
     user = Item("u", None, "user", "Hi", response_id="resp")
     tree = ConversationTree(Conversation("c", "", 0.0, 0.0), [user, item], [turn])
     num_tokens = min(num_tokens, len(ids))
-    stored = cut(speech_of(tokenizer), tree, item, num_tokens)
-    live = candidate.start(turn, candidate.first_ids(num_tokens))
-    assert (stored.ids, stored.text, stored.shown, stored.parts) == (live.ids, live.text, live.shown, live.parts)
-    assert stored.item().text == stored.shown and stored.item().parts == stored.parts
+    stored = cut_reply(speech_of(tokenizer), tree, item, num_tokens)
+    live = candidate.make_prefix(turn, candidate.fork_ids(num_tokens))
+    assert (stored.ids, stored.text, stored.visible_text, stored.parts) == (
+        live.ids,
+        live.text,
+        live.visible_text,
+        live.parts,
+    )
+    assert stored.to_item().text == stored.visible_text and stored.to_item().parts == stored.parts
     assert (WRITTEN[name] % ODD).startswith(stored.text)
     for whole, part in zip(done.parts.tool_calls, stored.parts.tool_calls, strict=False):
         assert (whole.call_id, whole.name) == (part.call_id, part.name)
@@ -197,7 +204,7 @@ def test_a_reply_cut_inside_is_read_as_far_as_it_goes(name: str, num_tokens: int
     for token in ids[len(stored.ids) :]:
         going_on.push(Tokens("r", 1, 0, (token,)))
     end = going_on.finish(CandidateDone("r", 2, 0, "stop"))[-1]
-    assert isinstance(end, ReplyDone) and end.settled_ids == done.settled_ids
+    assert isinstance(end, ReplyDone) and end.stored_ids == done.stored_ids
     assert [(c.name, c.arguments) for c in end.parts.tool_calls] == [
         (c.name, c.arguments) for c in done.parts.tool_calls
     ]
@@ -216,21 +223,21 @@ def test_a_plain_reply_has_no_parts_and_thinking_is_counted() -> None:
 
 def test_results_name_their_function_and_must_have_a_call() -> None:
     call = assistant_message("", calls=[ToolCall("c1", "f", "{}")])
-    assert linked([call, tool_message("1", "c1")], "messages")[1]["name"] == "f"
+    assert link_tool_results([call, tool_message("1", "c1")], "messages")[1]["name"] == "f"
     with pytest.raises(InvalidRequestError) as caught:
-        linked([tool_message("1", "c2"), call], "messages")
+        link_tool_results([tool_message("1", "c2"), call], "messages")
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("source", ['{"a": 1}', "{", "[1]", '{"a": "\\ud800"}', '{"a": NaN}', "{" * 3000, DEEP])
 def test_what_is_stored_of_a_message_gives_the_message_again(source: str) -> None:
     message = assistant_message("x", "y", [ToolCall("c1", "f", source)])
-    parts = parts_of(message)
+    parts = parts_from_message(message)
     assert assistant_message("x", parts.reasoning, parts.tool_calls) == message
     assert parts.tool_calls[0].arguments == source
     tokenizer_of("hermes").render([Message(role="user", content="Hi"), message])
 
 
 def test_functions_are_told_from_their_echo() -> None:
-    assert echoed([function.echo() for function in TOOLS]) == TOOLS
-    assert echoed(None) == () and variables(()) == {}
+    assert functions_from_echo([function.to_echo() for function in TOOLS]) == TOOLS
+    assert functions_from_echo(None) == () and template_variables(()) == {}

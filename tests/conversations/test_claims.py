@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chatcache.conversations.store import (
-    KEEP_CLAIMS_S,
+    CLAIM_TTL_S,
     Claim,
     ConversationStore,
     IdempotencyConflictError,
@@ -32,12 +32,12 @@ def conversation(name: str = "conv_1", owner: str = "me") -> Conversation:
 
 
 async def test_a_key_is_known_with_what_it_made(store: ConversationStore) -> None:
-    assert await store.claimed("me", "key") is None
+    assert await store.find_claim("me", "key") is None
     await store.create(conversation(), [USER], TURN, claim=CLAIM)
-    assert await store.claimed("me", "key") == CLAIM
-    assert await store.claimed("you", "key") is None and await store.claimed("me", "key2") is None
+    assert await store.find_claim("me", "key") == CLAIM
+    assert await store.find_claim("you", "key") is None and await store.find_claim("me", "key2") is None
     await store.append("me", "conv_1", [Item("msg_2", "msg_u", "user", "More")], claim=Claim("key2", "d", "resp_2"))
-    assert await store.claimed("me", "key2") == Claim("key2", "d", "resp_2")
+    assert await store.find_claim("me", "key2") == Claim("key2", "d", "resp_2")
 
 
 async def test_a_key_is_taken_once_and_whoever_is_late_changes_nothing(store: ConversationStore) -> None:
@@ -54,17 +54,17 @@ async def test_a_key_is_taken_once_and_whoever_is_late_changes_nothing(store: Co
     with pytest.raises(NotFoundError):
         await store.get("me", "conv_2")
     await store.create(conversation("conv_3", "you"), claim=other)  # their keys are their own
-    assert await store.claimed("you", "key") == other
+    assert await store.find_claim("you", "key") == other
 
 
 async def test_what_is_refused_takes_no_key(store: ConversationStore) -> None:
     await store.create(conversation(), [USER])
     orphan = Item("msg_o", "nowhere", "user", "x")
     with pytest.raises(StaleRevisionError):
-        await store.append("me", "conv_1", [], TURN, expect=7, claim=CLAIM)
+        await store.append("me", "conv_1", [], TURN, expected_rev=7, claim=CLAIM)
     with pytest.raises(NotFoundError):
         await store.append("me", "conv_1", [orphan], claim=CLAIM)
-    assert await store.claimed("me", "key") is None
+    assert await store.find_claim("me", "key") is None
 
 
 async def test_of_many_at_once_one_has_the_key(store: ConversationStore) -> None:
@@ -77,8 +77,8 @@ async def test_of_many_at_once_one_has_the_key(store: ConversationStore) -> None
         return True
 
     assert sum(await asyncio.gather(*(try_one(number) for number in range(20)))) == 1
-    kept = await store.ids("me", 30)
-    claim = await store.claimed("me", "key")
+    kept = await store.list_ids("me", 30)
+    claim = await store.find_claim("me", "key")
     assert claim is not None and list(kept) == [claim.target]
 
 
@@ -86,8 +86,8 @@ async def test_keys_of_yesterday_are_forgotten_by_the_file(tmp_path: Path, monke
     store = SqliteStore(tmp_path / "chat.db")
     await store.create(conversation(), claim=CLAIM)
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + KEEP_CLAIMS_S + 1)
-    assert await store.claimed("me", "key") is None
+    monkeypatch.setattr(time, "time", lambda: now + CLAIM_TTL_S + 1)
+    assert await store.find_claim("me", "key") is None
     await store.create(conversation("conv_2"), claim=Claim("key", "new", "conv_2"))
     await store.close()
     db = sqlite3.connect(tmp_path / "chat.db")
@@ -103,5 +103,5 @@ async def test_only_keys_and_leases_expire_in_redis(empty_redis: RedisServer) ->
     ttls = {key.decode(): empty_redis.admin.ttl(key) for key in empty_redis.admin.keys("*")}
     expiring = {key: ttl for key, ttl in ttls.items() if ttl >= 0}
     assert list(expiring) == ["chatcache:claim:{o=me}:key"]
-    assert KEEP_CLAIMS_S - 60 < expiring["chatcache:claim:{o=me}:key"] <= KEEP_CLAIMS_S
+    assert CLAIM_TTL_S - 60 < expiring["chatcache:claim:{o=me}:key"] <= CLAIM_TTL_S
     assert all(key.startswith("chatcache:") for key in ttls)

@@ -6,7 +6,14 @@ import asyncio
 
 import pytest
 
-from chatcache.conversations.replies.events import BeamNode, CallDelta, DeltaBatcher, ReplyBeams, ReplyDelta, Told
+from chatcache.conversations.replies.events import (
+    BatchedEvent,
+    BeamNode,
+    CallDelta,
+    DeltaBatcher,
+    ReplyBeams,
+    ReplyDelta,
+)
 from chatcache.errors import EngineError
 from chatcache.types.events import TokenLogprob
 
@@ -15,9 +22,9 @@ def delta(index: int, text: str) -> ReplyDelta:
     return ReplyDelta(index, text, (ord(text[0]),), (TokenLogprob(-1.0),))
 
 
-async def collect(*events: ReplyDelta | ReplyBeams | float | None, window_s: float = 5.0) -> list[Told | None]:
+async def collect(*events: ReplyDelta | ReplyBeams | float | None, window_s: float = 5.0) -> list[BatchedEvent | None]:
     """What is told of these events; a number is a pause, None something else that is told behind all the rest."""
-    told: list[Told | None] = []
+    told: list[BatchedEvent | None] = []
     coalescer = DeltaBatcher(told.append, window_s)
     for event in events:
         if isinstance(event, float):
@@ -26,7 +33,7 @@ async def collect(*events: ReplyDelta | ReplyBeams | float | None, window_s: flo
             coalescer.flush()
             told.append(None)
         else:
-            coalescer.take(event)
+            coalescer.push(event)
     coalescer.close()
     return told
 
@@ -43,20 +50,20 @@ async def test_a_burst_becomes_the_first_delta_and_the_rest() -> None:
 
 async def test_what_waits_is_told_when_its_window_is_over() -> None:
     """Even if nothing else ever comes."""
-    got: asyncio.Queue[Told] = asyncio.Queue()
+    got: asyncio.Queue[BatchedEvent] = asyncio.Queue()
     coalescer = DeltaBatcher(got.put_nowait, 0.02)
     for text in "abc":
-        coalescer.take(delta(0, text))
+        coalescer.push(delta(0, text))
     async with asyncio.timeout(60):
         assert await got.get() == delta(0, "a")
         assert await got.get() == ReplyDelta(0, "bc", (98, 99), (TokenLogprob(-1.0),) * 2)
 
 
 async def test_nothing_is_told_behind_the_end() -> None:
-    got: list[Told] = []
+    got: list[BatchedEvent] = []
     coalescer = DeltaBatcher(got.append, 0.01)
-    coalescer.take(delta(0, "a"))
-    coalescer.take(delta(0, "b"))
+    coalescer.push(delta(0, "a"))
+    coalescer.push(delta(0, "b"))
     coalescer.close()
     await asyncio.sleep(0.05)
     assert got == [delta(0, "a")]
@@ -70,17 +77,17 @@ async def test_slow_deltas_pass_unchanged() -> None:
 async def test_a_failure_to_tell_comes_out_of_the_next_call() -> None:
     failed = asyncio.Event()
 
-    def tell(event: Told) -> None:
+    def tell(event: BatchedEvent) -> None:
         if isinstance(event, ReplyDelta) and event.text == "b":
             failed.set()
             raise EngineError("x")
 
     coalescer = DeltaBatcher(tell, 0.01)
-    coalescer.take(delta(0, "a"))
-    coalescer.take(delta(0, "b"))
+    coalescer.push(delta(0, "a"))
+    coalescer.push(delta(0, "b"))
     async with asyncio.timeout(60):
         await failed.wait()
-    for call in (coalescer.flush, lambda: coalescer.take(delta(0, "c"))):
+    for call in (coalescer.flush, lambda: coalescer.push(delta(0, "c"))):
         with pytest.raises(EngineError):
             call()
 

@@ -75,7 +75,7 @@ async def test_a_full_disk_is_refused_read_and_survived(tmp_path: Path) -> None:
     tree = await store.load("me", "conv")
     assert list(tree.items) == [*acknowledged, "msg_after"]
     refused = f"key{len(acknowledged)}"
-    assert await store.claimed("me", refused) is None and await store.claimed("me", "key0") is not None
+    assert await store.find_claim("me", refused) is None and await store.find_claim("me", "key0") is not None
     await store.close()
     db = sqlite3.connect(path)
     assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

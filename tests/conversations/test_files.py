@@ -115,8 +115,8 @@ async def test_nothing_is_lost_but_the_ids(store: ConversationStore) -> None:
     before["turns"][1]["status"] = INCOMPLETE  # nobody makes it any more
     assert renamed(export(copy)) == before
     assert not {*source.items, *source.turns, "conv_src"} & {*copy.items, *copy.turns, copy.conversation.id}
-    assert [copy.sequence(item) for item in copy.items.values()] == [
-        source.sequence(item) for item in source.items.values()
+    assert [copy.token_sequence(item) for item in copy.items.values()] == [
+        source.token_sequence(item) for item in source.items.values()
     ]
 
 
@@ -130,8 +130,8 @@ def test_any_tree_comes_back(grown: Grown) -> None:
         first = await round_trip(stores["a"], tree, "a")
         second = await round_trip(stores["b"], first, "b")
         assert renamed(export(first)) == renamed(export(tree)) == renamed(export(second))
-        assert [first.sequence(item) for item in first.items.values()] == [
-            tree.sequence(item) for item in tree.items.values()
+        assert [first.token_sequence(item) for item in first.items.values()] == [
+            tree.token_sequence(item) for item in tree.items.values()
         ]
         again = await import_draft(stores["a"], draft_of(export(tree), "a"))
         assert (again.status, again.num_items) == ("unchanged", 0)
@@ -146,7 +146,7 @@ async def test_importing_again_adds_only_what_is_new(store: ConversationStore) -
     for dry_run, status in ((True, "created"), (False, "created"), (True, "unchanged"), (False, "unchanged")):
         adopted = await import_draft(store, draft_of(export(source)), dry_run=dry_run)
         assert (adopted.status, adopted.num_items) == (status, 6 if status == "created" else 0)
-        assert len(await store.ids("me", 9)) == (0 if dry_run and status == "created" else 1)
+        assert len(await store.list_ids("me", 9)) == (0 if dry_run and status == "created" else 1)
     more = Item("msg_d", "msg_c", "user", "More", created_at=9.0)
     longer = ConversationTree(
         replace(source.conversation, active_leaf="msg_d"), (*source.items.values(), more), source.turns.values()
@@ -157,14 +157,14 @@ async def test_importing_again_adds_only_what_is_new(store: ConversationStore) -
     tree = await store.load("me", adopted.conversation.id)
     assert [item.text for item in tree.path(tree.conversation.active_leaf)][-1] == "More"
     assert (await import_draft(store, draft_of(export(source), "you"))).status == "created"  # another owner's own copy
-    assert len(await store.ids("me", 9)) == len(await store.ids("you", 9)) == 1
+    assert len(await store.list_ids("me", 9)) == len(await store.list_ids("you", 9)) == 1
 
 
 async def test_importing_where_it_came_from_changes_nothing(store: ConversationStore) -> None:
     source = full()
     await store.merge(source.conversation, tuple(source.items.values()), tuple(source.turns.values()))
     assert (await import_draft(store, draft_of(export(source)))).status == "unchanged"
-    assert list(await store.ids("me", 9)) == ["conv_src"]
+    assert list(await store.list_ids("me", 9)) == ["conv_src"]
 
 
 async def test_tokens_of_another_tokenizer_stay_behind(store: ConversationStore) -> None:
@@ -174,7 +174,7 @@ async def test_tokens_of_another_tokenizer_stay_behind(store: ConversationStore)
     assert not draft.is_exact and draft_of(export(full())).is_exact
     copy = await store.load("me", (await import_draft(store, draft)).conversation.id)
     assert [item.text for item in copy.items.values()] == [item.text for item in full().items.values()]
-    assert all(copy.sequence(item) == () == item.token_ids for item in copy.items.values())
+    assert all(copy.token_sequence(item) == () == item.token_ids for item in copy.items.values())
 
 
 def test_one_branch_is_a_file_of_its_own() -> None:

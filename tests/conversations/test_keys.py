@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.auth import DAY_S, KEEP_USAGE_DAYS, KeyRecord, KeyStore, day_of, digest_of, id_of, new_key
+from chatcache.auth import DAY_S, USAGE_RETENTION_DAYS, KeyRecord, KeyStore, key_digest, key_id_of, new_key, utc_day
 from chatcache.config import ServerConfig
 from chatcache.conversations.store import ConversationStore
 from chatcache.conversations.tree import IN_PROGRESS, Conversation, Item, Turn
 from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.storage.open import open_keys, open_store
 from chatcache.storage.redis import RedisStore
-from chatcache.storage.redis_client import PATIENCE_S
+from chatcache.storage.redis_client import SLOW_TIMEOUT_S
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.storage.sqlite_schema import MIGRATIONS
 
@@ -44,7 +44,7 @@ async def test_what_goes_in_comes_out_and_the_key_does_not(keys: KeyStore) -> No
     key, record = new_key("acme", "ann", "laptop", is_admin=True, requests_per_minute=1, tokens_per_day=2**53)
     await keys.create(record)
     assert await keys.list() == [record]
-    assert record.digest == digest_of(key) and id_of(key) == record.id and record.owner == "acme/ann"
+    assert record.digest == key_digest(key) and key_id_of(key) == record.id and record.owner == "acme/ann"
     assert key.rpartition("_")[2] not in repr(record) and key not in repr(await keys.list())
 
 
@@ -100,15 +100,15 @@ async def test_usage_is_a_sum_of_many_writers(place: ServerConfig, keys: KeyStor
 async def test_days_long_past_are_forgotten(tmp_path: Path) -> None:
     async with open_keys(ServerConfig(db=str(tmp_path / "keys.db"))) as keys:
         await keys.add_usage(100, {"key_x": 1}, writer="w", number=1)
-        await keys.add_usage(100 + KEEP_USAGE_DAYS, {"key_x": 2}, writer="w", number=2)
+        await keys.add_usage(100 + USAGE_RETENTION_DAYS, {"key_x": 2}, writer="w", number=2)
         assert await keys.usage(100) == {"key_x": 1}
-        await keys.add_usage(101 + KEEP_USAGE_DAYS, {"key_x": 2}, writer="w", number=3)
+        await keys.add_usage(101 + USAGE_RETENTION_DAYS, {"key_x": 2}, writer="w", number=3)
         assert await keys.usage(100) == {}
-    assert day_of(0.0) == 0 and day_of(DAY_S - 0.001) == 0 and day_of(DAY_S) == 1
+    assert utc_day(0.0) == 0 and utc_day(DAY_S - 0.001) == 0 and utc_day(DAY_S) == 1
 
 
 async def test_a_store_and_the_command_line_share_them(place: ServerConfig) -> None:
-    patient = {"timeout_s": PATIENCE_S}
+    patient = {"timeout_s": SLOW_TIMEOUT_S}
     store: ConversationStore = RedisStore(place.redis, **patient) if place.redis else SqliteStore(place.db)
     try:
         record = made(user="ann")
@@ -179,4 +179,4 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, object], param: str
 
 
 def test_keys_of_another_make_have_no_id() -> None:
-    assert id_of("sk-something") is None and id_of("cck_") == "key_" and id_of("cck_ab_c_d") == "key_ab"
+    assert key_id_of("sk-something") is None and key_id_of("cck_") == "key_" and key_id_of("cck_ab_c_d") == "key_ab"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.conversations.replies.events import BeamNode, BeamReader, ReplyBeams, joined
+from chatcache.conversations.replies.events import BeamNode, BeamReader, ReplyBeams, merge_beams
 from chatcache.types.events import Beams, LiveBeam
 from tests.gateway.serving import tiny_tokenizer
 
@@ -32,5 +32,5 @@ def test_a_character_cut_into_tokens_comes_whole(text: str, data: st.DataObject)
 
 def test_joined_reports_keep_every_node_and_the_last_word() -> None:
     first, then = (BeamNode(number, number - 1, "x", -1.0) for number in (1, 2))
-    one = joined(ReplyBeams((first,), (1,)), ReplyBeams((then,), (2,)))
+    one = merge_beams(ReplyBeams((first,), (1,)), ReplyBeams((then,), (2,)))
     assert one == ReplyBeams((first, then), (2,))

@@ -32,17 +32,17 @@ _EXTENT = re.compile(r", (\d+)(?:, (\d+))?(?:\)| <unfinished)")  # how much, and
 _CALL = re.compile(r"(write|pwrite64|fdatasync|fsync)\((\d+)<([^>]*(?:->[^>]*)?)>(.*)")
 _WRITER = """
 import asyncio, os, shutil, sys
-from chatcache.chat import store_sqlite
+from chatcache.storage import sqlite
 from chatcache.conversations.tree import Conversation, Item
 
-def prepare_normal(db, path, prepare=store_sqlite.prepare, **more):
+def prepare_normal(db, path, prepare=sqlite.prepare, **more):
     prepare(db, path, **more)
     db.execute("PRAGMA synchronous = NORMAL")
 
 async def main(path, num_turns):
     if "NORMAL" in sys.argv:
-        store_sqlite.prepare = prepare_normal
-    store = store_sqlite.SqliteStore(path)
+        sqlite.prepare = prepare_normal
+    store = sqlite.SqliteStore(path)
     await store.create(Conversation("conv", "", 1.0, 1.0))
     for number in range(num_turns):
         await store.append("", "conv", [Item(f"msg_{number}", None, "user", "x")])

@@ -69,7 +69,7 @@ def test_canonical_replies_give_the_full_rendering(name: str, said: list[str], s
         if name != "words" and not any(reply.startswith("\n") for reply in said[1:turn:2]):
             assert list(prompt.token_ids) == tokenizer.render_ids(messages)
         if turn:
-            assert prompt.append_only and prompt.base == len(messages) - 2
+            assert prompt.is_append_only and prompt.base_message == len(messages) - 2
         if turn + 1 < len(said):
             memory.say(prompt, said[turn + 1], tuple(tokenizer.encode(said[turn + 1])))
 
@@ -84,7 +84,7 @@ def test_history_is_never_tokenised_again(ids: list[int]) -> None:
     memory.say(first, reply, tuple(ids))
     second = assemble(tokenizer, chat("Hi", reply, "And?"), memory.known)
     assert second.token_ids[: second.num_reused] == (*first.token_ids, *ids)
-    assert second.append_only and second.base == 1
+    assert second.is_append_only and second.base_message == 1
     suffix = "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     assert list(second.token_ids[second.num_reused :]) == tokenizer.encode(suffix)
 
@@ -93,11 +93,11 @@ def test_history_is_never_tokenised_again(ids: list[int]) -> None:
 def test_templates_that_rewrite_history_fall_back_and_say_so(name: str) -> None:
     tokenizer, memory = tokenizer_with(REWRITES[name]), Memory()
     first = assemble(tokenizer, chat("Hi", system="Be brief"))
-    assert first.append_only
+    assert first.is_append_only
     memory.say(first, "hm</think>Hello", (5, 6, 7))
     messages = chat("Hi", "hm</think>Hello", "And?", system="Be brief")
     second = assemble(tokenizer, messages, memory.known)
-    assert not second.append_only and second.num_reused == 0 and second.base is None
+    assert not second.is_append_only and second.num_reused == 0 and second.base_message is None
     assert list(second.token_ids) == tokenizer.render_ids(messages)
 
 
@@ -106,9 +106,9 @@ def test_the_latest_known_reply_wins_and_unknown_ones_are_passed_over() -> None:
     first = assemble(tokenizer, chat("a"))
     memory.say(first, "b", (9, 9, 9))
     edited = assemble(tokenizer, chat("a", "b", "c", "never said by us", "d"), memory.known)
-    assert edited.base == 1 and edited.token_ids[: edited.num_reused] == (*first.token_ids, 9, 9, 9)
+    assert edited.base_message == 1 and edited.token_ids[: edited.num_reused] == (*first.token_ids, 9, 9, 9)
     memory.say(assemble(tokenizer, chat("a", "b", "c"), memory.known), "never said by us", (8, 8))
-    assert assemble(tokenizer, chat("a", "b", "c", "never said by us", "d"), memory.known).base == 3
+    assert assemble(tokenizer, chat("a", "b", "c", "never said by us", "d"), memory.known).base_message == 3
 
 
 def test_looking_back_is_bounded() -> None:

@@ -34,7 +34,7 @@ def chat(*said: str, system: str = SYSTEM) -> list[Message]:
 
 
 def num_public(tokenizer: Tokenizer, messages: list[Message]) -> int:
-    return PUBLIC.num_tokens(tokenizer, messages, assemble(tokenizer, messages))
+    return PUBLIC.count_shared_tokens(tokenizer, messages, assemble(tokenizer, messages))
 
 
 @settings(deadline=None, max_examples=60)
@@ -67,7 +67,7 @@ def test_a_token_that_the_system_text_shares_with_a_user_is_not_public() -> None
     assert tokenizer.encode("\n\n") != tokenizer.encode("\n") * 2, "another text, please: these must be one token"
     for said, count in (("Hi", len(alone)), ("\n", len(alone) - 1)):
         messages = chat(said, system="Be kind.")
-        assert public.num_tokens(tokenizer, messages, assemble(tokenizer, messages)) == count
+        assert public.count_shared_tokens(tokenizer, messages, assemble(tokenizer, messages)) == count
 
 
 @pytest.mark.parametrize("said", [SYSTEM, SYSTEM + "\n"])
@@ -84,7 +84,7 @@ def test_only_a_system_message_in_the_first_place_is_public() -> None:
     tokenizer = tiny_tokenizer()
     assert num_public(tokenizer, [Message(role="user", content=SYSTEM)]) == 0
     assert num_public(tokenizer, [*chat("Hi")[1:], *chat()]) == 0
-    assert SharedSystemPrompts().num_tokens(tokenizer, [], assemble(tokenizer, chat("Hi"))) == 0
+    assert SharedSystemPrompts().count_shared_tokens(tokenizer, [], assemble(tokenizer, chat("Hi"))) == 0
 
 
 @pytest.mark.parametrize("template", [*FOLDED.values(), REWRITES["system moves to the last turn"]])
@@ -107,4 +107,4 @@ def test_a_later_turn_on_stored_tokens_counts_the_same() -> None:
     messages = chat("Hi", "Hello", "And?")
     second = assemble(tokenizer, messages, memory.known)
     assert second.num_reused
-    assert PUBLIC.num_tokens(tokenizer, messages, second) == num_public(tokenizer, chat("Hi"))
+    assert PUBLIC.count_shared_tokens(tokenizer, messages, second) == num_public(tokenizer, chat("Hi"))

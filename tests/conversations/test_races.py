@@ -12,9 +12,9 @@ import pytest
 from chatcache.conversations.fork_points import TurnRequest
 from chatcache.conversations.prompt import Prompt
 from chatcache.conversations.search import SearchQuery
-from chatcache.conversations.store import ConversationStore, StaleRevisionError, cursor_of
-from chatcache.conversations.tree import COMPLETED, Conversation, Item, Turn, without_item
-from chatcache.conversations.turns import Conversations, PlannedTurn
+from chatcache.conversations.store import ConversationStore, StaleRevisionError, encode_cursor
+from chatcache.conversations.tree import COMPLETED, Conversation, Item, Turn, plan_message_deletion
+from chatcache.conversations.turns import PlannedTurn, TurnService
 from chatcache.errors import NotFoundError
 from tests.conversations.test_files import tokenizer
 
@@ -57,22 +57,24 @@ async def tab(store: ConversationStore, name: str, generator: random.Random, log
             if kind == "add":
                 parent = generator.choice([None, *items])
                 item = Item(f"{name}_{step:02}", parent, "user", f"words of {name}")
-                done = await store.append("me", "conv", [item], active_leaf=item.id, expect=head.rev)
+                done = await store.append("me", "conv", [item], active_leaf=item.id, expected_rev=head.rev)
                 log[done.rev] = lambda plain, item=item, parent=parent: plain.add(item.id, parent)  # type: ignore[misc]
             elif kind == "rename":
                 title = f"{name} {step}"
-                done = await store.update("me", "conv", title=title, expect=head.rev)
+                done = await store.update("me", "conv", title=title, expected_rev=head.rev)
                 log[done.rev] = lambda plain, title=title: plain.rename(title)  # type: ignore[misc]
             elif items and kind == "point":
                 leaf = generator.choice(items)
-                done = await store.update("me", "conv", active_leaf=leaf, expect=head.rev)
+                done = await store.update("me", "conv", active_leaf=leaf, expected_rev=head.rev)
                 log[done.rev] = lambda plain, leaf=leaf: plain.point(leaf)  # type: ignore[misc]
             elif items:
                 gone = generator.choice(items)
-                done = await store.edit("me", "conv", without_item(tree, gone), expect=head.rev)
+                done = await store.delete_messages(
+                    "me", "conv", plan_message_deletion(tree, gone), expected_rev=head.rev
+                )
                 log[done.rev] = lambda plain, gone=gone: plain.remove(gone)  # type: ignore[misc]
         except StaleRevisionError as stale:
-            num_conflicts += stale.present.rev > head.rev
+            num_conflicts += stale.current.rev > head.rev
     return num_conflicts
 
 
@@ -113,11 +115,11 @@ async def test_a_reply_does_not_move_the_leaf_that_somebody_moves_at_that_moment
                 await store.update(owner, conversation_id, active_leaf="v")
             return head
 
-    conversations = Conversations(Interrupted(), tokenizer())  # type: ignore[arg-type]
+    conversations = TurnService(Interrupted(), tokenizer())  # type: ignore[arg-type]
     request = TurnRequest("me", "m")
     planned = PlannedTurn(request, turn, (), Prompt("", (1,)), (), conversation, "conv")
     reply = Item("a", "u", "assistant", "!", (2,), "resp")
-    head = await conversations.settle(conversation, planned, [reply], COMPLETED, None)
+    head = await conversations.complete(conversation, planned, [reply], COMPLETED, None)
     tree = await store.load("me", "conv")
     assert head.active_leaf == tree.conversation.active_leaf == "v"
     assert "a" in tree.items and tree.turns["resp"].status == COMPLETED
@@ -162,7 +164,7 @@ async def test_lists_do_not_repeat_while_imports_and_edits_go_on(store: Conversa
         after = None
         while page := await store.list("me", 4, after):
             seen += [each.id for each in page]
-            after = cursor_of(page[-1])
+            after = encode_cursor(page[-1])
             await asyncio.sleep(0)
         return seen
 

@@ -14,7 +14,15 @@ from redis.crc import key_slot
 
 from chatcache.cli.redis_acl import RIGHTS
 from chatcache.conversations.store import Claim, StoreUnavailableError, StoreUnusableError
-from chatcache.conversations.tree import COMPLETED, IN_PROGRESS, INCOMPLETE, Conversation, Item, Turn, without_item
+from chatcache.conversations.tree import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Conversation,
+    Item,
+    Turn,
+    plan_message_deletion,
+)
 from chatcache.storage import redis_layout as redis_rows
 from chatcache.storage.redis import RedisStore
 from tests.chaos.proxy import proxied
@@ -29,15 +37,15 @@ async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs
     alive, dying = (RedisStore(empty_redis.url, lease_s=1.5) for _ in range(2))
     await alive.create(HEAD, turn=Turn("resp_a", "", "m", 1.0))
     await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0))
-    assert dying._leases._keeping is not None
-    dying._leases._keeping.cancel()  # as good as dead: it renews nothing any more
+    assert dying._heartbeats._loop_task is not None
+    dying._heartbeats._loop_task.cancel()  # as good as dead: it renews nothing any more
 
     async def is_swept() -> bool:
         return (await alive.load("me", "conv")).turns["resp_b"].status == INCOMPLETE
 
     await until(is_swept, "the dead one's response to be incomplete")
     assert (await alive.load("me", "conv")).turns["resp_a"].status == IN_PROGRESS
-    assert set(empty_redis.admin.hgetall(redis_rows.RUNNING)) == {b"resp_a"}
+    assert set(empty_redis.admin.hgetall(redis_rows.RUNNING_KEY)) == {b"resp_a"}
     await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0, status=COMPLETED))  # it was only slow
     assert (await alive.load("me", "conv")).turns["resp_b"].status == COMPLETED
     await alive.close()
@@ -63,8 +71,8 @@ async def test_two_gateways_write_one_conversation(empty_redis: RedisServer) -> 
         results = await asyncio.gather(*work)
         assert sorted(result.rev for result in results) == list(range(1, 121))
         assert len((await stores[1].load("me", "conv")).items) == 120
-        placed = await stores[0]._link.run(lambda client: client.hvals(redis_rows.items_key("conv")))
-        assert sorted(redis_rows.item_of(data).position for data in placed) == list(range(120))
+        placed = await stores[0]._connection.run(lambda client: client.hvals(redis_rows.items_key("conv")))
+        assert sorted(redis_rows.unpack_item(data).position for data in placed) == list(range(120))
     finally:
         for store in stores:
             await store.close()
@@ -101,7 +109,7 @@ async def test_a_change_whose_answer_is_lost_is_not_done_again(empty_redis: Redi
         async def is_done() -> bool:
             return bool(empty_redis.admin.llen("chatcache:done"))
 
-        changing = asyncio.create_task(store._link.transact(["chatcache:watched"], work, order=""))
+        changing = asyncio.create_task(store._connection.transact(["chatcache:watched"], work, order=""))
         await until(is_done, "the change to come through")
         await proxy.heal()
         with pytest.raises(StoreUnavailableError):
@@ -116,7 +124,7 @@ async def test_tokens_whose_answer_is_lost_are_counted_once(empty_redis: RedisSe
     async with proxied(empty_redis.port) as proxy:
         store = RedisStore(with_port(empty_redis.url, proxy.port))
         await store.keys.add_usage(3, {"key_x": 5}, writer="w", number=1)
-        transact = store._link.transact
+        transact = store._connection.transact
 
         async def lossy(watched: Any, work: Any, **more: Any) -> Any:
             async def work_and_lose(pipe: Any) -> None:
@@ -128,13 +136,13 @@ async def test_tokens_whose_answer_is_lost_are_counted_once(empty_redis: RedisSe
         async def is_counted() -> bool:
             return bool(empty_redis.admin.hget("chatcache:usage:3", "key_x") == b"12")
 
-        store._link.transact = lossy  # type: ignore[method-assign]
+        store._connection.transact = lossy  # type: ignore[method-assign]
         adding = asyncio.create_task(store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2))
         await until(is_counted, "the tokens to be counted")
         await proxy.heal()
         with pytest.raises(StoreUnavailableError):
             await adding
-        store._link.transact = transact  # type: ignore[method-assign]
+        store._connection.transact = transact  # type: ignore[method-assign]
         await until(lambda: answers(store), "an answer")
         await store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2)
         assert await store.keys.usage(3) == {"key_x": 12}
@@ -184,7 +192,7 @@ def test_a_connection_that_is_reset_while_it_is_written_to_is_one_that_was_lost(
         try:
             await store.create(HEAD)
             with pytest.raises(StoreUnavailableError):
-                await store._link.run(write_behind_a_reset)
+                await store._connection.run(write_behind_a_reset)
             await until(lambda: answers(store), "an answer")
         finally:
             await store.close()
@@ -220,10 +228,10 @@ async def test_whoever_is_not_let_in_is_told_so(empty_redis: RedisServer) -> Non
 
 
 async def test_what_a_newer_version_wrote_is_refused_untouched(empty_redis: RedisServer) -> None:
-    empty_redis.admin.set(redis_rows.SCHEMA, redis_rows.VERSION + 1)
+    empty_redis.admin.set(redis_rows.SCHEMA_KEY, redis_rows.VERSION + 1)
     with pytest.raises(StoreUnusableError, match="newer"):
         RedisStore(empty_redis.url)
-    assert empty_redis.admin.keys("*") == [redis_rows.SCHEMA.encode()]
+    assert empty_redis.admin.keys("*") == [redis_rows.SCHEMA_KEY.encode()]
 
 
 async def test_a_conversation_lies_in_one_slot_and_leaves_nothing_behind(empty_redis: RedisServer) -> None:
@@ -236,7 +244,7 @@ async def test_a_conversation_lies_in_one_slot_and_leaves_nothing_behind(empty_r
     assert len(held) == 4 and len({key_slot(key) for key in held}) == 1
     await store.append("me}{", "conv", [], Turn("r", "b", "m", 1.0, status=COMPLETED))
     tree = await store.load("me}{", "conv")
-    await store.edit("me}{", "conv", without_item(tree, "a"))
+    await store.delete_messages("me}{", "conv", plan_message_deletion(tree, "a"))
     await store.delete("me}{", "conv")
     await store.close()
     left = {key.decode() for key in empty_redis.admin.keys("*")}
@@ -248,13 +256,13 @@ async def test_much_at_once_leaves_the_event_loop_alone(
 ) -> None:
     """What is long is folded and read on other threads, so that streams go on meanwhile."""
     threads: set[str] = set()
-    original = redis_rows.words_of
+    original = redis_rows.index_words
 
     def noted(texts: Any) -> str:
         threads.add(threading.current_thread().name)
         return original(texts)
 
-    monkeypatch.setattr(redis_rows, "words_of", noted)
+    monkeypatch.setattr(redis_rows, "index_words", noted)
     store = RedisStore(empty_redis.url)
     long = [Item(f"msg_{number}", None, "user", "wörter " * 1000) for number in range(20)]
     await store.merge(HEAD, long, [])

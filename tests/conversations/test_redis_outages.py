@@ -13,7 +13,7 @@ import pytest
 
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import INCOMPLETE, Conversation, Item, Turn
-from chatcache.storage import redis_client as redis_link
+from chatcache.storage import redis_client
 from chatcache.storage import redis_layout as redis_rows
 from chatcache.storage.redis import RedisStore
 from tests.conversations.redis_servers import RedisServer, answers, redis_server, until
@@ -108,10 +108,10 @@ async def refused_before(redis: RedisServer, patient: str, impatient: str) -> bo
     store = RedisStore(redis.url, lease_s=600.0)
     for name in {patient, impatient}:
         await store.create(replace(HEAD, id=name))
-    link = store._link
+    link = store._connection
 
     async def is_sent() -> bool:
-        return bool(link._patient.connection_pool._in_use_connections)
+        return bool(link._slow_client.connection_pool._in_use_connections)
 
     async def is_idle() -> bool:
         return not link._tasks
@@ -136,7 +136,7 @@ async def refused_before(redis: RedisServer, patient: str, impatient: str) -> bo
 async def test_nobody_waits_for_a_silent_server_behind_patient_work(
     mortal_redis: RedisServer, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_link, "_NUM_CONNECTIONS", 1)
+    monkeypatch.setattr(redis_client, "_NUM_CONNECTIONS", 1)
     assert await refused_before(mortal_redis, "conv", other)
 
 
@@ -145,11 +145,11 @@ async def test_in_a_line_where_nobody_asks_they_would(
 ) -> None:
     """The planted bug: who waits in line waits for those before."""
 
-    async def wait(self: redis_link.RedisConnection, gate: asyncio.Lock | asyncio.Semaphore) -> None:
+    async def wait(self: redis_client.RedisConnection, gate: asyncio.Lock | asyncio.Semaphore) -> None:
         await gate.acquire()
 
-    monkeypatch.setattr(redis_link.RedisConnection, "_wait_in_line", wait)
-    monkeypatch.setattr(redis_link, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(redis_client.RedisConnection, "_acquire", wait)
+    monkeypatch.setattr(redis_client, "SLOW_TIMEOUT_S", 2.0)
     assert not await refused_before(mortal_redis, "conv", "conv")
 
 
@@ -184,12 +184,12 @@ async def test_a_server_that_comes_back_with_a_newer_layout_stays_refused(tmp_pa
     with redis_server(tmp_path / "redis", appendfsync="always") as server:
         store = RedisStore(server.url)
         await store.create(HEAD)
-        server.admin.set(redis_rows.SCHEMA, 99)
+        server.admin.set(redis_rows.SCHEMA_KEY, 99)
         server.kill()
         with pytest.raises(StoreUnavailableError):
             await store.get("me", "conv")
         server.start()
-        await asyncio.sleep(3 * redis_link._PROBE_S)
+        await asyncio.sleep(3 * redis_client._PROBE_S)
         with pytest.raises(StoreUnavailableError):
             await store.get("me", "conv")
         await store.close()

@@ -21,8 +21,8 @@ from chatcache.conversations.tree import (
     Item,
     MessageDeletion,
     Turn,
-    without_item,
-    without_response,
+    plan_message_deletion,
+    plan_response_deletion,
 )
 from chatcache.errors import NotFoundError
 from tests.conversations.test_tree import Grown, trees
@@ -72,14 +72,14 @@ def test_every_path_goes_on_without_the_message(grown: Grown, data: st.DataObjec
         gone = data.draw(st.sampled_from(sorted(tree.items)))
         settled = {each.id: replace(each, status=COMPLETED) for each in tree.turns.values()}
         tree = ConversationTree(tree.conversation, tree.items.values(), settled.values())
-        after = applied(tree, without_item(tree, gone))
+        after = applied(tree, plan_message_deletion(tree, gone))
         for item in after.items.values():
             before = [each.id for each in tree.path(item.id)]
             assert [each.id for each in after.path(item.id)] == [each for each in before if each != gone]
             if gone in before:
-                assert after.sequence(item) == () == item.token_ids
+                assert after.token_sequence(item) == () == item.token_ids
             else:
-                assert after.sequence(item) == tree.sequence(item)
+                assert after.token_sequence(item) == tree.token_sequence(item)
             assert (after.turn_of(item) is None) == (tree.turn_of(tree.items[item.id]) is None)
         tree = after
 
@@ -94,12 +94,12 @@ def test_nothing_is_removed_under_a_response_that_is_being_generated() -> None:
     assert live.turns["r2"].status == IN_PROGRESS
     for item_id in ("u0", "a1", "u2"):
         with pytest.raises(ConversationBusyError):
-            without_item(live, item_id)
-    assert without_item(live, "b1").removed_items == ("b1",)
+            plan_message_deletion(live, item_id)
+    assert plan_message_deletion(live, "b1").removed_items == ("b1",)
     with pytest.raises(ConversationBusyError):
-        without_response(live, "r2")
+        plan_response_deletion(live, "r2")
     with pytest.raises(NotFoundError):
-        without_item(live, "r1")
+        plan_message_deletion(live, "r1")
 
 
 def test_a_turn_that_was_begun_before_its_prompt_was_edited_is_rendered_afresh() -> None:
@@ -107,24 +107,24 @@ def test_a_turn_that_was_begun_before_its_prompt_was_edited_is_rendered_afresh()
     tree = small()
     late = Turn("r2", "u2", "m", 0.0, "a1", (4, 5), status=COMPLETED)
     for gone in ("u0", "a1"):
-        after = applied(tree, without_item(tree, gone))
+        after = applied(tree, plan_message_deletion(tree, gone))
         mixed = ConversationTree(HEAD, (*after.items.values(), tree.items["a3"]), (*after.turns.values(), late))
-        assert mixed.items["a3"].token_ids and mixed.sequence(mixed.items["a3"]) == ()
+        assert mixed.items["a3"].token_ids and mixed.token_sequence(mixed.items["a3"]) == ()
 
 
 def test_a_response_goes_with_what_nobody_stands_on() -> None:
     tree = small()
-    edit = without_response(tree, "r1")
+    edit = plan_response_deletion(tree, "r1")
     after = applied(tree, edit)
     assert set(after.items) == {"u0", "a1", "u2", "a3"}
     assert after.turns["r1"].status == DELETED and after.turns["r1"].echo == {}
-    assert after.sequence(after.items["a3"]) == (1, 2, 3, 4, 5, 6)
+    assert after.token_sequence(after.items["a3"]) == (1, 2, 3, 4, 5, 6)
 
-    edit = without_response(after, "r2")
+    edit = plan_response_deletion(after, "r2")
     last = applied(after, edit)
     assert set(last.items) == {"u0", "a1"} and set(last.turns) == {"r1"}
     assert last.conversation.active_leaf == "a1"
-    assert set(applied(last, without_response(last, "r1")).items) == set()
+    assert set(applied(last, plan_response_deletion(last, "r1")).items) == set()
 
 
 def test_the_beginning_that_a_fork_left_goes_with_the_fork() -> None:
@@ -133,10 +133,10 @@ def test_the_beginning_that_a_fork_left_goes_with_the_fork() -> None:
     fork = Turn("r3", "u4", "m", 0.0, "f1", (7,), status=COMPLETED, echo={"forked_item_id": "f1"})
     items = (*tree.items.values(), cut, Item("u4", "f1", "user", "?", response_id="r3"))
     grown = ConversationTree(replace(HEAD, active_leaf="u4"), items, (*tree.turns.values(), fork))
-    edit = without_response(grown, "r3")
+    edit = plan_response_deletion(grown, "r3")
     assert set(edit.removed_items) == {"u4", "f1"} and edit.removed_turns == ("r3",)
     assert edit.active_leaf == "u0"
-    assert "f1" not in without_response(grown, "r1").removed_items
+    assert "f1" not in plan_response_deletion(grown, "r1").removed_items
 
 
 def test_an_assistants_message_among_the_input_is_no_output() -> None:
@@ -157,12 +157,12 @@ async def test_a_store_applies_an_edit_whole_or_not_at_all(store: ConversationSt
     await store.append("me", "conv", (), tree.turns["r2"])
     for item_id in ("a1", "u0", "b1", "u2", "a3"):
         loaded = await store.load("me", "conv")
-        edit = without_item(loaded, item_id)
+        edit = plan_message_deletion(loaded, item_id)
         rev = loaded.conversation.rev
         for owner, stale, error in (("you", None, NotFoundError), ("me", rev - 1, StaleRevisionError)):
             with pytest.raises(error):
-                await store.edit(owner, "conv", edit, expect=stale)
-        head = await store.edit("me", "conv", edit, expect=rev)
+                await store.delete_messages(owner, "conv", edit, expected_rev=stale)
+        head = await store.delete_messages("me", "conv", edit, expected_rev=rev)
         want, got = applied(loaded, edit), await store.load("me", "conv")
         assert head == got.conversation and head.rev == rev + 1 and head.active_leaf == edit.active_leaf
         assert (got.items, got.turns) == (want.items, want.turns)

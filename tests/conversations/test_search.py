@@ -10,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.conversations.search import NUM_COMPARED, Hit, SearchQuery, folded, snippet, words
-from chatcache.conversations.store import ConversationStore, StoreUnusableError, cursor_of
-from chatcache.conversations.tree import Conversation, Item, without_item
+from chatcache.conversations.search import (
+    MAX_COMPARED_MESSAGES,
+    SearchHit,
+    SearchQuery,
+    fold_words,
+    iter_words,
+    make_snippet,
+)
+from chatcache.conversations.store import ConversationStore, StoreUnusableError, encode_cursor
+from chatcache.conversations.tree import Conversation, Item, plan_message_deletion
 from chatcache.errors import InvalidRequestError
 from chatcache.storage import sqlite_schema
-from chatcache.storage import sqlite_schema as sqlite_search
 from chatcache.storage.sqlite import SqliteStore
 
 
@@ -64,7 +70,7 @@ def test_the_fast_way_to_fold_is_the_same() -> None:
     generator = random.Random(2)
     for _ in range(500):
         text = "".join(generator.choices("aB1_-' \n\x00\x1f\x7f.", k=200)) + "x" * generator.choice([0, 99])
-        assert folded(text) == " ".join(word.text for word in words(text)) == folded(text + " é")[:-2]
+        assert fold_words(text) == " ".join(word.text for word in iter_words(text)) == fold_words(text + " é")[:-2]
 
 
 def test_a_query_has_a_limit() -> None:
@@ -80,7 +86,7 @@ def test_snippets_are_cut_between_words_and_their_marks_fit() -> None:
         result = SearchQuery.parse(generator.choice("abc你")).find(text)
         if result is None:
             continue
-        cut = snippet(text, result.marks)
+        cut = make_snippet(text, result.marks)
         assert len(cut.text) <= 202 and cut.text.strip("…") in text
         pieces = [cut.text[start:end] for start, end in cut.marks]
         assert pieces and [text[start:end] for start, end in result.marks[: len(pieces) - 1]] == pieces[:-1]
@@ -172,7 +178,7 @@ async def test_search_equals_reading_everything(store: ConversationStore) -> Non
         elif kind < 0.9 and model[name]:
             gone = generator.choice(list(model[name]))
             del model[name][gone]
-            await store.edit("me", name, without_item(await store.load("me", name), gone))
+            await store.delete_messages("me", name, plan_message_deletion(await store.load("me", name), gone))
         elif kind > 0.95:
             del model[name], titles[name]
             await store.delete("me", name)
@@ -181,11 +187,11 @@ async def test_search_equals_reading_everything(store: ConversationStore) -> Non
     for _ in range(150):
         query = " ".join(generator.choices([*ALPHABET, "ca", "c", "d"], k=generator.randint(1, 3)))
         expected = [c for c in order if any(matches(query, each) for each in (titles[c], *model[c].values()))]
-        hits: list[Hit] = []
+        hits: list[SearchHit] = []
         after = None
         while page := await store.search("me", SearchQuery.parse(query), 4, after):
             hits += page
-            after = cursor_of(page[-1].conversation)
+            after = encode_cursor(page[-1].conversation)
         assert [hit.conversation.id for hit in hits] == expected, query
         num_found += len(hits)
         for hit in hits:
@@ -211,8 +217,8 @@ async def test_the_best_message_is_named(store: ConversationStore) -> None:
     assert await best("cate") == ("m0", "assistant")
     assert await best("catal") == ("m4", "assistant")
     assert await best("and cat") == ("m2", "assistant")
-    await store.append("me", "conv", [Item(f"n{at}", None, "user", "one cat") for at in range(NUM_COMPARED)])
-    assert await best("cat") == (f"n{NUM_COMPARED - 1}", "user")  # only the newest are compared
+    await store.append("me", "conv", [Item(f"n{at}", None, "user", "one cat") for at in range(MAX_COMPARED_MESSAGES)])
+    assert await best("cat") == (f"n{MAX_COMPARED_MESSAGES - 1}", "user")  # only the newest are compared
 
 
 @pytest.mark.parametrize(
@@ -239,7 +245,7 @@ async def test_any_input_is_safe(store: ConversationStore, query: str) -> None:
     await store.create(Conversation("conv", "me", 1.0, 1.0, "½ 𝕮𝖆𝖙"))
     await store.append("me", "conv", [Item("m", None, "user", query), Item("n", None, "user", "other")])
     hits = await store.search("me", SearchQuery.parse(query), 5)
-    has_words = any(True for _ in words(query))
+    has_words = any(True for _ in iter_words(query))
     assert [hit.item_id for hit in hits] == (["m"] if has_words else [])
 
 
@@ -275,7 +281,7 @@ async def test_an_older_file_is_indexed_after_a_backup(tmp_path: Path, monkeypat
 async def test_a_file_written_without_fts5_is_indexed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.db"
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_search, "has_fts5", lambda db: False)
+        patch.setattr(sqlite_schema, "has_fts5", lambda db: False)
         store = SqliteStore(path)
         await store.merge(Conversation("conv", "me", 1.0, 1.0, "Title"), [Item("m", None, "user", "words")], [])
         assert len(await store.search("me", SearchQuery.parse("words"), 5)) == 1
@@ -284,7 +290,7 @@ async def test_a_file_written_without_fts5_is_indexed_later(tmp_path: Path, monk
     for query in ("words", "title"):
         assert len(await store.search("me", SearchQuery.parse(query), 5)) == 1
     await store.close()
-    monkeypatch.setattr(sqlite_search, "has_fts5", lambda db: False)
+    monkeypatch.setattr(sqlite_schema, "has_fts5", lambda db: False)
     with pytest.raises(StoreUnusableError, match="FTS5"):
         SqliteStore(path)
 

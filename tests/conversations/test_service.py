@@ -87,7 +87,7 @@ async def test_events_agree_with_the_decoder(rig: Rig, name: str) -> None:
         ids = done.token_ids[:-1] if done.token_ids[-1] in terminal else done.token_ids
         assert "".join(delta.text for delta in deltas) == done.text
         assert done.text == tiny_tokenizer().decode(ids, skip_special_tokens=params.skip_special_tokens)
-        assert tuple(token for delta in deltas for token in delta.token_ids) == done.settled_ids == ids
+        assert tuple(token for delta in deltas for token in delta.token_ids) == done.stored_ids == ids
         if params.logprobs is not None:
             assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
         assert events.index(deltas[-1]) < events.index(done) if deltas else True
@@ -114,7 +114,7 @@ def test_settled_ids_stand_for_exactly_the_shown_text(ids: list[int], at: int, l
     done = candidate.finish(CandidateDone("r", 2, 0, "stop", stop))[-1]
     assert isinstance(done, ReplyDone)
     if not include:
-        assert tokenizer.decode(done.settled_ids) == done.text
+        assert tokenizer.decode(done.stored_ids) == done.text
         assert stop not in done.text
     else:
         assert done.text.endswith(stop) or stop not in done.text
@@ -126,9 +126,9 @@ async def test_a_stateless_chat_is_recalled_token_by_token(rig: Rig) -> None:
     done = next(event for event in first if isinstance(event, ReplyDone))
     messages = [*USER, Message(role="assistant", content=f"{done.text}\n"), Message(role="user", content="And?")]
     prompt = await rig.service.prompt(messages, "")
-    assert prompt.base == 1
+    assert prompt.base_message == 1
     other_tenant = await rig.service.prompt(messages, "other")
-    assert other_tenant.base is None
+    assert other_tenant.base_message is None
 
 
 async def test_cancelling_tells_what_was_said(rig: Rig) -> None:

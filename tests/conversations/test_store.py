@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from chatcache.conversations.search import SearchQuery
-from chatcache.conversations.store import ConversationStore, Handed, StaleRevisionError, cursor_of
-from chatcache.conversations.tree import COMPLETED, Conversation, Usage, without_item
+from chatcache.conversations.store import ConversationStore, OwnerAssignment, StaleRevisionError, encode_cursor
+from chatcache.conversations.tree import COMPLETED, Conversation, Usage, plan_message_deletion
 from chatcache.errors import NotFoundError
 from tests.conversations.stored import REPLY, TURN, USER, create
 
@@ -63,10 +63,10 @@ async def test_what_is_handed_over_is_the_new_owners_as_it_was(store: Conversati
     await create(store, "conv_busy", owner="")
     await store.append("", "conv_busy", [USER], TURN)
     before = await store.load("", "conv_1")
-    assert await store.hand_over("", "acme/ann") == Handed(3, 1)
+    assert await store.assign_owner("", "acme/ann") == OwnerAssignment(3, 1)
     assert list(await store.list("acme/ann", 10)) == [replace(head, owner="acme/ann") for head in reversed(heads)]
     assert [head.id for head in await store.list("", 10)] == ["conv_busy"]
-    assert list(await store.ids("acme/ann", 10)) == ["conv_0", "conv_1", "conv_2"]
+    assert list(await store.list_ids("acme/ann", 10)) == ["conv_0", "conv_1", "conv_2"]
     tree = await store.load("acme/ann", "conv_1")
     assert (tree.items, tree.turns) == (before.items, before.turns)
     assert await store.locate("acme/ann", "resp_2") == "conv_2"
@@ -74,11 +74,11 @@ async def test_what_is_handed_over_is_the_new_owners_as_it_was(store: Conversati
     for work in (store.load("", "conv_1"), store.locate("", "msg_1"), store.get("acme", "conv_1")):
         with pytest.raises(NotFoundError):
             await work
-    assert await store.hand_over("", "acme/ann") == Handed(0, 1)
+    assert await store.assign_owner("", "acme/ann") == OwnerAssignment(0, 1)
     await store.append("", "conv_busy", [REPLY], replace(TURN, status=COMPLETED))
-    assert await store.hand_over("", "acme/ann") == Handed(1, 0)
-    assert await store.hand_over("", "acme/ann") == Handed(0, 0) == await store.hand_over("nobody", "me")
-    assert "conv_mine" in await store.ids("me", 10) and not await store.list("", 10)
+    assert await store.assign_owner("", "acme/ann") == OwnerAssignment(1, 0)
+    assert await store.assign_owner("", "acme/ann") == OwnerAssignment(0, 0) == await store.assign_owner("nobody", "me")
+    assert "conv_mine" in await store.list_ids("me", 10) and not await store.list("", 10)
     assert (await store.append("acme/ann", "conv_1", [], title="x")).rev == heads[1].rev + 1
 
 
@@ -95,25 +95,25 @@ async def test_nothing_is_lost_between_a_change_and_a_hand_over(store: Conversat
         return f"msg_{number}"
 
     changes = [change(number) for number in range(5)]
-    *written, handed = await asyncio.gather(*changes, store.hand_over("", "acme"))
-    assert handed == Handed(5, 0)
+    *written, handed = await asyncio.gather(*changes, store.assign_owner("", "acme"))
+    assert handed == OwnerAssignment(5, 0)
     trees = [await store.load("acme", f"conv_{number}") for number in range(5)]
     assert [next(iter(tree.items), None) for tree in trees] == written
 
 
 async def test_stale_writers_are_told_and_change_nothing(store: ConversationStore) -> None:
     await create(store)
-    await store.append("me", "conv_1", [USER], expect=0)
+    await store.append("me", "conv_1", [USER], expected_rev=0)
     for work in (
-        store.append("me", "conv_1", [REPLY], TURN, expect=0),
-        store.update("me", "conv_1", title="x", expect=0),
-        store.update("me", "conv_1", title="x", expect=2),
+        store.append("me", "conv_1", [REPLY], TURN, expected_rev=0),
+        store.update("me", "conv_1", title="x", expected_rev=0),
+        store.update("me", "conv_1", title="x", expected_rev=2),
     ):
         with pytest.raises(StaleRevisionError):
             await work
     tree = await store.load("me", "conv_1")
     assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (1, ["msg_u"], [])
-    assert (await store.update("me", "conv_1", title="x", expect=1)).rev == 2
+    assert (await store.update("me", "conv_1", title="x", expected_rev=1)).rev == 2
 
 
 async def test_an_append_is_all_or_nothing(store: ConversationStore) -> None:
@@ -176,7 +176,7 @@ async def test_only_a_turn_makes_a_conversation_the_newest(store: ConversationSt
         await store.update("me", "conv_1", title="Renamed"),
         await store.update("me", "conv_1", metadata={"pinned": "true"}),
         await store.update("me", "conv_1", active_leaf="conv_1_u"),
-        await store.edit("me", "conv_1", without_item(await store.load("me", "conv_1"), "msg_a")),
+        await store.delete_messages("me", "conv_1", plan_message_deletion(await store.load("me", "conv_1"), "msg_a")),
     ]
     assert [head.updated_at for head in heads] == [then] * 4 and [head.rev for head in heads] == [3, 4, 5, 6]
     assert [c.id for c in await store.list("me", 10)] == order
@@ -207,7 +207,7 @@ async def test_a_cursor_holds_its_place(store: ConversationStore) -> None:
     await say(store, "conv_5", "msg_again")
     await say(store, "conv_3", "msg_too")
     await store.delete("me", "conv_6")
-    rest = [c.id for c in await store.list("me", 10, after=cursor_of(first[-1]))]
+    rest = [c.id for c in await store.list("me", 10, after=encode_cursor(first[-1]))]
     assert rest == ["conv_4", "conv_2", "conv_1", "conv_0"]
     for bad in ("nan~conv_1", "~", "1.5", "x~y", ""):
         with pytest.raises(NotFoundError):
@@ -218,18 +218,18 @@ async def test_ids_come_in_their_own_order(store: ConversationStore) -> None:
     for name in ("conv_b", "conv_c", "conv_a"):
         await create(store, name)
     await create(store, "conv_theirs", owner="you")
-    assert list(await store.ids("me", 2)) == ["conv_a", "conv_b"]
-    assert list(await store.ids("me", 2, after="conv_b")) == ["conv_c"]
-    assert list(await store.ids("me", 2, after="conv_bb")) == ["conv_c"]
+    assert list(await store.list_ids("me", 2)) == ["conv_a", "conv_b"]
+    assert list(await store.list_ids("me", 2, after="conv_b")) == ["conv_c"]
+    assert list(await store.list_ids("me", 2, after="conv_bb")) == ["conv_c"]
 
 
 async def test_deleting_expects_what_was_read(store: ConversationStore) -> None:
     await create(store)
     head = await store.append("me", "conv_1", [USER])
     with pytest.raises(StaleRevisionError) as stale:
-        await store.delete("me", "conv_1", expect=0)
-    assert stale.value.present == head
-    await store.delete("me", "conv_1", expect=1)
+        await store.delete("me", "conv_1", expected_rev=0)
+    assert stale.value.current == head
+    await store.delete("me", "conv_1", expected_rev=1)
     with pytest.raises(NotFoundError):
         await store.get("me", "conv_1")
 

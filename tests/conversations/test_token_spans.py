@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.conversations.offsets import Span, token_spans
+from chatcache.conversations.offsets import Span, token_char_offsets
 from chatcache.conversations.replies.parser import ReplyContext
 from chatcache.conversations.tree import Item
 from chatcache.tokenizer.reply_format import format_of
@@ -52,7 +52,7 @@ def test_spans_count_characters(kind: str, shows_special: bool, texts: list[str]
     item = Item("msg_x", None, "assistant", text, tuple(ids))
     if not continues and shows_special and tokenizer.lead.hidden(b" a") != b"\x01\x01":
         return  # whether the prompt's own token was shown is not known, and a first space hangs on it
-    assert token_spans(ReplyContext(tokenizer), prompt, item) == expected
+    assert token_char_offsets(ReplyContext(tokenizer), prompt, item) == expected
 
 
 def test_a_reply_cut_inside_a_character_shows_that() -> None:
@@ -60,7 +60,7 @@ def test_a_reply_cut_inside_a_character_shows_that() -> None:
     ids = tokenizer.encode("a𐐷")[:-1]
     item = Item("msg_x", None, "assistant", tokenizer.decode(ids), tuple(ids))
     assert item.text == "a\ufffd" and len(ids) > 2
-    spans = token_spans(ReplyContext(tokenizer), tokenizer.encode("x"), item)
+    spans = token_char_offsets(ReplyContext(tokenizer), tokenizer.encode("x"), item)
     assert spans == [(0, 1), *[(1, 1)] * (len(ids) - 2), (1, 2)]
 
 
@@ -87,7 +87,7 @@ def test_thoughts_and_calls_show_nothing(case: str) -> None:
     prompt = tokenizer.encode_after("", prompt_end)
     written = "".join(pieces)
     ids = tokenizer.encode_after("", written)
-    reading = speech.reading(prompt)
+    reading = speech.new_parser(prompt)
     reading.push(written)
     reading.finish()
     assert reading.text == "".join(pieces[::2])
@@ -102,7 +102,7 @@ def test_thoughts_and_calls_show_nothing(case: str) -> None:
         shown = [place for place in places[span[0] : span[1]] if place is not None]
         there = places[span[0]] if span[0] == span[1] else None
         expected.append((shown[0], shown[-1] + 1) if shown else (there, there) if there is not None else None)
-    assert token_spans(speech, prompt, item) == expected
+    assert token_char_offsets(speech, prompt, item) == expected
 
 
 def test_a_hidden_token_in_the_middle_of_a_character_shows_nothing() -> None:
@@ -112,7 +112,7 @@ def test_a_hidden_token_in_the_middle_of_a_character_shows_nothing() -> None:
     ids = [*tokenizer.encode("a"), first, special, *rest, *tokenizer.encode("b")]
     item = Item("msg_x", None, "assistant", "a𐐷b", tuple(ids))
     expected = [(0, 1), (1, 1), None, *[(1, 1)] * (len(rest) - 1), (1, 2), (2, 3)]
-    assert token_spans(ReplyContext(tokenizer), tokenizer.encode("x"), item) == expected
+    assert token_char_offsets(ReplyContext(tokenizer), tokenizer.encode("x"), item) == expected
     assert counted(tokenizer, ids, tokenizer.special_ids) == expected
 
 

@@ -56,7 +56,7 @@ def test_paths_and_sequences(grown: Grown) -> None:
     for item_id, path in grown.paths.items():
         assert [item.id for item in grown.tree.path(item_id)] == path
     for item_id, sequence in grown.sequences.items():
-        assert grown.tree.sequence(grown.tree.items[item_id]) == sequence
+        assert grown.tree.token_sequence(grown.tree.items[item_id]) == sequence
 
 
 @settings(deadline=None)
@@ -73,5 +73,5 @@ def test_children_partition_the_tree(grown: Grown) -> None:
 def test_messages_nobody_generated_have_no_exact_tokens() -> None:
     given = [Item("u", None, "user", "?"), Item("a", "u", "assistant", "!", response_id="r")]
     tree = ConversationTree(HEAD, given, [Turn("r", "a2", "m", 0.0)])
-    assert tree.sequence(tree.items["a"]) == ()
+    assert tree.token_sequence(tree.items["a"]) == ()
     assert tree.turn_of(tree.items["u"]) is None

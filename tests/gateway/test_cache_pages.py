@@ -158,7 +158,7 @@ def test_histories_are_kept_until_they_change_and_up_to_a_size(server: Server) -
     ]
 
     async def ask(name: str) -> PackedPrompt:
-        return await histories.of(store, "", name)
+        return await histories.get(store, "", name)
 
     first = server.call(ask(names[0]))
     assert server.call(ask(names[0])) is first, "not worked out again"
@@ -167,5 +167,7 @@ def test_histories_are_kept_until_they_change_and_up_to_a_size(server: Server) -
     assert again is not first and again == first
     for name in names:
         server.call(ask(name))
-    kept = sum(len(prompt.tokens) for _, prompt in histories._kept.values())
-    assert kept == histories._kept_bytes <= 700 and names[-1] in histories._kept and names[0] not in histories._kept
+    kept = sum(len(prompt.tokens) for _, prompt in histories._cached.values())
+    assert (
+        kept == histories._cached_bytes <= 700 and names[-1] in histories._cached and names[0] not in histories._cached
+    )

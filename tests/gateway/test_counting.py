@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from chatcache.conversations.prompt import ALWAYS_CHARS, MAX_PROMPT_CHARS, PromptLimits
+from chatcache.conversations.prompt import ALWAYS_TOKENISED_CHARS, MAX_PROMPT_CHARS, PromptLimits
 from chatcache.errors import ContextLengthError, RateLimitError
 from chatcache.gateway.limits.admission import MAX_AT_ONCE, MAX_WAITING_BYTES, SHORT_BYTES, TokenizeThrottle
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def test_who_counts_takes_a_turn(server: Server, monkeypatch: pytest.MonkeyPatch
     [
         (0, 8, MAX_PROMPT_CHARS),
         (1024, 0, MAX_PROMPT_CHARS),
-        (16, 8, ALWAYS_CHARS),
+        (16, 8, ALWAYS_TOKENISED_CHARS),
         (100_000, 16, 6_400_000),
         (1 << 20, 128, MAX_PROMPT_CHARS),
     ],
@@ -135,8 +135,8 @@ def test_what_no_model_could_take_is_not_tokenised(server: Server, monkeypatch: 
 
     server.wait_ready()
     monkeypatch.setattr(Tokenizer, "encode", noted)
-    long = "1" * ALWAYS_CHARS
-    items = [{"type": "message", "role": "user", "content": long[: ALWAYS_CHARS // 4]} for _ in range(5)]
+    long = "1" * ALWAYS_TOKENISED_CHARS
+    items = [{"type": "message", "role": "user", "content": long[: ALWAYS_TOKENISED_CHARS // 4]} for _ in range(5)]
     conversation = server.post("/v1/conversations", items=items)[2]["id"]
     user = [{"role": "user", "content": long}]
     refused: tuple[tuple[str, dict[str, object]], ...] = (
@@ -150,5 +150,5 @@ def test_what_no_model_could_take_is_not_tokenised(server: Server, monkeypatch: 
     for path, body in refused:
         status, _, answer = server.post(path, **body)
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded", path
-    assert max(encoded, default=0) < ALWAYS_CHARS
+    assert max(encoded, default=0) < ALWAYS_TOKENISED_CHARS
     assert server.request("DELETE", f"/v1/conversations/{conversation}")[0] == 200

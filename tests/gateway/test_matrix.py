@@ -20,7 +20,7 @@ from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistr
 from chatcache.gateway.routes import SOCKETS
 from chatcache.gateway.routing import ProtectedRoute
 from chatcache.gateway.websocket.connection import Connection
-from chatcache.storage import sqlite as sqlite_reads
+from chatcache.storage import sqlite
 from tests.gateway.frames import receive, send, until_end
 from tests.gateway.keyed import Headers, Keyed, keyed
 from tests.gateway.matrix import LINES, REFUSED, SECRET, STRANGERS, Place, everybody, places, scene, violations
@@ -107,8 +107,8 @@ def test_a_store_that_forgets_whose_it_is_fails(keys: Keyed, monkeypatch: pytest
         row = db.execute("SELECT owner FROM conversations WHERE id = ?", (conversation_id,)).fetchone()
         return original(db, row[0] if row else owner, conversation_id, expect)
 
-    original = sqlite_reads.read_head
-    monkeypatch.setattr(sqlite_reads, "read_head", head)
+    original = sqlite.read_head
+    monkeypatch.setattr(sqlite, "read_head", head)
     found = violations(keys, some(("GET", "/v1/conversations/{id}"), ("POST", "/v1/conversations/{id}")))
     assert any("bob" in each for each in found) and any("somebody has changed it" in each for each in found)
 

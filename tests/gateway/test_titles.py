@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from chatcache.config import EngineConfig, ServerConfig
-from chatcache.conversations import titles as side_tasks
+from chatcache.conversations import titles
 from chatcache.gateway.api import conversations as conversation_titles
 from chatcache.types.request import MAX_PRIORITY, GenerateRequest
 from tests.gateway.described import Described
@@ -58,9 +58,9 @@ def test_the_history_comes_from_the_cache(server: Server, useful: None) -> None:
     usage = answer["usage"]
     assert status == 200 and answer["generated"] and answer["title"] == "From the model"
     assert usage["input_tokens_details"]["cached_tokens"] >= (history - 1) // PAGE_SIZE * PAGE_SIZE
-    question = len(tiny_tokenizer().encode(side_tasks.TITLE.question))
+    question = len(tiny_tokenizer().encode(titles.TITLE.question))
     assert usage["input_tokens"] - history <= question + 24  # the template
-    assert usage["output_tokens"] <= side_tasks.TITLE.max_tokens
+    assert usage["output_tokens"] <= titles.TITLE.max_tokens
     assert head(server, conversation) == answer["conversation"]
     assert server.request("GET", f"/v1/conversations/{conversation}/items?branches=all")[2]["data"] == items
     third = converse(server, "Still there?", conversation=conversation, instructions="Be kind", **LONG)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chatcache.conversations.fork_points import ReplyStart, begun, check_fork_at, forked_ids
-from chatcache.conversations.prompt import said
+from chatcache.conversations.fork_points import ReplyPrefix, build_prefix, check_fork_at, fork_token_ids
+from chatcache.conversations.prompt import reply_key
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone
 from chatcache.conversations.replies.parser import TAIL_TOKENS, ParsedDelta, ReplyContext
 from chatcache.conversations.tree import Turn
@@ -22,21 +22,21 @@ class Candidate:
     """
 
     def __init__(
-        self, index: int, speech: ReplyContext, request: GenerateRequest, prefix: ReplyStart | None = None
+        self, index: int, context: ReplyContext, request: GenerateRequest, prefix: ReplyPrefix | None = None
     ) -> None:
         params = request.params
         self.index = index
         self.done = False
         self.dropped = False
         self.num_reasoning_tokens = 0
-        self._speech = speech
-        self._tokenizer = tokenizer = speech.tokenizer
+        self._context = context
+        self._tokenizer = tokenizer = context.tokenizer
         self._prefix_ids, self._prefix_text = (prefix.ids, prefix.text) if prefix is not None else ((), "")
-        num_open = prefix.num_open if prefix is not None else 0
-        self._open_ids = request.prompt[len(request.prompt) - num_open :]
+        num_open = prefix.num_partial_tokens if prefix is not None else 0
+        self._partial_ids = request.prompt[len(request.prompt) - num_open :]
         self.prompt = request.prompt[: len(request.prompt) - len(self._prefix_ids)]
-        self._reading = speech.reading(self.prompt)
-        self._is_past_thought = False
+        self._parser = context.new_parser(self.prompt)
+        self._reasoning_finished = False
         self._ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
         eos = () if params.ignore_eos else tokenizer.eos_token_ids
@@ -44,7 +44,7 @@ class Candidate:
         self._skip_special_tokens = params.skip_special_tokens
         self._tail = request.prompt[: len(request.prompt) - num_open][-TAIL_TOKENS:]
         self._stream = self._text_stream(params.stop, params.min_tokens + num_open)
-        self._untold = self._reading.push(self._prefix_text + self._stream.push(self._open_ids))
+        self._pending = self._parser.push(self._prefix_text + self._stream.push(self._partial_ids))
 
     @property
     def num_tokens(self) -> int:
@@ -57,16 +57,16 @@ class Candidate:
         return self._prefix_text + self._stream.text
 
     @property
-    def said(self) -> str:
+    def reply_key(self) -> str:
         """What names this reply when a client sends it back."""
-        return said(self._text, self._reading.calls)
+        return reply_key(self._text, self._parser.calls)
 
     @property
     def _text(self) -> str:
-        return self._reading.text if self._speech.is_read else self.raw
+        return self._parser.text if self._context.is_parsed else self.raw
 
     @property
-    def settled_ids(self) -> tuple[int, ...]:
+    def stored_ids(self) -> tuple[int, ...]:
         """Ids that stand for exactly `raw`: without the ending token, and without what lies behind a stop string."""
         ids = self._ids[:-1] if self._ended_by_token else self._ids
         if self._stream.stopped is None or self._keeps_stop:
@@ -79,21 +79,21 @@ class Candidate:
         rest = self._tokenizer.encode_after(self._prefix_text + text, shown[len(text) :])
         return (*self._prefix_ids, *ids[:kept], *rest)
 
-    def first_ids(self, num_tokens: int | None, fork_with: int | None = None) -> tuple[int, ...]:
+    def fork_ids(self, num_tokens: int | None, fork_with: int | None = None) -> tuple[int, ...]:
         """The settled ids so far, or the first `num_tokens` of them, and a token that goes on instead.
 
         Raises: InvalidRequestError naming `fork_at` or `fork_with`.
         """
-        ids = self.settled_ids
+        ids = self.stored_ids
         if num_tokens is not None:
             check_fork_at(num_tokens, len(ids))
-        return forked_ids(self._speech, ids[:num_tokens], fork_with)
+        return fork_token_ids(self._context, ids[:num_tokens], fork_with)
 
-    def start(self, turn: Turn, ids: tuple[int, ...], *, is_exact: bool = False) -> ReplyStart:
+    def make_prefix(self, turn: Turn, ids: tuple[int, ...], *, is_exact: bool = False) -> ReplyPrefix:
         """What a fork behind `ids` begins with. Long ones take a while: for a thread beside the event loop."""
-        call_ids = [call.call_id for call in self._reading.calls]
+        call_ids = [call.call_id for call in self._parser.calls]
         skips = self._skip_special_tokens
-        return begun(self._speech, turn, self.index, self.prompt, ids, call_ids, skips=skips, is_exact=is_exact)
+        return build_prefix(self._context, turn, self.index, self.prompt, ids, call_ids, skips=skips, is_exact=is_exact)
 
     @property
     def _ended_by_token(self) -> bool:
@@ -106,54 +106,54 @@ class Candidate:
         self._ids += event.token_ids
         shown = len(event.token_ids) - self._ended_by_token
         ids, logprobs = event.token_ids[:shown], event.logprobs[:shown]
-        if not self._speech.is_read:
+        if not self._context.is_parsed:
             text = self._stream.push(event.token_ids)
-            if self._untold:
-                text, self._untold = self._untold.text + text, ParsedDelta()
+            if self._pending:
+                text, self._pending = self._pending.text + text, ParsedDelta()
             return ReplyDelta(self.index, text, ids, logprobs) if shown or text else None
-        heard = self._hear(event.token_ids)
+        heard = self._parse(event.token_ids)
         if not shown and not heard:
             return None
-        heard, self._untold = self._untold.then(heard), ParsedDelta()
+        heard, self._pending = self._pending.merge(heard), ParsedDelta()
         return ReplyDelta(self.index, heard.text, ids, logprobs, heard.reasoning, heard.calls)
 
     def finish(self, event: CandidateDone | None) -> tuple[ReplyDelta | ReplyDone, ...]:
         """End it; what was held back comes out first. None: the request was cancelled under it."""
         self.done = True
         self.dropped = event is not None and event.finish_reason == FINISH_CANCELLED
-        rest = self._untold.then(self._reading.push(self._stream.finish()).then(self._reading.finish()))
-        self._untold = ParsedDelta()
+        rest = self._pending.merge(self._parser.push(self._stream.finish()).merge(self._parser.finish()))
+        self._pending = ParsedDelta()
         done = ReplyDone(
             index=self.index,
             text=self._text,
             finish_reason=event.finish_reason if event is not None else FINISH_CANCELLED,
             stop_reason=event.stop_reason if event is not None else None,
             token_ids=(*self._prefix_ids, *self._ids),
-            settled_ids=self.settled_ids,
+            stored_ids=self.stored_ids,
             score=event.score if event is not None else 0.0,
-            parts=self._reading.parts(self.raw),
+            parts=self._parser.parts(self.raw),
             num_pages_freed=event.num_pages_freed if event is not None and self.dropped else None,
         )
         if not rest:
             return (done,)
         return ReplyDelta(self.index, rest.text, (), (), rest.reasoning, rest.calls), done
 
-    def _hear(self, token_ids: Sequence[int]) -> ParsedDelta:
+    def _parse(self, token_ids: Sequence[int]) -> ParsedDelta:
         """Read token by token: which of them are thought is counted."""
-        if self._is_past_thought and len(token_ids) == 1:
-            return self._reading.push(self._stream.push(token_ids))
+        if self._reasoning_finished and len(token_ids) == 1:
+            return self._parser.push(self._stream.push(token_ids))
         heard = ParsedDelta()
         for number, token in enumerate(token_ids, len(self._ids) - len(token_ids) + 1):
-            thought = self._reading.is_thinking
-            heard = heard.then(self._reading.push(self._stream.push((token,))))
-            if thought or self._reading.is_thinking:
+            thought = self._parser.is_thinking
+            heard = heard.merge(self._parser.push(self._stream.push((token,))))
+            if thought or self._parser.is_thinking:
                 self.num_reasoning_tokens = number
-        self._is_past_thought = self._reading.is_past_thought
+        self._reasoning_finished = self._parser.reasoning_finished
         return heard
 
     def _decode(self, ids: Sequence[int]) -> str:
         stream = self._text_stream((), 0)
-        return stream.push((*self._open_ids, *ids)) + stream.finish()
+        return stream.push((*self._partial_ids, *ids)) + stream.finish()
 
     def _text_stream(self, stop: Sequence[str], min_tokens: int) -> TextStream:
         return TextStream(
@@ -164,5 +164,5 @@ class Candidate:
             prompt_ids_tail=self._tail,
             stop_token_ids=self._terminal,
             min_tokens=min_tokens,
-            visible_ids=self._speech.mark_ids,
+            visible_ids=self._context.mark_ids,
         )

@@ -93,7 +93,7 @@ class ReplyDone:
     finish_reason: str
     stop_reason: str | int | None
     token_ids: tuple[int, ...]
-    settled_ids: tuple[int, ...]
+    stored_ids: tuple[int, ...]
     score: float = 0.0
     parts: ReplyParts = field(default_factory=ReplyParts)
     num_pages_freed: int | None = None
@@ -141,14 +141,14 @@ class BeamReader:
         return text
 
 
-def joined(first: ReplyBeams, then: ReplyBeams) -> ReplyBeams:
+def merge_beams(first: ReplyBeams, then: ReplyBeams) -> ReplyBeams:
     """Several steps as one: all their nodes, in order, and who is left now."""
     return ReplyBeams(first.nodes + then.nodes, then.live)
 
 
 _BEAMS = -1  # where candidates have their index
 
-Told = ReplyDelta | ReplyBeams
+BatchedEvent = ReplyDelta | ReplyBeams
 _HELD_BACK = (False, False, False)
 
 
@@ -159,44 +159,44 @@ class DeltaBatcher:
     task made: at most one timer runs. What `tell` raises comes out of the next call. Belongs to one event loop.
     """
 
-    def __init__(self, tell: Callable[[Told], None], window_s: float) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[BatchedEvent], None], window_s: float) -> None:
+        self._emit = tell
         self._window_s = window_s
-        self._waiting: dict[int, Told] = {}
-        self._told_s: dict[int, float] = {}
+        self._pending: dict[int, BatchedEvent] = {}
+        self._emitted_s: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
 
-    def take(self, event: Told) -> None:
+    def push(self, event: BatchedEvent) -> None:
         """Tell it now, or with others when its time has come."""
         self._check()
         source = event.index if isinstance(event, ReplyDelta) else _BEAMS
-        waiting = self._waiting.get(source)
+        waiting = self._pending.get(source)
         if waiting is not None:
             if _is_alike(waiting, event):
-                self._waiting[source] = _joined(waiting, event)
+                self._pending[source] = _joined(waiting, event)
             else:
-                self._waiting[source] = event
-                self._tell(waiting)
+                self._pending[source] = event
+                self._emit(waiting)
             return
         now_s = time.monotonic()
-        if now_s >= self._told_s.get(source, 0.0) + self._window_s:
-            self._told_s[source] = now_s
-            self._tell(event)
+        if now_s >= self._emitted_s.get(source, 0.0) + self._window_s:
+            self._emitted_s[source] = now_s
+            self._emit(event)
             return
-        self._waiting[source] = event
+        self._pending[source] = event
         if self._timer is None:
             self._arm(now_s)
 
     def flush(self) -> None:
         """Tell all that waits; something else is about to be told."""
         self._check()
-        self._release(time.monotonic(), self._waiting)
+        self._release(time.monotonic(), self._pending)
 
     def close(self) -> None:
         """Forget what waits."""
-        self._waiting.clear()
+        self._pending.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -206,27 +206,27 @@ class DeltaBatcher:
             raise self._error
 
     def _arm(self, now_s: float) -> None:
-        due_s = min(self._told_s[source] for source in self._waiting) + self._window_s
+        due_s = min(self._emitted_s[source] for source in self._pending) + self._window_s
         self._timer = self._loop.call_later(max(0.0, due_s - now_s), self._on_time)
 
     def _on_time(self) -> None:
         self._timer = None
         now_s = time.monotonic()
         try:
-            self._release(now_s, [each for each in self._waiting if now_s >= self._told_s[each] + self._window_s])
+            self._release(now_s, [each for each in self._pending if now_s >= self._emitted_s[each] + self._window_s])
         except Exception as error:
             self._error = error
             self.close()
-        if self._waiting:
+        if self._pending:
             self._arm(now_s)
 
     def _release(self, now_s: float, sources: Iterable[int]) -> None:
         for source in list(sources):
-            self._told_s[source] = now_s
-            self._tell(self._waiting.pop(source))
+            self._emitted_s[source] = now_s
+            self._emit(self._pending.pop(source))
 
 
-def _is_alike(first: Told, then: Told) -> bool:
+def _is_alike(first: BatchedEvent, then: BatchedEvent) -> bool:
     """Whether joining loses nothing: neither the order of text and calls, nor which log-probabilities are of what."""
     if not (isinstance(first, ReplyDelta) and isinstance(then, ReplyDelta)):
         return True
@@ -238,7 +238,7 @@ def _kind(delta: ReplyDelta) -> tuple[bool, bool, bool]:
     return bool(delta.text), bool(delta.reasoning), bool(delta.calls)
 
 
-def _joined(first: Told, then: Told) -> Told:
+def _joined(first: BatchedEvent, then: BatchedEvent) -> BatchedEvent:
     """One source's events as one."""
     match first, then:
         case ReplyDelta(), ReplyDelta():
@@ -251,5 +251,5 @@ def _joined(first: Told, then: Told) -> Told:
                 calls=first.calls + then.calls,
             )
         case ReplyBeams(), ReplyBeams():
-            return joined(first, then)
+            return merge_beams(first, then)
     return then

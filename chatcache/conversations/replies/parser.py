@@ -26,19 +26,21 @@ class ReplyContext:
     """
 
     tokenizer: Tokenizer
-    form: ReplyFormat = field(default_factory=ReplyFormat)
-    names: Collection[str] | None = None
+    reply_format: ReplyFormat = field(default_factory=ReplyFormat)
+    function_names: Collection[str] | None = None
 
     @cached_property
-    def is_read(self) -> bool:
-        return bool(self.form.marks(tools=self.names is not None))
+    def is_parsed(self) -> bool:
+        return bool(self.reply_format.marks(tools=self.function_names is not None))
 
     @cached_property
     def mark_ids(self) -> frozenset[int]:
         """Special tokens that are marks: they are hidden from people, not from the parser."""
-        return frozenset(self.tokenizer.special_of(self.form.marks(tools=self.names is not None)).values())
+        return frozenset(
+            self.tokenizer.special_of(self.reply_format.marks(tools=self.function_names is not None)).values()
+        )
 
-    def retold(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+    def text_stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
         """The text of a reply that was generated before, from its tokens: whatever ended it, no token ends it now."""
         return TextStream(
             self.tokenizer,
@@ -48,12 +50,12 @@ class ReplyContext:
             visible_ids=self.mark_ids,
         )
 
-    def reading(self, prompt: Sequence[int], call_ids: Sequence[str] = ()) -> CandidateParser:
+    def new_parser(self, prompt: Sequence[int], call_ids: Sequence[str] = ()) -> CandidateParser:
         """A new candidate's. `call_ids`: ids that its first calls have already."""
-        if not self.is_read:
+        if not self.is_parsed:
             return CandidateParser(None, 0, ())
-        syntax = self.form.syntax
-        parser = ReplyParser(self.form, prompt_end(self.tokenizer, prompt), self.names)
+        syntax = self.reply_format.syntax
+        parser = ReplyParser(self.reply_format, prompt_end(self.tokenizer, prompt), self.function_names)
         return CandidateParser(parser, syntax.id_chars if syntax is not None else 0, call_ids)
 
 
@@ -68,7 +70,7 @@ class ParsedDelta:
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
-    def then(self, other: ParsedDelta) -> ParsedDelta:
+    def merge(self, other: ParsedDelta) -> ParsedDelta:
         if not self:
             return other
         return ParsedDelta(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
@@ -100,7 +102,7 @@ class CandidateParser:
         return self._parser is not None and self._parser.is_thinking
 
     @property
-    def is_past_thought(self) -> bool:
+    def reasoning_finished(self) -> bool:
         """Whether nothing that comes can be thought any more."""
         return self._parser is None or self._parser.is_past_thought
 
@@ -115,13 +117,13 @@ class CandidateParser:
         if self._parser is None:
             self._texts.append(text)
             return ParsedDelta(text)
-        return self._take(self._parser.push(text))
+        return self._record(self._parser.push(text))
 
     def finish(self) -> ParsedDelta:
         """Return what was held back."""
-        return self._take(self._parser.finish()) if self._parser is not None else ParsedDelta()
+        return self._record(self._parser.finish()) if self._parser is not None else ParsedDelta()
 
-    def _take(self, said: ParsedText) -> ParsedDelta:
+    def _record(self, said: ParsedText) -> ParsedDelta:
         self._texts.append(said.text)
         if not (said.calls or said.reasoning):
             return ParsedDelta(said.text)

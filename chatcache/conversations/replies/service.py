@@ -10,7 +10,7 @@ from typing import Protocol
 
 import anyio
 
-from chatcache.conversations.fork_points import ReplyStart
+from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.conversations.prompt import (
     Function,
     Known,
@@ -19,10 +19,10 @@ from chatcache.conversations.prompt import (
     PromptLimits,
     SharedSystemPrompts,
     assemble,
-    calls_of,
-    linked,
-    said,
-    variables,
+    link_tool_results,
+    reply_key,
+    template_variables,
+    tool_calls_of,
 )
 from chatcache.conversations.replies.candidate import Candidate
 from chatcache.conversations.replies.events import (
@@ -77,17 +77,17 @@ class ChatService:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        transcripts: TokenMemo | None = None,
-        public: SharedSystemPrompts | None = None,
-        form: ReplyFormat | None = None,
-        bound: PromptLimits | None = None,
+        token_memo: TokenMemo | None = None,
+        shared_prompts: SharedSystemPrompts | None = None,
+        reply_format: ReplyFormat | None = None,
+        limits: PromptLimits | None = None,
     ) -> None:
         self.engine = engine
-        self.bound = bound if bound is not None else PromptLimits()
+        self.limits = limits if limits is not None else PromptLimits()
         self.tokenizer = tokenizer
-        self.form = form if form is not None else ReplyFormat()
-        self.transcripts = transcripts if transcripts is not None else TokenMemo()
-        self._public = public if public is not None else SharedSystemPrompts()
+        self.reply_format = reply_format if reply_format is not None else ReplyFormat()
+        self.token_memo = token_memo if token_memo is not None else TokenMemo()
+        self._shared_prompts = shared_prompts if shared_prompts is not None else SharedSystemPrompts()
         self._live: dict[str, tuple[str, GenerateRequest]] = {}  # by request id, with the owner
 
     async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
@@ -95,14 +95,14 @@ class ChatService:
 
         Raises: InvalidRequestError for the output of a call that was not made, or what the template refuses.
         """
-        messages = linked(messages, "messages")
+        messages = link_tool_results(messages, "messages")
 
         def known(index: int, head: str, message: Message) -> Known | None:
-            return self.transcripts.recall(namespace, head, said(message["content"], calls_of(message)))
+            return self.token_memo.recall(namespace, head, reply_key(message["content"], tool_calls_of(message)))
 
         def assembled() -> Prompt:
-            prompt = assemble(self.tokenizer, messages, known, variables(functions), self.bound)
-            num_public = self._public.num_tokens(self.tokenizer, messages, prompt)
+            prompt = assemble(self.tokenizer, messages, known, template_variables(functions), self.limits)
+            num_public = self._shared_prompts.count_shared_tokens(self.tokenizer, messages, prompt)
             return replace(prompt, num_public_tokens=num_public) if num_public else prompt
 
         num_chars = sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages)
@@ -112,7 +112,7 @@ class ChatService:
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Tokenise raw text. Raises: ContextLengthError."""
-        self.bound.check(len(text))
+        self.limits.check(len(text))
         if len(text) <= _INLINE_CHARS:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens))
@@ -121,7 +121,7 @@ class ChatService:
         self,
         request: GenerateRequest,
         rendering: str | None = None,
-        prefix: ReplyStart | None = None,
+        prefix: ReplyPrefix | None = None,
         functions: Collection[str] | None = None,
         thinks: bool = True,
         owner: str | None = None,
@@ -135,11 +135,13 @@ class ChatService:
         """
         await self.engine.submit(request)
         self._live[request.request_id] = request.namespace if owner is None else owner, request
-        form = self.form if rendering is not None else ReplyFormat()
-        speech = ReplyContext(self.tokenizer, form if thinks else replace(form, reasoning=NONE), functions)
-        return Reply(self, request, rendering, prefix, speech)
+        reply_format = self.reply_format if rendering is not None else ReplyFormat()
+        if not thinks:
+            reply_format = replace(reply_format, reasoning=NONE)
+        context = ReplyContext(self.tokenizer, reply_format, functions)
+        return Reply(self, request, rendering, prefix, context)
 
-    def live_of(self, owner: str) -> dict[str, str]:
+    def live_requests_of(self, owner: str) -> dict[str, str]:
         """Requests of an owner that are being answered, each with its conversation ("" for none)."""
         return {name: request.conversation_id for name, (whose, request) in self._live.items() if whose == owner}
 
@@ -153,25 +155,25 @@ class ChatService:
         for request_id in list(self._live):
             await self.engine.abort(request_id)
 
-    def forget(self, request: GenerateRequest) -> None:
+    def discard(self, request: GenerateRequest) -> None:
         """A reply is over."""
         self._live.pop(request.request_id, None)
 
     def remember(self, request: GenerateRequest, rendering: str, candidate: Candidate) -> None:
         """Keep a finished candidate for clients that will resend it as text."""
-        ids = (*candidate.prompt, *candidate.settled_ids)
-        self.transcripts.remember(request.namespace, rendering, candidate.said, ids, candidate.raw)
+        ids = (*candidate.prompt, *candidate.stored_ids)
+        self.token_memo.remember(request.namespace, rendering, candidate.reply_key, ids, candidate.raw)
 
 
-class ReplyWatcher(Protocol):
+class ReplyObserver(Protocol):
     """Told of each reply that it started, and that it is over, however it ended: not `is_whole` if it was cut short.
 
     What is not told that it started is told its end.
     """
 
-    def started(self, reply: Reply) -> None: ...
+    def on_started(self, reply: Reply) -> None: ...
 
-    def ended(self, reply: Reply, *, is_whole: bool) -> None: ...
+    def on_ended(self, reply: Reply, *, is_whole: bool) -> None: ...
 
 
 class Reply:
@@ -186,20 +188,20 @@ class Reply:
         service: ChatService,
         request: GenerateRequest,
         rendering: str | None,
-        prefix: ReplyStart | None,
-        speech: ReplyContext,
+        prefix: ReplyPrefix | None,
+        context: ReplyContext,
     ) -> None:
         self.request = request
         self._service = service
         self._rendering = rendering
-        self.is_read = speech.is_read
+        self.is_parsed = context.is_parsed
         self.ended = False
-        self.watcher: ReplyWatcher | None = None
+        self.observer: ReplyObserver | None = None
         self.num_computed_prompt_tokens = 0
         self._has_started = False
         self.num_tokens = 0
         self.candidates = tuple(
-            Candidate(index, speech, request, prefix) for index in range(num_candidates(request.params))
+            Candidate(index, context, request, prefix) for index in range(num_candidates(request.params))
         )
 
     async def __aenter__(self) -> Reply:
@@ -222,15 +224,15 @@ class Reply:
             elif isinstance(event, Started):
                 self._has_started = True
                 self.num_computed_prompt_tokens = event.num_prompt_tokens - event.num_cached_tokens
-                if self.watcher is not None:
-                    self.watcher.started(self)
+                if self.observer is not None:
+                    self.observer.on_started(self)
                 yield ReplyStarted(
                     event.num_prompt_tokens, event.num_cached_tokens, event.prompt_logprobs, report=event.report
                 )
             elif isinstance(event, Beams):
                 yield beams.read(event)
             elif isinstance(event, CandidateDone):
-                for each in self._settle(event):
+                for each in self._finish_candidate(event):
                     yield each
             elif isinstance(event, Failed):
                 self._end()
@@ -255,12 +257,12 @@ class Reply:
 
     def _end(self, *, is_whole: bool = False) -> None:
         self.ended = True
-        self._service.forget(self.request)
-        watcher, self.watcher = self.watcher, None
+        self._service.discard(self.request)
+        watcher, self.observer = self.observer, None
         if watcher is not None:
-            watcher.ended(self, is_whole=is_whole)
+            watcher.on_ended(self, is_whole=is_whole)
 
-    def _settle(self, event: CandidateDone) -> tuple[ReplyDelta | ReplyDone, ...]:
+    def _finish_candidate(self, event: CandidateDone) -> tuple[ReplyDelta | ReplyDone, ...]:
         candidate = self.candidates[event.index]
         events = candidate.finish(event)
         if self._rendering is not None and not candidate.dropped:

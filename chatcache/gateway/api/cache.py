@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.conversations.fork_points import TurnRequest
-from chatcache.conversations.offsets import message_ends
-from chatcache.conversations.prompt import Function, Message, Prompt, variables
+from chatcache.conversations.offsets import message_token_offsets
+from chatcache.conversations.prompt import Function, Message, Prompt, template_variables
 from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.api.messages import input_messages, to_messages
@@ -40,7 +40,7 @@ async def explain(request: Request) -> Response:
     fields = read(body, ExplainFields)
     ignored = unknown_fields(body, ExplainFields)
     model = await gateway.ready(fields.model)
-    functions = parse_tool_choice(model.service.form, fields.tools, "none", None).functions
+    functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
     ends = None
     async with gateway.counting.turn(principal.owner, len(await request.body())):
         messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
@@ -48,7 +48,9 @@ async def explain(request: Request) -> Response:
             prompt.token_ids, principal.tenant, prompt.num_public_tokens, operator=gateway.is_open
         )
         if messages:
-            ends = await asyncio.to_thread(message_ends, model.tokenizer, messages, prompt, variables(functions))
+            ends = await asyncio.to_thread(
+                message_token_offsets, model.tokenizer, messages, prompt, template_variables(functions)
+            )
     answer = {
         "object": "cache.explanation",
         "model": gateway.model_name,
@@ -74,7 +76,7 @@ async def accounts(request: Request) -> Response:
     held = await gateway.engine.accounts()
     if gateway.is_open:
         return json_response({**_accounts_json(held, None), "pool": _pool_json(await gateway.health())})
-    return json_response(_accounts_json(held, (principal.tenant, model.service.live_of(principal.owner))))
+    return json_response(_accounts_json(held, (principal.tenant, model.service.live_requests_of(principal.owner))))
 
 
 async def _prompt(
@@ -146,12 +148,12 @@ def _divergence(prompt: Prompt, tokenizer: Tokenizer) -> dict[str, object] | Non
     where = prompt.divergence
     if where is None:
         return None
-    rest = prompt.token_ids[where.at_token : where.at_token + _SHOWN_TOKENS]
+    rest = prompt.token_ids[where.token_index : where.token_index + _SHOWN_TOKENS]
     return {
         "reason": TEMPLATE_CHANGED,
-        "message": where.message,
-        "at_char": where.at_char,
-        "at_token": where.at_token,
+        "message": where.message_index,
+        "at_char": where.char_index,
+        "at_token": where.token_index,
         "text": tokenizer.decode(rest, skip_special_tokens=False),
     }
 
@@ -235,7 +237,7 @@ async def warmth(request: Request) -> Response:
     prompts: dict[str, PackedPrompt] = {}
     for stored_id in fields.conversations:
         with suppress(NotFoundError):
-            prompts[stored_id] = await model.histories.of(store, principal.owner, stored_id)
+            prompts[stored_id] = await model.histories.get(store, principal.owner, stored_id)
     most = gateway.max_model_len * TOKEN_BYTES  # what lies behind can never have been computed
     cut = [PackedPrompt(prompt.tokens[:most], prompt.num_public_tokens) for prompt in prompts.values()]
     counts = await gateway.engine.num_cached(cut, principal.tenant)

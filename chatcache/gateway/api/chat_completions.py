@@ -47,7 +47,7 @@ async def chat_completions(request: Request) -> Response:
     messages = to_messages(chat.messages, "messages")
     model = await gateway.ready(base.model)
     asked = to_params(sampling, _asked(base, chat, sampling), model.tokenizer.vocab_size)
-    form = model.service.form
+    form = model.service.reply_format
     use = parse_tool_choice(form, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     principal = principal_of(request)
     work = work_of(asked, sum(len(message["content"]) for message in messages))

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations import turns as additions
 from chatcache.conversations.replies.events import ReplyDone, ReplyFinished
 from chatcache.conversations.replies.service import Reply
-from chatcache.conversations.search import Hit, SearchQuery
-from chatcache.conversations.store import ConversationStore, IdempotencyConflictError, StaleRevisionError, cursor_of
+from chatcache.conversations.search import SearchHit, SearchQuery
+from chatcache.conversations.store import ConversationStore, IdempotencyConflictError, StaleRevisionError, encode_cursor
 from chatcache.conversations.titles import TITLE, SideTasks, clean_title
+from chatcache.conversations.turns import add_messages, save_new_conversation
 from chatcache.conversations.tree import (
     FORKED,
     Conversation,
@@ -30,7 +30,7 @@ from chatcache.conversations.tree import (
     MessageDeletion,
     Turn,
     Usage,
-    without_item,
+    plan_message_deletion,
 )
 from chatcache.errors import EngineError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.idempotency import REPLAYED, IdempotencyCache
@@ -72,7 +72,7 @@ def item_json(item: Item, turn: Turn | None) -> dict[str, object]:
     }
 
 
-def _match_json(hit: Hit) -> dict[str, object]:
+def _match_json(hit: SearchHit) -> dict[str, object]:
     """Where the words are. Marks are [start, end] in characters (code points), never markup."""
     return {
         "item_id": hit.item_id,
@@ -96,7 +96,7 @@ async def list_conversations(request: Request) -> Response:
         entries = [conversation_json(head) for head in heads]
     has_more = len(heads) > limit
     found = page(entries[:limit], has_more=has_more)
-    return json_response({**found, "next": cursor_of(heads[limit - 1]) if has_more else None})
+    return json_response({**found, "next": encode_cursor(heads[limit - 1]) if has_more else None})
 
 
 async def get_conversation(request: Request) -> Response:
@@ -114,7 +114,7 @@ async def update_conversation(request: Request) -> Response:
         title=patch.title,
         active_leaf=patch.active_leaf,
         metadata=patch.metadata,
-        expect=patch.rev,
+        expected_rev=patch.rev,
     )
     gateway_of(request).hub.changed(conversation)
     return json_response(conversation_json(conversation), headers=ignored_header(ignored))
@@ -123,7 +123,7 @@ async def update_conversation(request: Request) -> Response:
 async def delete_conversation(request: Request) -> Response:
     """Delete it, and end what is still being said in it."""
     gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
-    await store_of(request).delete(owner, conversation_id, expect=read_rev(request))
+    await store_of(request).delete(owner, conversation_id, expected_rev=read_rev(request))
     gateway.hub.deleted(owner, conversation_id)
     runs = [run for run in gateway.responses.running(owner) if run.conversation_id == conversation_id]
     await asyncio.gather(*(run.cancel() for run in runs))
@@ -159,14 +159,14 @@ async def create_conversation(request: Request) -> Response:
     gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
     once = IdempotencyCache.of_request(request, "conversation", body)
     if once is None:
-        conversation = await additions.create(store, owner, messages, fields.metadata, fields.title)
+        conversation = await save_new_conversation(store, owner, messages, fields.metadata, fields.title)
         gateway.hub.changed(conversation)
         return json_response(conversation_json(conversation), headers=ignored_header(ignored))
     async with gateway.keys.of(owner, once):
         found = await once.earlier(store, owner)
         try:
             if found is None:
-                conversation = await additions.create(store, owner, messages, fields.metadata, fields.title, once.claim)
+                conversation = await save_new_conversation(store, owner, messages, fields.metadata, fields.title, once.claim)
         except IdempotencyConflictError as taken:  # through another gateway
             found = once.same(taken.claim)
     if found is not None:
@@ -192,8 +192,8 @@ async def create_items(request: Request) -> Response:
     fields = read(body, ItemsFields)
     ignored = unknown_fields(body, ItemsFields)
     messages = to_messages(fields.items, "items")
-    conversation, items = await additions.add(
-        store, owner, conversation_id, messages, fields.parent_id, expect=fields.rev
+    conversation, items = await add_messages(
+        store, owner, conversation_id, messages, fields.parent_id, expected_rev=fields.rev
     )
     gateway_of(request).hub.changed(conversation)
     entries = wire_items(ConversationTree(conversation, items, ()), items)
@@ -213,8 +213,8 @@ async def delete_item(request: Request) -> Response:
         store_of(request),
         owner_of(request),
         request.path_params["id"],
-        lambda tree: without_item(tree, find_item(tree, request.path_params["item_id"])[0].id),
-        expect=read_rev(request),
+        lambda tree: plan_message_deletion(tree, find_item(tree, request.path_params["item_id"])[0].id),
+        expected_rev=read_rev(request),
     )
     gateway_of(request).hub.changed(conversation)
     return json_response(conversation_json(conversation))
@@ -226,7 +226,7 @@ async def edited(
     conversation_id: str,
     edit: Callable[[ConversationTree], MessageDeletion],
     *,
-    expect: int | None = None,
+    expected_rev: int | None = None,
 ) -> Conversation:
     """Apply an edit to the tree as it is, whatever else is written meanwhile; or (`expect`) only as it was read.
 
@@ -235,10 +235,10 @@ async def edited(
     tries = 0
     while True:
         tree = await store.load(owner, conversation_id)
-        if expect is not None and tree.conversation.rev != expect:
-            raise StaleRevisionError(tree.conversation, expect)
+        if expected_rev is not None and tree.conversation.rev != expected_rev:
+            raise StaleRevisionError(tree.conversation, expected_rev)
         try:
-            return await store.edit(owner, conversation_id, edit(tree), expect=tree.conversation.rev)
+            return await store.delete_messages(owner, conversation_id, edit(tree), expected_rev=tree.conversation.rev)
         except StaleRevisionError:
             tries += 1
             if tries == _TRIES:
@@ -344,7 +344,7 @@ async def _named(store: ConversationStore, before: Conversation, title: str) -> 
     present = before
     while present.title == before.title != title:
         try:
-            return await store.update(before.owner, before.id, title=title, expect=present.rev)
+            return await store.update(before.owner, before.id, title=title, expected_rev=present.rev)
         except StaleRevisionError as stale:
-            present = stale.present
+            present = stale.current
     return present

@@ -158,7 +158,7 @@ class Importer:
 async def _lines(store: ConversationStore, owner: str, digest: str) -> AsyncIterator[bytes]:
     after: str | None = None
     num_conversations = 0
-    while ids := await store.ids(owner, _PAGE, after):
+    while ids := await store.list_ids(owner, _PAGE, after):
         for conversation_id in ids:
             try:
                 tree = await store.load(owner, conversation_id)

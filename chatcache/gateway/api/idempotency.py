@@ -57,7 +57,7 @@ class IdempotencyCache:
 
     async def earlier(self, store: ConversationStore, owner: str) -> str | None:
         """The id of what this request made before. Raises: IdempotencyConflictError."""
-        claim = await store.claimed(owner, self.key)
+        claim = await store.find_claim(owner, self.key)
         return self.same(claim) if claim is not None else None
 
 

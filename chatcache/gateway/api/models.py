@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.prompt import Function, linked, variables
+from chatcache.conversations.prompt import Function, link_tool_results, template_variables
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.params import check_tokens, parse_tool_choice
@@ -59,7 +59,7 @@ async def tokenize(request: Request) -> Response:
     model = await gateway.ready(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
-    functions = parse_tool_choice(model.service.form, fields.tools, "none", None).functions
+    functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
     async with gateway.counting.turn(owner_of(request), len(await request.body())):
         answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer, functions)
     return json_response({**answer, "max_model_len": gateway.max_model_len}, headers=ignored_header(ignored))
@@ -68,8 +68,8 @@ async def tokenize(request: Request) -> Response:
 def _tokenized(fields: TokenizeFields, tokenizer: Tokenizer, functions: Sequence[Function]) -> dict[str, object]:
     if fields.messages is not None:
         generation = fields.add_generation_prompt is not False
-        messages = linked(to_messages(fields.messages, "messages"), "messages")
-        text = tokenizer.render(messages, add_generation_prompt=generation, **variables(functions))
+        messages = link_tool_results(to_messages(fields.messages, "messages"), "messages")
+        text = tokenizer.render(messages, add_generation_prompt=generation, **template_variables(functions))
         ids = tokenizer.encode_rendered(text, add_special_tokens=bool(fields.add_special_tokens))
     else:
         ids = tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)

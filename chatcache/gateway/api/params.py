@@ -402,7 +402,7 @@ def _check(functions: Sequence[Function]) -> None:
     for at, name in enumerate(names):
         if name in names[:at]:
             raise InvalidRequestError(f"tools[{at}]: there are two functions {name!r}", param="tools")
-    size = len(msgspec.json.encode([function.echo() for function in functions]))
+    size = len(msgspec.json.encode([function.to_echo() for function in functions]))
     if size > MAX_TOOLS_BYTES:
         raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes, got {size}", param="tools")
 

@@ -7,8 +7,8 @@ import math
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.alternatives import Alternatives, Look, heard
-from chatcache.conversations.fork_points import generated
+from chatcache.conversations.alternatives import Alternatives, TokenAlternatives, read_alternatives
+from chatcache.conversations.fork_points import require_generated
 from chatcache.conversations.tree import ConversationTree, Item
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.conversations import find_item, store_of
@@ -29,7 +29,7 @@ async def list_tokens(request: Request) -> Response:
     """GET /v1/conversations/{id}/items/{item_id}/tokens: which characters of the text each token shows."""
     model = await gateway_of(request).ready(None)
     tree, item = await _message(request)
-    spans = await model.conversations.spans(tree, item)
+    spans = await model.conversations.token_offsets(tree, item)
     entries = [
         {"index": index, "start": span[0] if span else None, "end": span[1] if span else None}
         for index, span in enumerate(spans)
@@ -42,12 +42,12 @@ async def get_token(request: Request) -> Response:
     top = _number(request.query_params.get("top", _DEFAULT_TOP), "top", 1, MAX_TOP_LOGPROBS)
     model = await gateway_of(request).ready(None)
     tree, item = await _message(request)
-    generated(tree, item, "item_id")
+    require_generated(tree, item, "item_id")
     index = _number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
     async with gateway_of(request).door.entering(principal_of(request), RequestCost(0, max_tokens=1)) as permit:
         reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
         permit.cover(reply)
-    look = await until_disconnect(request, heard(reply, item.token_ids[index]))
+    look = await until_disconnect(request, read_alternatives(reply, item.token_ids[index]))
     return json_response(_look_json(model.tokenizer, index, look, top))
 
 
@@ -65,7 +65,7 @@ def _number(text: str, name: str, least: int, most: int) -> int:
     return int(text)
 
 
-def _look_json(tokenizer: Tokenizer, index: int, look: Look, top: int) -> dict[str, object]:
+def _look_json(tokenizer: Tokenizer, index: int, look: TokenAlternatives, top: int) -> dict[str, object]:
     def told(token: int, logprob: float | None) -> dict[str, object]:
         return {
             "id": token,
@@ -79,7 +79,7 @@ def _look_json(tokenizer: Tokenizer, index: int, look: Look, top: int) -> dict[s
         "object": "message.token",
         "index": index,
         "token": {**told(look.token_id, look.logprob), "rank": look.rank},
-        "alternatives": [told(token, logprob) for token, logprob in look.likeliest[:top]],
+        "alternatives": [told(token, logprob) for token, logprob in look.top_tokens[:top]],
         "usage": {
             "input_tokens": look.num_prompt_tokens,
             "cached_tokens": look.num_cached_tokens,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from chatcache.auth import KeyRecord, KeyStore, digest_of, id_of
+from chatcache.auth import KeyRecord, KeyStore, key_digest, key_id_of
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.gateway.auth.principal import EVERYBODY, LIFE_S, Limits, Principal, Session, signature, signed
 from chatcache.gateway.errors import AuthenticationError, revoked, session_expired
@@ -41,7 +41,7 @@ class ApiKeyCache:
     """Who a key or a session is of. Belongs to one event loop."""
 
     def __init__(self, api_keys: Sequence[str] = ()) -> None:
-        given = (digest_of(key) for key in api_keys)
+        given = (key_digest(key) for key in api_keys)
         self._given = {key.principal.key_id: key for key in map(_given_key, given)}
         self._stored: Mapping[str, _Key] = {}
         self._revoked: set[str] = set()
@@ -120,13 +120,13 @@ class ApiKeyCache:
 
     def of_key(self, offered: str) -> Principal:
         """Raises: AuthenticationError; StoreUnavailableError for a stored key while none could be read."""
-        digest, found = digest_of(offered), None
+        digest, found = key_digest(offered), None
         # Each is compared, whichever matches: the time taken tells nothing.
         for key in self._given.values():
             if hmac.compare_digest(digest, key.digest):
                 found = key
         if found is None:
-            key_id = id_of(offered)  # no secret: the rest of the key is
+            key_id = key_id_of(offered)  # no secret: the rest of the key is
             stored = self._stored.get(key_id) if key_id is not None else None
             if hmac.compare_digest(digest, stored.digest if stored is not None else _NOBODY):
                 found = stored

@@ -61,22 +61,22 @@ class AdmissionTicket:
         self._replies |= set(replies)
         self._unstarted |= set(replies)
         for reply in replies:
-            reply.watcher = self
+            reply.observer = self
 
     def count(self, num_tokens: int) -> None:
         """Tokens that were computed without a reply."""
         if self._num_tokens is not None:
             self._num_tokens += num_tokens
 
-    def started(self, reply: Reply) -> None:
+    def on_started(self, reply: Reply) -> None:
         """The reply waits no more."""
         if reply in self._unstarted:
             self._unstarted.remove(reply)
             self._leave(QueueSize(1, 0) if self._unstarted else self._waiting)
 
-    def ended(self, reply: Reply, *, is_whole: bool) -> None:
+    def on_ended(self, reply: Reply, *, is_whole: bool) -> None:
         """The reply is over. A search that is cut short has not told what it took: it costs what was reserved."""
-        self.started(reply)
+        self.on_started(reply)
         params = reply.request.params
         if is_ranked(params) and not is_whole:
             self._num_tokens = None

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from chatcache.auth import DAY_S, day_of
+from chatcache.auth import DAY_S, utc_day
 from chatcache.conversations.store import StoreUnavailableError
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class DailyUsage:
 
     @property
     def today(self) -> int:
-        return day_of(self.wall_s())
+        return utc_day(self.wall_s())
 
     def used(self, key_id: str) -> int:
         """Tokens used today, as far as known."""

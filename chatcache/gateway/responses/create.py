@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from chatcache.conversations.fork_points import ReplyStart, TurnRequest
+from chatcache.conversations.fork_points import ReplyPrefix, TurnRequest
 from chatcache.conversations.prompt import Function
 from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
@@ -107,7 +107,7 @@ async def _start(
         planned = await model.conversations.plan(request)
         if planned.prefix is not None:  # a reply goes on as it began
             use = replace(use, names=frozenset(each.name for each in planned.request.functions) or None, limits=None)
-        params = constrain_to_tools(asked, use, model.service.form, model.tokenizer, planned.prompt.token_ids)
+        params = constrain_to_tools(asked, use, model.service.reply_format, model.tokenizer, planned.prompt.token_ids)
         thinks = asked.structured_outputs is None or params is not asked
         planned = replace(planned, turn=replace(planned.turn, echo=_echo(fields, params, planned, use, ignored)))
         engine_request = GenerateRequest(
@@ -171,7 +171,7 @@ def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> A
     )
 
 
-async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyStart | None:
+async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyPrefix | None:
     """The reply to continue, where it is still being generated: as far as it goes, or up to `fork_at`.
 
     Raises: InvalidRequestError.
@@ -216,7 +216,7 @@ def _steered_before(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> Lo
 
 def response_tools(model: Model, fields: ResponseFields) -> ToolUse:
     """What the request says of tools. Raises: InvalidRequestError, UnsupportedParameterError."""
-    return parse_tool_choice(model.service.form, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    return parse_tool_choice(model.service.reply_format, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
 
 
 def turn_request(
@@ -224,7 +224,7 @@ def turn_request(
     owner: str,
     model_name: str,
     functions: tuple[Function, ...] = (),
-    running: ReplyStart | None = None,
+    running: ReplyPrefix | None = None,
 ) -> TurnRequest:
     """Where and what. Raises: InvalidRequestError, UnsupportedParameterError."""
     _check_fork(fields)
@@ -240,7 +240,7 @@ def turn_request(
         fork_at=fields.fork_at,
         fork_with=fields.fork_with,
         rev=fields.rev,
-        running=running,
+        running_prefix=running,
         functions=functions,
     )
 
@@ -261,7 +261,7 @@ def _echo(
     echo: dict[str, object] = {
         "conversation": {"id": planned.conversation_id} if stored else None,
         "input_item_ids": [item.id for item in planned.inputs] if stored else [],
-        "forked_item_id": planned.cut.id if planned.cut is not None and stored else None,
+        "forked_item_id": planned.cut_item.id if planned.cut_item is not None and stored else None,
         "store": stored,
         "background": bool(fields.background),
         "metadata": fields.metadata or {},
@@ -269,7 +269,7 @@ def _echo(
         "top_logprobs": fields.top_logprobs or 0,
         "n": num_candidates(params),
         "text": {"format": fields.text.format if fields.text and fields.text.format else {"type": "text"}},
-        "tools": [function.echo() for function in planned.request.functions],
+        "tools": [function.to_echo() for function in planned.request.functions],
         "tool_choice": use.choice,
         "parallel_tool_calls": use.parallel,
         "temperature": None,

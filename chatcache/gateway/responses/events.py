@@ -197,7 +197,7 @@ class ResponseFrames:
         self._candidates = [CandidateFrames(log, numbers, *each) for each in enumerate(self.item_ids)]
         self._outputs: dict[int, Item] = {}
         self._wire_outputs: dict[int, dict[str, object]] = {}
-        self._is_read = reply.is_read
+        self._is_read = reply.is_parsed
         self._begun = False
         self._cut = False
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chatcache.conversations.store import ConversationStore, StaleRevisionError
-from chatcache.conversations.tree import ConversationTree, without_response
+from chatcache.conversations.tree import ConversationTree, plan_response_deletion
 from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.conversations import edited, store_of, wire_items
 from chatcache.gateway.api.idempotency import REPLAYED, IdempotencyCache
@@ -226,12 +226,12 @@ async def _follow(request: Request, after: int) -> Response:
 async def _remove(gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str) -> None:
     """Take it out; a conversation that came into being with it and holds nothing else is not left behind empty."""
     owner, conversation_id = tree.conversation.owner, tree.conversation.id
-    conversation = await edited(store, owner, conversation_id, lambda now: without_response(now, response_id))
+    conversation = await edited(store, owner, conversation_id, lambda now: plan_response_deletion(now, response_id))
     if tree.turns[response_id].created_at == tree.conversation.created_at:
         left = await store.load(owner, conversation_id)
         with contextlib.suppress(StaleRevisionError):  # somebody goes on in it
             if not left.items:
-                await store.delete(owner, conversation_id, expect=left.conversation.rev)
+                await store.delete(owner, conversation_id, expected_rev=left.conversation.rev)
                 gateway.hub.deleted(owner, conversation_id)
                 return
     gateway.hub.changed(conversation)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from chatcache.conversations.fork_points import ReplyStart
+from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.errors import NotFoundError
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.steering import Steer
@@ -32,7 +32,7 @@ class Run(Protocol):
         """Which candidate will be stored as that message."""
         ...
 
-    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyStart:
+    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
         """Candidate `index` as far as it goes now, or its first tokens, and another token.
 
         Raises: InvalidRequestError.

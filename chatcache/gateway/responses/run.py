@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chatcache.conversations.fork_points import ReplyStart
+from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.conversations.replies.events import (
     DeltaBatcher,
     ReplyBeams,
@@ -257,14 +257,14 @@ class LiveResponse:
         """Which candidate will be stored as that message."""
         return self._frames.item_ids.index(item_id) if item_id in self._frames.item_ids else None
 
-    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyStart:
+    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
         """Candidate `index` as far as it goes now, or its first tokens, and another token.
 
         Raises: InvalidRequestError.
         """
         candidate = self._reply.candidates[index]
-        ids = candidate.first_ids(num_tokens, fork_with)  # now; it grows meanwhile
-        return await asyncio.to_thread(candidate.start, self._planned.turn, ids, is_exact=fork_with is not None)
+        ids = candidate.fork_ids(num_tokens, fork_with)  # now; it grows meanwhile
+        return await asyncio.to_thread(candidate.make_prefix, self._planned.turn, ids, is_exact=fork_with is not None)
 
     async def cancel(self) -> Receipt | None:
         """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""
@@ -343,7 +343,7 @@ class LiveResponse:
         try:
             async for event in record_reply_metrics(self._reply, self._gateway.metrics):
                 if isinstance(event, (ReplyDelta, ReplyBeams)):
-                    drawn.take(event)
+                    drawn.push(event)
                 else:
                     drawn.flush()
                     await self._take(event)
@@ -441,12 +441,12 @@ class LiveResponse:
         conversations = self._model.conversations
 
         async def store_late() -> None:
-            conversation = await conversations.settle_late(*end)
+            conversation = await conversations.retry_complete(*end)
             self.log.unsaved = False
             self._gateway.hub.changed(conversation)
 
         try:
-            conversation = await conversations.settle(*end)
+            conversation = await conversations.complete(*end)
         except StoreUnavailableError:
             names = (self._conversation.id, *(item.id for item in self._frames.outputs))
             self.log.unsaved = True
