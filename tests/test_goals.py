@@ -51,8 +51,8 @@ def test_every_promise_has_a_test_and_an_injected_bug() -> None:
         ),
         ("`cli/test_drain.py::test_a_server_that_ends_nothing_is_caught`", "none", "G24 has no test"),
         (
-            "long tests/conversations/test_power.py",
-            "long tests/conversations/test_disk.py",
+            "long tests/storage/test_durability.py",
+            "long tests/storage/test_sqlite_faults.py",
             "test_disk.py is long",
         ),
     ],

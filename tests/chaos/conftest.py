@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conversations.redis_servers import RedisServer
 from tests.gateway.kept import KINDS, keeping
+from tests.support.redis_servers import RedisServer
 
 
 @pytest.fixture(params=KINDS)

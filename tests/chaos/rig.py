@@ -17,7 +17,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.served import CLOCK
 from tests.chaos.speaker import STEP_S
 from tests.chaos.wire import Lost, ask
-from tests.conversations.redis_servers import RedisServer
+from tests.support.redis_servers import RedisServer
 
 START_TIMEOUT_S = 120.0
 LOG_LINES = 40

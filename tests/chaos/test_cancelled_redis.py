@@ -25,7 +25,7 @@ from chatcache.storage.redis_client import RedisConnection
 from tests.chaos import cancelling
 from tests.chaos.proxy import proxied
 from tests.chaos.rig import with_port
-from tests.conversations.redis_servers import RedisServer, redis_server
+from tests.support.redis_servers import RedisServer, redis_server
 
 DELAY_S = 0.004
 LEAKY = "4.5.3"  # the version that CVE-2023-28858 is about

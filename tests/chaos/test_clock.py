@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from chatcache.gateway.responses.registry import ResponseRegistry
-from tests.conversations.redis_servers import RedisServer
 from tests.gateway.kept import server_on
 from tests.gateway.responding import Events
 from tests.gateway.serving import Server, slowed
+from tests.support.redis_servers import RedisServer
 
 HOUR_S = 3600.0
 PATH = "/v1/responses"

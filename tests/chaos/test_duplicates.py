@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from chatcache.gateway.api.idempotency import IdempotencyCache
-from tests.conversations.redis_servers import RedisServer
 from tests.gateway.kept import server_on
 from tests.gateway.serving import Server
+from tests.support.redis_servers import RedisServer
 
 NUM_TIMES = 10
 

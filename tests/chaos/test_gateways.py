@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conversations.redis_servers import RedisServer
 from tests.gateway.kept import server_on
 from tests.gateway.test_killed import Gateway
+from tests.support.redis_servers import RedisServer
 
 KEY = "once-and-only"
 

@@ -16,9 +16,9 @@ from statistics import median
 
 import pytest
 
-from tests.conversations.redis_servers import RedisServer, redis_server
 from tests.gateway.serving import wait_until
 from tests.gateway.test_killed import Clients, Gateway, check_ledger
+from tests.support.redis_servers import RedisServer, redis_server
 
 PATIENCE_S = 60.0
 REFUSED_S = 1.0

@@ -19,8 +19,8 @@ from chatcache.conversations.store import StoreUnusableError
 from chatcache.conversations.tree import Conversation, Item
 from chatcache.errors import ChatcacheError
 from chatcache.storage.sqlite import SqliteStore, back_up
-from tests.conversations.grown import everything, fill
-from tests.conversations.redis_servers import redis_server
+from tests.support.generated_stores import everything, fill
+from tests.support.redis_servers import redis_server
 
 
 def call(*args: str | Path) -> Result:

@@ -22,8 +22,8 @@ from chatcache.cli.main import app
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.storage.sqlite_schema import MIGRATIONS
-from tests.conversations.redis_servers import redis_server
 from tests.gateway.serving import Server
+from tests.support.redis_servers import redis_server
 
 KEY = "sk-doctor-1234567890"
 

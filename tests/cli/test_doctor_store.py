@@ -10,7 +10,7 @@ from chatcache.cli import doctor as machine
 from chatcache.cli.doctor import Finding, State, settings
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.storage.open import open_keys
-from tests.conversations.redis_servers import RedisServer, redis_server
+from tests.support.redis_servers import RedisServer, redis_server
 
 
 def told(**place: object) -> dict[str, Finding]:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from chatcache.cli.main import app
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
-from tests.conversations.redis_servers import RedisServer, redis_server
 from tests.gateway.serving import Server, wait_until
+from tests.support.redis_servers import RedisServer, redis_server
 
 PATIENCE_S = 60.0
 

@@ -1,47 +1,7 @@
-"""Every implementation of the storage contract: tests that ask for `store` run once with each."""
+"""The store fixtures."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from tests.support.stores import empty_redis, running_redis, store
 
-import pytest
-
-from chatcache.conversations.store import ConversationStore
-from chatcache.storage import sqlite_schema
-from chatcache.storage.redis import RedisStore
-from chatcache.storage.sqlite import SqliteStore
-from tests.conversations.redis_servers import RedisServer, redis_server
-
-IMPLEMENTATIONS: dict[str, Callable[[Path], ConversationStore]] = {
-    "sqlite": lambda folder: SqliteStore(folder / "chat.db"),
-    "sqlite-without-fts5": lambda folder: SqliteStore(folder / "chat.db"),
-}
-
-
-@pytest.fixture(scope="session")
-def running_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One server for all, as the docs say to run it."""
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def empty_redis(running_redis: RedisServer) -> RedisServer:
-    running_redis.admin.flushall()
-    return running_redis
-
-
-@pytest.fixture(params=[*IMPLEMENTATIONS, "redis"])
-async def store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[ConversationStore]:
-    if request.param == "sqlite-without-fts5":
-        monkeypatch.setattr(sqlite_schema, "has_fts5", lambda db: False)
-    if request.param == "redis":
-        server: RedisServer = request.getfixturevalue("empty_redis")
-        store: ConversationStore = RedisStore(server.url)
-    else:
-        store = IMPLEMENTATIONS[request.param](tmp_path)
-    yield store
-    await store.close()
+__all__ = ["empty_redis", "running_redis", "store"]

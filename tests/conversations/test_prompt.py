@@ -1,15 +1,15 @@
-"""Prompt assembly against the full rendering, on append-only templates and on ones that rewrite history."""
+"""Prompt assembly against the full rendering, on append-only templates and on ones that rewrite history.
+
+Which tokens of a prompt are a declared system prompt: all of it, and never a token more."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.conversations.prompt import MAX_LOOKBACK, Known, Message, Prompt, assemble
-from chatcache.conversations.token_memo import TokenMemo
+from chatcache.conversations.prompt import MAX_LOOKBACK, Known, Message, Prompt, SharedSystemPrompts, assemble
+from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.gateway.serving import CHATML, tiny_tokenizer, tokenizer_with
 
 APPEND_ONLY = {
@@ -132,26 +132,100 @@ def test_an_opening_reply_is_just_text() -> None:
     assert list(assemble(tiny_tokenizer(), messages, known).token_ids) == tiny_tokenizer().render_ids(messages)
 
 
-def test_transcripts_forget_the_oldest_first() -> None:
-    transcripts = TokenMemo(max_tokens=10)
-    transcripts.remember("", "p", "a", [1] * 4)
-    transcripts.remember("", "p", "b", [2] * 4)
-    assert transcripts.recall("", "p", "a") == Known("a", (1,) * 4)
-    transcripts.remember("", "p", "c", [3] * 4)
-    assert transcripts.recall("", "p", "b") is None
-    assert transcripts.recall("", "p", "a") == Known("a", (1,) * 4)
-    transcripts.remember("", "p", "a", [4] * 9)
-    assert (transcripts.recall("", "p", "a"), transcripts.recall("", "p", "c")) == (Known("a", (4,) * 9), None)
-    transcripts.remember("", "p", "huge", [5] * 11)
-    assert transcripts.recall("", "p", "huge") is None
+SYSTEM = "You are kind. Answer <|im_end|> in é words."
+PUBLIC = SharedSystemPrompts(["Other", SYSTEM + "\n"])
+FOLDED = {  # the system text stands inside the first user turn, or nowhere
+    "inst": (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] "
+        "{% if loop.index == 2 %}<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}{{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    ),
+    "refuses": (
+        "{% if messages[-1].role == 'system' %}{{ raise_exception('alone') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    ),
+    "drops": "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+}
+short_texts = st.text(alphabet="ab \n,é🎉<|>", max_size=8)
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(texts, texts, texts), min_size=2, max_size=2, unique=True))
-def test_transcripts_keep_namespaces_heads_and_replies_apart(keys: list[tuple[str, str, str]]) -> None:
-    transcripts = TokenMemo()
-    one, two = keys
-    transcripts.remember(*one, [1])
-    trimmed: Any = [(space, head, reply.strip()) for space, head, reply in keys]
-    assert transcripts.recall(*two) == (Known(two[2], (1,)) if trimmed[0] == trimmed[1] else None)
-    assert transcripts.recall(one[0], one[1], f" {one[2]}\n") == Known(f" {one[2]}\n", (1,))
+def shared_chat(*texts: str, system: str = SYSTEM) -> list[Message]:
+    """A chat that begins with the declared system prompt."""
+    return chat(*texts, system=system)
+
+
+def num_public(tokenizer: Tokenizer, messages: list[Message]) -> int:
+    return PUBLIC.count_shared_tokens(tokenizer, messages, assemble(tokenizer, messages))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(APPEND_ONLY)), short_texts, short_texts)
+def test_public_tokens_hold_the_system_message_and_nothing_of_anybody(name: str, one: str, other: str) -> None:
+    tokenizer = tokenizer_with(APPEND_ONLY[name])
+    alone = tokenizer.render([Message(role="system", content=SYSTEM)], add_generation_prompt=False)
+    prompts = [assemble(tokenizer, shared_chat(said)) for said in (one, other)]
+    counts = [num_public(tokenizer, shared_chat(said)) for said in (one, other)]
+    for prompt, count in zip(prompts, counts, strict=True):
+        assert tokenizer.encode_rendered(alone)[:count] == list(prompt.token_ids[:count])
+        # Only a token that the system text shares with what follows may be missing.
+        assert len(tokenizer.encode_rendered(alone)) - count <= (name == "words")
+    shared = min(counts)
+    assert prompts[0].token_ids[:shared] == prompts[1].token_ids[:shared]
+
+
+def test_chatml_counts_to_the_end_of_the_system_turn() -> None:
+    tokenizer = tiny_tokenizer()
+    expected = len(tokenizer.encode_rendered(tokenizer.render(shared_chat(), add_generation_prompt=False)))
+    for said in (["Hi"], ["", "x", "y"], ["\n"]):
+        assert num_public(tokenizer, shared_chat(*said)) == expected > 10
+    longer = [*shared_chat(), Message(role="system", content="private"), *shared_chat("Hi")[1:]]
+    assert num_public(tokenizer, longer) == expected
+
+
+def test_a_token_that_the_system_text_shares_with_a_user_is_not_public() -> None:
+    tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    public, alone = SharedSystemPrompts(["Be kind."]), tokenizer.encode("Be kind.\n")
+    assert tokenizer.encode("\n\n") != tokenizer.encode("\n") * 2, "another text, please: these must be one token"
+    for said, count in (("Hi", len(alone)), ("\n", len(alone) - 1)):
+        messages = shared_chat(said, system="Be kind.")
+        assert public.count_shared_tokens(tokenizer, messages, assemble(tokenizer, messages)) == count
+
+
+@pytest.mark.parametrize("said", [SYSTEM, SYSTEM + "\n"])
+def test_a_line_end_of_the_file_does_not_matter(said: str) -> None:
+    assert num_public(tiny_tokenizer(), shared_chat("Hi", system=said)) > 10
+
+
+@pytest.mark.parametrize("system", [SYSTEM + " ", SYSTEM[:-1], SYSTEM.upper(), "", "Othe"])
+def test_only_the_exact_text_is_public(system: str) -> None:
+    assert num_public(tiny_tokenizer(), shared_chat("Hi", system=system)) == 0
+
+
+def test_only_a_system_message_in_the_first_place_is_public() -> None:
+    tokenizer = tiny_tokenizer()
+    assert num_public(tokenizer, [Message(role="user", content=SYSTEM)]) == 0
+    assert num_public(tokenizer, [*shared_chat("Hi")[1:], *shared_chat()]) == 0
+    assert SharedSystemPrompts().count_shared_tokens(tokenizer, [], assemble(tokenizer, shared_chat("Hi"))) == 0
+
+
+@pytest.mark.parametrize("template", [*FOLDED.values(), REWRITES["system moves to the last turn"]])
+def test_where_the_system_text_is_not_at_the_start_nothing_is_public(template: str) -> None:
+    assert num_public(tokenizer_with(template), shared_chat("Hi")) == 0
+
+
+def test_a_template_that_writes_the_time_counts_anew() -> None:
+    """A stale rendering must not be taken for the present one."""
+    first, then = (tokenizer_with(f"{day} {CHATML}") for day in ("monday", "friday"))
+    for tokenizer in (first, then, first, then):
+        expected = len(tokenizer.encode_rendered(tokenizer.render(shared_chat(), add_generation_prompt=False)))
+        assert num_public(tokenizer, shared_chat("Hi")) == expected
+
+
+def test_a_later_turn_on_stored_tokens_counts_the_same() -> None:
+    tokenizer, memory = tiny_tokenizer(), Memory()
+    first = assemble(tokenizer, shared_chat("Hi"))
+    memory.say(first, "Hello", (5, 6, 7))
+    messages = shared_chat("Hi", "Hello", "And?")
+    second = assemble(tokenizer, messages, memory.known)
+    assert second.num_reused
+    assert PUBLIC.count_shared_tokens(tokenizer, messages, second) == num_public(tokenizer, shared_chat("Hi"))

@@ -1,53 +1,35 @@
-"""The tree against plain recursion over the same items."""
+"""The tree against plain recursion over the same items.
+
+Removing messages and responses, against what every remaining path must then say."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.conversations.tree import Conversation, ConversationTree, Item, Turn
+from chatcache.conversations.store import ConversationStore, StaleRevisionError
+from chatcache.conversations.tree import (
+    COMPLETED,
+    DELETED,
+    FORKED,
+    IN_PROGRESS,
+    Conversation,
+    ConversationBusyError,
+    ConversationTree,
+    Item,
+    MessageDeletion,
+    Turn,
+    plan_message_deletion,
+    plan_response_deletion,
+)
+from chatcache.errors import NotFoundError
+from tests.support.conversation_trees import Grown, trees
 
-HEAD = Conversation("conv", "", 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Grown:
-    """A tree and, for every reply, the exact tokens it must stand for."""
-
-    tree: ConversationTree
-    paths: dict[str, list[str]]
-    sequences: dict[str, tuple[int, ...]]
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> Grown:
-    """Grow a conversation turn by turn: continue anywhere, sometimes rendered afresh, sometimes with two candidates."""
-    items: list[Item] = []
-    turns: list[Turn] = []
-    paths: dict[str, list[str]] = {}
-    sequences: dict[str, tuple[int, ...]] = {}
-    numbers = iter(range(10_000))
-
-    def some_ids(at_least: int = 0) -> tuple[int, ...]:
-        return tuple(next(numbers) for _ in range(draw(st.integers(at_least, 3))))
-
-    for _ in range(draw(st.integers(1, 8))):
-        replies = [None, *sequences]
-        below = draw(st.sampled_from(replies))
-        user = Item(f"u{len(items)}", below, "user", "?")
-        items.append(user)
-        paths[user.id] = [*(paths[below] if below else []), user.id]
-        base = below if draw(st.booleans()) else None
-        turn = Turn(f"r{len(turns)}", user.id, "m", 0.0, base, prompt_ids=some_ids(1))
-        turns.append(turn)
-        for index in range(draw(st.integers(1, 2))):
-            reply = Item(f"a{len(items)}", user.id, "assistant", "!", some_ids(), turn.id, index)
-            items.append(reply)
-            paths[reply.id] = [*paths[user.id], reply.id]
-            sequences[reply.id] = (*(sequences[base] if base else ()), *turn.prompt_ids, *reply.token_ids)
-    return Grown(ConversationTree(HEAD, items, turns), paths, sequences)
+HEAD = Conversation("conv", "me", 0.0, 0.0, active_leaf="a1")
 
 
 @settings(deadline=None)
@@ -72,6 +54,145 @@ def test_children_partition_the_tree(grown: Grown) -> None:
 
 def test_messages_nobody_generated_have_no_exact_tokens() -> None:
     given = [Item("u", None, "user", "?"), Item("a", "u", "assistant", "!", response_id="r")]
-    tree = ConversationTree(HEAD, given, [Turn("r", "a2", "m", 0.0)])
+    tree = ConversationTree(Conversation("conv", "", 0.0, 0.0), given, [Turn("r", "a2", "m", 0.0)])
     assert tree.token_sequence(tree.items["a"]) == ()
     assert tree.turn_of(tree.items["u"]) is None
+
+
+def small() -> ConversationTree:
+    """u0 -> (a1, b1) -> u2 -> a3; a1 is continued, b1 is not; f1 was cut from b1 and nothing came of it yet."""
+    turns = (
+        Turn("r1", "u0", "m", 0.0, None, (1, 2), status=COMPLETED, echo={"metadata": {"k": "v"}}),
+        Turn("r2", "u2", "m", 0.0, "a1", (4, 5), status=COMPLETED),
+    )
+    items = (
+        Item("u0", None, "user", "u0", response_id="r1"),
+        Item("a1", "u0", "assistant", "a1", (3,), "r1"),
+        Item("b1", "u0", "assistant", "b1", (9, 8), "r1", 1),
+        Item("u2", "a1", "user", "u2", response_id="r2"),
+        Item("a3", "u2", "assistant", "a3", (6,), "r2"),
+    )
+    return ConversationTree(HEAD, items, turns)
+
+
+def applied(tree: ConversationTree, edit: MessageDeletion) -> ConversationTree:
+    """What a store must hold afterwards."""
+    items = {**tree.items, **{item.id: item for item in edit.items}}
+    turns = {**tree.turns, **{turn.id: turn for turn in edit.turns}}
+    return ConversationTree(
+        replace(tree.conversation, active_leaf=edit.active_leaf),
+        (item for item in items.values() if item.id not in edit.removed_items),
+        (turn for turn in turns.values() if turn.id not in edit.removed_turns),
+    )
+
+
+def leaves(tree: ConversationTree) -> Iterator[Item]:
+    parents = {item.parent_id for item in tree.items.values()}
+    return (item for item in tree.items.values() if item.id not in parents)
+
+
+@given(trees(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_path_goes_on_without_the_message(grown: Grown, data: st.DataObject) -> None:
+    tree = grown.tree
+    for _ in range(data.draw(st.integers(1, 3))):
+        if not tree.items:
+            return
+        gone = data.draw(st.sampled_from(sorted(tree.items)))
+        settled = {each.id: replace(each, status=COMPLETED) for each in tree.turns.values()}
+        tree = ConversationTree(tree.conversation, tree.items.values(), settled.values())
+        after = applied(tree, plan_message_deletion(tree, gone))
+        for item in after.items.values():
+            before = [each.id for each in tree.path(item.id)]
+            assert [each.id for each in after.path(item.id)] == [each for each in before if each != gone]
+            if gone in before:
+                assert after.token_sequence(item) == () == item.token_ids
+            else:
+                assert after.token_sequence(item) == tree.token_sequence(item)
+            assert (after.turn_of(item) is None) == (tree.turn_of(tree.items[item.id]) is None)
+        tree = after
+
+
+def test_nothing_is_removed_under_a_response_that_is_being_generated() -> None:
+    tree = small()
+    live = ConversationTree(
+        HEAD,
+        (i for i in tree.items.values() if i.id != "a3"),
+        (tree.turns["r1"], Turn("r2", "u2", "m", 0.0, "a1", (4,))),
+    )
+    assert live.turns["r2"].status == IN_PROGRESS
+    for item_id in ("u0", "a1", "u2"):
+        with pytest.raises(ConversationBusyError):
+            plan_message_deletion(live, item_id)
+    assert plan_message_deletion(live, "b1").removed_items == ("b1",)
+    with pytest.raises(ConversationBusyError):
+        plan_response_deletion(live, "r2")
+    with pytest.raises(NotFoundError):
+        plan_message_deletion(live, "r1")
+
+
+def test_a_turn_that_was_begun_before_its_prompt_was_edited_is_rendered_afresh() -> None:
+    """It stands on a reply whose own prompt is not known any more, or is not there any more."""
+    tree = small()
+    late = Turn("r2", "u2", "m", 0.0, "a1", (4, 5), status=COMPLETED)
+    for gone in ("u0", "a1"):
+        after = applied(tree, plan_message_deletion(tree, gone))
+        mixed = ConversationTree(HEAD, (*after.items.values(), tree.items["a3"]), (*after.turns.values(), late))
+        assert mixed.items["a3"].token_ids and mixed.token_sequence(mixed.items["a3"]) == ()
+
+
+def test_a_response_goes_with_what_nobody_stands_on() -> None:
+    tree = small()
+    edit = plan_response_deletion(tree, "r1")
+    after = applied(tree, edit)
+    assert set(after.items) == {"u0", "a1", "u2", "a3"}
+    assert after.turns["r1"].status == DELETED and after.turns["r1"].echo == {}
+    assert after.token_sequence(after.items["a3"]) == (1, 2, 3, 4, 5, 6)
+
+    edit = plan_response_deletion(after, "r2")
+    last = applied(after, edit)
+    assert set(last.items) == {"u0", "a1"} and set(last.turns) == {"r1"}
+    assert last.conversation.active_leaf == "a1"
+    assert set(applied(last, plan_response_deletion(last, "r1")).items) == set()
+
+
+def test_the_beginning_that_a_fork_left_goes_with_the_fork() -> None:
+    tree = small()
+    cut = Item("f1", "u0", "assistant", "b", (9,), "r1", 1, finish_reason=FORKED)
+    fork = Turn("r3", "u4", "m", 0.0, "f1", (7,), status=COMPLETED, echo={"forked_item_id": "f1"})
+    items = (*tree.items.values(), cut, Item("u4", "f1", "user", "?", response_id="r3"))
+    grown = ConversationTree(replace(HEAD, active_leaf="u4"), items, (*tree.turns.values(), fork))
+    edit = plan_response_deletion(grown, "r3")
+    assert set(edit.removed_items) == {"u4", "f1"} and edit.removed_turns == ("r3",)
+    assert edit.active_leaf == "u0"
+    assert "f1" not in plan_response_deletion(grown, "r1").removed_items
+
+
+def test_an_assistants_message_among_the_input_is_no_output() -> None:
+    turn = Turn("r1", "a1", "m", 0.0, None, (1,))
+    items = (
+        Item("u0", None, "user", "?", response_id="r1"),
+        Item("a1", "u0", "assistant", "as if", response_id="r1"),
+        Item("a2", "a1", "assistant", "!", (2,), "r1"),
+    )
+    tree = ConversationTree(HEAD, items, [turn])
+    assert [item.id for item in tree.outputs("r1")] == ["a2"]
+    assert [item.id for item in tree.inputs("r1")] == ["u0", "a1"]
+
+
+async def test_a_store_applies_an_edit_whole_or_not_at_all(store: ConversationStore) -> None:
+    tree = small()
+    await store.create(HEAD, tuple(tree.items.values()), tree.turns["r1"])
+    await store.append("me", "conv", (), tree.turns["r2"])
+    for item_id in ("a1", "u0", "b1", "u2", "a3"):
+        loaded = await store.load("me", "conv")
+        edit = plan_message_deletion(loaded, item_id)
+        rev = loaded.conversation.rev
+        for owner, stale, error in (("you", None, NotFoundError), ("me", rev - 1, StaleRevisionError)):
+            with pytest.raises(error):
+                await store.delete_messages(owner, "conv", edit, expected_rev=stale)
+        head = await store.delete_messages("me", "conv", edit, expected_rev=rev)
+        want, got = applied(loaded, edit), await store.load("me", "conv")
+        assert head == got.conversation and head.rev == rev + 1 and head.active_leaf == edit.active_leaf
+        assert (got.items, got.turns) == (want.items, want.turns)
+    assert not got.items and head.active_leaf is None

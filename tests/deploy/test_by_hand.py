@@ -12,8 +12,8 @@ import pytest
 import redis
 
 from chatcache.transfer.archive import check_archive
-from tests.conversations.redis_servers import redis_binary
 from tests.deploy.composed import ByHand, resolved
+from tests.support.redis_servers import redis_binary
 
 # No kernel is compiled, few pages are made, one thread computes; a numba cache of the machine's own is used.
 GENTLE = {

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chatcache.config import ServerConfig
-from tests.conversations.redis_servers import RedisServer, redis_server
 from tests.gateway.serving import Server
+from tests.support.redis_servers import RedisServer, redis_server
 
 KINDS = ("sqlite", "redis")
 

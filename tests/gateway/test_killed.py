@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.conversations.redis_servers import RedisServer
 from tests.gateway.kept import KINDS, keeping, server_on
+from tests.support.redis_servers import RedisServer
 
 NUM_CLIENTS = 6
 

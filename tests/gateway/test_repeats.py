@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from tests.conversations.redis_servers import RedisServer, redis_server
 from tests.gateway.kept import server_on
 from tests.gateway.serving import Server, slowed
+from tests.support.redis_servers import RedisServer, redis_server
 
 PATH = "/v1/responses"
 BODY = {"input": "Hello", "max_output_tokens": 8}

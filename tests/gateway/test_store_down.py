@@ -16,10 +16,10 @@ import pytest
 from websockets.sync.client import connect
 
 from chatcache.gateway.responses.pending_saves import PendingSaves
-from tests.conversations.redis_servers import RedisServer, redis_server
 from tests.gateway.kept import server_on
 from tests.gateway.responding import Events, running_id
 from tests.gateway.serving import Server, hurry, slowed, wait_until
+from tests.support.redis_servers import RedisServer, redis_server
 
 PATH = "/v1/responses"
 # Long enough that the store is gone before the end, however busy the machine.

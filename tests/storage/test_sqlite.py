@@ -17,7 +17,7 @@ from chatcache.conversations.store import StoreUnusableError
 from chatcache.conversations.tree import INCOMPLETE
 from chatcache.storage import sqlite_schema
 from chatcache.storage.sqlite import SqliteStore
-from tests.conversations.stored import create
+from tests.storage.stored_conversation import create
 
 _WRITER = """
 import asyncio, os, sys

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, ReplyParts, ToolCall
 from chatcache.transfer.markdown import branch_markdown, tree_markdown
-from tests.conversations.test_tree import Grown, trees
+from tests.support.conversation_trees import Grown, trees
 
 
 def headings(text: str) -> list[str]:

@@ -22,7 +22,7 @@ import pytest
 from chatcache.conversations.tree import Conversation, Item
 from chatcache.storage.redis import RedisStore
 from chatcache.storage.redis_layout import items_key
-from tests.conversations.redis_servers import redis_server
+from tests.support.redis_servers import redis_server
 
 pytestmark = pytest.mark.traced
 

@@ -26,8 +26,8 @@ from chatcache.transfer.archive import (
     restore,
     write_archive,
 )
-from tests.conversations.grown import everything, fill, trees
-from tests.conversations.redis_servers import RedisServer
+from tests.support.generated_stores import everything, fill, trees
+from tests.support.redis_servers import RedisServer
 
 MOST_GROWTH_BYTES = 2**20  # of 100,000 messages it was two thirds of that, and 190 MiB where all are kept
 

@@ -16,8 +16,8 @@ from chatcache.conversations.tree import INCOMPLETE, Conversation, Item, Turn
 from chatcache.storage import redis_client
 from chatcache.storage import redis_layout as redis_rows
 from chatcache.storage.redis import RedisStore
-from tests.conversations.redis_servers import RedisServer, answers, redis_server, until
 from tests.lateness import measured
+from tests.support.redis_servers import RedisServer, answers, redis_server, until
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
 

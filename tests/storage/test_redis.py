@@ -27,8 +27,8 @@ from chatcache.storage import redis_layout as redis_rows
 from chatcache.storage.redis import RedisStore
 from tests.chaos.proxy import proxied
 from tests.chaos.rig import with_port
-from tests.conversations.redis_servers import RedisServer, answers, until
 from tests.gateway.documents import DOCS
+from tests.support.redis_servers import RedisServer, answers, until
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
 

@@ -16,7 +16,7 @@ from chatcache.conversations.store import ConversationStore, StaleRevisionError,
 from chatcache.conversations.tree import COMPLETED, Conversation, Item, Turn, plan_message_deletion
 from chatcache.conversations.turns import PlannedTurn, TurnService
 from chatcache.errors import NotFoundError
-from tests.conversations.test_files import tokenizer
+from tests.transfer.test_importer import tokenizer
 
 Change = Callable[["Plain"], None]
 

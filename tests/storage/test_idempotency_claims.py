@@ -20,7 +20,7 @@ from chatcache.conversations.tree import Conversation, Item, Turn
 from chatcache.errors import NotFoundError
 from chatcache.storage.redis import RedisStore
 from chatcache.storage.sqlite import SqliteStore
-from tests.conversations.redis_servers import RedisServer
+from tests.support.redis_servers import RedisServer
 
 USER = Item("msg_u", None, "user", "Hello")
 TURN = Turn("resp_1", "msg_u", "m", 1.0)
