@@ -53,7 +53,7 @@ def test_every_promise_has_a_test_and_an_injected_bug() -> None:
         (
             "long tests/storage/test_durability.py",
             "long tests/storage/test_sqlite_faults.py",
-            "test_disk.py is long",
+            "test_sqlite_faults.py is long",
         ),
     ],
     ids=["missing promise", "unknown test", "no injected bug", "full size without long mark"],

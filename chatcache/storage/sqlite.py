@@ -495,7 +495,7 @@ class SqliteSnapshot:
 
 
 def _check_copy(db: sqlite3.Connection, copy: Path) -> None:
-    found = [row[0] for row in db.execute("PRAGMA integrity_check_copy(3)")]
+    found = [row[0] for row in db.execute("PRAGMA integrity_check(3)")]
     astray = db.execute("PRAGMA foreign_key_check").fetchone()
     if found != ["ok"] or astray is not None:
         detail = " ".join(" ".join(found).split()) if found != ["ok"] else f"a row of {astray[0]} refers to none"

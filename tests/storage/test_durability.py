@@ -156,6 +156,7 @@ async def trace_redis(strace: list[str], folder: Path, policy: str, num_turns: i
         with attached(strace, server.pid, trace):
             for number in range(num_turns):
                 await store.append("", "conv", [Item(f"msg_{number}", None, "user", "x")])
+            await store.check()  # strace has written down the answer to the last append when this one is answered
         shutil.copytree(folder / "redis", folder / "cut")
         await store.close()
     text = trace.read_text(errors="replace")

@@ -262,7 +262,7 @@ async def test_much_at_once_leaves_the_event_loop_alone(
         threads.add(threading.current_thread().name)
         return original(texts)
 
-    monkeypatch.setattr(redis_rows, "index_words", noted)
+    monkeypatch.setattr("chatcache.storage.redis.index_words", noted)
     store = RedisStore(empty_redis.url)
     long = [Item(f"msg_{number}", None, "user", "wörter " * 1000) for number in range(20)]
     await store.merge(HEAD, long, [])

@@ -21,7 +21,6 @@ from chatcache.conversations.replies.service import Reply
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.store import ConversationStore, IdempotencyConflictError, StaleRevisionError, encode_cursor
 from chatcache.conversations.titles import TITLE, SideTasks, clean_title
-from chatcache.conversations.turns import add_messages, save_new_conversation
 from chatcache.conversations.tree import (
     FORKED,
     Conversation,
@@ -32,6 +31,7 @@ from chatcache.conversations.tree import (
     Usage,
     plan_message_deletion,
 )
+from chatcache.conversations.turns import add_messages, save_new_conversation
 from chatcache.errors import EngineError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.idempotency import REPLAYED, IdempotencyCache
 from chatcache.gateway.api.messages import to_messages
@@ -166,7 +166,9 @@ async def create_conversation(request: Request) -> Response:
         found = await once.earlier(store, owner)
         try:
             if found is None:
-                conversation = await save_new_conversation(store, owner, messages, fields.metadata, fields.title, once.claim)
+                conversation = await save_new_conversation(
+                    store, owner, messages, fields.metadata, fields.title, once.claim
+                )
         except IdempotencyConflictError as taken:  # through another gateway
             found = once.same(taken.claim)
     if found is not None:
