@@ -23,7 +23,7 @@ from chatcache.conversations.tree import (
     Turn,
     plan_message_deletion,
 )
-from chatcache.storage import redis_layout as redis_rows
+from chatcache.storage import redis_layout
 from chatcache.storage.redis import RedisStore
 from tests.chaos.proxy import proxied
 from tests.chaos.rig import with_port
@@ -45,7 +45,7 @@ async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs
 
     await until(is_swept, "the dead one's response to be incomplete")
     assert (await alive.load("me", "conv")).turns["resp_a"].status == IN_PROGRESS
-    assert set(empty_redis.admin.hgetall(redis_rows.RUNNING_KEY)) == {b"resp_a"}
+    assert set(empty_redis.admin.hgetall(redis_layout.RUNNING_KEY)) == {b"resp_a"}
     await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0, status=COMPLETED))  # it was only slow
     assert (await alive.load("me", "conv")).turns["resp_b"].status == COMPLETED
     await alive.close()
@@ -71,8 +71,8 @@ async def test_two_gateways_write_one_conversation(empty_redis: RedisServer) -> 
         results = await asyncio.gather(*work)
         assert sorted(result.rev for result in results) == list(range(1, 121))
         assert len((await stores[1].load("me", "conv")).items) == 120
-        placed = await stores[0]._connection.run(lambda client: client.hvals(redis_rows.items_key("conv")))
-        assert sorted(redis_rows.unpack_item(data).position for data in placed) == list(range(120))
+        placed = await stores[0]._connection.run(lambda client: client.hvals(redis_layout.items_key("conv")))
+        assert sorted(redis_layout.unpack_item(data).position for data in placed) == list(range(120))
     finally:
         for store in stores:
             await store.close()
@@ -228,10 +228,10 @@ async def test_whoever_is_not_let_in_is_told_so(empty_redis: RedisServer) -> Non
 
 
 async def test_what_a_newer_version_wrote_is_refused_untouched(empty_redis: RedisServer) -> None:
-    empty_redis.admin.set(redis_rows.SCHEMA_KEY, redis_rows.VERSION + 1)
+    empty_redis.admin.set(redis_layout.SCHEMA_KEY, redis_layout.VERSION + 1)
     with pytest.raises(StoreUnusableError, match="newer"):
         RedisStore(empty_redis.url)
-    assert empty_redis.admin.keys("*") == [redis_rows.SCHEMA_KEY.encode()]
+    assert empty_redis.admin.keys("*") == [redis_layout.SCHEMA_KEY.encode()]
 
 
 async def test_a_conversation_lies_in_one_slot_and_leaves_nothing_behind(empty_redis: RedisServer) -> None:
@@ -256,7 +256,7 @@ async def test_much_at_once_leaves_the_event_loop_alone(
 ) -> None:
     """What is long is folded and read on other threads, so that streams go on meanwhile."""
     threads: set[str] = set()
-    original = redis_rows.index_words
+    original = redis_layout.index_words
 
     def noted(texts: Any) -> str:
         threads.add(threading.current_thread().name)

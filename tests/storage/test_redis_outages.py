@@ -13,8 +13,7 @@ import pytest
 
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import INCOMPLETE, Conversation, Item, Turn
-from chatcache.storage import redis_client
-from chatcache.storage import redis_layout as redis_rows
+from chatcache.storage import redis_client, redis_layout
 from chatcache.storage.redis import RedisStore
 from tests.lateness import measured
 from tests.support.redis_servers import RedisServer, answers, redis_server, until
@@ -184,7 +183,7 @@ async def test_a_server_that_comes_back_with_a_newer_layout_stays_refused(tmp_pa
     with redis_server(tmp_path / "redis", appendfsync="always") as server:
         store = RedisStore(server.url)
         await store.create(HEAD)
-        server.admin.set(redis_rows.SCHEMA_KEY, 99)
+        server.admin.set(redis_layout.SCHEMA_KEY, 99)
         server.kill()
         with pytest.raises(StoreUnavailableError):
             await store.get("me", "conv")
