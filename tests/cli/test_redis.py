@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from tests.cli.servers import serving, until_status
-from tests.conversations.redis_servers import RedisServer, redis_server
+from tests.support.redis_servers import RedisServer, redis_server
 
 
 def test_a_server_that_does_not_let_us_in_ends_with_78(folder: Path, tmp_path: Path) -> None:
