@@ -159,12 +159,12 @@ def _versions() -> Iterator[str]:
 
 
 def _processor() -> Finding:
-    from chatcache_kernels.cpu.bf16 import has_amx, has_pair_products
+    from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = f"{threads} CPU{'s' if threads > 1 else ''}"
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    units = [name for name, has in (("AMX", has_amx()), ("AVX512-BF16", has_pair_products())) if has]
+    units = [name for name, has in (("AMX", has_amx()), ("AVX512-BF16", has_avx512_bf16())) if has]
     kind = f"{cores}, {' and '.join(units)}: bfloat16" if units else f"{cores}, no bfloat16 units: float32"
     if busy > threads:
         return warning(

@@ -40,7 +40,7 @@ from chatcache.model.loading.config_reader import Architecture, Rope
 from chatcache.model.loading.weights import WeightSource
 
 if TYPE_CHECKING:
-    from chatcache_kernels.cpu.decoder import DecoderWeights, FewTokens, Panels
+    from chatcache_kernels.cpu.decoder import DecoderWeights, MegakernelDecoder, PackedLinear
     from chatcache_kernels.types import KVPages
 
     from chatcache.model.attention import AttentionStep
@@ -119,19 +119,19 @@ class FusedDecode:
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights
         self._pages: KVPages | None = None
-        self._few: FewTokens | None = None
+        self._few: MegakernelDecoder | None = None
 
     def run(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor | None:
         """Return the logits of the drawn tokens, None for a step that it does not take."""
         from chatcache_kernels import cpu
-        from chatcache_kernels.cpu.decoder import FewTokens
+        from chatcache_kernels.cpu.decoder import MegakernelDecoder
 
         if step.kernels is not cpu:
             return None
         if step.pages is not self._pages:
             self._pages = step.pages
-            self._few = FewTokens(self._weights, step.pages) if self._weights.fits(step.pages) else None
-        if self._few is None or not self._few.takes(step.batch, len(tokens)):
+            self._few = MegakernelDecoder(self._weights, step.pages) if self._weights.is_supported(step.pages) else None
+        if self._few is None or not self._few.can_run(step.batch, len(tokens)):
             return None
         return self._few.run(tokens, positions, step.batch, drawn)
 
@@ -156,14 +156,14 @@ def fused_decode(
     return FusedDecode(DecoderWeights(embedding, cos, sin, blocks, norm, panels[0], eps, scale, num_heads))
 
 
-def _panels(product: Product) -> Panels | None:
+def _panels(product: Product) -> PackedLinear | None:
     """Return a layer as the kernels of few tokens take it, None where they do not."""
-    from chatcache_kernels.cpu.decoder import Panels
+    from chatcache_kernels.cpu.decoder import PackedLinear
 
     if isinstance(product, PanelLinear):
-        return Panels(product.panels, product.bias)
+        return PackedLinear(product.panels, product.bias)
     if isinstance(product, Int8Linear) and product.whole:
-        return Panels(product.codes, product.bias, product.scales)
+        return PackedLinear(product.codes, product.bias, product.scales)
     return None
 
 

@@ -48,9 +48,9 @@ class TwofoldLinears:
         self._arena = HostArena()
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Product:
-        from chatcache_kernels.cpu.matmul import pack_weight, packs
+        from chatcache_kernels.cpu.matmul import can_pack, pack_weight
 
-        panels = pack_weight(weight, self._arena.keep) if packs(weight) else None
+        panels = pack_weight(weight, self._arena.keep) if can_pack(weight) else None
         product = fast_linear(weight, bias)
         return product if panels is None else PanelLinear(product, panels, bias)
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages, WorkList
-from chatcache_kernels.work_list import LARGE_QUERIES, SMALL_QUERIES, SPLIT
+from chatcache_kernels.work_list import LARGE_TILE_QUERIES, SMALL_TILE_QUERIES, SPLIT_TOKENS
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,9 +54,9 @@ class WorkListBuffers:
     @classmethod
     def of(cls, size: int, group: int, max_model_len: int, num_tokens: int) -> WorkListBuffers:
         """Return room for `size` rows over a store of `num_tokens` tokens; a step that needs more runs uncaptured."""
-        heights = tuple(dict.fromkeys(max(1, queries // group) for queries in (SMALL_QUERIES, LARGE_QUERIES)))
-        pieces = -(-max_model_len // SPLIT)
-        own = -(-num_tokens // SPLIT)
+        heights = tuple(dict.fromkeys(max(1, queries // group) for queries in (SMALL_TILE_QUERIES, LARGE_TILE_QUERIES)))
+        pieces = -(-max_model_len // SPLIT_TOKENS)
+        own = -(-num_tokens // SPLIT_TOKENS)
         return cls(
             size=size,
             heights=heights if size > 1 else heights[:1],

@@ -1,11 +1,35 @@
-"""The engine's kernels: the same few operations over KV pages, once per kind of machine.
+"""Attention, norm, rotary, paging and sampling kernels over a paged KV cache.
 
-Why a package of its own: kernels know tensors and page tables, nothing of requests, schedulers or models, so they are
-tested and measured alone. Every backend offers the same functions; `reference` says what they mean.
+The package runs on CPUs (numba) and NVIDIA GPUs (Triton). It computes on tensors and page tables; it does not know
+requests, schedulers or models, so it is tested and measured alone. Every backend (`reference`, `cpu`,
+`cpu.batch_invariant`, `triton`) is a module with the same functions:
 
-    types.py      the data that crosses the seam: KVPages, AttentionBatch
-    reference.py  plain torch, the oracle of every kernel
-    cpu/          numba kernels for CPUs (no compiler needed on the user's machine)
+    allocate_pages, write_pages, read_pages, copy_pages, swap_out, swap_in     the page store
+    prepare                                                                    plan a step's attention, once a step
+    paged_attention                                                            run it, once a layer
+    rope_write, rms_norm, add_rms_norm, silu_mul                               the other operations of a layer
 
-The memory layout and the symbols that docstrings use are drawn in `kernels/README.md`.
+Reading order: `types` (the data that all backends share), `reference` (plain torch, the oracle of every kernel),
+`work_list` and `prefix_sharing` (split-KV and shared-prefix planning), then `cpu` or `triton`.
+
+KV layout. A page holds the keys and values of `page_size` consecutive tokens of one sequence, for all layers. The slot
+of a token is `page * page_size + offset`. The engine reserves page 0 as the null page, which padding is written to.
+
+    sequence   tokens 0 .. 15 | 16 .. 31 | 32 .. 39          page_size = 16
+    tables     [      7       |    3     |    12    ]        token 35: page 12, offset 3, slot 12 * 16 + 3
+
+    reference  k, v  [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+    triton     k, v  [num_layers, num_pages, num_kv_heads, page_size, head_dim]
+    cpu        k     [num_layers, num_pages, num_kv_heads, head_dim, page_size]
+               v     [num_layers, num_pages, num_kv_heads, page_size, head_dim]
+    host       k, v  [num_host_pages, num_layers, ...]       one page is one transfer; the rest as in the backend
+
+The batch of a step is ragged: the new tokens of all rows (one row per sequence) are concatenated, row r owns tokens
+`offsets[r] .. offsets[r + 1] - 1` (`cu_seqlens_q` of FlashAttention, `qo_indptr` of FlashInfer), and `tables` is the
+block table of vLLM.
+
+Symbols in shapes and comments inside the kernels (public functions spell them out):
+
+    L num_layers   N num_pages      P page_size     R num_rows               T num_tokens (new tokens of the step)
+    H num_heads    Hkv num_kv_heads D head_dim      G = H / Hkv (GQA group)  C rotary_dim / 2
 """

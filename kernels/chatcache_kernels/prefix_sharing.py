@@ -1,28 +1,30 @@
-"""Which rows' page tables begin alike, and which of those prefixes are worth reading once for all of them.
+"""Find prefixes that rows share in their page tables, and choose which to read together.
 
-Rows that share pages form a forest. A node is a set of rows and the stretch of pages that they, and no larger set, have
-in common: a system prompt, conversations after it and the branches of an n-best are three levels of one tree.
+This is cascade attention over a prefix tree. A node is a set of rows and the range of pages that these rows, and no
+larger set, have in common: a system prompt, the conversations after it and the n branches of a request are three
+levels of one tree.
 
     node 0   rows 0 1 2 3   pages 0 .. 4        level 0
     node 1   rows 0 1       pages 5 .. 9        level 1, parent node 0
     node 2   rows 2 3       pages 5 .. 6        level 1, parent node 0
 
-Nodes are found level by level, all of a level at once: rows are compared with the first row of their node, part where
-pages differ, and gather again by the page that comes next. Only pages below every member's `start` count: those are
-full, and nobody writes them.
+Nodes are found level by level, all nodes of a level in one pass: rows are compared with the first row of their node,
+separated where pages differ, and grouped again by the next page. Only pages before every member's `start` count: they
+are full and are not written any more.
 
-Cost rule. A node left out is read by its children, each for itself, from where the last chosen node above it ended.
-Cost is counted in keys read from memory:
+Cost model. If a node is not chosen, its children read its keys separately, from the end of the nearest chosen ancestor.
+The unit is one key read from memory:
 
     item     reread x its keys + per_item    another reader of the same pages finds many of them in a cache
-    state    per_query x G                   for each member of an item, unless its only piece: written, then merged
-    launch   per_launch                      if large tiles are used for sharing alone
+    state    per_query x G                   for each member of an item, unless it has only one item: written, merged
+    launch   per_launch                      if large tiles are used for shared prefixes only
 
-The cheapest choice is found from the leaves up: a node costs the lesser of being read apart and being left to its
-children, for each place where its keys may begin. Large tiles are then given up where small ones cost less than their
-launch, and sharing is where it saves less than that, so that the choice never costs more than all nodes or none.
+The cheapest choice is computed from the leaves to the root: the cost of a node is the minimum of reading it together
+and of leaving it to its children, for each possible first key. Afterwards large tiles are dropped if small ones cost
+less than the extra launch, and sharing is dropped if it saves less than that; so the choice never costs more than all
+nodes or none.
 
-Sources: prefix trees of pages (RadixAttention, Zheng et al. 2024), work lists over them (DeFT, Yao et al. 2024).
+Source: prefix trees of pages (RadixAttention, Zheng et al. 2024), work lists over them (DeFT, Yao et al. 2024).
 """
 
 from __future__ import annotations
@@ -39,19 +41,20 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SharingCost:
-    """What pieces cost beside the keys they read, in keys (of bfloat16 pages)."""
+    """Cost of an item apart from the keys it reads; the unit is one key (of bfloat16 pages)."""
 
-    reread: float = 0.5  # of a key that another item reads too: caches serve part of it
-    per_item: float = 64.0  # starting an item: its queries, its first pages, a pipeline that fills
-    per_query: float = 2.0  # a float32 state of D + 1 numbers written and read, beside a key and value of D each
-    per_launch: float = 3000.0  # about 3 us of reading for 8 key heads of 128 dimensions
+    reread: float = 0.5  # cost of a key that another item also reads: caches serve part of it
+    per_item: float = 64.0  # start of an item: load queries and first pages, fill the pipeline
+    per_query: float = 2.0  # a float32 state of D + 1 numbers, written and read
+    per_launch: float = 3000.0  # about 3 us of reading, for 8 key heads of 128 dimensions
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """The nodes at one depth of the forest, C of them.
+class ForestLevel:
+    """Nodes at one depth of the forest.
 
-    Shapes: rows [sum(sizes)], node after node; sizes, end_page [C]; parent [C]: nodes of the level above.
+    Shapes: rows [sum(sizes)], node after node; sizes, end_page [num_nodes]; parent [num_nodes]: nodes of the level
+    above.
     """
 
     rows: I32
@@ -62,9 +65,9 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class SharedRanges:
-    """The chosen nodes, those of one path in order of their keys.
+    """Chosen nodes; nodes of one path are in order of their keys.
 
-    Shapes: rows [sum(sizes)], node after node; sizes, first_key, end_key [N].
+    Shapes: rows [sum(sizes)], node after node; sizes, first_key, end_key [num_nodes].
     """
 
     rows: I32
@@ -73,10 +76,11 @@ class SharedRanges:
     end_key: I32
 
 
-def prefix_forest(tables: I32, full_pages: I32) -> list[Level]:
-    """Return the levels of the forest over the first `full_pages` entries of each table; no level where none is shared.
+def build_prefix_forest(tables: I32, full_pages: I32) -> list[ForestLevel]:
+    """Return the levels of the forest over the first `full_pages` entries of each table.
 
-    Shapes: tables [R, max_pages]; full_pages [R], 0 for rows that take no part.
+    [] if nothing is shared.
+    Shapes: tables [num_rows, max_pages]; full_pages [num_rows], 0 for rows that are left out.
     """
     rows = full_pages.nonzero()[0].astype(np.int32)
     if len(rows) < 2:
@@ -85,26 +89,26 @@ def prefix_forest(tables: I32, full_pages: I32) -> list[Level]:
     ordered = np.sort(pages)
     if not (ordered[1:] == ordered[:-1]).any():
         return []
-    levels: list[Level] = []
-    order, sizes = _alike(pages)
+    levels: list[ForestLevel] = []
+    order, sizes = _group_equal(pages)
     rows, parent = rows[order], np.zeros(len(sizes), np.int32)
     while len(sizes):
         firsts = sizes.cumsum() - sizes
-        end = _common_pages(tables, rows, full_pages[rows], sizes, firsts)
-        levels.append(Level(rows, sizes, end, parent))
+        end = _count_common_pages(tables, rows, full_pages[rows], sizes, firsts)
+        levels.append(ForestLevel(rows, sizes, end, parent))
         node = np.repeat(np.arange(len(sizes)), sizes)
         longer = np.flatnonzero(full_pages[rows] > end[node])
         rows, node = rows[longer], node[longer]
         if not len(rows):
             break
-        order, sizes = _alike((node << 32) + tables[rows, end[node]])
+        order, sizes = _group_equal((node << 32) + tables[rows, end[node]])
         rows = rows[order]
         parent = node[order[sizes.cumsum() - sizes]].astype(np.int32)
     return levels
 
 
-def _alike(keys: NDArray[np.signedinteger]) -> tuple[NDArray[np.int64], I32]:
-    """Return the places of keys that occur at least twice, equal ones side by side in order, and how many of each."""
+def _group_equal(keys: NDArray[np.signedinteger]) -> tuple[NDArray[np.int64], I32]:
+    """Return the indices of keys that occur at least twice, grouped by key, and the group sizes."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     bounds = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1], [True])))
@@ -113,8 +117,8 @@ def _alike(keys: NDArray[np.signedinteger]) -> tuple[NDArray[np.int64], I32]:
     return order[several.repeat(sizes)], sizes[several]
 
 
-def _common_pages(tables: I32, rows: I32, full_pages: I32, sizes: I32, firsts: NDArray[np.signedinteger]) -> I32:
-    """Return how many leading pages the rows of each node have in common."""
+def _count_common_pages(tables: I32, rows: I32, full_pages: I32, sizes: I32, firsts: NDArray[np.signedinteger]) -> I32:
+    """Return the number of leading pages that the rows of each node have in common."""
     limit = np.minimum.reduceat(full_pages, firsts)
     width = int(limit.max())
     differs = tables[rows, :width] != tables[rows[firsts].repeat(sizes), :width]
@@ -124,10 +128,10 @@ def _common_pages(tables: I32, rows: I32, full_pages: I32, sizes: I32, firsts: N
 
 
 @dataclass(frozen=True, slots=True)
-class CostRule:
-    """Counts the cost of pieces of at most `split` keys.
+class CostModel:
+    """Cost of items of at most `split` keys.
 
-    `heights`: the rows that small and large tiles hold, of `group` queries each.
+    `heights`: number of rows in small and large tiles. `group`: queries per row.
     """
 
     cost: SharingCost
@@ -135,111 +139,122 @@ class CostRule:
     heights: tuple[int, int]
     group: int
 
-    def own(self, num_keys: I32, first_key: I32) -> F64:
-        """Return what a row costs that reads its last `num_keys` keys alone, from `first_key` on."""
-        pieces = -(-num_keys // self.split)
-        states = np.where((pieces == 1) & (first_key == 0), 0, pieces)
+    def unshared_cost(self, num_keys: I32, first_key: I32) -> F64:
+        """Return the cost of a row that reads its last `num_keys` keys alone, from `first_key` on."""
+        num_items = -(-num_keys // self.split)
+        states = np.where((num_items == 1) & (first_key == 0), 0, num_items)
         per_state = self.cost.per_query * self.group
-        return np.asarray(self.cost.reread * num_keys + self.cost.per_item * pieces + per_state * states)
+        return np.asarray(self.cost.reread * num_keys + self.cost.per_item * num_items + per_state * states)
 
-    def shared(self, num_keys: I32, num_rows: I32) -> F64:
-        """Return what `num_rows` rows cost that read `num_keys` keys together, in large tiles."""
-        pieces, tiles = -(-num_keys // self.split), -(-num_rows // self.heights[1])
-        states = self.cost.per_query * self.group * num_rows * pieces
-        return np.asarray(tiles * (self.cost.reread * num_keys + self.cost.per_item * pieces) + states)
+    def shared_cost(self, num_keys: I32, num_rows: I32) -> F64:
+        """Return the cost of `num_rows` rows that read `num_keys` keys together, in large tiles."""
+        num_items, tiles = -(-num_keys // self.split), -(-num_rows // self.heights[1])
+        states = self.cost.per_query * self.group * num_rows * num_items
+        return np.asarray(tiles * (self.cost.reread * num_keys + self.cost.per_item * num_items) + states)
 
-    def smaller(self, num_keys: I32, num_rows: I32) -> float:
-        """Return what small tiles for all would cost more than large ones where a small one is not enough."""
+    def small_tile_cost(self, num_keys: I32, num_rows: I32) -> float:
+        """Return the extra cost of small tiles over large ones, for nodes larger than a small tile."""
         small, large = (-(-num_rows // height) for height in self.heights)
         each = self.cost.reread * num_keys + self.cost.per_item * -(-num_keys // self.split)
         return float(((small - large) * each)[num_rows > self.heights[0]].sum())
 
 
 def choose_ranges(
-    levels: list[Level], context: I32, page_size: int, rule: CostRule | None, *, launched: bool
+    levels: list[ForestLevel], context: I32, page_size: int, rule: CostModel | None, *, launched: bool
 ) -> tuple[SharedRanges, bool]:
-    """Return the nodes to read apart, and whether large tiles are used; without a rule all nodes, in large tiles.
+    """Return the nodes to read together, and whether large tiles are used.
 
-    `context` [R]: the keys of each row. `launched`: the step uses large tiles anyway.
+    Without a rule: all nodes, in large tiles. `context` [num_rows]: number of keys of each row. `launched`: the step
+    uses large tiles anyway.
     """
     if rule is None:
         return _all_ranges(levels, page_size), True
     ranges, saved = _cheapest_ranges(levels, context, page_size, rule)
     launch = 0.0 if launched else rule.cost.per_launch
-    smaller = rule.smaller(ranges.end_key - ranges.first_key, ranges.sizes)
+    smaller = rule.small_tile_cost(ranges.end_key - ranges.first_key, ranges.sizes)
     if saved <= min(smaller, launch):
         nothing = np.zeros(0, np.int32)
         ranges = SharedRanges(nothing, nothing, nothing, nothing)
     return ranges, smaller > launch
 
 
-def _all_ranges(levels: list[Level], page_size: int) -> SharedRanges:
+def _all_ranges(levels: list[ForestLevel], page_size: int) -> SharedRanges:
     """Return every node of the forest."""
     chosen = [np.ones(len(level.sizes), bool) for level in levels]
-    places = [np.full(len(level.sizes), depth) for depth, level in enumerate(levels)]
-    return _ranges(levels, _begins(levels, page_size), places, chosen, page_size)
+    start_choices = [np.full(len(level.sizes), depth) for depth, level in enumerate(levels)]
+    return _select_ranges(levels, _possible_starts(levels, page_size), start_choices, chosen, page_size)
 
 
-def _cheapest_ranges(levels: list[Level], context: I32, page_size: int, rule: CostRule) -> tuple[SharedRanges, float]:
-    """Return the nodes that are worth reading apart, and what that saves. `context` [R]: the keys of each row."""
-    begins = _begins(levels, page_size)
+def _cheapest_ranges(
+    levels: list[ForestLevel], context: I32, page_size: int, rule: CostModel
+) -> tuple[SharedRanges, float]:
+    """Return the nodes that reduce the cost, and the cost saved.
+
+    `context` [num_rows]: keys of each row.
+    """
+    begins = _possible_starts(levels, page_size)
     costs, apart = np.zeros((0, 0)), []
     for depth in range(len(levels) - 1, -1, -1):
         below = levels[depth + 1] if depth + 1 < len(levels) else None
         ends = levels[depth].end_page * page_size
-        alone = _without(levels[depth], below, np.vstack((begins[depth], ends)), costs, context, rule)
-        together = rule.shared(ends - begins[depth], levels[depth].sizes) + alone[-1]
+        alone = _cost_below(levels[depth], below, np.vstack((begins[depth], ends)), costs, context, rule)
+        together = rule.shared_cost(ends - begins[depth], levels[depth].sizes) + alone[-1]
         apart.append(together < alone[:-1])
         costs = np.minimum(together, alone[:-1])
     apart.reverse()
-    places, chosen = [np.zeros(len(levels[0].sizes), np.int64)], [apart[0][0]]
+    start_choices, chosen = [np.zeros(len(levels[0].sizes), np.int64)], [apart[0][0]]
     for depth, level in enumerate(levels[1:], 1):
-        places.append(np.where(chosen[-1][level.parent], depth, places[-1][level.parent]))
-        chosen.append(apart[depth][places[-1], np.arange(len(level.sizes))])
+        start_choices.append(np.where(chosen[-1][level.parent], depth, start_choices[-1][level.parent]))
+        chosen.append(apart[depth][start_choices[-1], np.arange(len(level.sizes))])
     num_keys = context[levels[0].rows]
-    saved = float(rule.own(num_keys, np.zeros_like(num_keys)).sum() - costs.sum())
-    return _ranges(levels, begins, places, chosen, page_size), saved
+    saved = float(rule.unshared_cost(num_keys, np.zeros_like(num_keys)).sum() - costs.sum())
+    return _select_ranges(levels, begins, start_choices, chosen, page_size), saved
 
 
-def _begins(levels: list[Level], page_size: int) -> list[I32]:
-    """Return where the keys of each node may begin: 0, or the end of one of the nodes above it. [depth + 1, C]."""
+def _possible_starts(levels: list[ForestLevel], page_size: int) -> list[I32]:
+    """Return the possible first keys of each node: 0, or the end of an ancestor.
+
+    Shapes: [depth + 1, num_nodes].
+    """
     begins = [np.zeros((1, len(levels[0].sizes)), np.int32)]
     for above, level in pairwise(levels):
         begins.append(np.vstack((begins[-1], above.end_page * page_size))[:, level.parent])
     return begins
 
 
-def _without(level: Level, below: Level | None, begins: I32, costs: F64, context: I32, rule: CostRule) -> F64:
-    """Return the cost of what lies below each node, from each of `begins` on. Shapes: begins [n, C] -> [n, C].
+def _cost_below(
+    level: ForestLevel, below: ForestLevel | None, begins: I32, costs: F64, context: I32, rule: CostModel
+) -> F64:
+    """Return the cost of reading what is below each node, from each of `begins` on.
 
-    `costs` [n, C of `below`] are those of its children.
+    Shapes: begins [n, num_nodes] -> [n, num_nodes]; costs [n, nodes of `below`]: costs of the children.
     """
     ends_here = np.ones(len(context), bool)
     if below is not None:
         ends_here[below.rows] = False
     first_key = begins.repeat(level.sizes, axis=1)
-    own = np.where(ends_here[level.rows], rule.own(context[level.rows] - first_key, first_key), 0.0)
+    own = np.where(ends_here[level.rows], rule.unshared_cost(context[level.rows] - first_key, first_key), 0.0)
     total: F64 = np.add.reduceat(own, level.sizes.cumsum() - level.sizes, axis=1)
     if below is not None:
         np.add.at(total.T, below.parent, costs.T)
     return total
 
 
-def _ranges(
-    levels: list[Level],
+def _select_ranges(
+    levels: list[ForestLevel],
     begins: list[I32],
-    places: list[NDArray[np.int64]],
+    start_choices: list[NDArray[np.int64]],
     chosen: list[NDArray[np.bool_]],
     page_size: int,
 ) -> SharedRanges:
-    """Return the chosen nodes, each from the one of its `begins` that its place names."""
+    """Return the chosen nodes; `start_choices` selects one of `begins` as the first key of each node."""
     parts = [
         (
             level.rows[kept.repeat(level.sizes)],
             level.sizes[kept],
-            begin[place, np.arange(len(place))][kept],
+            begin[start_choice, np.arange(len(start_choice))][kept],
             level.end_page[kept] * page_size,
         )
-        for level, begin, place, kept in zip(levels, begins, places, chosen, strict=True)
+        for level, begin, start_choice, kept in zip(levels, begins, start_choices, chosen, strict=True)
     ]
     return SharedRanges(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

@@ -1,7 +1,7 @@
-"""What every kernel computes, in plain torch: the oracle. Written to be obviously right, usable on any device.
+"""Plain torch implementation of every operation: the oracle of all kernels.
 
-All arithmetic is in float32 whatever the dtype of pages and activations; results are rounded once, at the end.
-Symbols are those of `types.py`. Layout here: k, v [L, N, P, Hkv, D], so that a slot is one index.
+Written to be obviously right, on any device. Arithmetic is in float32 whatever the dtype of pages and activations;
+results are rounded once, at the end. KV layout: see the package docstring.
 """
 
 from __future__ import annotations
@@ -21,45 +21,63 @@ I32 = NDArray[np.int32]
 def allocate_pages(
     num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVPages:
-    """Return a store of zeroed pages."""
+    """Allocate a store of zeroed pages."""
     k, v = (torch.zeros(num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype) for _ in "kv")
     return KVPages(k, v, page_size, num_kv_heads, head_dim)
 
 
 def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store keys and values of new tokens. Shapes: k, v [T, Hkv, D]; slots [T]."""
+    """Store keys and values of new tokens. Shapes: k, v [num_tokens, num_kv_heads, head_dim].
+
+    slots [num_tokens].
+    """
     pages.k[layer].flatten(0, 1)[slots] = k.to(pages.k.dtype)
     pages.v[layer].flatten(0, 1)[slots] = v.to(pages.v.dtype)
 
 
 def read_pages(pages: KVPages, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values at `slots`. Shapes: slots [S] -> [S, Hkv, D] each."""
+    """Return the keys and values at `slots`.
+
+    Shapes: slots [n] -> [n, num_kv_heads, head_dim] each.
+    """
     return pages.k[layer].flatten(0, 1)[slots], pages.v[layer].flatten(0, 1)[slots]
 
 
 def copy_pages(pages: KVPages, copies: Tensor) -> None:
-    """Copy whole pages, all layers. Shapes: copies [C, 2] (src, dst); no dst is a src."""
+    """Copy whole pages, all layers. Shapes: copies [n, 2] (source, target).
+
+    No target is also a source.
+    """
     source, target = copies.long().unbind(1)
     pages.k[:, target] = pages.k[:, source]
     pages.v[:, target] = pages.v[:, source]
 
 
 def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
-    """Copy whole pages to the host, all layers. Shapes: swaps [S, 2] (page, host page); no host page twice."""
+    """Copy whole pages to the host, all layers. Shapes: swaps [n, 2] (page, host page).
+
+    Host pages are distinct.
+    """
     source, target = swaps.long().unbind(1)
     for store, kept in ((pages.k, host.k), (pages.v, host.v)):
         kept[target.cpu()] = store[:, source].transpose(0, 1).cpu()
 
 
 def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
-    """Copy whole pages back, all layers. Shapes: swaps [S, 2] (host page, page); no page twice."""
+    """Copy whole pages back, all layers. Shapes: swaps [n, 2] (host page, page).
+
+    Pages are distinct.
+    """
     source, target = swaps.long().unbind(1)
     for store, kept in ((pages.k, host.k), (pages.v, host.v)):
         store[:, target] = kept[source.cpu()].transpose(0, 1).to(store.device)
 
 
 def prepare(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork | None:
-    """Cut a step's attention into pieces, if this backend wants that; `work.plan_work` says what the arguments are."""
+    """Plan a step's attention. Return None: this backend needs no plan.
+
+    Arguments: see `work_list.plan_work`.
+    """
     return None
 
 
@@ -73,12 +91,15 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend each new token to its row's keys up to and including its own (already written). Causal, GQA.
+    """Attend each new token to its row's keys up to and including its own.
 
-    Shapes: q [T, H, D] -> [T, H, D]; query head h reads key head h // G.
-    window: a token at position i sees positions j with i - window < j <= i.
+    Causal, grouped queries.
+    The keys and values of the new tokens must have been written before.
+
+    Shapes: q [num_tokens, num_heads, head_dim] -> the same; query head h uses key head h // (num_heads / num_kv_heads).
+    window: a token at position i sees positions j with i - window < j <= i (sliding window).
     softcap: scores become softcap * tanh(scores / softcap).
-    sinks: [H], one more logit per head that takes part in the softmax and contributes no value.
+    sinks: [num_heads], one more logit per head, which takes part in the softmax and contributes no value.
     """
     out = torch.empty_like(q)
     for row in range(batch.start.numel()):
@@ -101,7 +122,10 @@ def paged_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attend one row. Shapes: q [n, H, D], k, v [S, Hkv, D], seen [n, S] bool, sinks [H] -> [n, H, D] float32."""
+    """Attend one row.
+
+    Shapes: q [n, H, D], k, v [S, Hkv, D], seen [n, S] bool, sinks [H] -> [n, H, D] float32.
+    """
     num_tokens, num_heads, _ = q.shape
     group = num_heads // k.shape[1]
     k = k.float().repeat_interleave(group, dim=1)
@@ -118,8 +142,9 @@ def _attend(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root mean square, then by `estimate_size`. Shapes: x [..., C], weight [C].
+    """Apply RMSNorm over the last dimension.
 
+    Shapes: x [..., hidden], weight [hidden] -> [..., hidden].
     Rounds to x.dtype before the weight is applied, as transformers does.
     """
     x32 = x.float()
@@ -128,21 +153,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual). Shapes: x, residual [T, C], weight [C]."""
+    """Return (rms_norm(x + residual), x + residual).
+
+    Shapes: x, residual [num_tokens, hidden], weight [hidden].
+    """
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], gate first -> [T, I]."""
+    """Return silu(gate) * up.
+
+    Shapes: gate_up [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate].
+    """
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2 * C dimensions of each head, pairing i with i + C; the rest pass through.
+    """Apply the rotary embedding to the first rotary_dim dimensions of each head.
 
-    Shapes: x [T, heads, D], cos, sin [T, C] with 2 * C <= D.
+    The rest pass through.
+    Dimension i is paired with i + rotary_dim / 2 (the transformers convention).
+    Shapes: x [num_tokens, heads, head_dim], cos, sin [num_tokens, rotary_dim / 2].
     """
     half = cos.shape[-1]
     x32 = x.float()
@@ -162,9 +195,10 @@ def rope_write(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Norm each head if asked, rotate q and k, store k and v, return q.
+    """Normalise heads if asked, apply the rotary embedding to q and k, store k and v, return q.
 
-    Shapes: q [T, H, D], k, v [T, Hkv, D] (any strides over tokens), cos, sin [T, C], slots [T].
+    Shapes: q [num_tokens, num_heads, head_dim], k, v [num_tokens, num_kv_heads, head_dim] (any strides over tokens),
+    cos, sin [num_tokens, rotary_dim / 2], slots [num_tokens] -> [num_tokens, num_heads, head_dim].
     """
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)

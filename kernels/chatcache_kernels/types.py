@@ -1,8 +1,6 @@
-"""Data shared by all backends: the page store, and what one step's attention needs to know.
+"""Data that all backends share: the page store, the attention batch and its work list.
 
-Symbols (drawn in kernels/README.md): L layers, N pages, P page size in tokens, H query heads, Hkv key/value heads,
-G = H / Hkv, D head size, R rows of a step, T new tokens of a step, M host pages, slot = page * P + offset;
-of a work list: I items, B members of all items, S partial states.
+The KV layout and the symbols in shapes are described in the docstring of the package `chatcache_kernels`.
 """
 
 from __future__ import annotations
@@ -16,14 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 I32 = NDArray[np.int32]
-MEMORY_PAGE_BYTES = 4096
+OS_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """Keys and values of all layers, in pages. Opaque: the order inside `k` and `v` belongs to the backend.
+    """Keys and values of all layers, in pages.
 
-    Shapes: k, v are [L, N, ...] with P * Hkv * D elements a page and layer.
+    Shapes: k, v [num_layers, num_pages, ...] with page_size * num_kv_heads * head_dim elements per page and layer. The
+    order of those elements belongs to the backend (see the package docstring); other code must not index into it.
     """
 
     k: Tensor
@@ -34,30 +33,31 @@ class KVPages:
 
     @property
     def num_layers(self) -> int:
-        """Return L."""
+        """Return the number of layers."""
         return self.k.shape[0]
 
     @property
     def num_pages(self) -> int:
-        """Return N, the null page counted."""
+        """Return the number of pages, including the null page."""
         return self.k.shape[1]
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one page: keys and values of every layer."""
+        """Return the size of one page in bytes: keys and values of every layer."""
         return 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim * self.k.element_size()
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the whole store."""
+        """Return the size of the whole store in bytes."""
         return self.num_pages * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class HostPages:
-    """Room for M swapped pages in host memory, one page's layers side by side, so that a page is one transfer.
+    """Swapped pages in host memory.
 
-    Opaque like `KVPages`, whose order inside a page it shares. Shapes: k, v are [M, L, ...].
+    All layers of a page are contiguous, so that a page is one transfer.
+    Shapes: k, v [num_host_pages, num_layers, ...]; inside a page the order is that of the `KVPages` it was made for.
     """
 
     k: Tensor
@@ -65,36 +65,44 @@ class HostPages:
 
     @classmethod
     def allocate(cls, pages: KVPages, num_pages: int) -> HostPages:
-        """Reserve the room; memory that is never written takes none. There is no null page: 0 .. num_pages - 1."""
-        k, v = (_host_like(store, num_pages) for store in (pages.k, pages.v))
+        """Allocate host memory for `num_pages` pages, numbered from 0; there is no null page.
+
+        The operating system commits memory only when it is first written.
+        """
+        k, v = (_allocate_host(store, num_pages) for store in (pages.k, pages.v))
         return cls(k, v)
 
     @property
     def num_pages(self) -> int:
-        """Return M."""
+        """Return the number of host pages."""
         return self.k.shape[0]
 
 
-def _host_like(store: Tensor, num_pages: int) -> Tensor:
-    """Return room for pages of a store, alone on the memory pages that it lies on, for those are what can be locked."""
+def _allocate_host(store: Tensor, num_pages: int) -> Tensor:
+    """Allocate page-aligned host memory that shares no OS page, so that it can be pinned."""
     shape = num_pages, store.shape[0], *store.shape[2:]
     num_bytes = store.element_size() * math.prod(shape)
-    # numpy leaves large buffers untouched and, unlike torch, asks for huge pages
-    memory = np.empty(num_bytes + 2 * MEMORY_PAGE_BYTES, np.uint8)
-    first = -memory.ctypes.data % MEMORY_PAGE_BYTES
+    # numpy does not write to large buffers and, unlike torch, asks the OS for huge pages
+    memory = np.empty(num_bytes + 2 * OS_PAGE_BYTES, np.uint8)
+    first = -memory.ctypes.data % OS_PAGE_BYTES
     return torch.from_numpy(memory[first : first + num_bytes]).view(store.dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Pieces of attention whose tiles hold the same number of queries. One piece: some tokens against some keys.
+    """Attention work items whose tiles have the same maximum number of queries.
 
-    Shapes: items [I, 6] int32: (row of `tables` to read keys through, first key, end key, first member, number of
-    members, first state); members [B] int32: which of the step's T tokens take part (items of the same tokens name the
-    same members); num_items [1] int32. The keys are positions first .. end - 1, and a member sees those up to its own,
-    which may be none. Member number n of an item leaves its partial result in state first_state + n, or, where
-    first_state is -1, has no other piece and is written to the output. Items past
-    `num_items` are leftovers of a static buffer. `max_members` x G queries fit a tile.
+    An item is a set of new tokens (its members) times a range of keys of one sequence. Members see the keys of that
+    range up to and including their own position, which may be none.
+
+    Shapes: items [num_items, 6] int32, one line each:
+        0 row of `AttentionBatch.tables` to read the keys through
+        1 first key, 2 end key (exclusive), as positions in the sequence
+        3 first entry of `members`, 4 number of members
+        5 first partial state: member n writes state first_state + n. -1: there is no other item for these tokens, the
+          result is final and goes to the output.
+    members [num_members] int32: indices of new tokens (items of the same tokens share entries).
+    num_items [1] int32: items after that are leftovers in a static buffer. `max_members` * G queries fit a tile.
     """
 
     items: Tensor
@@ -105,13 +113,16 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """How the attention of a step is cut into pieces, and which partial states make up a token's output.
+    """Plan of a step's attention: work items, and the partial states to merge for each token.
 
-    A state is (weighted values [H, D], log-sum-exp [H]) in float32; states merge by log-sum-exp, in the order listed.
-    Shapes: positions [T] int32, of each token in its row; merge_tokens [X] int32: the tokens with states, those of
-    token merge_tokens[x] are merge_states[merge_offsets[x] .. merge_offsets[x + 1] - 1]; merge_offsets [X + 1],
-    merge_states [S] int32; num_merges [1] int32 (X; what follows is left over). `num_states`: S, on the host. Lists
-    differ in `max_members`; one without a piece is left out, unless a static buffer keeps its place.
+    A partial state is (weighted values [num_heads, head_dim], log-sum-exp [num_heads]) in float32. States merge by
+    log-sum-exp in the order listed, as in Flash-Decoding and FlashInfer's cascade attention.
+
+    Shapes: positions [num_tokens] int32, each token's position in its sequence; merge_tokens [num_merges] int32: tokens
+    that have partial states; those of token merge_tokens[x] are merge_states[merge_offsets[x] .. merge_offsets[x + 1] -
+    1]; merge_offsets [num_merges + 1], merge_states [num_states] int32; num_merges [1] int32 (entries after that are
+    leftovers in a static buffer). `num_states` is a host number. The lists differ in `max_members`. An empty list is
+    left out, except in static buffers.
     """
 
     lists: tuple[WorkList, ...]
@@ -123,7 +134,7 @@ class AttentionWork:
     num_states: int
 
     def to(self, device: torch.device | str) -> AttentionWork:
-        """Return the work on another device."""
+        """Return the plan on another device."""
         lists = tuple(
             WorkList(one.items.to(device), one.members.to(device), one.num_items.to(device), one.max_members)
             for one in self.lists
@@ -133,24 +144,24 @@ class AttentionWork:
 
 
 @dataclass(frozen=True, slots=True)
-class HostList:
-    """`WorkList` in numpy."""
+class HostWorkList:
+    """`WorkList` as numpy arrays."""
 
     items: I32
     members: I32
     max_members: int
 
-    def tensors(self) -> WorkList:
-        """Return the same as tensors, on the host."""
+    def to_tensors(self) -> WorkList:
+        """Return the list as CPU tensors."""
         num_items = torch.from_numpy(np.array([len(self.items)], np.int32))
         return WorkList(torch.from_numpy(self.items), torch.from_numpy(self.members), num_items, self.max_members)
 
 
 @dataclass(frozen=True, slots=True)
-class HostWork:
-    """`AttentionWork` in numpy."""
+class HostAttentionWork:
+    """`AttentionWork` as numpy arrays."""
 
-    lists: tuple[HostList, ...]
+    lists: tuple[HostWorkList, ...]
     positions: I32
     merge_tokens: I32
     merge_offsets: I32
@@ -158,13 +169,13 @@ class HostWork:
 
     @property
     def num_states(self) -> int:
-        """Return S."""
+        """Return the number of partial states."""
         return len(self.merge_states)
 
-    def tensors(self) -> AttentionWork:
-        """Return the same as tensors, on the host."""
+    def to_tensors(self) -> AttentionWork:
+        """Return the plan as CPU tensors."""
         return AttentionWork(
-            lists=tuple(one.tensors() for one in self.lists),
+            lists=tuple(one.to_tensors() for one in self.lists),
             positions=torch.from_numpy(self.positions),
             merge_tokens=torch.from_numpy(self.merge_tokens),
             merge_offsets=torch.from_numpy(self.merge_offsets),
@@ -176,7 +187,10 @@ class HostWork:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights of an RMSNorm over each query head and each key head, applied before the rotation. Shapes: q, k [D]."""
+    """RMSNorm weights of query heads and key heads, applied before the rotary embedding.
+
+    Shapes: q, k [head_dim].
+    """
 
     q: Tensor
     k: Tensor
@@ -185,15 +199,17 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Which tokens a step adds and where each row's keys lie. Built once a step, used by every layer.
+    """New tokens of a step, and where each row's keys are stored.
 
-    Row r adds tokens at positions start[r] .. start[r] + num_tokens[r] - 1; they are entries
-    offsets[r] .. offsets[r + 1] - 1 of the step's T tokens and are written to `slots`. A token at position p of row r
-    lies in page tables[r, p // P] at offset p % P; entries past a row's last page are never read.
+    Built once a step, used by every layer.
+    A row is one sequence. Row r adds tokens at positions start[r] .. start[r] + num_tokens[r] - 1. They are entries
+    offsets[r] .. offsets[r + 1] - 1 of the step's tokens, and their keys and values are written to `slots`. A token at
+    position p of row r is stored in page tables[r, p // page_size] at offset p % page_size. Table entries after a row's
+    last page are never read.
 
-    Shapes: tables [R, max_pages], start [R], num_tokens [R], offsets [R + 1] int32; slots [T] int64.
-    `max_new_tokens`, `max_context_tokens`: the largest num_tokens and start + num_tokens (host numbers, 0 if R = 0).
-    `work`: the same as a work list, for backends whose `prepare` makes one.
+    Shapes: tables [num_rows, max_pages], start, num_tokens [num_rows], offsets [num_rows + 1] int32; slots [num_tokens]
+    int64. `max_new_tokens`, `max_context_tokens`: maximum of num_tokens and of start + num_tokens (host numbers; 0
+    without rows). `work`: the plan, for backends whose `prepare` returns one.
     """
 
     tables: Tensor
@@ -213,7 +229,10 @@ class AttentionBatch:
 
     @classmethod
     def build(cls, tables: Tensor, start: Tensor, num_tokens: Tensor, page_size: int) -> AttentionBatch:
-        """Derive the rest from tables [R, max_pages], start [R] and num_tokens [R], all on the host."""
+        """Derive offsets, slots and maxima.
+
+        Shapes: tables [num_rows, max_pages], start, num_tokens [num_rows]; on the CPU.
+        """
         tables, start, num_tokens = (x.to(torch.int32).contiguous() for x in (tables, start, num_tokens))
         num_rows = start.numel()
         offsets = torch.zeros(num_rows + 1, dtype=torch.int32)
@@ -221,6 +240,6 @@ class AttentionBatch:
         row = torch.repeat_interleave(torch.arange(num_rows), num_tokens)
         position = torch.arange(row.numel()) - offsets[row] + start[row]
         slots = tables[row, position // page_size].long() * page_size + position % page_size
-        most_new = int(num_tokens.max()) if num_rows else 0
-        most_context = int((start + num_tokens).max()) if num_rows else 0
-        return cls(tables, start, num_tokens, offsets, slots, most_new, most_context)
+        max_new_tokens = int(num_tokens.max()) if num_rows else 0
+        max_context_tokens = int((start + num_tokens).max()) if num_rows else 0
+        return cls(tables, start, num_tokens, offsets, slots, max_new_tokens, max_context_tokens)

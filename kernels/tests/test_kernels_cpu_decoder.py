@@ -9,7 +9,7 @@ import pytest
 import torch
 from chatcache_kernels import cpu, reference
 from chatcache_kernels.cpu import int8, matmul
-from chatcache_kernels.cpu.decoder import DecoderWeights, FewTokens, LayerWeights, Panels
+from chatcache_kernels.cpu.decoder import DecoderWeights, LayerWeights, MegakernelDecoder, PackedLinear
 from chatcache_kernels.types import AttentionBatch, HeadNorms, KVPages
 from torch import Tensor
 
@@ -31,11 +31,11 @@ class Plain:
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight.float().T + (0.0 if self.bias is None else self.bias.float())
 
-    def panels(self) -> Panels:
+    def panels(self) -> PackedLinear:
         if self.numbers is None or self.scales is None:
-            return Panels(matmul.pack_weight(self.weight), self.bias)
+            return PackedLinear(matmul.pack_weight(self.weight), self.bias)
         bias = None if self.bias is None else self.bias.float()
-        return Panels(int8.pack_numbers(self.numbers), bias, self.scales)
+        return PackedLinear(int8.pack_numbers(self.numbers), bias, self.scales)
 
     def quantised(self) -> Plain:
         """Return the layer over the nearest 8-bit weights, which are in float32 then."""
@@ -170,7 +170,7 @@ def test_logits_and_pages(options: dict[str, bool], in_int8: bool) -> None:
     model = Model.draw(3, **options)
     model = model.quantised() if in_int8 else model
     ours, theirs = stores(3)
-    few = FewTokens(model.packed(), ours)
+    few = MegakernelDecoder(model.packed(), ours)
     for starts, counts in (
         ([random.randrange(600)], [1]),
         ([0], [random.randint(2, min(few.max_tokens, 21))]),
@@ -178,7 +178,7 @@ def test_logits_and_pages(options: dict[str, bool], in_int8: bool) -> None:
         ([0, 37, 520], [3, 1, 2]),
     ):
         batch, positions = batch_of(starts, counts)
-        assert few.takes(batch, len(positions))
+        assert few.can_run(batch, len(positions))
         tokens = torch.randint(VOCAB, (len(positions),))
         expected = model.logits(tokens, positions, batch, theirs)
         drawn = torch.tensor(
@@ -199,7 +199,7 @@ def test_rows_that_share_pages() -> None:
     torch.set_num_threads(2)
     model = Model.draw(2)
     ours, theirs = stores(2)
-    few = FewTokens(model.packed(), ours)
+    few = MegakernelDecoder(model.packed(), ours)
     starts, counts = [random.randrange(480, 560) for _ in range(4)], [1, 2, 1, 1]
     batch, positions = batch_of(starts, counts)
     batch.tables[1:, :20] = batch.tables[0, :20]
@@ -214,17 +214,17 @@ def test_rows_that_share_pages() -> None:
 def test_what_it_does_not_take() -> None:
     model = Model.draw(1)
     ours, _ = stores(1)
-    few = FewTokens(model.packed(), ours)
+    few = MegakernelDecoder(model.packed(), ours)
     batch, positions = batch_of([0], [22])  # more queries of a key head than the decode kernel takes
-    assert not few.takes(batch, len(positions))
+    assert not few.can_run(batch, len(positions))
     many, positions = batch_of([0] * 5, [few.max_tokens // 5 + 1] * 5)
-    assert not few.takes(many, len(positions))
+    assert not few.can_run(many, len(positions))
     batch, positions = batch_of([0], [1])
     for tokens, place in (([VOCAB], positions), ([-1], positions), ([0], positions + LENGTH)):
         with pytest.raises(IndexError, match=f"there are {VOCAB if tokens != [0] else LENGTH}"):
             few.run(torch.tensor(tokens), place, batch, None)
     packed = model.packed()
     odd = replace(packed, cos=packed.cos[:, :3], sin=packed.sin[:, :3])
-    assert not odd.fits(ours)
+    assert not odd.is_supported(ours)
     with pytest.raises(ValueError, match="need torch"):
-        FewTokens(odd, ours)
+        MegakernelDecoder(odd, ours)

@@ -51,10 +51,10 @@ def build_case(
 
 def attend(case: Case, least: int = 1, **options: object) -> torch.Tensor:
     """Run the kernel over every row of at least `least` tokens; the others stay NaN."""
-    assert attention_prefill.fits(case.q, case.paged)
+    assert attention_prefill.can_use_amx(case.q, case.paged)
     out = torch.full_like(case.q, torch.nan)
     given = {"scale": 0.2, "window": None, "softcap": None, "sinks": None, **options}
-    attention_prefill.attend_chunks(case.q, out, case.paged, 1, case.batch, least, **given)  # type: ignore[arg-type]
+    attention_prefill.prefill_attention_amx(case.q, out, case.paged, 1, case.batch, least, **given)  # type: ignore[arg-type]
     return out
 
 
@@ -127,7 +127,7 @@ def test_a_row_depends_on_nothing_beside_it() -> None:
 def test_without_tiles_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     case = build_case([(30, 150), (0, 90)])
     with_tiles = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
-    monkeypatch.setattr(attention_prefill, "fits", lambda *_: False)
+    monkeypatch.setattr(attention_prefill, "can_use_amx", lambda *_: False)
     without = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
     assert not torch.equal(with_tiles, without)
     torch.testing.assert_close(with_tiles, without, atol=2e-2, rtol=2e-2)

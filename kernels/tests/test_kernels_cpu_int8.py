@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 from chatcache_kernels.cpu import int8
-from chatcache_kernels.cpu.bf16 import has_amx, has_pair_products
+from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
 from chatcache_kernels.cpu.int8 import pack_numbers, quantise
 from torch import Tensor
 
-UNITS = ["floats", *(["pairs"] if has_pair_products() else []), *(["tiles"] if has_amx() else [])]
+UNITS = ["floats", *(["pairs"] if has_avx512_bf16() else []), *(["tiles"] if has_amx() else [])]
 WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in UNITS)]
 
 pytestmark = pytest.mark.usefixtures("fresh_random")
@@ -63,7 +63,7 @@ def test_work_is_cut_for_all_tokens_and_panels() -> None:
     for _ in range(300):
         num_tokens, num_panels = random.randint(1, 5000), random.randint(1, 300)
         num_inputs, threads = 32 * random.randint(1, 500), random.randint(1, 64)
-        groups, panels = int8.cut(num_tokens, num_inputs, num_panels, threads)
+        groups, panels = int8.choose_blocking(num_tokens, num_inputs, num_panels, threads)
         assert 1 <= groups <= int8.MAX_GROUPS
         assert panels == 1 or 64 * panels * num_inputs + int8.SUMS_BYTES <= int8.scratch_bytes(num_inputs)
         assert 64 * num_inputs + int8.SUMS_BYTES <= int8.scratch_bytes(num_inputs)
@@ -114,5 +114,5 @@ def test_both_ways_to_widen_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = x.double() @ (numbers.double() * scales.double()[:, None]).T
     got = int8.multiply(x, codes, scales, None, UNITS[-1])
     assert bool(((got.double() - expected).abs() <= expected.abs() * 2**-8 + 0.5).all())
-    monkeypatch.setattr(int8, "has_byte_tables", lambda: False)
+    monkeypatch.setattr(int8, "has_avx512_vbmi", lambda: False)
     assert torch.equal(int8.multiply(x, codes, scales, None, UNITS[-1]), got)

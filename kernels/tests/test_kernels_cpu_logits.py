@@ -64,7 +64,7 @@ def test_the_first_of_the_largest(width: int) -> None:
     assert 0 <= got[1] < width
     low, high = keys(40)
     base = bases(width)
-    best = sampling.noisy_argmax(x, base, low, high)
+    best = sampling.gumbel_argmax(x, base, low, high)
     sums = x + sampling.gumbel(base, low, high)
     keep = torch.arange(40) != 1
     assert torch.equal(best[keep], sums.argmax(-1)[keep])
@@ -77,7 +77,7 @@ def test_scaling_is_exact(width: int) -> None:
     x[:, ::7] = -torch.inf
     x[:, width - 1] = 3.0
     expected = (x - x.amax(-1, keepdim=True)) / temperature[:, None]
-    assert torch.equal(sampling.scale(x, temperature), expected)
+    assert torch.equal(sampling.apply_temperature(x, temperature), expected)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -89,7 +89,7 @@ def test_share_ahead(width: int) -> None:
     weight = torch.where(x >= floor[:, None], x.double().exp(), 0.0)
     expected = (weight * ahead).sum(-1) / weight.sum(-1)
     torch.testing.assert_close(
-        sampling.share_ahead(x, chosen, floor).double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True
+        sampling.mass_before(x, chosen, floor).double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True
     )
 
 
@@ -113,10 +113,10 @@ def test_rows_are_computed_alone(threads: int) -> None:
     chosen, level = torch.randint(0, 5003, (33,)), torch.rand(33) + 0.5
     functions: list[Callable[[slice], Tensor]] = [
         lambda rows: sampling.gumbel(base, low[rows], high[rows]),
-        lambda rows: sampling.noisy_argmax(x[rows], base, low[rows], high[rows]),
-        lambda rows: sampling.scale(x[rows], level[rows]),
+        lambda rows: sampling.gumbel_argmax(x[rows], base, low[rows], high[rows]),
+        lambda rows: sampling.apply_temperature(x[rows], level[rows]),
         lambda rows: sampling.log_sum_exp(x[rows]),
-        lambda rows: sampling.share_ahead(x[rows], chosen[rows], -level[rows]),
+        lambda rows: sampling.mass_before(x[rows], chosen[rows], -level[rows]),
     ]
     for function in functions:
         alone = torch.cat([function(slice(row, row + 1)) for row in range(33)])

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 from chatcache_kernels.cpu import matmul
-from chatcache_kernels.cpu.bf16 import has_amx, has_pair_products
+from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
 from torch import Tensor
 
-UNITS = ["floats", *(["pairs"] if has_pair_products() else []), *(["tiles"] if has_amx() else [])]
+UNITS = ["floats", *(["pairs"] if has_avx512_bf16() else []), *(["tiles"] if has_amx() else [])]
 
 pytestmark = pytest.mark.usefixtures("fresh_random")
 
@@ -54,6 +54,6 @@ def test_what_is_not_finite_stays_with_its_token(unit: str) -> None:
 
 
 def test_weights_that_do_not_fit_are_told() -> None:
-    assert matmul.packs(torch.zeros(64, 96, dtype=torch.bfloat16))
+    assert matmul.can_pack(torch.zeros(64, 96, dtype=torch.bfloat16))
     for shape, dtype in (((48, 64), torch.bfloat16), ((64, 48), torch.bfloat16), ((64, 64), torch.float32)):
-        assert not matmul.packs(torch.zeros(shape, dtype=dtype))
+        assert not matmul.can_pack(torch.zeros(shape, dtype=dtype))

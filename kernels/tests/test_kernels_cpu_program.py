@@ -61,7 +61,7 @@ assert torch.equal(b.view(8, 8), a.view(8, 8).flip(0))
 
 
 def test_without_an_openmp_runtime_one_thread_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (launch._parallel, launch.omp_function, megakernel._queue_kernel, megakernel.gather_kernel):
+    for cached in (launch._parallel_entry, launch.omp_function, megakernel._queue_kernel, megakernel.gather_kernel):
         cached.cache_clear()
     monkeypatch.setattr(launch, "omp_function", lambda name: 0)
     monkeypatch.setattr(megakernel, "omp_function", lambda name: 0)
@@ -73,5 +73,5 @@ def test_without_an_openmp_runtime_one_thread_does_it(monkeypatch: pytest.Monkey
         copies.run(4)
         assert torch.equal(buffers[-1], buffers[0])
     finally:
-        for again in (launch._parallel, megakernel._queue_kernel, megakernel.gather_kernel):
+        for again in (launch._parallel_entry, megakernel._queue_kernel, megakernel.gather_kernel):
             again.cache_clear()

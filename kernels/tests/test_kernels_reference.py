@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
-from chatcache_kernels.types import MEMORY_PAGE_BYTES, AttentionBatch, HostPages, KVPages
+from chatcache_kernels.types import OS_PAGE_BYTES, AttentionBatch, HostPages, KVPages
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -155,6 +155,6 @@ def test_host_pages_lie_alone_on_their_memory_pages(num_pages: int) -> None:
     spans = [(store.data_ptr(), store.data_ptr() + store.numel() * store.element_size()) for store in (host.k, host.v)]
     assert host.k.shape == (num_pages, 2, 8, 1, 16) and host.k.dtype == torch.bfloat16
     if num_pages:
-        assert all(first % MEMORY_PAGE_BYTES == 0 for first, _ in spans)
-        used = [set(range(first // MEMORY_PAGE_BYTES, -(-end // MEMORY_PAGE_BYTES))) for first, end in spans]
+        assert all(first % OS_PAGE_BYTES == 0 for first, _ in spans)
+        used = [set(range(first // OS_PAGE_BYTES, -(-end // OS_PAGE_BYTES))) for first, end in spans]
         assert used[0].isdisjoint(used[1])

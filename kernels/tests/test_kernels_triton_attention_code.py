@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-BF16 = "attention.attend_items *bf16/*fp32/*i32 sinks=None"
+BF16 = "attention.paged_attention_kernel *bf16/*fp32/*i32 sinks=None"
 LLAMA = "SLICES=1 GROUP=4 KV_HEADS=8 HEAD_DIM=128"
 
 

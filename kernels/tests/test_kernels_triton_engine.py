@@ -27,7 +27,7 @@ def test_the_engine_says_the_same_on_triton_kernels(case: str, tmp_path: Path) -
 @pytest.mark.long
 def test_keys_cut_into_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome("n_best", tmp_path, "reference")
-    monkeypatch.setattr(work_list, "SPLIT", 32)
+    monkeypatch.setattr(work_list, "SPLIT_TOKENS", 32)
     assert_same(outcome("n_best", tmp_path, "triton", share="never"), expected)
 
 

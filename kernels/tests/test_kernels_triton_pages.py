@@ -138,8 +138,8 @@ def test_swaps_that_follow_each_other_see_each_other(triton_device: str) -> None
 
 
 def test_consecutive_host_pages_are_one_transfer() -> None:
-    assert list(triton_pages._runs(np.array([2, 3, 4, 8, 10, 11]))) == [(0, 3), (3, 4), (4, 6)]
-    assert list(triton_pages._runs(np.array([5]))) == [(0, 1)]
+    assert list(triton_pages._consecutive_runs(np.array([2, 3, 4, 8, 10, 11]))) == [(0, 3), (3, 4), (4, 6)]
+    assert list(triton_pages._consecutive_runs(np.array([5]))) == [(0, 1)]
 
 
 def test_swap_plans_may_lie_on_the_device(triton_device: str) -> None:

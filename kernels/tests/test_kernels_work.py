@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
 
-SHARES: tuple[work_list.Share, ...] = ("auto", "always", "never")
+SHARES: tuple[work_list.SharingMode, ...] = ("auto", "always", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Step:
     page_size: int
     group: int
 
-    def plan(self, share: work_list.Share = "auto", cost: SharingCost = work_list.DEFAULT_COST) -> AttentionWork:
+    def plan(self, share: work_list.SharingMode = "auto", cost: SharingCost = work_list.DEFAULT_COST) -> AttentionWork:
         """Return the step's work."""
         sizes = self.page_size, self.group
         return work_list.plan_work(self.tables, self.start, self.num_tokens, *sizes, share=share, cost=cost)
@@ -63,7 +63,7 @@ def check(step: Step, plan: AttentionWork) -> None:
             assert 0 <= first < end
             assert 0 < num_members <= one.max_members
             assert 0 <= member <= len(members) - num_members
-            assert one.max_members * step.group <= max(work_list.PROMPT_QUERIES, step.group)
+            assert one.max_members * step.group <= max(work_list.PREFILL_TILE_QUERIES, step.group)
             for n, token in enumerate(members[member : member + num_members]):
                 own, position = tokens[token]
                 stop = max(first, min(end, position + 1))  # the first tokens of a tile may see none of its last piece
@@ -175,7 +175,7 @@ def forests(draw: st.DrawFn, decode: bool = False) -> Step:
 
 def ideal_reads(step: Step) -> int:
     """Return the pages read if every shared page is read once for as many rows as a tile holds."""
-    small, large = work_list.tile_heights(step.group)
+    small, large = work_list.tokens_per_tile(step.group)
 
     def reads(rows: list[int], page: int) -> int:
         if not rows:
@@ -201,20 +201,20 @@ def ideal_reads(step: Step) -> int:
 
 @settings(max_examples=80, deadline=None)
 @given(forests(), st.sampled_from(SHARES))
-def test_any_forest_sees_its_keys_once(step: Step, share: work_list.Share) -> None:
+def test_any_forest_sees_its_keys_once(step: Step, share: work_list.SharingMode) -> None:
     check(step, step.plan(share))
 
 
 @settings(max_examples=60, deadline=None)
 @given(forests(decode=True))
 def test_sharing_always_reads_as_many_pages_as_the_tree_has(step: Step) -> None:
-    with mock.patch.object(work_list, "SPLIT", 64 * step.page_size):  # cuts between pages: no page counts twice
+    with mock.patch.object(work_list, "SPLIT_TOKENS", 64 * step.page_size):  # cuts between pages: no page counts twice
         assert page_reads(step, step.plan("always")) == ideal_reads(step)
 
 
 def modelled(step: Step, plan: AttentionWork, cost: SharingCost) -> float:
     """Return the cost of a decode step's pieces, in keys, from the formula in prefix_sharing.py."""
-    small, _ = work_list.tile_heights(step.group)
+    small, _ = work_list.tokens_per_tile(step.group)
     total = cost.per_query * step.group * plan.num_states
     for one in plan.lists:
         total += cost.per_launch if one.max_members > small else 0.0
@@ -243,12 +243,14 @@ def test_the_choice_costs_no_more_than_sharing_all_or_nothing(step: Step, cost: 
 def test_the_choice_is_the_best_of_all_where_launches_are_free(step: Step, cost: SharingCost) -> None:
     """Brute force over every subset of the forest's nodes, small as they are."""
     cost = replace(cost, per_launch=0.0)
-    levels = prefix_sharing.prefix_forest(step.tables, np.where(step.num_tokens == 1, step.start // step.page_size, 0))
+    levels = prefix_sharing.build_prefix_forest(
+        step.tables, np.where(step.num_tokens == 1, step.start // step.page_size, 0)
+    )
     nodes = sum(len(level.sizes) for level in levels)
     if nodes > 6:
         return
     costs = []
-    begins = prefix_sharing._begins(levels, step.page_size) if levels else []
+    begins = prefix_sharing._possible_starts(levels, step.page_size) if levels else []
     for chosen in itertools.product((False, True), repeat=nodes):
         flags = iter(chosen)
         kept: list[NDArray[np.bool_]] = []
@@ -259,7 +261,7 @@ def test_the_choice_is_the_best_of_all_where_launches_are_free(step: Step, cost:
             places.append(
                 np.where(kept[-2][above], depth, places[-1][above]) if depth else np.zeros(len(above), np.int64)
             )
-        ranges = prefix_sharing._ranges(levels, begins, places, kept, step.page_size) if levels else None
+        ranges = prefix_sharing._select_ranges(levels, begins, places, kept, step.page_size) if levels else None
         with mock.patch.object(work_list, "choose_ranges", lambda *_, ranges=ranges, **__: (ranges, True)):
             costs.append(modelled(step, step.plan("always"), cost))
     assert modelled(step, step.plan("auto", cost), cost) <= min(costs) + 1e-6
@@ -284,21 +286,21 @@ def full_too_early(original: Any) -> Any:
 
 
 def foreign_table(original: Any) -> Any:
-    def planted(*args: Any) -> list[work_list.Tiles]:
+    def planted(*args: Any) -> list[work_list.QueryTiles]:
         return [replace(part, row=np.roll(part.row, 1)) for part in original(*args)]
 
     return planted
 
 
 def too_many_members(original: Any) -> Any:
-    def planted(ranges: Any, offsets: I32, small: int, large: int) -> list[work_list.Tiles]:
+    def planted(ranges: Any, offsets: I32, small: int, large: int) -> list[work_list.QueryTiles]:
         return [replace(part, height=part.height // 2) for part in original(ranges, offsets, small, large)]
 
     return planted
 
 
 def lost_member(original: Any) -> Any:
-    def planted(*args: Any) -> list[work_list.Tiles]:
+    def planted(*args: Any) -> list[work_list.QueryTiles]:
         return [replace(part, members=np.where(part.members == 5, 4, part.members)) for part in original(*args)]
 
     return planted
@@ -309,8 +311,8 @@ def keys_read_twice(original: Any) -> Any:
 
 
 def lost_key(original: Any) -> Any:
-    def planted(*args: Any) -> work_list.Tiles:
-        tiles: work_list.Tiles = original(*args)
+    def planted(*args: Any) -> work_list.QueryTiles:
+        tiles: work_list.QueryTiles = original(*args)
         return replace(tiles, end_key=tiles.end_key - 1)
 
     return planted
@@ -362,5 +364,5 @@ def test_a_choice_that_ignores_the_cost_is_caught(monkeypatch: pytest.MonkeyPatc
     step.tables[1, 0] = step.tables[0, 0]
     cost = SharingCost(per_launch=0.0)
     price = modelled(step, step.plan("auto", cost), cost)
-    monkeypatch.setattr(prefix_sharing.CostRule, "shared", lambda self, num_keys, num_rows: np.zeros(num_keys.shape))
+    monkeypatch.setattr(prefix_sharing.CostModel, "shared", lambda self, num_keys, num_rows: np.zeros(num_keys.shape))
     assert modelled(step, step.plan("auto", cost), cost) > price

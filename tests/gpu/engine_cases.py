@@ -57,7 +57,7 @@ def build(
     attention: str,
     device: str = "cpu",
     *,
-    share: work_list.Share = "auto",
+    share: work_list.SharingMode = "auto",
     graphs: Ahead | None = None,
     in_order: bool = False,
     **settings: Any,

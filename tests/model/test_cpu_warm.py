@@ -8,22 +8,22 @@ import pytest
 import torch
 from chatcache_kernels import cpu
 from chatcache_kernels.cpu import attention, attention_prefill
-from chatcache_kernels.cpu.attention_decode import FEW_QUERIES
-from chatcache_kernels.cpu.attention_prefill import attend_row
+from chatcache_kernels.cpu.attention_decode import MAX_DECODE_QUERIES
+from chatcache_kernels.cpu.attention_prefill import prefill_attention_torch
 
 from chatcache.model import runner as runners
 from tests.model.lives import make_runner
 
 
 def test_warm_up_has_a_row_too_long_to_be_decoded_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runners.WARM_LONG > FEW_QUERIES, "of as many key heads as query heads"
+    assert runners.WARM_LONG > MAX_DECODE_QUERIES, "of as many key heads as query heads"
     lengths: set[int] = set()
 
     def note(q: torch.Tensor, *args: Any) -> torch.Tensor:
         lengths.add(len(q))
-        return attend_row(q, *args)
+        return prefill_attention_torch(q, *args)
 
-    monkeypatch.setattr(attention_prefill, "fits", lambda q, pages: False)
+    monkeypatch.setattr(attention_prefill, "can_use_amx", lambda q, pages: False)
     monkeypatch.setattr(attention, "attend_row", note)
     monkeypatch.setattr(runners, "WARM_LONG", 24)  # the contexts of these runners are short
     monkeypatch.setattr(attention, "FEW_QUERIES", 8)

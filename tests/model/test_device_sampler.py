@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from chatcache_kernels.triton.sampling import Launches
-from chatcache_kernels.triton.sampling_ops import bits_of, gumbel
+from chatcache_kernels.triton.sampling import LaunchConfig
+from chatcache_kernels.triton.sampling_ops import gumbel, random_bits
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,15 +26,15 @@ from tests.model.drive import make_draws
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 CPU = torch.device("cpu")
-SMALL = Launches(chunk=128, block=64)
-FEW, MANY = (Launches(rows=rows) if triton.knobs.runtime.interpret else Launches() for rows in (8, 256))
+SMALL = LaunchConfig(chunk=128, block=64)
+FEW, MANY = (LaunchConfig(rows=rows) if triton.knobs.runtime.interpret else LaunchConfig() for rows in (8, 256))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def noise_kernel(base_ptr, bits_ptr, noise_ptr, low, high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     base = tl.load(base_ptr + at)
-    tl.store(bits_ptr + at, bits_of(base, low, high))
+    tl.store(bits_ptr + at, random_bits(base, low, high))
     tl.store(noise_ptr + at, gumbel(base, low, high))
 
 

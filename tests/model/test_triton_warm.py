@@ -44,7 +44,7 @@ def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[str
 
 @pytest.mark.interpreter  # its launches are read
 def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chatcache_kernels.work_list.SPLIT", 16)
+    monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
     monkeypatch.setattr(room, "SPLIT", 16)
     launched: set[tuple[str, ...]] = set()
     launch = InterpretedFunction.run
@@ -58,5 +58,7 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
     runner.warm_up()
     warm = set(launched)
     live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.6), 20)
-    assert {"attend_items", "merge_tokens", "move_words", "write_heads"} <= {str(one[0]) for one in launched}
+    assert {"paged_attention_kernel", "merge_states_kernel", "copy_words_kernel", "write_pages_kernel"} <= {
+        str(one[0]) for one in launched
+    }
     assert not launched - warm, f"seed {SEED}: " + "\n".join(map(str, sorted(launched - warm, key=str)))

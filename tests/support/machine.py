@@ -54,9 +54,9 @@ def _has_amx() -> bool:
 
 
 def _has_byte_tables() -> bool:
-    from chatcache_kernels.cpu.int8 import has_byte_tables
+    from chatcache_kernels.cpu.int8 import has_avx512_vbmi
 
-    return has_byte_tables()
+    return has_avx512_vbmi()
 
 
 def _has_interpreter() -> bool:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from chatcache_kernels.triton import sampling
 from chatcache_kernels.triton import sampling_ops as fields
-from chatcache_kernels.triton.launch import dense_last
+from chatcache_kernels.triton.launch import contiguous_last_dim
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -75,8 +75,8 @@ def fill_table(table: NDArray[Any], draws: Draws, rows: NDArray[np.integer[Any]]
     top_k, top_p, floor = limits(draws, vocab_size)
     used[fields.TOP_K.value] = top_k
     used[fields.TOP_P.value] = top_p.view(np.int32)
-    used[fields.FLOOR.value] = floor.view(np.int32)
-    used[fields.CUT.value] = (top_k > 0) | (top_p < 1) | (floor > -np.inf)
+    used[fields.LOG_MIN_P.value] = floor.view(np.int32)
+    used[fields.FILTERED.value] = (top_k > 0) | (top_p < 1) | (floor > -np.inf)
 
 
 def has_cuts(draws: Draws, vocab_size: int) -> bool:
@@ -160,10 +160,10 @@ def _job(draws: Draws, which: Index, index: Index, copy: Index, mask: I32, slots
     table[fields.MASK.value] = mask[which]
     wide = bool(some.width[0] > 1)
     if wide:
-        table[fields.CUT.value] |= some.temperature > 0
+        table[fields.FILTERED.value] |= some.temperature > 0
     else:
         table[fields.SLOT.value] = slots[which]
-    cuts = bool(table[fields.CUT.value].any())
+    cuts = bool(table[fields.FILTERED.value].any())
     return Job(which, table, size if wide else 0, edited, cuts)
 
 
@@ -179,7 +179,7 @@ def tops_job(rows: Index, size: int) -> Job:
 
 Arrays = Mapping[str, NDArray[Any]]
 
-MESSAGES = {sampling.NOTHING_LEFT: NOTHING_LEFT, sampling.NOT_FINITE: NOT_FINITE}
+MESSAGES = {sampling.NO_TOKEN_LEFT: NOTHING_LEFT, sampling.NOT_FINITE: NOT_FINITE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,20 +270,22 @@ class DeviceScoreSheet:
 
     def fill(self, logits: Tensor) -> None:
         """Enqueue the scores of the next tokens. Shape [N, V], any float dtype."""
-        raw, num_rows, device = dense_last(logits), len(logits), self._base.device
+        raw, num_rows, device = contiguous_last_dim(logits), len(logits), self._base.device
         if not num_rows:
             return
         cells = slice(self._filled, self._filled + num_rows)
         self._filled = cells.stop
         table = tops_job(np.arange(num_rows), self._size).table
         table[fields.TARGET.value] = self._targets[cells]
-        draws = sampling.Draws(raw, raw, self._base, to_device(table, device), self._no_words, cuts=False)
+        draws = sampling.DrawBatch(raw, raw, self._base, to_device(table, device), self._no_words, has_filters=False)
         ids, nowhere = torch.empty(2, num_rows, dtype=torch.int32, device=device)
         sampling.draw(draws, nowhere, ids, self._out["logprobs"][cells], self._out["faults"][cells])
         if self._num_top[cells].any():
             perturbed, raw_logprobs = torch.empty(2, num_rows, self._size, device=device)
             tokens, logprobs = self._out["top_tokens"][cells], self._out["top_logprobs"][cells]
-            sampling.rank(draws, sampling.Ranked(tokens, logprobs, perturbed, raw_logprobs, torch.empty_like(ids)))
+            sampling.rank_tokens(
+                draws, sampling.RankedTokens(tokens, logprobs, perturbed, raw_logprobs, torch.empty_like(ids))
+            )
         if self._filled == len(self._targets):
             self._down.start()
 
@@ -316,12 +318,12 @@ class PendingDraws:
 class DeviceSampler:
     """Draws candidates by Triton kernels, the same as `Sampler`. Holds only the hashed vocabulary of `noise.py`."""
 
-    def __init__(self, vocab_size: int, device: torch.device, launches: sampling.Launches | None = None) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, launches: sampling.LaunchConfig | None = None) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._base = token_base(vocab_size, device)
         self._no_words = torch.zeros(1, -(-vocab_size // WORD_BITS), dtype=torch.int32, device=device)
-        self._launches = launches or sampling.Launches()
+        self._launches = launches or sampling.LaunchConfig()
         self._nowhere = torch.zeros(1, dtype=torch.int32, device=device)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
@@ -333,7 +335,7 @@ class DeviceSampler:
         masks = (LogitMask(0, np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)),)
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
         for some in ((), tuple(edits)):
-            for most in (2, sampling.MOST_SELECTED + 1):
+            for most in (2, sampling.MAX_SELECTED + 1):
                 width = np.array([1, 1, most, most], np.int32)
                 seed = i32.astype(np.uint64)
                 draws = Draws(i32, width, seed, i32, i32, temperature, i32, top_p, f32, top, some, masks)
@@ -343,7 +345,7 @@ class DeviceSampler:
     def _warm_up_plain(self, logits: Tensor) -> None:
         """Draw as `KernelDraws` does: a step that cannot be captured runs the same kernels."""
         table = to_device(tops_job(np.zeros(1, np.intp), 1).table, self.device)
-        draws = sampling.Draws(logits, logits, self._base, table, None, True, self._launches)
+        draws = sampling.DrawBatch(logits, logits, self._base, table, None, True, self._launches)
         ids, faults = torch.empty(2, 1, dtype=torch.int32, device=self.device)
         sampling.draw(draws, self._nowhere, ids, torch.empty(1, device=self.device), faults)
 
@@ -366,7 +368,7 @@ class DeviceSampler:
         Shapes: as `sample`; slots [D] and last [slots], any integer type: where the token of each draw of width 1 is
         kept for the next step, -1 for nowhere.
         """
-        raw = dense_last(logits)
+        raw = contiguous_last_dim(logits)
         edits, copy = flat_edits(draws, index, self.vocab_size)
         words, mask = mask_words(draws, self.vocab_size)
         nowhere: I32 = np.full(len(index), -1, np.int32)
@@ -383,7 +385,7 @@ class DeviceSampler:
         changed = raw
         if len(edits.sources):
             changed = raw.index_select(0, sources).float()
-            sampling.edit(changed, rows, ids, scale, add)
+            sampling.apply_edits(changed, rows, ids, scale, add)
         self._launch(raw, changed, bits, every, tables, self._nowhere if last is None else last, down.tensors())
         down.start()
         return PendingDraws(asked, down)
@@ -400,11 +402,11 @@ class DeviceSampler:
     ) -> None:
         for place, (job, table) in enumerate(zip(jobs, tables, strict=True)):
             x = changed if job.edited else raw
-            draws = sampling.Draws(x, raw, self._base, table, words, job.cuts, self._launches)
+            draws = sampling.DrawBatch(x, raw, self._base, table, words, job.cuts, self._launches)
             tokens, logprobs, faults = (out[f"{name} {place}"] for name in ("tokens", "logprobs", "faults"))
             if job.size:
                 perturbed, raw_logprobs = out[f"perturbed {place}"], out[f"raw_logprobs {place}"]
-                sampling.rank(draws, sampling.Ranked(tokens, logprobs, perturbed, raw_logprobs, faults))
+                sampling.rank_tokens(draws, sampling.RankedTokens(tokens, logprobs, perturbed, raw_logprobs, faults))
             else:
                 sampling.draw(draws, last, tokens, logprobs, faults)
 
@@ -434,8 +436,8 @@ class KernelDraws:
     def draw(
         self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor], last_token: Tensor, kind: int
     ) -> None:
-        raw = dense_last(logits)
-        draws = sampling.Draws(raw, raw, self._base, given["draws"], None, cuts=kind == 1)
+        raw = contiguous_last_dim(logits)
+        draws = sampling.DrawBatch(raw, raw, self._base, given["draws"], None, has_filters=kind == 1)
         sampling.draw(draws, last_token, drawn["ids"], drawn["logprobs"], drawn["faults"])
 
     def result(self, drawn: Mapping[str, NDArray[Any]], count: int) -> StepResult:

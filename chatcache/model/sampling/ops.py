@@ -165,14 +165,14 @@ def first_largest(x: Tensor) -> Tensor:
 def noisy_largest(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return where x + `noise.gumbel` is largest, int64. Shapes: base [K]; low, high [N] int32."""
     if x.device.type == "cpu":
-        return cpu_sampling.noisy_argmax(x, base, low, high)
+        return cpu_sampling.gumbel_argmax(x, base, low, high)
     return (x + gumbel(base, low, high)).argmax(-1)
 
 
 def scale(x: Tensor, temperature: Tensor) -> Tensor:
     """Return (x - its row's largest) / temperature. Shapes: temperature [N] float32."""
     if x.device.type == "cpu":
-        return cpu_sampling.scale(x, temperature)
+        return cpu_sampling.apply_temperature(x, temperature)
     return (x - x.amax(-1, keepdim=True)) / temperature[:, None]
 
 
@@ -180,7 +180,7 @@ def share_ahead(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
     """Return which share of each row's exponentials comes before that of `chosen`, the largest first, equals by place;
     those of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32."""
     if x.device.type == "cpu":
-        return cpu_sampling.share_ahead(x, chosen, floor)
+        return cpu_sampling.mass_before(x, chosen, floor)
     value, places = x.gather(-1, chosen[:, None]), torch.arange(x.shape[1], device=x.device)
     ahead = (x > value) | ((x == value) & (places < chosen[:, None]))
     weight = x.exp().masked_fill_(x < floor[:, None], 0.0)

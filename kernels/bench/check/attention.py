@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from chatcache_kernels.work_list import Share
+from chatcache_kernels.work_list import SharingMode
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,7 +19,7 @@ from chatcache.bench.report import Figure, compare
 
 MIB = 2**20
 MAX_PRIVATE_BYTES = 8 * 2**30
-SHARES: tuple[Share, ...] = ("auto", "never", "always")
+SHARES: tuple[SharingMode, ...] = ("auto", "never", "always")
 HEADS = (Heads(32, 8, 128), Heads(16, 8, 128))
 CPU_HEADS = (Heads(9, 3, 64), Heads(32, 8, 128), Heads(8, 8, 64))
 SMALL_HEADS = (Heads(4, 2, 32),)
@@ -156,7 +156,7 @@ def _measure_tree(context: StageContext, limits: Limits, heads: Heads, levels: L
     """Measure shared pages read once, read by each row, and copied for each row."""
     kernels, rows = choose_kernels(context.device), tree_rows(levels)
     work = build(kernels, heads, rows, context.device, context.size)
-    timings: dict[Share, Timing] = {}
+    timings: dict[SharingMode, Timing] = {}
     for share in SHARES:
         planned = replace(work, batch=make_batch(kernels, heads, rows, context.device, share))
         timings[share] = time_work(planned.attend, work.num_layers, context.device)

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 from chatcache_kernels import cpu
 from chatcache_kernels.types import I32
-from chatcache_kernels.work_list import Share, plan_host, plan_work
+from chatcache_kernels.work_list import SharingMode, plan_work, plan_work_arrays
 
 from bench.check.context import StageContext
 from chatcache.bench.device import time_work
@@ -15,7 +15,7 @@ from chatcache.bench.report import Figure
 
 PAGE_SIZE, GROUP = 16, 4
 TINY_CASES = (("3 x 64", 3, 64, ()), ("4 x 96, shared", 4, 96, ((2, 4),)))
-SHARES: tuple[Share, ...] = ("never", "auto", "always")
+SHARES: tuple[SharingMode, ...] = ("never", "auto", "always")
 CASES = (
     ("256 x 1k", 256, 1024, ()),
     ("64 x 32k", 64, 32768, ()),
@@ -54,5 +54,5 @@ def _measure_case(
     for label, plan in {**plans, "cpu": partial(cpu.prepare, *step)}.items():
         seconds = time_work(lambda _, plan=plan: plan(), 1, "cpu", repeats=1000).low_s  # type: ignore[misc]
         context.add(Figure(f"plan {name}: {label}", seconds * 1e6, "us"))
-    counts = {share: sum(len(one.items) for one in plan_host(*step, share=share).lists) for share in SHARES}
+    counts = {share: sum(len(one.items) for one in plan_work_arrays(*step, share=share).lists) for share in SHARES}
     context.note(f"plan {name}: items", counts)

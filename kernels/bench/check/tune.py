@@ -54,7 +54,7 @@ class Kind:
         stages = STAGES if self.queries <= 32 else STAGES[:3]
         shapes = itertools.product(parts, self.blocks, WARPS, stages)
         return [
-            Config(rows=self.queries, block_n=block, num_warps=warps, num_stages=depth, programs=2, parted=part)
+            Config(rows=self.queries, block_n=block, num_warps=warps, num_stages=depth, programs=2, unmasked_loop=part)
             for part, block, warps, depth in shapes
         ]
 
@@ -122,9 +122,9 @@ def _time_us(context: StageContext, work: Workload, config: Config) -> float:
 
 def _current(context: StageContext, kind: Kind) -> Config:
     import torch
-    from chatcache_kernels.triton.configs import chip_of, choose
+    from chatcache_kernels.triton.configs import choose_config, get_chip
 
-    return choose(chip_of(torch.device(context.device)), kind.queries, kind.heads.head_dim, 2)
+    return choose_config(get_chip(torch.device(context.device)), kind.queries, kind.heads.head_dim, 2)
 
 
 def _report(context: StageContext, kind: Kind, current: Config, times: dict[Config, list[float]]) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import torch
 from chatcache_kernels.types import AttentionBatch, KVPages
-from chatcache_kernels.work_list import Share, plan_work
+from chatcache_kernels.work_list import SharingMode, plan_work
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -128,7 +128,9 @@ def build(kernels: ModuleType, heads: Heads, rows: Rows, device: str, size: str)
     return Workload(kernels, pages, make_batch(kernels, heads, rows, device), q, heads)
 
 
-def make_batch(kernels: ModuleType, heads: Heads, rows: Rows, device: str, share: Share = "auto") -> AttentionBatch:
+def make_batch(
+    kernels: ModuleType, heads: Heads, rows: Rows, device: str, share: SharingMode = "auto"
+) -> AttentionBatch:
     """Return the batch of `rows`, with prefixes shared as in the engine or by `share`.
 
     A backend with its own planner does not support "always", and "never" is no plan there.

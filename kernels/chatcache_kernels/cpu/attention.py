@@ -1,4 +1,4 @@
-"""Paged attention on a CPU: which kernel computes which row."""
+"""Paged attention on a CPU: choose the kernel for each row."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from ..types import AttentionBatch, KVPages
 from . import attention_prefill
 from .attention_decode import (
-    FEW_QUERIES,
-    PACK,
-    SPLIT,
+    MAX_DECODE_QUERIES,
+    PACK_DECODE_JOB,
+    SPLIT_TOKENS,
     decode_kernel,
-    max_queries,
-    partial_floats,
+    max_item_queries,
+    num_partial_floats,
+    num_scratch_floats,
     register_lanes,
-    scratch_floats,
 )
-from .attention_prefill import attend_row
+from .attention_prefill import prefill_attention_torch
 from .attention_shared import attend_shared
 from .simd import KINDS
 
@@ -32,34 +32,35 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend each new token to its row's keys up to and including its own (already written). Causal, GQA.
+    """Attend each new token to its row's keys up to and including its own.
 
-    Shapes: q [T, H, D], sinks [H] -> [T, H, D]. The meaning of every option is `reference.paged_attention`.
-    Rows of few new tokens go to a kernel that reads pages in place, once for rows that share them if `prepare` said so;
-    the others are gathered and multiplied.
+    Causal, grouped queries. Rows of few new tokens use `attention_decode`, or `attention_shared` if `prepare` planned
+    shared prefixes; rows of many use `attention_prefill`. Options: see `reference.paged_attention`.
+
+    Shapes: q [num_tokens, num_heads, head_dim], sinks [num_heads] -> [num_tokens, num_heads, head_dim].
     """
     q = q.contiguous()
     out = torch.empty_like(q)
     fits = register_lanes(pages.page_size, pages.head_dim) > 0
-    few = max(1, FEW_QUERIES * pages.num_kv_heads // q.shape[1]) if fits else 0
-    most_few = batch.max_new_tokens
-    if most_few > few:
+    few = max(1, MAX_DECODE_QUERIES * pages.num_kv_heads // q.shape[1]) if fits else 0
+    max_decode_tokens = batch.max_new_tokens
+    if max_decode_tokens > few:
         counts, offsets = batch.num_tokens.tolist(), batch.offsets.tolist()
-        if attention_prefill.fits(q, pages):
-            attention_prefill.attend_chunks(q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks)
+        if attention_prefill.can_use_amx(q, pages):
+            attention_prefill.prefill_attention_amx(q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks)
         else:
             for row in (r for r, count in enumerate(counts) if count > few):
                 part = slice(offsets[row], offsets[row + 1])
-                out[part] = attend_row(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
-        most_few = max((count for count in counts if count <= few), default=0)
-    if most_few and batch.work is not None:
+                out[part] = prefill_attention_torch(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
+        max_decode_tokens = max((count for count in counts if count <= few), default=0)
+    if max_decode_tokens and batch.work is not None:
         attend_shared(q, out, pages, layer, batch, batch.work, scale, window, softcap, sinks)
-    elif most_few:
-        attend_pages(q, out, pages, layer, batch, most_few, scale, window, softcap, sinks)
+    elif max_decode_tokens:
+        decode_attention(q, out, pages, layer, batch, max_decode_tokens, scale, window, softcap, sinks)
     return out
 
 
-def attend_pages(
+def decode_attention(
     q: Tensor,
     out: Tensor,
     pages: KVPages,
@@ -71,20 +72,24 @@ def attend_pages(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Run the decode kernel over the rows of at most `max_tokens` new tokens, into `out`; other rows are left alone."""
+    """Run the decode kernel over rows of at most `max_tokens` new tokens, into `out`.
+
+    Others are left unchanged.
+    Shapes: q, out [num_tokens, num_heads, head_dim].
+    """
     num_rows, table_stride = batch.tables.shape[0], batch.tables.stride(0)
     _, num_heads, head_dim = q.shape
     num_kv_heads, num_threads = pages.num_kv_heads, torch.get_num_threads()
-    queries = max_queries(max_tokens, num_heads, num_kv_heads)
-    scratch, done = num_threads * scratch_floats(queries, head_dim), num_rows * num_kv_heads
-    num_splits = -(-batch.max_context_tokens // SPLIT)
-    partial = done * num_splits * partial_floats(queries, head_dim) if num_splits > 1 else 0
+    queries = max_item_queries(max_tokens, num_heads, num_kv_heads)
+    scratch, done = num_threads * num_scratch_floats(queries, head_dim), num_rows * num_kv_heads
+    num_splits = -(-batch.max_context_tokens // SPLIT_TOKENS)
+    partial = done * num_splits * num_partial_floats(queries, head_dim) if num_splits > 1 else 0
     floats = torch.empty(scratch + partial)
     splits_done = torch.zeros(done if num_splits > 1 else 0, dtype=torch.int64)
     sinks = sinks.float().contiguous() if sinks is not None else None
     k, v = pages.k, pages.v
     layer_bytes = layer * k.stride(0) * k.element_size()
-    job = PACK.pack(
+    job = PACK_DECODE_JOB.pack(
         0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), sinks.data_ptr() if sinks is not None else 0, floats.data_ptr(), queries, table_stride,
         num_heads, num_kv_heads, head_dim, pages.page_size, window or 0, batch.start.data_ptr(),

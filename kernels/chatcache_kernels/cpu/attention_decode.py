@@ -1,32 +1,24 @@
-"""One tile of paged attention: scores, the online softmax, and the weighted sum of values, four queries at a time.
+"""Paged attention for rows of few new tokens (decode), reading keys and values in place.
 
-A register holds one query's scores of `lanes` tokens (K pages are [D, P]) or `lanes` dimensions of one token (V pages
-are [P, D]); four queries share each loaded register. While a tile is computed, the next one is prefetched: pages lie
-anywhere, so the CPU cannot guess. Source of the softmax: Milakov and Gimelshein (2018).
+Limited by memory bandwidth.
+An item is (row, split, key head): all G query heads of that key head and all new tokens of the row against SPLIT_TOKENS
+keys. The split depends on positions alone, so a row's result does not depend on the batch. The thread that finishes the
+last split of a row merges all of them by log-sum-exp.
 
-Shapes in scratch: q [M / 4, D, 4], scores [M, TILE], acc [M, D], peak and mass [M], all float32; M a multiple of four.
-`zero` is a register of zeros: its type says how wide registers are.
+The loops over a tile of keys are shared with `attention_shared`. A SIMD register holds the scores of one query for
+`lanes` tokens (K pages are [D, P]) or `lanes` dimensions of one value (V pages are [P, D]); four queries share every
+loaded register. While a tile is computed, the next one is prefetched: pages are scattered, so the CPU cannot predict
+them. Scores are in units of log2, so that the softmax uses exp2.
 
-One piece of paged attention: some queries of one key head against a run of keys, read in place through a page table.
+Symbols: M = number of queries of an item, num_tokens * G rounded up to a multiple of four; query m = token * G + head
+in group; query m sees the keys before position limits[m]; the queries added by rounding are zeros and their results are
+not used. A partial result is acc [M, D] (weighted values), row_max [M] (largest score) and row_sum [M] (sum of the
+weights relative to it).
 
-Query m sees the keys before position limits[m]. Queries are counted up to a multiple of four (M); those past the last
-are zeros that nobody reads. What happens inside a tile of keys is `tile.py`; who draws which piece, and what becomes of
-its result, is `decode.py` and `shared.py`.
+Scratch of a thread, float32: q [M / 4, D, 4], scores [M, TILE_KEYS], acc [M, D], row_max, row_sum [M], limits [M]
+int32. The argument `zero` is a register of zeros: its type is the register width.
 
-Symbols: see types.py. Scores are in units of log2, so that the softmax is exp2. A result is acc [M, D], the weighted
-values; peak [M], the largest score; mass [M], the sum of the weights relative to it.
-
-Paged attention for rows of few new tokens: decode. Bound by reading K and V once, at the speed of memory.
-
-One piece of work is (row, split, key head): all G query heads of that key head and all of the row's new tokens against
-SPLIT keys. The split rule depends on positions alone, so a row's result does not depend on the batch it runs in. The
-thread that ends a row's last split merges them by their maxima and sums. What happens inside a piece is `piece.py`.
-
-Symbols: see types.py and piece.py. M = num_tokens * G queries of a piece, query m = token * G + head in group.
-
-What the attention kernels must be told of a step, for all layers at once: a `Program`'s jobs take it as fields.
-
-`attention.py` and `shared.py` say the same of one layer. Layers share scratch, but each counts its finished pieces.
+Source: online softmax, Milakov and Gimelshein (2018); split-KV decoding (Flash-Decoding, 2023).
 """
 
 from __future__ import annotations
@@ -41,7 +33,7 @@ from numba import carray
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
-from .launch import Launch, compile_kernel, helper, record
+from .launch import Launch, compile_kernel, define_job, helper
 from .simd import (
     FLOAT32,
     INT32,
@@ -53,36 +45,39 @@ from .simd import (
     fetch_add,
     first_lane,
     fma,
-    keep,
-    largest,
     load,
     load_any,
+    mask_lanes,
     maximum,
     minimum,
     mul,
     num_lanes,
     pointer,
     prefetch,
+    reduce_max,
+    reduce_sum,
     scatter,
     splat,
     store,
     store_any,
-    total,
     zeros,
 )
 
-TILE = 64  # keys between two updates of the running maximum; a multiple of every page size
+TILE_KEYS = 64  # keys between two updates of the running maximum; a multiple of every page size
 
 
 @helper
-def score(
+def score_page(
     zero: Any, k: Any, base: int, soon: int, q: Any, scores: Any, part: int, num: int, dim: int, size: int
 ) -> None:
-    """Multiply `num` queries with the page of keys at `base`, into scores from column `part`. Prefetch page `soon`."""
+    """Multiply `num` queries with the page of keys at `base`, into scores from column `part` on.
+
+    Prefetch page `soon`.
+    """
     lanes = num_lanes(zero)
     wide = num // 8 * 8
     for m in range(0, wide, 8):
-        score_eight(zero, k, base, soon, q, scores, part, m, dim, size)
+        score_page_8_queries(zero, k, base, soon, q, scores, part, m, dim, size)
     for t in range(0, size, lanes):
         for m in range(wide, num, 4):
             a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
@@ -99,19 +94,19 @@ def score(
                 b1 = fma(splat(zero, q[at + 5]), odd, b1)
                 b2 = fma(splat(zero, q[at + 6]), odd, b2)
                 b3 = fma(splat(zero, q[at + 7]), odd, b3)
-            column = m * TILE + part + t
+            column = m * TILE_KEYS + part + t
             store(scores, column, add(a0, b0))
-            store(scores, column + TILE, add(a1, b1))
-            store(scores, column + 2 * TILE, add(a2, b2))
-            store(scores, column + 3 * TILE, add(a3, b3))
+            store(scores, column + TILE_KEYS, add(a1, b1))
+            store(scores, column + 2 * TILE_KEYS, add(a2, b2))
+            store(scores, column + 3 * TILE_KEYS, add(a3, b3))
 
 
 @helper
-def score_eight(
+def score_page_8_queries(
     zero: Any, k: Any, base: int, soon: int, q: Any, scores: Any, part: int, m: int, dim: int, size: int
 ) -> None:
-    """Do what `score` does for the eight queries from m on."""
-    lanes, later = num_lanes(zero), 4 * dim  # from four queries to the next four
+    """Do the work of `score_page` for the eight queries from m on."""
+    lanes, later = num_lanes(zero), 4 * dim  # offset from four queries to the next four
     for t in range(0, size, lanes):
         a0, a1, a2, a3, a4, a5, a6, a7 = zero, zero, zero, zero, zero, zero, zero, zero
         b0, b1, b2, b3, b4, b5, b6, b7 = zero, zero, zero, zero, zero, zero, zero, zero
@@ -136,19 +131,19 @@ def score_eight(
             b5 = fma(splat(zero, q[at + later + 5]), odd, b5)
             b6 = fma(splat(zero, q[at + later + 6]), odd, b6)
             b7 = fma(splat(zero, q[at + later + 7]), odd, b7)
-        column = m * TILE + part + t
+        column = m * TILE_KEYS + part + t
         store(scores, column, add(a0, b0))
-        store(scores, column + TILE, add(a1, b1))
-        store(scores, column + 2 * TILE, add(a2, b2))
-        store(scores, column + 3 * TILE, add(a3, b3))
-        store(scores, column + 4 * TILE, add(a4, b4))
-        store(scores, column + 5 * TILE, add(a5, b5))
-        store(scores, column + 6 * TILE, add(a6, b6))
-        store(scores, column + 7 * TILE, add(a7, b7))
+        store(scores, column + TILE_KEYS, add(a1, b1))
+        store(scores, column + 2 * TILE_KEYS, add(a2, b2))
+        store(scores, column + 3 * TILE_KEYS, add(a3, b3))
+        store(scores, column + 4 * TILE_KEYS, add(a4, b4))
+        store(scores, column + 5 * TILE_KEYS, add(a5, b5))
+        store(scores, column + 6 * TILE_KEYS, add(a6, b6))
+        store(scores, column + 7 * TILE_KEYS, add(a7, b7))
 
 
 @helper
-def weigh(
+def online_softmax(
     zero: Any,
     m: int,
     first: int,
@@ -156,43 +151,44 @@ def weigh(
     count: int,
     softcap: Any,
     scores: Any,
-    peak: Any,
-    mass: Any,
+    row_max: Any,
+    row_sum: Any,
     acc: Any,
     dim: int,
 ) -> None:
-    """Turn query m's scores in one tile into weights relative to its running maximum, which may grow.
+    """Turn the scores of query m in one tile into weights relative to the running maximum.
 
-    Columns first .. end - 1 are visible, of `count` that hold tokens. Returns what earlier weights must be scaled by.
+    Columns first .. end - 1 are visible, of `count` columns that hold tokens. When the maximum grows, acc and row_sum
+    are rescaled.
     """
     lanes = num_lanes(zero)
     top = splat(zero, np.float32(-np.inf))
     for t in range(0, count, lanes):
-        x = load(zero, scores, m * TILE + t)
+        x = load(zero, scores, m * TILE_KEYS + t)
         if softcap > 0:
-            x = soften(zero, x, softcap)
+            x = apply_softcap(zero, x, softcap)
         if first > t or end < t + lanes:
-            x = keep(x, first - t, end - t, np.float32(-np.inf))
-        store(scores, m * TILE + t, x)
+            x = mask_lanes(x, first - t, end - t, np.float32(-np.inf))
+        store(scores, m * TILE_KEYS + t, x)
         top = maximum(top, x)
-    highest = max(peak[m], largest(top))
-    shift = splat(zero, np.float32(-highest) if highest > -np.inf else np.float32(0.0))
+    new_max = max(row_max[m], reduce_max(top))
+    shift = splat(zero, np.float32(-new_max) if new_max > -np.inf else np.float32(0.0))
     sums = zero
     for t in range(0, count, lanes):
-        x = exp2(add(load(zero, scores, m * TILE + t), shift))
-        store(scores, m * TILE + t, x)
+        x = exp2(add(load(zero, scores, m * TILE_KEYS + t), shift))
+        store(scores, m * TILE_KEYS + t, x)
         sums = add(sums, x)
-    if peak[m] < highest:
-        decay = exp2(splat(zero, np.float32(peak[m] - highest)))
+    if row_max[m] < new_max:
+        decay = exp2(splat(zero, np.float32(row_max[m] - new_max)))
         for d in range(m * dim, (m + 1) * dim, lanes):
             store(acc, d, mul(load(zero, acc, d), decay))
-        mass[m] *= first_lane(decay)
-        peak[m] = highest
-    mass[m] += total(sums)
+        row_sum[m] *= first_lane(decay)
+        row_max[m] = new_max
+    row_sum[m] += reduce_sum(sums)
 
 
 @helper
-def soften(zero: Any, x: Any, softcap: Any) -> Any:
+def apply_softcap(zero: Any, x: Any, softcap: Any) -> Any:
     """Return softcap * tanh(x / softcap), in units of log2."""
     one, cap = splat(zero, np.float32(1.0)), splat(zero, np.float32(softcap * np.float32(LOG2E)))
     e = exp2(minimum(mul(x, splat(zero, np.float32(2.0 * LOG2E) / softcap)), splat(zero, np.float32(126.0))))
@@ -200,16 +196,19 @@ def soften(zero: Any, x: Any, softcap: Any) -> Any:
 
 
 @helper
-def accumulate(
+def accumulate_values(
     zero: Any, v: Any, base: int, soon: int, scores: Any, part: int, count: int, acc: Any, num: int, dim: int
 ) -> None:
-    """Add `count` weighted values of the page at `base` to `num` queries. Slots past `count` are not read."""
+    """Add `count` weighted values of the page at `base` to `num` queries.
+
+    Slots after `count` are not read.
+    """
     lanes = num_lanes(zero)
     wide = num // 8 * 8
     for m in range(0, wide, 8):
-        accumulate_eight(zero, v, base, soon, scores, part, count, acc, m, dim)
+        accumulate_values_8_queries(zero, v, base, soon, scores, part, count, acc, m, dim)
     for m in range(wide, num, 4):
-        row = m * TILE + part
+        row = m * TILE_KEYS + part
         for d in range(0, dim, lanes):
             at = m * dim + d
             a0, a1, b0, b1 = load(zero, acc, at), load(zero, acc, at + dim), zero, zero
@@ -220,19 +219,19 @@ def accumulate(
             for t in range(0, count - 1, 2):
                 even, odd = load(zero, v, base + t * dim + d), load(zero, v, base + (t + 1) * dim + d)
                 a0 = fma(splat(zero, scores[row + t]), even, a0)
-                a1 = fma(splat(zero, scores[row + t + TILE]), even, a1)
-                a2 = fma(splat(zero, scores[row + t + 2 * TILE]), even, a2)
-                a3 = fma(splat(zero, scores[row + t + 3 * TILE]), even, a3)
+                a1 = fma(splat(zero, scores[row + t + TILE_KEYS]), even, a1)
+                a2 = fma(splat(zero, scores[row + t + 2 * TILE_KEYS]), even, a2)
+                a3 = fma(splat(zero, scores[row + t + 3 * TILE_KEYS]), even, a3)
                 b0 = fma(splat(zero, scores[row + t + 1]), odd, b0)
-                b1 = fma(splat(zero, scores[row + t + 1 + TILE]), odd, b1)
-                b2 = fma(splat(zero, scores[row + t + 1 + 2 * TILE]), odd, b2)
-                b3 = fma(splat(zero, scores[row + t + 1 + 3 * TILE]), odd, b3)
+                b1 = fma(splat(zero, scores[row + t + 1 + TILE_KEYS]), odd, b1)
+                b2 = fma(splat(zero, scores[row + t + 1 + 2 * TILE_KEYS]), odd, b2)
+                b3 = fma(splat(zero, scores[row + t + 1 + 3 * TILE_KEYS]), odd, b3)
             if count % 2:
                 last, end = load(zero, v, base + (count - 1) * dim + d), row + count - 1
                 a0 = fma(splat(zero, scores[end]), last, a0)
-                a1 = fma(splat(zero, scores[end + TILE]), last, a1)
-                a2 = fma(splat(zero, scores[end + 2 * TILE]), last, a2)
-                a3 = fma(splat(zero, scores[end + 3 * TILE]), last, a3)
+                a1 = fma(splat(zero, scores[end + TILE_KEYS]), last, a1)
+                a2 = fma(splat(zero, scores[end + 2 * TILE_KEYS]), last, a2)
+                a3 = fma(splat(zero, scores[end + 3 * TILE_KEYS]), last, a3)
             store(acc, at, add(a0, b0))
             store(acc, at + dim, add(a1, b1))
             store(acc, at + 2 * dim, add(a2, b2))
@@ -240,11 +239,11 @@ def accumulate(
 
 
 @helper
-def accumulate_eight(
+def accumulate_values_8_queries(
     zero: Any, v: Any, base: int, soon: int, scores: Any, part: int, count: int, acc: Any, m: int, dim: int
 ) -> None:
-    """Do what `accumulate` does for the eight queries from m on, to the bit."""
-    lanes, row, later = num_lanes(zero), m * TILE + part, 4 * TILE
+    """Do the work of `accumulate_values` for the eight queries from m on, bit-identically."""
+    lanes, row, later = num_lanes(zero), m * TILE_KEYS + part, 4 * TILE_KEYS
     for d in range(0, dim, lanes):
         at = m * dim + d
         a0, a1, b0, b1 = load(zero, acc, at), load(zero, acc, at + dim), zero, zero
@@ -258,31 +257,31 @@ def accumulate_eight(
             even, odd = load(zero, v, base + t * dim + d), load(zero, v, base + (t + 1) * dim + d)
             at = row + t
             a0 = fma(splat(zero, scores[at]), even, a0)
-            a1 = fma(splat(zero, scores[at + TILE]), even, a1)
-            a2 = fma(splat(zero, scores[at + 2 * TILE]), even, a2)
-            a3 = fma(splat(zero, scores[at + 3 * TILE]), even, a3)
+            a1 = fma(splat(zero, scores[at + TILE_KEYS]), even, a1)
+            a2 = fma(splat(zero, scores[at + 2 * TILE_KEYS]), even, a2)
+            a3 = fma(splat(zero, scores[at + 3 * TILE_KEYS]), even, a3)
             a4 = fma(splat(zero, scores[at + later]), even, a4)
-            a5 = fma(splat(zero, scores[at + later + TILE]), even, a5)
-            a6 = fma(splat(zero, scores[at + later + 2 * TILE]), even, a6)
-            a7 = fma(splat(zero, scores[at + later + 3 * TILE]), even, a7)
+            a5 = fma(splat(zero, scores[at + later + TILE_KEYS]), even, a5)
+            a6 = fma(splat(zero, scores[at + later + 2 * TILE_KEYS]), even, a6)
+            a7 = fma(splat(zero, scores[at + later + 3 * TILE_KEYS]), even, a7)
             b0 = fma(splat(zero, scores[at + 1]), odd, b0)
-            b1 = fma(splat(zero, scores[at + 1 + TILE]), odd, b1)
-            b2 = fma(splat(zero, scores[at + 1 + 2 * TILE]), odd, b2)
-            b3 = fma(splat(zero, scores[at + 1 + 3 * TILE]), odd, b3)
+            b1 = fma(splat(zero, scores[at + 1 + TILE_KEYS]), odd, b1)
+            b2 = fma(splat(zero, scores[at + 1 + 2 * TILE_KEYS]), odd, b2)
+            b3 = fma(splat(zero, scores[at + 1 + 3 * TILE_KEYS]), odd, b3)
             b4 = fma(splat(zero, scores[at + later + 1]), odd, b4)
-            b5 = fma(splat(zero, scores[at + later + 1 + TILE]), odd, b5)
-            b6 = fma(splat(zero, scores[at + later + 1 + 2 * TILE]), odd, b6)
-            b7 = fma(splat(zero, scores[at + later + 1 + 3 * TILE]), odd, b7)
+            b5 = fma(splat(zero, scores[at + later + 1 + TILE_KEYS]), odd, b5)
+            b6 = fma(splat(zero, scores[at + later + 1 + 2 * TILE_KEYS]), odd, b6)
+            b7 = fma(splat(zero, scores[at + later + 1 + 3 * TILE_KEYS]), odd, b7)
         if count % 2:
             last, end = load(zero, v, base + (count - 1) * dim + d), row + count - 1
             a0 = fma(splat(zero, scores[end]), last, a0)
-            a1 = fma(splat(zero, scores[end + TILE]), last, a1)
-            a2 = fma(splat(zero, scores[end + 2 * TILE]), last, a2)
-            a3 = fma(splat(zero, scores[end + 3 * TILE]), last, a3)
+            a1 = fma(splat(zero, scores[end + TILE_KEYS]), last, a1)
+            a2 = fma(splat(zero, scores[end + 2 * TILE_KEYS]), last, a2)
+            a3 = fma(splat(zero, scores[end + 3 * TILE_KEYS]), last, a3)
             a4 = fma(splat(zero, scores[end + later]), last, a4)
-            a5 = fma(splat(zero, scores[end + later + TILE]), last, a5)
-            a6 = fma(splat(zero, scores[end + later + 2 * TILE]), last, a6)
-            a7 = fma(splat(zero, scores[end + later + 3 * TILE]), last, a7)
+            a5 = fma(splat(zero, scores[end + later + TILE_KEYS]), last, a5)
+            a6 = fma(splat(zero, scores[end + later + 2 * TILE_KEYS]), last, a6)
+            a7 = fma(splat(zero, scores[end + later + 3 * TILE_KEYS]), last, a7)
         at = m * dim + d
         store(acc, at, add(a0, b0))
         store(acc, at + dim, add(a1, b1))
@@ -294,49 +293,56 @@ def accumulate_eight(
         store(acc, at + 7 * dim, add(a7, b7))
 
 
-FIELDS = "q out kind k v tables sinks scratch max_queries table_stride num_heads num_kv_heads head_dim page_size window"
-"""Job fields that a piece reads: addresses of contiguous arrays, sizes, and options (0 = none). `kind`: of q and out.
-`scratch`: scratch_floats(...) for each thread. `max_queries`: the largest M. `table_stride`: int32 from one row of
-`tables` to the next."""
-OPTIONS = "scale softcap"
+JOB_FIELDS = (
+    "q out kind k v tables sinks scratch max_queries table_stride num_heads num_kv_heads head_dim page_size window"
+)
+"""Job fields that every item reads: addresses, sizes, options (0 = none).
+
+kind: element kind of q and out. scratch: num_scratch_floats(...) per thread. max_queries: the largest M. table_stride:
+int32 elements from one row of `tables` to the next. Arrays are contiguous.
+"""
+JOB_OPTIONS = "scale softcap"
 
 
-def padded(num_queries: int) -> int:
-    """Return M."""
+def pad_queries(num_queries: int) -> int:
+    """Return M: the number of queries rounded up to a multiple of four."""
     return -(-num_queries // 4) * 4
 
 
-def scratch_floats(queries: int, head_dim: int) -> int:
-    """Return the float32 count of one thread's scratch: acc, q, scores, peak, mass, limits."""
-    return queries * (2 * head_dim + TILE + 3)
+def num_scratch_floats(queries: int, head_dim: int) -> int:
+    """Return the size of one thread's scratch in float32: see the module docstring."""
+    return queries * (2 * head_dim + TILE_KEYS + 3)
 
 
-def partial_floats(queries: int, head_dim: int) -> int:
-    """Return the float32 count of a result that is kept: acc, peak, mass."""
+def num_partial_floats(queries: int, head_dim: int) -> int:
+    """Return the size of one partial result in float32: acc, row_max, row_sum."""
     return queries * (head_dim + 2)
 
 
 @helper
-def scratch(job: Any, thread: int) -> Any:
-    """Return a thread's acc, q, scores, peak, mass and limits."""
+def scratch_arrays(job: Any, thread: int) -> Any:
+    """Return a thread's acc, q, scores, row_max, row_sum and limits."""
     most, dim = job.max_queries, job.head_dim
-    acc = job.scratch + 4 * thread * most * (2 * dim + TILE + 3)
-    peak = acc + 4 * most * (2 * dim + TILE)
+    acc = job.scratch + 4 * thread * most * (2 * dim + TILE_KEYS + 3)
+    row_max = acc + 4 * most * (2 * dim + TILE_KEYS)
     return (
         pointer(FLOAT32, acc),
         pointer(FLOAT32, acc + 4 * most * dim),
         pointer(FLOAT32, acc + 8 * most * dim),
-        pointer(FLOAT32, peak),
-        pointer(FLOAT32, peak + 4 * most),
-        pointer(INT32, peak + 8 * most),
+        pointer(FLOAT32, row_max),
+        pointer(FLOAT32, row_max + 4 * most),
+        pointer(INT32, row_max + 8 * most),
     )
 
 
 @helper
-def pack(job: Any, zero: Any, thread: int, token: int, limit: int, head: int, m: int) -> None:
-    """Make one token's queries of a key head those from m on: scaled, in the order [M / 4, D, 4]."""
+def pack_queries(job: Any, zero: Any, thread: int, token: int, limit: int, head: int, m: int) -> None:
+    """Load one token's queries of a key head as queries m, m + 1, ... of the scratch.
+
+    They are scaled and stored in the order [M / 4, D, 4].
+    """
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
-    _, q, _, _, _, limits = scratch(job, thread)
+    _, q, _, _, _, limits = scratch_arrays(job, thread)
     scale = splat(zero, np.float32(job.scale if job.softcap > 0 else job.scale * LOG2E))
     source = (token * job.num_heads + head * group) * dim
     for g in range(group):
@@ -347,16 +353,17 @@ def pack(job: Any, zero: Any, thread: int, token: int, limit: int, head: int, m:
 
 
 @helper
-def attend(
+def attend_keys(
     job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, head: int, low: int, end: int, num_queries: int
 ) -> None:
-    """Attend the packed queries to keys low .. end - 1 of a row. Leaves acc, peak and mass in scratch.
+    """Attend the packed queries to keys low .. end - 1 of a row.
 
-    A page begins at `low`.
+    Leaves acc, row_max and row_sum in scratch.
+    `low` must be the first position of a page.
     """
     dim, size, lanes = job.head_dim, job.page_size, num_lanes(zero)
     table = pointer(INT32, job.tables + 4 * row * job.table_stride)
-    acc, q, scores, peak, mass, limits = scratch(job, thread)
+    acc, q, scores, row_max, row_sum, limits = scratch_arrays(job, thread)
     num = (num_queries + 3) // 4 * 4
     for m in range(num_queries, num):
         for d in range(dim):
@@ -364,25 +371,28 @@ def attend(
     for i in range(0, num * dim, lanes):
         store(acc, i, zero)
     for m in range(num):
-        peak[m], mass[m] = -np.inf, 0.0
-    for tile in range(low, end, TILE):
-        count = min(TILE, end - tile)
+        row_max[m], row_sum[m] = -np.inf, 0.0
+    for tile in range(low, end, TILE_KEYS):
+        count = min(TILE_KEYS, end - tile)
         for part in range(0, count, size):
-            base, soon = _locate(job, table, head, tile + part, end)
-            score(zero, k, base, soon, q, scores, part, num, dim, size)
+            base, soon = _page_offsets(job, table, head, tile + part, end)
+            score_page(zero, k, base, soon, q, scores, part, num, dim, size)
         for m in range(num_queries):
-            limit = limits[m] - tile  # columns from here on are in this query's future
+            limit = limits[m] - tile  # columns from here on are in the future of this query
             first = limit - job.window if job.window > 0 else 0
-            weigh(zero, m, first, limit, count, np.float32(job.softcap), scores, peak, mass, acc, dim)
+            online_softmax(zero, m, first, limit, count, np.float32(job.softcap), scores, row_max, row_sum, acc, dim)
         for part in range(0, count, size):
-            base, soon = _locate(job, table, head, tile + part, end)
-            accumulate(zero, v, base, soon, scores, part, min(size, count - part), acc, num, dim)
+            base, soon = _page_offsets(job, table, head, tile + part, end)
+            accumulate_values(zero, v, base, soon, scores, part, min(size, count - part), acc, num, dim)
 
 
 @helper
-def _locate(job: Any, table: Any, head: int, position: int, end: int) -> Any:
-    """Return where one key head's page of a position starts, and that of the next tile's (or the same, at the end)."""
-    later = position + TILE if position + TILE < end else position
+def _page_offsets(job: Any, table: Any, head: int, position: int, end: int) -> Any:
+    """Return the element offset of a position's page of one key head, and of the next page.
+
+    The next page, to be prefetched, is one tile later, or the same page at the end.
+    """
+    later = position + TILE_KEYS if position + TILE_KEYS < end else position
     elements = job.page_size * job.head_dim
     base = (table[position // job.page_size] * job.num_kv_heads + head) * elements
     soon = (table[later // job.page_size] * job.num_kv_heads + head) * elements
@@ -390,143 +400,163 @@ def _locate(job: Any, table: Any, head: int, position: int, end: int) -> Any:
 
 
 @helper
-def finish(job: Any, zero: Any, thread: int, token: int, head: int, first: int) -> None:
-    """Write a token's outputs of one key head: queries `first` on over their softmax sums, the sinks among them."""
+def write_output(job: Any, zero: Any, thread: int, token: int, head: int, first: int) -> None:
+    """Write a token's outputs of one key head: acc / row_sum of queries `first` on.
+
+    Attention sinks are added to row_sum.
+    """
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
-    acc, _, _, peak, mass, _ = scratch(job, thread)
+    acc, _, _, row_max, row_sum, _ = scratch_arrays(job, thread)
     for g in range(group):
         m = first + g
-        share, sum_of_weights = splat(zero, np.float32(1.0)), mass[m]
+        share, sum_of_weights = splat(zero, np.float32(1.0)), row_sum[m]
         if job.sinks != 0:
             sink = pointer(FLOAT32, job.sinks)[head * group + g] * np.float32(LOG2E)
-            highest = max(sink, peak[m])
-            share = exp2(splat(zero, np.float32(peak[m] - highest)))
-            sum_of_weights = mass[m] * first_lane(share) + first_lane(exp2(splat(zero, np.float32(sink - highest))))
+            new_max = max(sink, row_max[m])
+            share = exp2(splat(zero, np.float32(row_max[m] - new_max)))
+            sum_of_weights = row_sum[m] * first_lane(share) + first_lane(exp2(splat(zero, np.float32(sink - new_max))))
         share = div(share, splat(zero, np.float32(sum_of_weights)))
         target = (token * job.num_heads + head * group + g) * dim
         for d in range(0, dim, num_lanes(zero)):
             store_any(job.kind, job.out, target + d, mul(load(zero, acc, m * dim + d), share))
 
 
-SPLIT = 512  # keys of one piece of work; a multiple of TILE
-FEW_QUERIES = 64  # a row of up to this many queries for each key head is decoded in place (measured)
+SPLIT_TOKENS = 512  # keys of one item; a multiple of TILE_KEYS
+MAX_DECODE_QUERIES = 64  # rows of up to this many queries per key head use this kernel (measured)
 
-JOB, PACK = record(f"{FIELDS} start num_tokens offsets splits_done partial num_rows max_tokens", OPTIONS)
-"""`piece.FIELDS`; addresses of contiguous arrays; sizes. `splits_done` [R, Hkv] int64, zeroed; `partial`:
-partial_floats(...) for each piece. Both are used where a row has more than one split."""
+DECODE_JOB, PACK_DECODE_JOB = define_job(
+    f"{JOB_FIELDS} start num_tokens offsets splits_done partial num_rows max_tokens", JOB_OPTIONS
+)
+"""`JOB_FIELDS`; addresses of contiguous arrays; sizes.
+
+splits_done [R, Hkv] int64, zeroed; partial: num_partial_floats(...) per item. Both are used by rows of several splits.
+"""
 
 
 @cache
 def register_lanes(page_size: int, head_dim: int) -> int:
-    """Return how many float32 a register should hold to fit page and head size, 0 if none fits."""
+    """Return the register width in float32 that divides page size and head size; 0 if none does."""
     fitting = (n for n in (16, 8) if page_size % n == 0 and head_dim % n == 0 and 64 % page_size == 0)
     return next(fitting, 0)
 
 
 @cache
 def decode_kernel(kind: int, lanes: int) -> Launch:
-    """Return the launcher for pages of one element kind; `lanes` divides page and head size. Takes a JOB."""
+    """Return the launcher for pages of one element kind; `lanes` divides page and head size.
+
+    Takes a DECODE_JOB.
+    """
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
-        _work(address, job, zeros(lanes), pointer(kind, job.k), pointer(kind, job.v))
+        job = carray(address, 1, DECODE_JOB)[0]
+        _run_items(address, job, zeros(lanes), pointer(kind, job.k), pointer(kind, job.v))
 
     return compile_kernel(kernel)
 
 
-def max_queries(max_tokens: int, num_heads: int, num_kv_heads: int) -> int:
-    """Return the largest M of a piece."""
-    return padded(max_tokens * (num_heads // num_kv_heads))
+def max_item_queries(max_tokens: int, num_heads: int, num_kv_heads: int) -> int:
+    """Return the largest M of an item."""
+    return pad_queries(max_tokens * (num_heads // num_kv_heads))
 
 
 @helper
-def _work(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
-    """Draw pieces of work until none is left."""
+def _run_items(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
+    """Take items from the shared counter until none is left."""
     num_tokens, start = pointer(INT32, job.num_tokens), pointer(INT32, job.start)
     item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
-    base = 0  # the first item of the row
+    base = 0  # first item of the row
     for row in range(job.num_rows):
         tokens, num_splits, first_split = num_tokens[row], 0, 0
         if 0 < tokens <= job.max_tokens:
             if job.window > 0:
-                first_split = max(0, start[row] + 1 - job.window) // SPLIT
-            num_splits = (start[row] + tokens + SPLIT - 1) // SPLIT - first_split
+                first_split = max(0, start[row] + 1 - job.window) // SPLIT_TOKENS
+            num_splits = (start[row] + tokens + SPLIT_TOKENS - 1) // SPLIT_TOKENS - first_split
         while item < base + num_splits * job.num_kv_heads:
             split, head = divmod(item - base, job.num_kv_heads)
-            _attend(job, zero, k, v, thread, row, head, first_split + split)
-            if num_splits == 1 or _merge(job, zero, thread, row, head, base, split, num_splits):
-                _finish(job, zero, thread, row, head)
+            _attend_split(job, zero, k, v, thread, row, head, first_split + split)
+            if num_splits == 1 or _merge_splits(job, zero, thread, row, head, base, split, num_splits):
+                _write_row(job, zero, thread, row, head)
             item = fetch_add(address, 0, 1)
         base += num_splits * job.num_kv_heads
 
 
 @helper
-def _attend(job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, head: int, split: int) -> None:
+def _attend_split(job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, head: int, split: int) -> None:
     """Attend the row's queries of one key head to one split. Leaves the result in scratch."""
     group = job.num_heads // job.num_kv_heads
     start, tokens = pointer(INT32, job.start)[row], pointer(INT32, job.num_tokens)[row]
     for token in range(tokens):
-        pack(job, zero, thread, pointer(INT32, job.offsets)[row] + token, start + token + 1, head, token * group)
-    low, end = split * SPLIT, min((split + 1) * SPLIT, start + tokens)
+        pack_queries(
+            job, zero, thread, pointer(INT32, job.offsets)[row] + token, start + token + 1, head, token * group
+        )
+    low, end = split * SPLIT_TOKENS, min((split + 1) * SPLIT_TOKENS, start + tokens)
     if job.window > 0:
-        low = max(low, (start + 1 - job.window) // TILE * TILE)
-    attend(job, zero, k, v, thread, row, head, low, end, tokens * group)
+        low = max(low, (start + 1 - job.window) // TILE_KEYS * TILE_KEYS)
+    attend_keys(job, zero, k, v, thread, row, head, low, end, tokens * group)
 
 
 @helper
-def _merge(job: Any, zero: Any, thread: int, row: int, head: int, base: int, split: int, num_splits: int) -> bool:
-    """Keep one split's result. Returns True to the thread that brought the last one, with all of them added up."""
+def _merge_splits(
+    job: Any, zero: Any, thread: int, row: int, head: int, base: int, split: int, num_splits: int
+) -> bool:
+    """Store one split's result.
+
+    In the thread that finishes the last split, merge all into scratch and return True.
+    """
     dim, lanes, most = job.head_dim, num_lanes(zero), job.max_queries
     num_queries = pointer(INT32, job.num_tokens)[row] * (job.num_heads // job.num_kv_heads)
-    acc, _, _, peak, mass, _ = scratch(job, thread)
-    stride = 4 * most * (dim + 2)  # bytes from one piece's partial result to the next
+    acc, _, _, row_max, row_sum, _ = scratch_arrays(job, thread)
+    stride = 4 * most * (dim + 2)  # bytes from one item's partial result to the next
     first = job.partial + stride * (base + head)
     mine = pointer(FLOAT32, first + stride * split * job.num_kv_heads)
     for i in range(0, num_queries * dim, lanes):
         store(mine, i, load(zero, acc, i))
     for m in range(num_queries):
-        mine[most * dim + m], mine[most * (dim + 1) + m] = peak[m], mass[m]
+        mine[most * dim + m], mine[most * (dim + 1) + m] = row_max[m], row_sum[m]
     if fetch_add(pointer(INT64, job.splits_done), row * job.num_kv_heads + head, 1) < num_splits - 1:
         return False
     for m in range(num_queries):
-        peak[m], mass[m] = -np.inf, 0.0
+        row_max[m], row_sum[m] = -np.inf, 0.0
         for d in range(0, dim, lanes):
             store(acc, m * dim + d, zero)
         for s in range(num_splits):
-            peak[m] = max(peak[m], pointer(FLOAT32, first + stride * s * job.num_kv_heads)[most * dim + m])
+            row_max[m] = max(row_max[m], pointer(FLOAT32, first + stride * s * job.num_kv_heads)[most * dim + m])
         for s in range(num_splits):
             theirs = pointer(FLOAT32, first + stride * s * job.num_kv_heads)
-            share = exp2(splat(zero, np.float32(theirs[most * dim + m] - peak[m])))
-            mass[m] += first_lane(share) * theirs[most * (dim + 1) + m]
+            share = exp2(splat(zero, np.float32(theirs[most * dim + m] - row_max[m])))
+            row_sum[m] += first_lane(share) * theirs[most * (dim + 1) + m]
             for d in range(0, dim, lanes):
                 store(acc, m * dim + d, fma(load(zero, theirs, m * dim + d), share, load(zero, acc, m * dim + d)))
     return True
 
 
 @helper
-def _finish(job: Any, zero: Any, thread: int, row: int, head: int) -> None:
+def _write_row(job: Any, zero: Any, thread: int, row: int, head: int) -> None:
     """Write the row's outputs of one key head."""
     for token in range(pointer(INT32, job.num_tokens)[row]):
         first = token * (job.num_heads // job.num_kv_heads)
-        finish(job, zero, thread, pointer(INT32, job.offsets)[row] + token, head, first)
+        write_output(job, zero, thread, pointer(INT32, job.offsets)[row] + token, head, first)
 
 
 @dataclass(frozen=True, slots=True)
 class StepFields:
-    """Fields of every layer's job, and the tensors that they point to besides the batch's own."""
+    """Job fields that are set once a step, for every layer.
+
+    `held` keeps the tensors alive that they point to.
+    """
 
     fields: dict[str, Any]
     held: tuple[Tensor, ...]
 
 
 def decode_fields(batch: AttentionBatch, pages: KVPages, num_heads: int, num_threads: int) -> StepFields:
-    """Return the fields of `decode.JOB` that a step decides."""
+    """Return the fields of a DECODE_JOB that change every step, for `megakernel` calls."""
     num_rows, most = batch.tables.shape[0], batch.max_new_tokens
-    queries = max_queries(most, num_heads, pages.num_kv_heads)
+    queries = max_item_queries(most, num_heads, pages.num_kv_heads)
     done = num_rows * pages.num_kv_heads
-    num_splits = -(-batch.max_context_tokens // SPLIT)
+    num_splits = -(-batch.max_context_tokens // SPLIT_TOKENS)
     num_states = done * num_splits if num_splits > 1 else 0
-    room = Workspace.of(pages, num_threads * scratch_floats(queries, pages.head_dim), num_states, queries, done)
+    room = Workspace.of(pages, num_threads * num_scratch_floats(queries, pages.head_dim), num_states, queries, done)
     fields = {
         "tables": batch.tables.data_ptr(),
         "table_stride": batch.tables.stride(0),
@@ -545,7 +575,10 @@ def decode_fields(batch: AttentionBatch, pages: KVPages, num_heads: int, num_thr
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Addresses of working memory: of scratch and states, and of each layer's counts."""
+    """Addresses of scratch, partial states and per-layer counters of finished items.
+
+    Layers share scratch and states.
+    """
 
     scratch: int
     states: int
@@ -554,7 +587,8 @@ class Workspace:
 
     @classmethod
     def of(cls, pages: KVPages, scratch: int, num_states: int, queries: int, num_done: int) -> Workspace:
-        floats = torch.empty(scratch + num_states * partial_floats(queries, pages.head_dim))
+        """Allocate scratch and states in float32, and zeroed counters per layer if there are states."""
+        floats = torch.empty(scratch + num_states * num_partial_floats(queries, pages.head_dim))
         done = torch.zeros(pages.num_layers, num_done if num_states else 0, dtype=torch.int64)
         layers = done.data_ptr() + 8 * done.stride(0) * np.arange(pages.num_layers)
         return cls(floats.data_ptr(), floats.data_ptr() + 4 * scratch, layers, (floats, done))

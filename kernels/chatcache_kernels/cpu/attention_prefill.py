@@ -1,37 +1,27 @@
-"""The online softmax of `flash.py`: scores of some queries against a block of keys become weights in bf16.
+"""Paged attention for rows of many new tokens: prefill, chunks, a turn after a long history.
 
-The largest score is followed loosely: what was added up is rescaled only once a score lies SLACK above it, so that most
-lines need neither a maximum nor a sum over lanes. Source: Milakov and Gimelshein (2018).
+With AMX (bf16, `prefill_attention_amx`): an item is (row, some of its tokens, key head), all G query heads of those
+tokens against every key they see. A block of BLOCK_KEYS keys and values is repacked for AMX tiles (rows of pages
+interleaved in pairs, which fits both [D, P] keys and [P, D] values), then all queries pass over it, 32 at a time:
+scores by tiles, online softmax in float32 registers, weights rounded to bf16, weighted values by tiles. Blocks in a
+query's future, or before its window, are skipped. Results do not depend on the item, the batch or the threads. The
+running maximum is lazy: sums are rescaled only if a score exceeds it by RESCALE_THRESHOLD, so most lines need no
+reduction over lanes.
 
-Shapes, all addresses: scores [32, KEYS] float32, weights [32, KEYS] bf16, and of the queries at hand sums [M, 16]
-float32 (of weights, by lane), acc [M, D], peaks [M] float32, limits [M] int32: keys from there on lie in the future.
+M = number of queries of an item rounded up to a multiple of 32; query m = token * G + head in group; E = D rounded up
+to 32. Scratch of a thread: acc [M, D] float32, q [M, E] bf16, row_sums [M, 16] float32 (by lane), row_max [M] float32,
+limits [M] int32 (keys from there on are in the future); keys [BLOCK_KEYS, E], values [BLOCK_KEYS, D] bf16, scores [32,
+BLOCK_KEYS] float32, weights [32, BLOCK_KEYS] bf16 of one block; a row of zeros.
 
-One thread's block of keys in the order that AMX tiles want, and the products of queries with it.
+Otherwise (`prefill_attention_torch`): a row's pages are gathered into contiguous keys and values, then torch's flash
+attention runs on the cached prefix (no mask) and on the chunk itself (causal), merged by log-sum-exp, so that no mask
+is built. A sliding window needs a mask over the few keys that a block of queries can see. torch's flash kernel has no
+softcap: such scores are computed in float32, a block of queries at a time.
 
-A thread's scratch holds acc, q, mass, peak and limits of all queries of a piece; keys, values, scores and weights of
-one block; and a row of zeros. Symbols: those of `flash.py`.
+On one core of a Sapphire Rapids, 9 heads of 64 over 3 key heads, page size 16: 2,048 tokens took 9 ms with AMX and 20
+ms with torch; 32 tokens after 2,048 took 0.4 ms and 1.5 ms.
 
-Paged attention by AMX tiles, for rows of several new tokens in bf16: prompts, chunks, a turn after a long history.
-
-One piece of work is (row, some of its tokens, key head): all G query heads of those tokens against every key they see.
-A block of KEYS keys is brought into the order that tiles want (rows of pages interleaved two by two, for which [D, P]
-keys and [P, D] values are both right), then all queries pass over it, 32 at a time: scores by tiles, softmax in float32
-registers, weights rounded to bf16, weighted values by tiles. Blocks in a query's future, or before its window, are
-skipped. Results depend neither on the piece nor on the batch nor on threads.
-
-The softmax is `softmax.py`. Source: Dao (2023), FlashAttention-2. Symbols: see types.py.
-M queries of a piece, counted up to a multiple of 32; query m = token * G + head in group; E = D counted up to 32.
-Shapes: q, out [T, H, D] bf16. On one core of a Sapphire Rapids, 9 heads of 64 over 3 key heads, page size 16, 2,048
-tokens took 9 ms where gathering and torch's flash attention took 20; 32 tokens after 2,048 took 0.4 ms against 1.5.
-
-Paged attention for rows of many new tokens: prompts and their chunks. Bound by matrix multiplication.
-
-A row's pages are gathered into contiguous keys and values once, then torch's flash attention does the work: the cached
-prefix (no mask) and the chunk itself (causal) apart, merged by their log-sum-exps, so that no mask is ever built. A
-sliding window needs one, over the few keys that a block of queries can see. A soft-capped score has no flash kernel:
-it is computed in float32, a block of queries at a time.
-
-Shapes inside: q [Hkv, G, n, D], keys and values [Hkv, S, D], log-sum-exps [Hkv, G, n]. Symbols: see types.py.
+Source: Dao (2023), FlashAttention-2; Milakov and Gimelshein (2018).
 """
 
 from __future__ import annotations
@@ -46,17 +36,17 @@ from numba import carray
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
-from .attention_decode import soften
+from .attention_decode import apply_softcap
 from .bf16 import (
     TILE_BYTES,
     TILE_ROWS,
-    any_above,
-    exp2_coarse,
+    any_lane_greater,
+    exp2_approx,
     has_amx,
-    has_pair_products,
-    interleave,
-    store_pair,
-    store_rounded,
+    has_avx512_bf16,
+    load_interleaved,
+    store_bf16,
+    store_bf16_pair,
     tile_clear,
     tile_config,
     tile_configure,
@@ -65,7 +55,7 @@ from .bf16 import (
     tile_release,
     tile_store,
 )
-from .launch import Launch, compile_kernel, helper, record
+from .launch import Launch, compile_kernel, define_job, helper
 from .simd import (
     BFLOAT16,
     FLOAT32,
@@ -76,140 +66,152 @@ from .simd import (
     fetch_add,
     first_lane,
     fma,
-    keep,
-    largest,
     load,
+    mask_lanes,
     maximum,
     mul,
     num_lanes,
     pointer,
+    reduce_max,
+    reduce_sum,
     splat,
     store,
-    total,
     zeros,
 )
 
-KEYS = 128  # keys of a block: with scores and weights they fit the first cache; more rescale less often
-SLACK = 8.0  # how far (log2) a score may lie above the maximum that weights are relative to
+BLOCK_KEYS = 128  # keys of a block: with scores and weights they fit the L1 cache
+RESCALE_THRESHOLD = 8.0  # log2 by which a score may exceed the running maximum before sums are rescaled
 
 
 @helper
-def weigh(
-    zero: Any, scores: int, weights: int, sums: int, acc: int, peaks: int, limits: int, num: int, first: int,
+def online_softmax(
+    zero: Any, scores: int, weights: int, sums: int, acc: int, row_maxes: int, limits: int, num: int, first: int,
     columns: int, dim: int, window: int, scale: Any, softcap: Any,
 ) -> None:  # fmt: skip
-    """Turn the scores of `num` queries against the keys from `first` on into weights, and add up their sums."""
-    peak, limit, factor = pointer(FLOAT32, peaks), pointer(INT32, limits), np.float32(scale * np.float32(LOG2E))
+    """Turn the scores of `num` queries against the keys from `first` on into weights.
+
+    Add to the sums.
+    """
+    row_max, limit, factor = pointer(FLOAT32, row_maxes), pointer(INT32, limits), np.float32(scale * np.float32(LOG2E))
     if softcap > 0:
-        _soften(zero, scores, num, columns, scale, softcap)
+        _apply_softcap(zero, scores, num, columns, scale, softcap)
         factor = np.float32(1.0)
     if limit[0] - first < columns or (window > 0 and limit[num - 1] - window > first):
-        _hide(zero, scores, limits, num, first, columns, window)
+        _mask_scores(zero, scores, limits, num, first, columns, window)
     by = splat(zero, factor)
     for query in range(num):
         line, own = pointer(FLOAT32, scores), pointer(FLOAT32, sums + 64 * query)
         top, other = load(zero, line, 0), load(zero, line, 16)
         for t in range(32, columns, 32):
             top, other = maximum(top, load(zero, line, t)), maximum(other, load(zero, line, t + 16))
-        top, highest = mul(maximum(top, other), by), peak[query]
-        if any_above(top, np.float32(highest + np.float32(SLACK))):
-            peak[query] = largest(top)
-            _rescale(zero, acc + 4 * dim * query, dim, own, np.float32(highest - peak[query]))
-            highest = peak[query]
-        shift = splat(zero, np.float32(-highest) if highest > -np.inf else np.float32(0.0))
-        if columns == KEYS:
-            _exponents(zero, line, pointer(BFLOAT16, weights), own, by, shift, KEYS)
+        top, new_max = mul(maximum(top, other), by), row_max[query]
+        if any_lane_greater(top, np.float32(new_max + np.float32(RESCALE_THRESHOLD))):
+            row_max[query] = reduce_max(top)
+            _rescale(zero, acc + 4 * dim * query, dim, own, np.float32(new_max - row_max[query]))
+            new_max = row_max[query]
+        shift = splat(zero, np.float32(-new_max) if new_max > -np.inf else np.float32(0.0))
+        if columns == BLOCK_KEYS:
+            _exponentiate(zero, line, pointer(BFLOAT16, weights), own, by, shift, BLOCK_KEYS)
         else:
-            _exponents(zero, line, pointer(BFLOAT16, weights), own, by, shift, columns)
-        scores += 4 * KEYS
-        weights += 2 * KEYS
+            _exponentiate(zero, line, pointer(BFLOAT16, weights), own, by, shift, columns)
+        scores += 4 * BLOCK_KEYS
+        weights += 2 * BLOCK_KEYS
 
 
 @helper
-def _exponents(zero: Any, scores: Any, weights: Any, sums: Any, scale: Any, shift: Any, columns: int) -> None:
+def _exponentiate(zero: Any, scores: Any, weights: Any, sums: Any, scale: Any, shift: Any, columns: int) -> None:
     """Write one query's weights and add them to its sums."""
     total_low, total_high = load(zero, sums, 0), zero
     for t in range(0, columns, 32):
-        low = exp2_coarse(fma(load(zero, scores, t), scale, shift))
-        high = exp2_coarse(fma(load(zero, scores, t + 16), scale, shift))
-        store_pair(weights, t, low, high)
+        low = exp2_approx(fma(load(zero, scores, t), scale, shift))
+        high = exp2_approx(fma(load(zero, scores, t + 16), scale, shift))
+        store_bf16_pair(weights, t, low, high)
         total_low, total_high = add(total_low, low), add(total_high, high)
     store(sums, 0, add(total_low, total_high))
 
 
 @helper
-def _soften(zero: Any, scores: int, num: int, columns: int, scale: Any, softcap: Any) -> None:
-    """Soft-cap the scores of `num` queries."""
+def _apply_softcap(zero: Any, scores: int, num: int, columns: int, scale: Any, softcap: Any) -> None:
+    """Apply the softcap to the scores of `num` queries."""
     for _ in range(num):
         line = pointer(FLOAT32, scores)
         for t in range(0, columns, 16):
-            store(line, t, soften(zero, mul(load(zero, line, t), splat(zero, scale)), softcap))
-        scores += 4 * KEYS
+            store(line, t, apply_softcap(zero, mul(load(zero, line, t), splat(zero, scale)), softcap))
+        scores += 4 * BLOCK_KEYS
 
 
 @helper
-def _hide(zero: Any, scores: int, limits: int, num: int, first: int, columns: int, window: int) -> None:
-    """Make the scores of keys that a query does not see -inf: those in its future and before its window."""
+def _mask_scores(zero: Any, scores: int, limits: int, num: int, first: int, columns: int, window: int) -> None:
+    """Set scores of keys in a query's future or before its window to -inf."""
     for n in range(num):
         line, end = pointer(FLOAT32, scores), pointer(INT32, limits)[n] - first
         begin = end - window if window > 0 else 0
         for t in range(0, columns, 16):
             if begin > t or end < t + 16:
-                store(line, t, keep(load(zero, line, t), begin - t, end - t, np.float32(-np.inf)))
-        scores += 4 * KEYS
+                store(line, t, mask_lanes(load(zero, line, t), begin - t, end - t, np.float32(-np.inf)))
+        scores += 4 * BLOCK_KEYS
 
 
 @helper
 def _rescale(zero: Any, acc: int, dim: int, sums: Any, growth: Any) -> None:
-    """Make what was added up for a query relative to a maximum that has grown by -growth."""
+    """Rescale a query's sums to a maximum that has grown by -growth."""
     decay, values = exp2(splat(zero, growth)), pointer(FLOAT32, acc)
     for d in range(0, dim, 16):
         store(values, d, mul(load(zero, values, d), decay))
     store(sums, 0, mul(load(zero, sums, 0), decay))
 
 
-QUERIES = 2 * TILE_ROWS  # queries that pass over a block at a time
+BLOCK_QUERIES = 2 * TILE_ROWS  # queries that pass over a block at a time
 
 
 def scratch_bytes(queries: int, head_dim: int) -> int:
-    """Return one thread's scratch: acc, q, peak, mass, limits; keys, values, scores, weights, a row of zeros."""
-    wide = _even_tiles(head_dim)
-    queries = -(-queries // QUERIES) * QUERIES
-    return queries * (4 * head_dim + 2 * wide + 72) + KEYS * 2 * (wide + head_dim) + QUERIES * KEYS * 6 + 2 * wide
+    """Return the bytes of one thread's scratch: see the module docstring."""
+    wide = _round_up_to_tiles(head_dim)
+    queries = -(-queries // BLOCK_QUERIES) * BLOCK_QUERIES
+    return (
+        queries * (4 * head_dim + 2 * wide + 72)
+        + BLOCK_KEYS * 2 * (wide + head_dim)
+        + BLOCK_QUERIES * BLOCK_KEYS * 6
+        + 2 * wide
+    )
 
 
-def _even_tiles(head_dim: int) -> int:
+def _round_up_to_tiles(head_dim: int) -> int:
+    """Return the head size rounded up to the 32 columns of a tile."""
     return -(-head_dim // 32) * 32
 
 
 @helper
-def layout(job: Any, thread: int) -> Any:
-    """Return where a thread's acc, q, peak, mass, limits, keys, values, scores, weights and zeros lie."""
+def scratch_layout(job: Any, thread: int) -> Any:
+    """Return the addresses of a thread's scratch arrays, in the order of the returned tuple.
+
+    acc, q, row_sums, row_max, limits, keys, values, scores, weights, a row of zeros.
+    """
     dim, wide = job.head_dim, (job.head_dim + 31) // 32 * 32
-    most = (job.block_tokens * (job.num_heads // job.num_kv_heads) + QUERIES - 1) // QUERIES * QUERIES
-    each = most * (4 * dim + 2 * wide + 72) + KEYS * 2 * (wide + dim) + QUERIES * KEYS * 6 + 2 * wide
+    most = (job.block_tokens * (job.num_heads // job.num_kv_heads) + BLOCK_QUERIES - 1) // BLOCK_QUERIES * BLOCK_QUERIES
+    each = most * (4 * dim + 2 * wide + 72) + BLOCK_KEYS * 2 * (wide + dim) + BLOCK_QUERIES * BLOCK_KEYS * 6 + 2 * wide
     acc = job.scratch + thread * each
     q = acc + most * 4 * dim
-    mass = q + most * 2 * wide
-    peak = mass + most * 64
-    limits = peak + most * 4
+    row_sums = q + most * 2 * wide
+    row_max = row_sums + most * 64
+    limits = row_max + most * 4
     keys = limits + most * 4
-    values = keys + KEYS * 2 * wide
-    scores = values + KEYS * 2 * dim
-    weights = scores + QUERIES * KEYS * 4
-    return acc, q, peak, mass, limits, keys, values, scores, weights, weights + QUERIES * KEYS * 2
+    values = keys + BLOCK_KEYS * 2 * wide
+    scores = values + BLOCK_KEYS * 2 * dim
+    weights = scores + BLOCK_QUERIES * BLOCK_KEYS * 4
+    return acc, q, row_max, row_sums, limits, keys, values, scores, weights, weights + BLOCK_QUERIES * BLOCK_KEYS * 2
 
 
 @helper
-def order_keys(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, first: int, count: int) -> None:
-    """Bring keys and values of positions first .. first + count - 1 into tiles. Slots past them are never used.
+def pack_keys_values(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, first: int, count: int) -> None:
+    """Repack keys and values of positions first .. first + count - 1 for tiles.
 
-    keys [KEYS / 16, E / 32] tiles of [16 pairs of dimensions, 16 keys, 2]; values [KEYS / 32, D / 16] tiles of
-    [16 pairs of keys, 16 dimensions, 2].
+    Slots after them are not used. keys: [BLOCK_KEYS / 16, E / 32] tiles of [16 pairs of dimensions, 16 keys, 2];
+    values: [BLOCK_KEYS / 32, D / 16] tiles of [16 pairs of keys, 16 dimensions, 2].
     """
     dim, wide, size, lanes = job.head_dim, (job.head_dim + 31) // 32 * 32, job.page_size, num_lanes(part)
     table = pointer(INT32, job.tables + 4 * row * job.table_stride)
-    _, _, _, _, _, keys, values, _, _, nothing = layout(job, thread)
+    _, _, _, _, _, keys, values, _, _, nothing = scratch_layout(job, thread)
     for t in range(0, count, lanes):
         page = (table[(first + t) // size] * job.num_kv_heads + head) * size * dim
         source = job.k + 2 * (page + (first + t) % size)
@@ -217,7 +219,7 @@ def order_keys(job: Any, zero: Any, part: Any, thread: int, row: int, head: int,
             at = (t // 16 * wide // 32 + d // 32) * TILE_BYTES + d % 32 * 32 + t % 16 * 4
             even = source + 2 * d * size if d < dim else nothing
             odd = source + 2 * (d + 1) * size if d < dim else nothing
-            store(pointer(FLOAT32, keys + at), 0, interleave(part, even, odd))
+            store(pointer(FLOAT32, keys + at), 0, load_interleaved(part, even, odd))
     for t in range(0, (count + 31) // 32 * 32, 2):
         even, odd, step = nothing, nothing, 0
         if t < count:
@@ -226,15 +228,18 @@ def order_keys(job: Any, zero: Any, part: Any, thread: int, row: int, head: int,
             odd = even + 2 * dim if t + 1 < count else nothing
         target = values + t // 32 * (dim // 16) * TILE_BYTES + t % 32 * 32
         for d in range(0, dim, 16):
-            pair = interleave(zero, even + step * d, odd + 2 * d)
+            pair = load_interleaved(zero, even + step * d, odd + 2 * d)
             store(pointer(FLOAT32, target + d // 16 * TILE_BYTES), 0, pair)
 
 
 @helper
-def multiply_keys(job: Any, thread: int, m: int, more: bool, columns: int) -> None:
-    """Score 32 queries (16 unless `more`) against the block's first `columns` keys."""
+def multiply_qk(job: Any, thread: int, m: int, more: bool, columns: int) -> None:
+    """Compute the scores of 32 queries against the block's first `columns` keys.
+
+    16 queries unless `more`.
+    """
     wide = (job.head_dim + 31) // 32 * 32
-    _, q, _, _, _, keys, _, scores, _, _ = layout(job, thread)
+    _, q, _, _, _, keys, _, scores, _, _ = scratch_layout(job, thread)
     q += m * 2 * wide
     for column in range(0, columns, 32):
         tile_clear(0)
@@ -253,18 +258,21 @@ def multiply_keys(job: Any, thread: int, m: int, more: bool, columns: int) -> No
                 tile_dot(2, 5, 6)
                 tile_dot(3, 5, 7)
         at = scores + 4 * column
-        tile_store(0, at, 4 * KEYS)
-        tile_store(1, at + 64, 4 * KEYS)
+        tile_store(0, at, 4 * BLOCK_KEYS)
+        tile_store(1, at + 64, 4 * BLOCK_KEYS)
         if more:
-            tile_store(2, at + TILE_ROWS * 4 * KEYS, 4 * KEYS)
-            tile_store(3, at + TILE_ROWS * 4 * KEYS + 64, 4 * KEYS)
+            tile_store(2, at + TILE_ROWS * 4 * BLOCK_KEYS, 4 * BLOCK_KEYS)
+            tile_store(3, at + TILE_ROWS * 4 * BLOCK_KEYS + 64, 4 * BLOCK_KEYS)
 
 
 @helper
-def multiply_values(job: Any, thread: int, m: int, more: bool, columns: int) -> None:
-    """Add the weighted values of the block's first `columns` keys to 32 queries (16 unless `more`)."""
+def multiply_pv(job: Any, thread: int, m: int, more: bool, columns: int) -> None:
+    """Add the weighted values of the block's first `columns` keys to 32 queries.
+
+    16 queries unless `more`.
+    """
     dim = job.head_dim
-    acc, _, _, _, _, _, values, _, weights, _ = layout(job, thread)
+    acc, _, _, _, _, _, values, _, weights, _ = scratch_layout(job, thread)
     for d in range(0, dim, 32):
         at, second = acc + 4 * (m * dim + d), d + 16 < dim
         below = at + TILE_ROWS * 4 * dim
@@ -277,14 +285,14 @@ def multiply_values(job: Any, thread: int, m: int, more: bool, columns: int) -> 
                 tile_load(3, below + 64, 4 * dim)
         for step in range(columns // 32):
             right = values + (step * (dim // 16) + d // 16) * TILE_BYTES
-            tile_load(4, weights + 64 * step, 2 * KEYS)
+            tile_load(4, weights + 64 * step, 2 * BLOCK_KEYS)
             tile_load(6, right, 64)
             tile_dot(0, 4, 6)
             if second:
                 tile_load(7, right + TILE_BYTES, 64)
                 tile_dot(1, 4, 7)
             if more:
-                tile_load(5, weights + 64 * step + TILE_ROWS * 2 * KEYS, 2 * KEYS)
+                tile_load(5, weights + 64 * step + TILE_ROWS * 2 * BLOCK_KEYS, 2 * BLOCK_KEYS)
                 tile_dot(2, 5, 6)
                 if second:
                     tile_dot(3, 5, 7)
@@ -297,26 +305,29 @@ def multiply_values(job: Any, thread: int, m: int, more: bool, columns: int) -> 
                 tile_store(3, below + 64, 4 * dim)
 
 
-MOST_QUERIES = 512  # of a piece
-TOKENS = 32  # a piece has a multiple of these, so that its queries fill tiles
-PIECES = 4  # for each thread, at least, where there are enough tokens
+MAX_ITEM_QUERIES = 512  # of an item
+ITEM_TOKENS_MULTIPLE = 32  # an item has a multiple of this many tokens, so that its queries fill tiles
+MIN_ITEMS_PER_THREAD = 4  # if there are enough tokens
 
-JOB, PACK = record(
+PREFILL_JOB, PACK_PREFILL_JOB = define_job(
     "q out k v tables sinks scratch config start num_tokens offsets num_rows min_tokens block_tokens table_stride"
     " num_heads num_kv_heads head_dim page_size window",
     "scale softcap",
 )
-"""Addresses of contiguous arrays, sizes, and options (0 = none). Rows of fewer than `min_tokens` are left alone.
-`scratch`: `scratch_bytes` for each thread; `config`: `full_tiles()`; `table_stride`: int32 from row to row."""
+"""Addresses of contiguous arrays, sizes, and options (0 = none).
+
+Rows of fewer than min_tokens new tokens are left out. scratch: `scratch_bytes` for each thread; config:
+`full_tile_config()`; table_stride: int32 elements from row to row.
+"""
 
 
-def fits(q: Tensor, pages: KVPages) -> bool:
-    """Tell whether this CPU, these dtypes and these shapes take the kernel."""
-    shapes = pages.page_size % 8 == 0 and KEYS % pages.page_size == 0 and pages.head_dim % 16 == 0
-    return shapes and q.dtype == pages.k.dtype == torch.bfloat16 and has_amx() and has_pair_products()
+def can_use_amx(q: Tensor, pages: KVPages) -> bool:
+    """Return whether the AMX kernel supports this CPU, these dtypes and these shapes."""
+    shapes = pages.page_size % 8 == 0 and BLOCK_KEYS % pages.page_size == 0 and pages.head_dim % 16 == 0
+    return shapes and q.dtype == pages.k.dtype == torch.bfloat16 and has_amx() and has_avx512_bf16()
 
 
-def attend_chunks(
+def prefill_attention_amx(
     q: Tensor,
     out: Tensor,
     pages: KVPages,
@@ -328,41 +339,48 @@ def attend_chunks(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Attend the rows of at least `min_tokens` new tokens, into `out`; other rows are left alone."""
+    """Attend the rows of at least `min_tokens` new tokens, into `out`.
+
+    Others are left unchanged.
+    Shapes: q, out [num_tokens, num_heads, head_dim] bf16. The options are those of `reference.paged_attention`.
+    """
     threads, num_heads, k = torch.get_num_threads(), q.shape[1], pages.k
-    block = block_tokens(len(q), num_heads, pages.num_kv_heads, threads)
+    block = choose_item_tokens(len(q), num_heads, pages.num_kv_heads, threads)
     scratch = torch.empty(threads * scratch_bytes(block * (num_heads // pages.num_kv_heads), pages.head_dim) // 4)
     sinks = sinks.float().contiguous() if sinks is not None else None
     layer_bytes = layer * k.stride(0) * k.element_size()
-    job = PACK.pack(
+    job = PACK_PREFILL_JOB.pack(
         0, 0, q.data_ptr(), out.data_ptr(), k.data_ptr() + layer_bytes, pages.v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), sinks.data_ptr() if sinks is not None else 0, scratch.data_ptr(),
-        full_tiles().data_ptr(), batch.start.data_ptr(), batch.num_tokens.data_ptr(), batch.offsets.data_ptr(),
+        full_tile_config().data_ptr(), batch.start.data_ptr(), batch.num_tokens.data_ptr(), batch.offsets.data_ptr(),
         batch.tables.shape[0], min_tokens, block, batch.tables.stride(0), num_heads, pages.num_kv_heads,
         pages.head_dim, pages.page_size, window or 0, scale, softcap or 0.0,
     )  # fmt: skip
-    flash_kernel(16 if pages.page_size % 16 == 0 else 8)(job, threads)
+    prefill_kernel(16 if pages.page_size % 16 == 0 else 8)(job, threads)
 
 
-def block_tokens(num_tokens: int, num_heads: int, num_kv_heads: int, num_threads: int) -> int:
-    """Return how many tokens a piece has: enough to be worth bringing keys into order, few enough to share out."""
-    most = max(1, MOST_QUERIES * num_kv_heads // num_heads // TOKENS)
-    shared = num_tokens * num_kv_heads // (PIECES * num_threads * TOKENS)
-    return TOKENS * max(1, min(most, shared))
+def choose_item_tokens(num_tokens: int, num_heads: int, num_kv_heads: int, num_threads: int) -> int:
+    """Return the number of tokens of an item.
+
+    Many tokens make repacking keys worthwhile; few leave enough items for all threads.
+    """
+    most = max(1, MAX_ITEM_QUERIES * num_kv_heads // num_heads // ITEM_TOKENS_MULTIPLE)
+    shared = num_tokens * num_kv_heads // (MIN_ITEMS_PER_THREAD * num_threads * ITEM_TOKENS_MULTIPLE)
+    return ITEM_TOKENS_MULTIPLE * max(1, min(most, shared))
 
 
 @cache
-def full_tiles() -> Tensor:
-    """Return the set-up of eight full tiles."""
+def full_tile_config() -> Tensor:
+    """Return the configuration of eight full tiles."""
     return torch.frombuffer(bytearray(tile_config((TILE_ROWS,) * 8)), dtype=torch.uint8)
 
 
 @cache
-def flash_kernel(lanes: int) -> Launch:
-    """Return the launcher; `lanes` (16 or 8) divides the page size. Takes a JOB."""
+def prefill_kernel(lanes: int) -> Launch:
+    """Return the launcher; `lanes` (16 or 8) divides the page size. Takes a PREFILL_JOB."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
+        job = carray(address, 1, PREFILL_JOB)[0]
         num_tokens, zero, part = pointer(INT32, job.num_tokens), zeros(16), zeros(lanes)
         item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
         base, configured = 0, False
@@ -375,7 +393,9 @@ def flash_kernel(lanes: int) -> Launch:
                     tile_configure(job.config)
                     configured = True
                 block, head = divmod(item - base, job.num_kv_heads)
-                _piece(job, zero, part, thread, row, head, (blocks - 1 - block) * job.block_tokens)  # longest first
+                _attend_item(
+                    job, zero, part, thread, row, head, (blocks - 1 - block) * job.block_tokens
+                )  # longest first
                 item = fetch_add(address, 0, 1)
             base += blocks * job.num_kv_heads
         if configured:
@@ -385,44 +405,44 @@ def flash_kernel(lanes: int) -> Launch:
 
 
 @helper
-def _piece(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, token: int) -> None:
-    """Attend a block of a row's tokens, from `token` on, to their keys of one head and write the outputs."""
+def _attend_item(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, token: int) -> None:
+    """Attend a block of a row's tokens, from `token` on, to their keys of one head."""
     group = job.num_heads // job.num_kv_heads
     start, offset = pointer(INT32, job.start)[row] + token, pointer(INT32, job.offsets)[row] + token
     tokens = min(job.block_tokens, pointer(INT32, job.num_tokens)[row] - token)
     num, end = tokens * group, start + tokens
-    _begin(job, zero, thread, head, offset, start, tokens)
+    _load_queries(job, zero, thread, head, offset, start, tokens)
     low = 0
     if job.window > 0:
-        low = max(0, start + 1 - job.window) // KEYS * KEYS
-    acc, _, peaks, mass, limits, _, _, scores, weights, _ = layout(job, thread)
+        low = max(0, start + 1 - job.window) // BLOCK_KEYS * BLOCK_KEYS
+    acc, _, row_maxes, row_sums, limits, _, _, scores, weights, _ = scratch_layout(job, thread)
     limit = pointer(INT32, limits)
-    for first in range(low, end, KEYS):
-        count = min(KEYS, end - first)
-        order_keys(job, zero, part, thread, row, head, first, count)
-        for m in range(0, num, QUERIES):
-            last = limit[min(m + QUERIES, num) - 1]
+    for first in range(low, end, BLOCK_KEYS):
+        count = min(BLOCK_KEYS, end - first)
+        pack_keys_values(job, zero, part, thread, row, head, first, count)
+        for m in range(0, num, BLOCK_QUERIES):
+            last = limit[min(m + BLOCK_QUERIES, num) - 1]
             if last > first and (job.window == 0 or first + count > limit[m] - job.window):
                 columns = (min(last - first, count) + 31) // 32 * 32
-                multiply_keys(job, thread, m, num - m > TILE_ROWS, columns)
-                weigh(
-                    zero, scores, weights, mass + 64 * m, acc + 4 * job.head_dim * m, peaks + 4 * m, limits + 4 * m,
-                    min(QUERIES, num - m), first, columns, job.head_dim, job.window, np.float32(job.scale),
-                    np.float32(job.softcap),
+                multiply_qk(job, thread, m, num - m > TILE_ROWS, columns)
+                online_softmax(
+                    zero, scores, weights, row_sums + 64 * m, acc + 4 * job.head_dim * m, row_maxes + 4 * m,
+                    limits + 4 * m, min(BLOCK_QUERIES, num - m), first, columns, job.head_dim, job.window,
+                    np.float32(job.scale), np.float32(job.softcap),
                 )  # fmt: skip
-                multiply_values(job, thread, m, num - m > TILE_ROWS, columns)
-    _finish(job, zero, thread, head, offset, tokens)
+                multiply_pv(job, thread, m, num - m > TILE_ROWS, columns)
+    _write_outputs(job, zero, thread, head, offset, tokens)
 
 
 @helper
-def _begin(job: Any, zero: Any, thread: int, head: int, offset: int, start: int, tokens: int) -> None:
-    """Gather the queries and clear the results."""
+def _load_queries(job: Any, zero: Any, thread: int, head: int, offset: int, start: int, tokens: int) -> None:
+    """Load the queries and clear the results."""
     dim, wide, group = job.head_dim, (job.head_dim + 31) // 32 * 32, job.num_heads // job.num_kv_heads
-    acc, q, peak, mass, limits, _, _, _, _, nothing = layout(job, thread)
+    acc, q, row_max, row_sums, limits, _, _, _, _, nothing = scratch_layout(job, thread)
     for d in range(0, wide, 32):
         store(pointer(FLOAT32, nothing), d // 2, zero)
     num = tokens * group
-    for m in range((num + QUERIES - 1) // QUERIES * QUERIES):
+    for m in range((num + BLOCK_QUERIES - 1) // BLOCK_QUERIES * BLOCK_QUERIES):
         target = pointer(FLOAT32, q + m * 2 * wide)
         for d in range(0, wide, 32):
             store(target, d // 2, zero)
@@ -433,35 +453,35 @@ def _begin(job: Any, zero: Any, thread: int, head: int, offset: int, start: int,
                 store(pointer(BFLOAT16, q + m * 2 * wide), d, load(zero, source, at + d))
         for d in range(0, dim, 16):
             store(pointer(FLOAT32, acc), m * dim + d, zero)
-        store(pointer(FLOAT32, mass), m * 16, zero)
-        pointer(FLOAT32, peak)[m] = -np.inf
+        store(pointer(FLOAT32, row_sums), m * 16, zero)
+        pointer(FLOAT32, row_max)[m] = -np.inf
         pointer(INT32, limits)[m] = start + min(m, num - 1) // group + 1
 
 
 @helper
-def _finish(job: Any, zero: Any, thread: int, head: int, offset: int, tokens: int) -> None:
-    """Write the outputs: sums over their softmax sums, the sinks among them."""
+def _write_outputs(job: Any, zero: Any, thread: int, head: int, offset: int, tokens: int) -> None:
+    """Write the outputs: acc / row sums, with attention sinks in the sums."""
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
-    acc, _, peaks, mass, _, _, _, _, _, _ = layout(job, thread)
+    acc, _, row_maxes, row_sums, _, _, _, _, _, _ = scratch_layout(job, thread)
     for m in range(tokens * group):
-        peak, weight = pointer(FLOAT32, peaks)[m], total(load(zero, pointer(FLOAT32, mass), m * 16))
+        row_max, weight = pointer(FLOAT32, row_maxes)[m], reduce_sum(load(zero, pointer(FLOAT32, row_sums), m * 16))
         share = np.float32(1.0)
         if job.sinks != 0:
             sink = pointer(FLOAT32, job.sinks)[head * group + m % group] * np.float32(LOG2E)
-            highest = max(sink, peak)
-            share = first_lane(exp2(splat(zero, np.float32(peak - highest))))
-            weight = weight * share + first_lane(exp2(splat(zero, np.float32(sink - highest))))
+            new_max = max(sink, row_max)
+            share = first_lane(exp2(splat(zero, np.float32(row_max - new_max))))
+            weight = weight * share + first_lane(exp2(splat(zero, np.float32(sink - new_max))))
         factor = splat(zero, np.float32(share / weight))
         target = ((offset + m // group) * job.num_heads + head * group + m % group) * dim
         for d in range(0, dim, 16):
             value = mul(load(zero, pointer(FLOAT32, acc), m * dim + d), factor)
-            store_rounded(True, pointer(BFLOAT16, job.out), target + d, value)
+            store_bf16(True, pointer(BFLOAT16, job.out), target + d, value)
 
 
-QUERY_BLOCK = 256  # queries that share one mask or one score matrix
+TORCH_QUERY_BLOCK = 256  # queries that share one mask or one score matrix
 
 
-def attend_row(
+def prefill_attention_torch(
     q: Tensor,
     pages: KVPages,
     layer: int,
@@ -472,64 +492,76 @@ def attend_row(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend the new tokens of one row. Shapes: q [n, H, D], sinks [H] -> [n, H, D]."""
+    """Attend the new tokens of one row with torch's kernels.
+
+    Shapes: q [n, num_heads, head_dim], sinks [num_heads] -> [n, num_heads, head_dim]. Inside: q [Hkv, G, n, D], keys
+    and values [Hkv, S, D], log-sum-exps [Hkv, G, n].
+    """
     num_tokens, num_heads, head_dim = q.shape
     start = int(batch.start[row])
     end = start + num_tokens
     first = 0 if window is None else max(0, start + 1 - window) // pages.page_size * pages.page_size
-    k, v = _gather(pages, layer, batch.tables[row, first // pages.page_size : -(-end // pages.page_size)], end - first)
+    k, v = _gather_pages(
+        pages, layer, batch.tables[row, first // pages.page_size : -(-end // pages.page_size)], end - first
+    )
     k, v = k.to(q.dtype), v.to(q.dtype)
     start -= first  # from here on, positions count from the first gathered key
     grouped = q.view(num_tokens, pages.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).contiguous()
     if softcap is not None:
-        out, lse = _blocks(grouped, k, v, start, scale, window, softcap)
+        out, lse = _attend_query_blocks(grouped, k, v, start, scale, window, softcap)
     elif window is not None and window < end - first:
-        out, lse = _blocks(grouped, k, v, start, scale, window, None)
+        out, lse = _attend_query_blocks(grouped, k, v, start, scale, window, None)
     else:
-        out, lse = _flash(grouped, k[:, start:], v[:, start:], scale, causal=True)
+        out, lse = _flash_attention(grouped, k[:, start:], v[:, start:], scale, causal=True)
         if start:
-            out, lse = _merge(out, lse, *_prefix(grouped, k[:, :start], v[:, :start], scale))
+            out, lse = _merge_by_lse(out, lse, *_attend_prefix(grouped, k[:, :start], v[:, :start], scale))
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.float().view(*lse.shape[:2], 1))[..., None]
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(q.dtype)
 
 
-def _gather(pages: KVPages, layer: int, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of consecutive pages, [Hkv, S, D] each."""
+def _gather_pages(pages: KVPages, layer: int, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of consecutive pages. Shapes: [Hkv, S, D] each."""
     k = pages.k[layer][table].permute(1, 0, 3, 2).contiguous().flatten(1, 2)  # flash attention needs D innermost
     v = pages.v[layer][table].transpose(0, 1).contiguous().flatten(1, 2)
     return k[:, :num_tokens], v[:, :num_tokens]
 
 
-def _prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to keys that every query sees. The G heads become queries of one head, which reads keys once (faster)."""
-    out, lse = _flash(q.flatten(1, 2)[:, None], k, v, scale)
+def _attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to keys that every query sees.
+
+    The G heads become queries of one head, so that keys are read once.
+    """
+    out, lse = _flash_attention(q.flatten(1, 2)[:, None], k, v, scale)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-def _flash(
+def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return torch's flash attention and its log-sum-exp: key heads are the batch, their query heads share keys."""
+    """Run torch's flash attention; return (output, log-sum-exp).
+
+    Key heads are the batch dimension.
+    """
     k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 
 
-def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine attention over two disjoint sets of keys."""
+def _merge_by_lse(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over two disjoint sets of keys."""
     share = torch.sigmoid(lse - other_lse)[..., None]
     return other + share * (out.float() - other), torch.logaddexp(lse, other_lse)
 
 
-def _blocks(
+def _attend_query_blocks(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend a block of queries at a time to the keys it can see, with a mask."""
+    """Attend one block of queries at a time to the keys it can see, with a mask."""
     parts = []
-    for block in range(0, q.shape[2], QUERY_BLOCK):
-        queries = q[:, :, block : block + QUERY_BLOCK]
+    for block in range(0, q.shape[2], TORCH_QUERY_BLOCK):
+        queries = q[:, :, block : block + TORCH_QUERY_BLOCK]
         low, high = start + block, start + block + queries.shape[2]
         first = 0 if window is None else max(0, low + 1 - window)
         i, j = torch.arange(low, high)[:, None], torch.arange(first, high)
@@ -537,15 +569,17 @@ def _blocks(
         mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf)
         keys, values = k[:, first:high], v[:, first:high]
         if softcap is None:
-            parts.append(_flash(queries, keys, values, scale, mask=mask))
+            parts.append(_flash_attention(queries, keys, values, scale, mask=mask))
         else:
-            parts.append(_softcapped(queries, keys, values, mask, scale, softcap))
+            parts.append(_attend_with_softcap(queries, keys, values, mask, scale, softcap))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-    """Attend with soft-capped scores, in float32."""
+def _attend_with_softcap(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with softcapped scores, in float32."""
     scores = torch.matmul(q.float() * (scale / softcap), k.float()[:, None].mT).tanh_().mul_(softcap).add_(mask)
     lse = torch.logsumexp(scores, dim=-1)
     return torch.matmul(scores.sub_(lse[..., None]).exp_(), v.float()[:, None]), lse

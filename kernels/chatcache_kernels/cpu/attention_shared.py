@@ -1,10 +1,10 @@
-"""Paged attention over a work list: rows that begin with the same pages read them once.
+"""Paged attention over a work list: rows of few new tokens that share pages read them once.
 
-One piece of work is (item, key head); what items are is said in `types.py`, how they are chosen in `work.py`. A token
-with several pieces leaves a state with each, and whoever brings the last one merges them, in order of their keys.
-Used where rows share pages that are worth it; `decode.py` does the rest, and is a little quicker at it.
+Items are planned by `prepare` (see `types.WorkList`); each thread runs (item, key head) pairs. A token with several
+items stores a partial state for each, and the thread that stores the last one merges them in key order. Steps without
+worthwhile sharing use `attention_decode`, which is slightly faster.
 
-Symbols: see types.py and piece.py. M = members * G queries of a piece, query m = member * G + head in group.
+Symbols: see `attention_decode`; here M = members * G queries of an item, query m = member * G + head in group.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..prefix_sharing import CostRule, SharingCost
+from ..prefix_sharing import CostModel, SharingCost
 from ..types import AttentionBatch, AttentionWork, KVPages
-from ..work_list import SPLIT, cut_step, find_shared
+from ..work_list import SPLIT_TOKENS, build_work_items, find_shared_prefixes
 from .attention_decode import (
-    FEW_QUERIES,
-    FIELDS,
-    OPTIONS,
+    JOB_FIELDS,
+    JOB_OPTIONS,
+    MAX_DECODE_QUERIES,
     StepFields,
     Workspace,
-    attend,
-    finish,
-    pack,
-    padded,
-    partial_floats,
+    attend_keys,
+    num_partial_floats,
+    num_scratch_floats,
+    pack_queries,
+    pad_queries,
     register_lanes,
-    scratch,
-    scratch_floats,
+    scratch_arrays,
+    write_output,
 )
-from .launch import Launch, compile_kernel, helper, record
+from .launch import Launch, compile_kernel, define_job, helper
 from .simd import (
     FLOAT32,
     INT32,
@@ -57,37 +57,46 @@ from .simd import (
 
 I32 = NDArray[np.int32]
 
-TILE_QUERIES = 64  # of an item, at most: from 32 on it hardly matters (measured)
+MAX_TILE_QUERIES = 64  # per item; from 32 on the speed hardly changes (measured)
 
-JOB, PACK = record(f"{FIELDS} positions items members merge_offsets merge_states states states_done num_items", OPTIONS)
-"""`piece.FIELDS`; addresses of the work list's arrays, X = T; states [S, Hkv]: partial_floats(G, D) each; states_done
-[T, Hkv] int64, zeroed; a number."""
+SHARED_JOB, PACK_SHARED_JOB = define_job(
+    f"{JOB_FIELDS} positions items members merge_offsets merge_states states states_done num_items", JOB_OPTIONS
+)
+"""`JOB_FIELDS`; addresses of the work list's arrays (merge_offsets has T + 1 entries).
+
+Sizes.
+states [S, Hkv]: num_partial_floats(G, D) each; states_done [T, Hkv] int64, zeroed.
+"""
 
 
 def prepare(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork | None:
-    """Return the work list of a step in which sharing pages pays, of rows of few tokens; None for any other step.
+    """Plan a step in which rows of few new tokens share pages.
 
-    One list; each of the T tokens merges as many states as it has, none where its only piece is written at once.
+    Return None if sharing would not pay. Arguments: see `work_list.plan_work`. The plan has one list. merge_tokens are
+    all of the step's tokens; a token whose only item writes its output has no states.
     """
-    height = max(1, TILE_QUERIES // group)
-    rule = CostRule(_cost(group), SPLIT, (height, height), group)
-    ranges, _ = find_shared(tables, start, num_tokens, page_size, rule, rule.heights)
+    height = max(1, MAX_TILE_QUERIES // group)
+    if height == 1:  # a tile holds one row: nothing to share
+        return None
+    rule = CostModel(_sharing_cost(group), SPLIT_TOKENS, (height, height), group)
+    ranges, _ = find_shared_prefixes(tables, start, num_tokens, page_size, rule, rule.heights)
     if ranges is None:
         return None
-    most = max(1, FEW_QUERIES // group)
-    host = cut_step(start, num_tokens, rule.heights, ranges, height, most)
+    most = max(1, MAX_DECODE_QUERIES // group)
+    host = build_work_items(start, num_tokens, rule.heights, ranges, height, most)
     offsets = np.zeros(len(host.positions) + 1, np.int32)
     offsets[host.merge_tokens + 1] = np.diff(host.merge_offsets)
     tokens = np.arange(len(host.positions), dtype=np.int32)
-    return replace(host, merge_tokens=tokens, merge_offsets=offsets.cumsum(dtype=np.int32)).tensors()
+    return replace(host, merge_tokens=tokens, merge_offsets=offsets.cumsum(dtype=np.int32)).to_tensors()
 
 
-def _cost(group: int) -> SharingCost:
-    """Return what pieces cost, in keys of a row alone: bound by arithmetic, of which a tile of many queries needs less.
+def _sharing_cost(group: int) -> SharingCost:
+    """Return the cost parameters for a CPU.
 
+    Decode is limited by arithmetic, and large tiles need less of it per key.
     Measured on one core with AVX-512, 2 to 8 rows, groups of 1, 3 and 4: sharing breaks even at 32 to 200 keys.
     """
-    return SharingCost(reread=1 - 0.72 * group / padded(group), per_item=24.0, per_query=3.0, per_launch=0.0)
+    return SharingCost(reread=1 - 0.72 * group / pad_queries(group), per_item=24.0, per_query=3.0, per_launch=0.0)
 
 
 def attend_shared(
@@ -102,19 +111,23 @@ def attend_shared(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Run the kernel over a work list that `prepare` made, into `out`; rows that are not in it are left alone."""
+    """Run the kernel over the work list from `prepare`, into `out`.
+
+    Rows that are not in it are left unchanged.
+    Shapes: q, out [num_tokens, num_heads, head_dim].
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_threads = pages.num_kv_heads, torch.get_num_threads()
     (one,) = work.lists
     group = num_heads // num_kv_heads
-    queries = padded(one.max_members * group)
-    each = num_threads * scratch_floats(queries, head_dim)
-    floats = torch.empty(each + work.num_states * num_kv_heads * partial_floats(group, head_dim))
+    queries = pad_queries(one.max_members * group)
+    each = num_threads * num_scratch_floats(queries, head_dim)
+    floats = torch.empty(each + work.num_states * num_kv_heads * num_partial_floats(group, head_dim))
     done = torch.zeros(num_tokens * num_kv_heads, dtype=torch.int64)
     sinks = sinks.float().contiguous() if sinks is not None else None
     k, v = pages.k, pages.v
     layer_bytes = layer * k.stride(0) * k.element_size()
-    job = PACK.pack(
+    job = PACK_SHARED_JOB.pack(
         0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), sinks.data_ptr() if sinks is not None else 0, floats.data_ptr(), queries,
         batch.tables.stride(0), num_heads, num_kv_heads, head_dim, pages.page_size, window or 0,
@@ -128,12 +141,12 @@ def attend_shared(
 def shared_fields(
     batch: AttentionBatch, work: AttentionWork, pages: KVPages, num_heads: int, num_threads: int
 ) -> StepFields:
-    """Return the fields of `shared.JOB` that a step decides."""
+    """Return the fields of a SHARED_JOB that change every step, for `megakernel` calls."""
     (one,) = work.lists
     group = num_heads // pages.num_kv_heads
-    queries, num_states = padded(one.max_members * group), work.num_states * pages.num_kv_heads
+    queries, num_states = pad_queries(one.max_members * group), work.num_states * pages.num_kv_heads
     done = len(work.positions) * pages.num_kv_heads
-    room = Workspace.of(pages, num_threads * scratch_floats(queries, pages.head_dim), num_states, group, done)
+    room = Workspace.of(pages, num_threads * num_scratch_floats(queries, pages.head_dim), num_states, group, done)
     fields = {
         "tables": batch.tables.data_ptr(),
         "table_stride": batch.tables.stride(0),
@@ -153,88 +166,97 @@ def shared_fields(
 
 @cache
 def shared_kernel(kind: int, lanes: int) -> Launch:
-    """Return the launcher for pages of one element kind; `lanes` divides page and head size. Takes a JOB."""
+    """Return the launcher for pages of one element kind; `lanes` divides page and head size.
+
+    Takes a SHARED_JOB.
+    """
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
-        _work(address, job, zeros(lanes), pointer(kind, job.k), pointer(kind, job.v))
+        job = carray(address, 1, SHARED_JOB)[0]
+        _run_items(address, job, zeros(lanes), pointer(kind, job.k), pointer(kind, job.v))
 
     return compile_kernel(kernel)
 
 
 @helper
-def _work(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
-    """Draw pieces of work until none is left."""
-    piece, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
-    while piece < job.num_items * job.num_kv_heads:
-        number, head = divmod(piece, job.num_kv_heads)
+def _run_items(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
+    """Take (item, key head) pairs from the shared counter until none is left."""
+    work_id, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+    while work_id < job.num_items * job.num_kv_heads:
+        number, head = divmod(work_id, job.num_kv_heads)
         item = pointer(INT32, job.items + 24 * number)
         members = pointer(INT32, job.members + 4 * item[3])
-        _attend(job, zero, k, v, thread, item, members, head)
+        _attend_item(job, zero, k, v, thread, item, members, head)
         if item[5] < 0:
             for n in range(item[4]):
-                finish(job, zero, thread, members[n], head, n * (job.num_heads // job.num_kv_heads))
+                write_output(job, zero, thread, members[n], head, n * (job.num_heads // job.num_kv_heads))
         else:
-            _keep(job, zero, thread, item, head)
+            _store_states(job, zero, thread, item, head)
             for n in range(item[4]):
-                _merge(job, zero, thread, members[n], head)
-        piece = fetch_add(address, 0, 1)
+                _merge_states(job, zero, thread, members[n], head)
+        work_id = fetch_add(address, 0, 1)
 
 
 @helper
-def _attend(job: Any, zero: Any, k: Any, v: Any, thread: int, item: Any, members: Any, head: int) -> None:
-    """Attend the members' queries of one key head to an item's keys. Leaves the result in scratch."""
+def _attend_item(job: Any, zero: Any, k: Any, v: Any, thread: int, item: Any, members: Any, head: int) -> None:
+    """Attend the members' queries of one key head to an item's keys.
+
+    Leaves the result in scratch.
+    """
     group, positions = job.num_heads // job.num_kv_heads, pointer(INT32, job.positions)
     newest, oldest = 0, positions[members[0]] + 1
     for n in range(item[4]):
         limit = positions[members[n]] + 1
         newest, oldest = max(newest, limit), min(oldest, limit)
-        pack(job, zero, thread, members[n], limit, head, n * group)
+        pack_queries(job, zero, thread, members[n], limit, head, n * group)
     low, end = item[1], min(item[2], newest)
     if job.window > 0:
         low = max(low, (oldest - job.window) // job.page_size * job.page_size)
-    attend(job, zero, k, v, thread, item[0], head, low, end, item[4] * group)
+    attend_keys(job, zero, k, v, thread, item[0], head, low, end, item[4] * group)
 
 
 @helper
-def _state(job: Any, number: int, head: int) -> Any:
-    """Return where a state lies: acc [G, D], peak [G], mass [G]."""
+def _state_pointer(job: Any, number: int, head: int) -> Any:
+    """Return the address of a state: acc [G, D], row_max [G], row_sum [G]."""
     size = job.num_heads // job.num_kv_heads * (job.head_dim + 2)
     return pointer(FLOAT32, job.states + 4 * (number * job.num_kv_heads + head) * size)
 
 
 @helper
-def _keep(job: Any, zero: Any, thread: int, item: Any, head: int) -> None:
+def _store_states(job: Any, zero: Any, thread: int, item: Any, head: int) -> None:
     """Copy the result in scratch to the states of an item's members."""
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
-    acc, _, _, peak, mass, _ = scratch(job, thread)
+    acc, _, _, row_max, row_sum, _ = scratch_arrays(job, thread)
     for n in range(item[4]):
-        state = _state(job, item[5] + n, head)
+        state = _state_pointer(job, item[5] + n, head)
         for i in range(0, group * dim, num_lanes(zero)):
             store(state, i, load(zero, acc, n * group * dim + i))
         for g in range(group):
-            state[group * dim + g], state[group * (dim + 1) + g] = peak[n * group + g], mass[n * group + g]
+            state[group * dim + g], state[group * (dim + 1) + g] = row_max[n * group + g], row_sum[n * group + g]
 
 
 @helper
-def _merge(job: Any, zero: Any, thread: int, token: int, head: int) -> None:
-    """Count one more state of a token; if that was the last, add them up and write the outputs of one key head."""
+def _merge_states(job: Any, zero: Any, thread: int, token: int, head: int) -> None:
+    """Count one more state of a token.
+
+    After the last one, merge them and write the outputs of one key head.
+    """
     dim, group, lanes = job.head_dim, job.num_heads // job.num_kv_heads, num_lanes(zero)
     offsets, numbers = pointer(INT32, job.merge_offsets), pointer(INT32, job.merge_states)
     first, end = offsets[token], offsets[token + 1]
     if fetch_add(pointer(INT64, job.states_done), token * job.num_kv_heads + head, 1) < end - first - 1:
         return
-    acc, _, _, peak, mass, _ = scratch(job, thread)
+    acc, _, _, row_max, row_sum, _ = scratch_arrays(job, thread)
     for g in range(group):
-        peak[g], mass[g] = -np.inf, 0.0
+        row_max[g], row_sum[g] = -np.inf, 0.0
         for d in range(0, dim, lanes):
             store(acc, g * dim + d, zero)
         for s in range(first, end):
-            peak[g] = max(peak[g], _state(job, numbers[s], head)[group * dim + g])
+            row_max[g] = max(row_max[g], _state_pointer(job, numbers[s], head)[group * dim + g])
         for s in range(first, end):
-            state = _state(job, numbers[s], head)
-            share = exp2(splat(zero, np.float32(state[group * dim + g] - peak[g])))
-            mass[g] += first_lane(share) * state[group * (dim + 1) + g]
+            state = _state_pointer(job, numbers[s], head)
+            share = exp2(splat(zero, np.float32(state[group * dim + g] - row_max[g])))
+            row_sum[g] += first_lane(share) * state[group * (dim + 1) + g]
             for d in range(g * dim, (g + 1) * dim, lanes):
                 store(acc, d, fma(load(zero, state, d), share, load(zero, acc, d)))
-    finish(job, zero, thread, token, head, 0)
+    write_output(job, zero, thread, token, head, 0)

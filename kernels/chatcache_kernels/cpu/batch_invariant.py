@@ -1,11 +1,12 @@
-"""The operations of `cpu` with one promise more: no bit of a token's result depends on anything but its own row.
+"""Batch-invariant variants of the `cpu` operations: results do not depend on other rows.
 
-Not on the rows beside it, their number or order, not on how many of its row's tokens are computed at once, and not on
-the number of threads. Norms, the activation, rotation and page writes keep it as they are, since each token is computed
-alone. Attention keeps it when every row takes the decode kernel: its splits and tiles lie at fixed positions, and what
-a query may not see adds exact zeros. (torch's flash attention, which `cpu` prefills with, sums by chunk.)
+No bit of a token's result depends on other rows, their number or order, on how many of its row's tokens are computed at
+once, or on the number of threads. Norms, the activation, the rotary embedding and page writes are batch-invariant
+anyway, since each token is computed alone. Attention is if every row uses the decode kernel: its splits and tiles are
+at fixed positions, and masked keys add exact zeros. (torch's flash attention, which `cpu` uses for prefill, sums by
+chunk.)
 
-Shapes that would be left to torch, whose reductions promise nothing, are refused: ValueError.
+Raises: ValueError for shapes that `cpu` would leave to torch, whose reductions depend on the batch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor
 from ..reference import prepare
 from ..types import AttentionBatch, HeadNorms, KVPages
 from . import fused, rope
-from .attention import attend_pages
-from .attention_decode import FEW_QUERIES, SPLIT, max_queries, partial_floats, register_lanes
+from .attention import decode_attention
+from .attention_decode import MAX_DECODE_QUERIES, SPLIT_TOKENS, max_item_queries, num_partial_floats, register_lanes
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
 from .rope import write_pages
 
@@ -40,7 +41,7 @@ __all__ = [
     "write_pages",
 ]
 
-MAX_PARTIAL_FLOATS = 1 << 23  # of one launch; long prompts over long contexts take several
+MAX_PARTIAL_FLOATS = 1 << 23  # of one launch; long prompts over long contexts need several launches
 
 
 def paged_attention(
@@ -53,25 +54,25 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend as `cpu.paged_attention` does, every row by the decode kernel, long ones in pieces."""
+    """Attend as `cpu.paged_attention` does, every row by the decode kernel; long rows are split."""
     if not register_lanes(pages.page_size, pages.head_dim):
         raise ValueError(f"heads of {pages.head_dim} in pages of {pages.page_size} tokens: 8 must divide both")
     q = q.contiguous()
     out = torch.empty_like(q)
-    most = max(1, FEW_QUERIES * pages.num_kv_heads // q.shape[1])
+    most = max(1, MAX_DECODE_QUERIES * pages.num_kv_heads // q.shape[1])
     if batch.max_new_tokens > most:
-        batch = _cut(batch, most)
-    for part in _launches(batch, q.shape[1], pages):
-        attend_pages(q, out, pages, layer, part, part.max_new_tokens, scale, window, softcap, sinks)
+        batch = _split_rows(batch, most)
+    for part in _iter_launches(batch, q.shape[1], pages):
+        decode_attention(q, out, pages, layer, part, part.max_new_tokens, scale, window, softcap, sinks)
     return out
 
 
-def _cut(batch: AttentionBatch, most: int) -> AttentionBatch:
+def _split_rows(batch: AttentionBatch, most: int) -> AttentionBatch:
     """Return the same tokens as rows of at most `most` tokens each, in the same order."""
     counts, start = batch.num_tokens.numpy(), batch.start.numpy()
-    pieces = -(-counts // most)
-    row = np.repeat(np.arange(len(counts)), pieces)
-    done = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    num_parts = -(-counts // most)
+    row = np.repeat(np.arange(len(counts)), num_parts)
+    done = (np.arange(len(row)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * most
     num_tokens = np.minimum(counts[row] - done, most)
     return AttentionBatch(
         tables=batch.tables[torch.from_numpy(row)],
@@ -84,12 +85,12 @@ def _cut(batch: AttentionBatch, most: int) -> AttentionBatch:
     )
 
 
-def _launches(batch: AttentionBatch, num_heads: int, pages: KVPages) -> Iterator[AttentionBatch]:
-    """Yield the rows in groups whose partial results fit the memory they may take."""
+def _iter_launches(batch: AttentionBatch, num_heads: int, pages: KVPages) -> Iterator[AttentionBatch]:
+    """Yield the rows in groups whose partial results fit MAX_PARTIAL_FLOATS."""
     num_rows = batch.tables.shape[0]
-    splits = -(-batch.max_context_tokens // SPLIT)
-    queries = max_queries(batch.max_new_tokens, num_heads, pages.num_kv_heads)
-    each = pages.num_kv_heads * splits * partial_floats(queries, pages.head_dim)
+    splits = -(-batch.max_context_tokens // SPLIT_TOKENS)
+    queries = max_item_queries(batch.max_new_tokens, num_heads, pages.num_kv_heads)
+    each = pages.num_kv_heads * splits * num_partial_floats(queries, pages.head_dim)
     size = max(1, MAX_PARTIAL_FLOATS // max(each, 1)) if splits > 1 else max(num_rows, 1)
     if size >= num_rows:
         yield batch
@@ -102,13 +103,13 @@ def _launches(batch: AttentionBatch, num_heads: int, pages: KVPages) -> Iterator
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise as `cpu.rms_norm` does."""
-    _require(fused.norm_fits(x, weight), x)
+    _require(fused.can_fuse_norm(x, weight), x)
     return fused.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add and normalise as `cpu.add_rms_norm` does."""
-    _require(fused.norm_fits(x, weight) and residual.dtype == x.dtype, x)
+    _require(fused.can_fuse_norm(x, weight) and residual.dtype == x.dtype, x)
     return fused.add_rms_norm(x, residual, weight, eps)
 
 
@@ -123,18 +124,19 @@ def rope_write(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Norm, rotate and store as `cpu.rope_write` does."""
+    """Normalise, rotate and store as `cpu.rope_write` does."""
     if norms is not None:
-        _require(fused.norm_fits(q, norms.q), q)
+        _require(fused.can_fuse_norm(q, norms.q), q)
     return rope.rope_write(q, k, v, cos, sin, pages, layer, slots, norms)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Activate as `cpu.silu_mul` does."""
-    _require(fused.silu_fits(gate_up), gate_up)
+    """Apply the activation as `cpu.silu_mul` does."""
+    _require(fused.can_fuse_silu(gate_up), gate_up)
     return fused.silu_mul(gate_up)
 
 
 def _require(fits: bool, x: Tensor) -> None:
+    """Raise ValueError unless the kernels support the shape."""
     if not fits:
         raise ValueError(f"rows of {x.shape[-1]} {x.dtype} numbers: 16 must divide norms and activations, of one dtype")

@@ -1,10 +1,13 @@
-"""Pairs of bf16 numbers: their products in float32 (one instruction where the CPU has it, else two), their order and
-rounding, and the exponentials that become bf16.
+"""Intrinsics for bf16: pair products (AVX512-BF16), rounding, fast exponentials, AMX tiles.
 
-AMX for numba: eight tile registers of 16 rows x 64 bytes, and a product of two of them (bf16 in, float32 out).
+A lane of a register can hold two bf16 numbers, low and high; products of such pairs accumulate in float32, in one
+instruction where the CPU has it, else in two.
 
-A tile of x holds 16 tokens x 32 inputs; a tile of weights 32 inputs x 16 outputs, two inputs side by side for each
-output; a tile of sums 16 tokens x 16 outputs. Tile numbers are literals. Source: Intel's architecture manual, AMX.
+AMX has eight tile registers of 16 rows x 64 bytes and multiplies two of them (bf16 inputs, float32 sums). A tile of x
+holds 16 tokens x 32 inputs; a tile of weights 32 inputs x 16 outputs, two inputs adjacent for each output; a tile of
+sums 16 tokens x 16 outputs. Tile numbers are literals.
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual (AVX512-BF16, AMX).
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import torch
 from llvmlite import binding, ir
 from numba import types
 
-from .simd import F32, I8, I32, emit_call, emit_splat, instruction, round_bfloat16
+from .simd import F32, I8, I32, emit_call, emit_splat, round_bfloat16, simd_intrinsic
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no name for LLVM's bfloat
+    """LLVM's type `bfloat`, which llvmlite does not define."""
+
     def _to_string(self) -> str:
         return "bfloat"
 
@@ -32,16 +37,16 @@ class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no name for LLVM's
 
 
 @cache
-def has_pair_products() -> bool:
-    """Tell whether the CPU multiplies pairs of bf16 numbers in one instruction."""
+def has_avx512_bf16() -> bool:
+    """Return whether the CPU multiplies pairs of bf16 numbers in one instruction."""
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
-@instruction
+@simd_intrinsic
 def dot_pairs(typing: Any, native: Any, sums: Any, a: Any, b: Any) -> Any:
-    """dot_pairs(native, sums, a, b): sums + low(a) * low(b) + high(a) * high(b), lane by lane.
+    """Return sums + low(a) * low(b) + high(a) * high(b), lane by lane.
 
-    A lane of a and b holds two bf16 numbers, low and high. `native` (a literal) uses AVX512-BF16, 16 lanes only.
+    `native` (a literal) selects AVX512-BF16, which needs 16 lanes.
     """
     lanes = sums.lanes
     wide = ir.VectorType(F32, lanes)
@@ -62,9 +67,9 @@ def dot_pairs(typing: Any, native: Any, sums: Any, a: Any, b: Any) -> Any:
     return sums(native, sums, a, b), generate
 
 
-@instruction
-def store_rounded(typing: Any, native: Any, target: Any, index: Any, value: Any) -> Any:
-    """store_rounded(native, pointer, i, x): write 16 lanes as bf16, by the CPU's own instruction if `native`."""
+@simd_intrinsic
+def store_bf16(typing: Any, native: Any, target: Any, index: Any, value: Any) -> Any:
+    """Store 16 lanes as bf16, rounded by the CPU's own instruction if `native`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, base, at, x = args
@@ -81,9 +86,9 @@ def store_rounded(typing: Any, native: Any, target: Any, index: Any, value: Any)
     return types.void(native, target, types.int64, value), generate
 
 
-@instruction
-def store_pair(typing: Any, target: Any, index: Any, low: Any, high: Any) -> Any:
-    """store_pair(pointer, i, low, high): write 32 lanes as bf16, AVX512-BF16 only."""
+@simd_intrinsic
+def store_bf16_pair(typing: Any, target: Any, index: Any, low: Any, high: Any) -> Any:
+    """Store two registers as 32 bf16 numbers; AVX512-BF16 only."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         base, at, *parts = args
@@ -98,9 +103,9 @@ def store_pair(typing: Any, target: Any, index: Any, low: Any, high: Any) -> Any
     return types.void(target, types.int64, low, high), generate
 
 
-@instruction
-def interleave(typing: Any, like: Any, even: Any, odd: Any) -> Any:
-    """interleave(like, address, other): as many bf16 numbers of two rows as `like` has lanes, side by side in pairs."""
+@simd_intrinsic
+def load_interleaved(typing: Any, like: Any, even: Any, odd: Any) -> Any:
+    """Load bf16 numbers of two rows, at addresses `even` and `odd`, interleaved as pairs."""
     lanes = like.lanes
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -113,9 +118,9 @@ def interleave(typing: Any, like: Any, even: Any, odd: Any) -> Any:
     return like(like, types.int64, types.int64), generate
 
 
-@instruction
-def any_above(typing: Any, a: Any, bound: Any) -> Any:
-    """any_above(x, y): tell whether a lane is larger than y; NaN is not."""
+@simd_intrinsic
+def any_lane_greater(typing: Any, a: Any, bound: Any) -> Any:
+    """Return whether any lane is greater than `bound`; NaN is not."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         above = builder.fcmp_ordered(">", args[0], emit_splat(builder, args[1], a.lanes))
@@ -124,18 +129,18 @@ def any_above(typing: Any, a: Any, bound: Any) -> Any:
     return types.boolean(a, types.float32), generate
 
 
-@instruction
-def exp2_coarse(typing: Any, a: Any) -> Any:
-    """exp2_coarse(x): 2 ** x within 1e-4 relative, for weights that become bf16; 16 lanes, AVX-512 only.
+@simd_intrinsic
+def exp2_approx(typing: Any, a: Any) -> Any:
+    """Return 2 ** x within 1e-4 relative, for weights rounded to bf16; 16 lanes, AVX-512 only.
 
-    The polynomial is the best of degree 3 on [0, 1] by relative error (Remez).
+    The polynomial of degree 3 minimises the relative error on [0, 1] (Remez).
     """
     coefficients = (0.07802452264047956, 0.22606715542748315, 0.6958335404947528, 0.9999252185627154)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (x,), wide = args, ir.VectorType(F32, 16)
         whole, same = ir.Constant(ir.IntType(16), -1), ir.Constant(I32, 4)
-        down = ir.Constant(I32, 9)  # x less its floor, no exceptions
+        down = ir.Constant(I32, 9)  # x - floor(x), no exceptions
         part = emit_call(builder, "llvm.x86.avx512.mask.reduce.ps.512", wide, x, down, x, whole, same)
         power = ir.Constant(wide, [coefficients[0]] * 16)
         for coefficient in coefficients[1:]:
@@ -145,9 +150,12 @@ def exp2_coarse(typing: Any, a: Any) -> Any:
     return a(a), generate
 
 
-@instruction
-def reciprocal_coarse(typing: Any, a: Any) -> Any:
-    """reciprocal_coarse(x): 1 / x within 2 ** -14 relative, for results that become bf16; 16 lanes, AVX-512 only."""
+@simd_intrinsic
+def reciprocal_approx(typing: Any, a: Any) -> Any:
+    """Return 1 / x within 2 ** -14 relative, for results rounded to bf16.
+
+    16 lanes, AVX-512 only.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         whole = ir.Constant(ir.IntType(16), -1)
@@ -162,42 +170,42 @@ CONFIG_BYTES = 64
 
 @cache
 def has_amx() -> bool:
-    """Tell whether this process may use tiles for bf16: the CPU has them and the system grants them."""
+    """Return whether this process may use AMX bf16 tiles: CPU support and permission of the OS."""
     features = binding.get_host_cpu_features()
     if not (features.get("amx-tile") and features.get("amx-bf16")):
         return False
-    grant: Callable[[], bool] | None = getattr(torch.cpu, "_init_amx", None)  # asks the kernel, once per process
+    grant: Callable[[], bool] | None = getattr(torch.cpu, "_init_amx", None)  # asks the OS kernel, once per process
     return grant is not None and grant()
 
 
 def tile_config(num_rows: tuple[int, ...]) -> bytes:
-    """Return what `configure` reads: full rows of 64 bytes, and how many of them each tile has."""
+    """Return the 64 bytes for `tile_configure`; the rows of a tile have 64 bytes."""
     columns = b"".join((64).to_bytes(2, "little") for _ in num_rows)
     return bytes([1, 0]).ljust(16, b"\0") + columns.ljust(32, b"\0") + bytes(num_rows).ljust(16, b"\0")
 
 
-def _tile(numbers: Any) -> list[Any]:
+def _tile_numbers(numbers: Any) -> list[Any]:
     return [ir.Constant(I8, number.literal_value) for number in numbers]
 
 
-def _address(builder: Any, address: Any) -> Any:
+def _to_pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, I8.as_pointer())
 
 
-@instruction
+@simd_intrinsic
 def tile_configure(typing: Any, address: Any) -> Any:
-    """configure(address): set up the tiles from the 64 bytes of a `tile_config`."""
+    """Configure the tiles from the 64 bytes of a `tile_config`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit_call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _address(builder, args[0]))
+        emit_call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _to_pointer(builder, args[0]))
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def tile_release(typing: Any) -> Any:
-    """release(): let go of the tiles, so that the system need not save them when threads change."""
+    """Release the tiles, so that the OS need not save them when it switches threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit_call(builder, "llvm.x86.tilerelease", ir.VoidType())
@@ -206,47 +214,47 @@ def tile_release(typing: Any) -> Any:
     return types.void(), generate
 
 
-@instruction
+@simd_intrinsic
 def tile_clear(typing: Any, tile: Any) -> Any:
-    """tile_clear(t): zeros."""
+    """Set a tile to zeros."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit_call(builder, "llvm.x86.tilezero", ir.VoidType(), *_tile((tile,)))
+        emit_call(builder, "llvm.x86.tilezero", ir.VoidType(), *_tile_numbers((tile,)))
         return context.get_dummy_value()
 
     return types.void(tile), generate
 
 
-@instruction
+@simd_intrinsic
 def tile_load(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """tile_load(t, address, stride): read the rows, `stride` bytes apart."""
+    """Load a tile from rows that are `stride` bytes apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _address(builder, args[1])
-        emit_call(builder, "llvm.x86.tileloadd64", ir.VoidType(), *_tile((tile,)), at, args[2])
+        at = _to_pointer(builder, args[1])
+        emit_call(builder, "llvm.x86.tileloadd64", ir.VoidType(), *_tile_numbers((tile,)), at, args[2])
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def tile_store(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """tile_store(t, address, stride): write the rows, `stride` bytes apart."""
+    """Store a tile to rows that are `stride` bytes apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _address(builder, args[1])
-        emit_call(builder, "llvm.x86.tilestored64", ir.VoidType(), *_tile((tile,)), at, args[2])
+        at = _to_pointer(builder, args[1])
+        emit_call(builder, "llvm.x86.tilestored64", ir.VoidType(), *_tile_numbers((tile,)), at, args[2])
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def tile_dot(typing: Any, total: Any, x: Any, weight: Any) -> Any:
-    """tile_dot(c, a, b): c += a @ b."""
+    """Add the product of two tiles to a third: total += x @ weight."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit_call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), *_tile((total, x, weight)))
+        emit_call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), *_tile_numbers((total, x, weight)))
         return context.get_dummy_value()
 
     return types.void(total, x, weight), generate

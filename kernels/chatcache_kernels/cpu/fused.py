@@ -1,7 +1,7 @@
-"""Norms and the activation in one pass each.
+"""RMSNorm and the gated activation, in one pass each.
 
-In a decode step these are a handful of tiny torch calls per layer, and calling costs more than computing. A width that
-no register divides, or mixed dtypes, takes the plain torch path of `reference`.
+In a decode step these would be several tiny torch calls per layer, where calling costs more than computing. Widths that
+no register divides, and mixed dtypes, use the plain torch path of `reference`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from numba import carray
 from torch import Tensor
 
 from .. import reference
-from .bf16 import exp2_coarse, has_pair_products, reciprocal_coarse
-from .launch import Launch, compile_kernel, record, threads_for
+from .bf16 import exp2_approx, has_avx512_bf16, reciprocal_approx
+from .launch import Launch, choose_num_threads, compile_kernel, define_job
 from .simd import (
     BFLOAT16,
     KINDS,
@@ -30,113 +30,126 @@ from .simd import (
     minimum,
     mul,
     pointer,
+    reduce_sum,
     splat,
     store,
-    total,
     zeros,
 )
 
 LANES = 16
 
-NORM_JOB, _PACK_NORM = record("x residual weight out total num_rows width rows_each", "eps")
-SILU_JOB, _PACK_SILU = record("gate_up out num_rows width rows_each")
+NORM_JOB, _PACK_NORM = define_job("x residual weight out total num_rows width rows_per_item", "eps")
+SILU_JOB, _PACK_SILU = define_job("gate_up out num_rows width rows_per_item")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root mean square, then by `estimate_size`. Shapes: x [..., C], weight [C]."""
-    if not norm_fits(x, weight):
+    """Apply RMSNorm over the last dimension. Shapes: x [..., hidden], weight [hidden]."""
+    if not can_fuse_norm(x, weight):
         return reference.rms_norm(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
-    _norm(x, 0, weight, out, 0, eps)
+    _launch_norm(x, 0, weight, out, 0, eps)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual). Shapes: x, residual [T, C], weight [C]."""
-    if not norm_fits(x, weight) or residual.dtype != x.dtype:
+    """Return (rms_norm(x + residual), x + residual).
+
+    Shapes: x, residual [num_tokens, hidden], weight [hidden].
+    """
+    if not can_fuse_norm(x, weight) or residual.dtype != x.dtype:
         return reference.add_rms_norm(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
     out, summed = torch.empty_like(x), torch.empty_like(x)
-    _norm(x, residual.data_ptr(), weight, out, summed.data_ptr(), eps)
+    _launch_norm(x, residual.data_ptr(), weight, out, summed.data_ptr(), eps)
     return out, summed
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], gate first -> [T, I]."""
+    """Return silu(gate) * up.
+
+    Shapes: gate_up [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate].
+    """
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if not silu_fits(gate_up):
+    if not can_fuse_silu(gate_up):
         return reference.silu_mul(gate_up)
     gate_up = gate_up.contiguous()
     out = torch.empty(num_rows, width, dtype=gate_up.dtype)
-    job = _PACK_SILU.pack(0, 0, gate_up.data_ptr(), out.data_ptr(), num_rows, width, rows_each(num_rows))
-    silu_kernel(KINDS[gate_up.dtype])(job, threads_for(gate_up.numel()))
+    job = _PACK_SILU.pack(0, 0, gate_up.data_ptr(), out.data_ptr(), num_rows, width, rows_per_item(num_rows))
+    silu_kernel(KINDS[gate_up.dtype])(job, choose_num_threads(gate_up.numel()))
     return out
 
 
-def norm_fits(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether a norm takes the kernel rather than torch."""
+def can_fuse_norm(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernel supports a norm; otherwise torch computes it."""
     return x.shape[-1] % LANES == 0 and x.dtype in KINDS and weight.dtype == x.dtype and weight.is_contiguous()
 
 
-def silu_fits(gate_up: Tensor) -> bool:
-    """Tell whether the activation takes the kernel rather than torch."""
+def can_fuse_silu(gate_up: Tensor) -> bool:
+    """Return whether the kernel supports an activation; otherwise torch computes it."""
     return gate_up.shape[1] % (2 * LANES) == 0 and gate_up.dtype in KINDS
 
 
-def rows_each(num_rows: int) -> int:
-    """Return how many rows a thread takes at a time: drawing a row costs as much as computing a short one."""
+def rows_per_item(num_rows: int) -> int:
+    """Return the number of rows of an item.
+
+    Taking an item costs as much as computing a short row.
+    """
     return max(1, min(16, num_rows // 16))
 
 
-def _norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: int, eps: float) -> None:
+def _launch_norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: int, eps: float) -> None:
+    """Launch the norm kernel; `residual` and `summed` are addresses, 0 = none."""
     width = x.shape[-1]
     num_rows = x.numel() // width
     job = _PACK_NORM.pack(
-        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, num_rows, width, rows_each(num_rows),
-        eps,
+        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, num_rows, width,
+        rows_per_item(num_rows), eps,
     )  # fmt: skip
-    norm_kernel(KINDS[x.dtype])(job, threads_for(x.numel()))
+    norm_kernel(KINDS[x.dtype])(job, choose_num_threads(x.numel()))
 
 
 @cache
 def norm_kernel(kind: int) -> Launch:
-    """Return the launcher of the norms. Takes a NORM_JOB; without a residual, `residual` and `total` are 0."""
+    """Return the launcher of the norms. Takes a NORM_JOB.
+
+    Without a residual, residual and total are 0.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, NORM_JOB)[0]
         zero, width = zeros(LANES), job.width
         x, weight, out = pointer(kind, job.x), pointer(kind, job.weight), pointer(kind, job.out)
         residual, summed = pointer(kind, job.residual), pointer(kind, job.total)
-        row = fetch_add(address, 0, job.rows_each)
+        row = fetch_add(address, 0, job.rows_per_item)
         while row < job.num_rows:
             squares = zero
             for i in range(row * width, (row + 1) * width, LANES):
                 value = load(zero, x, i)
                 if job.residual != 0:
                     store(summed, i, add(value, load(zero, residual, i)))
-                    value = load(zero, summed, i)  # rounded, as the next layer sees it
+                    value = load(zero, summed, i)  # rounded, as the next layer reads it
                 squares = fma(value, value, squares)
-            scale = splat(zero, np.float32(1.0 / np.sqrt(total(squares) / width + job.eps)))
+            scale = splat(zero, np.float32(1.0 / np.sqrt(reduce_sum(squares) / width + job.eps)))
             source = x if job.residual == 0 else summed
             for i in range(0, width, LANES):
                 value = mul(load(zero, source, row * width + i), scale)
                 store(out, row * width + i, mul(value, load(zero, weight, i)))
             row += 1
-            if row % job.rows_each == 0:
-                row = fetch_add(address, 0, job.rows_each)
+            if row % job.rows_per_item == 0:
+                row = fetch_add(address, 0, job.rows_per_item)
 
     return compile_kernel(kernel)
 
 
 def silu_kernel(kind: int) -> Launch:
     """Return the launcher of the activation. Takes a SILU_JOB."""
-    return _silu_kernel(kind, kind == BFLOAT16 and has_pair_products())
+    return _silu_kernel(kind, kind == BFLOAT16 and has_avx512_bf16())
 
 
 @cache
 def _silu_kernel(kind: int, coarse: bool) -> Launch:
-    """`coarse`: exponential and quotient only as exact as bf16 can tell, in half the time."""
+    """Return the launcher; `coarse` uses approximations within bf16 precision, in half the time."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SILU_JOB)[0]
@@ -144,19 +157,19 @@ def _silu_kernel(kind: int, coarse: bool) -> Launch:
         gate_up, out = pointer(kind, job.gate_up), pointer(kind, job.out)
         one, minus_log2e = splat(zero, np.float32(1.0)), splat(zero, np.float32(-LOG2E))
         most = splat(zero, np.float32(126.0))
-        row = fetch_add(address, 0, job.rows_each)
+        row = fetch_add(address, 0, job.rows_per_item)
         while row < job.num_rows:
             for i in range(0, width, LANES):
                 gate = load(zero, gate_up, 2 * row * width + i)
                 up = load(zero, gate_up, (2 * row + 1) * width + i)
                 power = minimum(mul(gate, minus_log2e), most)
                 if coarse:
-                    value = mul(mul(gate, reciprocal_coarse(add(one, exp2_coarse(power)))), up)
+                    value = mul(mul(gate, reciprocal_approx(add(one, exp2_approx(power)))), up)
                 else:
                     value = mul(div(gate, add(one, exp2(power))), up)
                 store(out, row * width + i, value)
             row += 1
-            if row % job.rows_each == 0:
-                row = fetch_add(address, 0, job.rows_each)
+            if row % job.rows_per_item == 0:
+                row = fetch_add(address, 0, job.rows_per_item)
 
     return compile_kernel(kernel)

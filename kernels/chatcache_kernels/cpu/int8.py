@@ -1,26 +1,20 @@
-"""Weights as whole numbers of 8 bits and a scale for each output, and the codes that `int8` reads of them.
+"""Linear layers with int8 weights and one scale per output; activations are not quantised.
 
-A code is a sign bit and 7 bits of magnitude; two rows of a tile interleave, eight codes each, as widening takes them.
+Half the weight bytes of bf16 are read. Weights are packed in the panels of `matmul`. A thread widens a panel to bf16,
+which is exact, into a buffer that fits its core's cache, and multiplies it with its tokens from there, so one packed
+form serves a few or hundreds of tokens. Ways to multiply, best first: AMX tiles, pairs by AVX512-BF16, pairs widened to
+float32 (the only one for float32 activations). In each, the order of a token's sum does not depend on other tokens.
 
-8-bit codes (a sign bit and 7 bits of magnitude) widened to bf16, and pairs of bf16 split into float32.
+A code is a sign bit and 7 bits of magnitude; two rows of a tile interleave, eight codes each, as `widen_codes` reads
+them. Every magnitude up to 127 is a bf16 number. With AVX512-VBMI the two bytes of the result are two table look-ups by
+the magnitude; otherwise the numbers are converted.
 
-Every magnitude up to 127 is a bf16 number. Where the CPU looks bytes up in a table of 128 (AVX512-VBMI), the two bytes
-of the result are two look-ups by the magnitude, and the sign is the sign; else numbers are converted.
+On one core with AMX and 14 GB/s of memory bandwidth, a weight of 576 x 3072 from memory took 161, 229 and 427
+microseconds for 1, 32 and 64 tokens (bf16 panels: 278, 353 and 484); from the cache, 128, 512 and 2048 tokens ran at
+0.95, 0.85 and 0.78 of oneDNN's bf16 speed. Unpacking the weight for torch was slower up to 1024 tokens.
 
-Linear layers whose weights are whole numbers of 8 bits and a scale for each output; activations stay as they are.
-
-A layer reads half of what it reads in bf16. Weights are packed in the panels of `matmul`. A thread widens a panel to
-bf16, which is exact, in a buffer that its core's cache holds, and multiplies it with its tokens from there, a few or
-hundreds: there is no second form of the weight. Ways to multiply, best first: AMX tiles, pairs by AVX512-BF16, pairs
-widened to float32 (the only one for float32 activations). In each a token's sum has one order, whatever the tokens
-beside it.
-
-On one core with AMX that reads 14 GB/s, a weight of 576 x 3072 from memory took 161, 229 and 427 microseconds for 1, 32
-and 64 tokens (panels of bf16: 278, 353 and 484); from the cache, 128, 512 and 2048 tokens went at 0.95, 0.85 and 0.78
-of oneDNN's speed in bf16. Unpacking the weight for torch was slower up to 1024 tokens.
-
-Shapes: x [T, in] bf16 or float32, codes [out / 32, in / 32, 2, 16 * 32] uint8, scales, bias [out] float32 -> [T, out].
-`codes` says what a code is, and packs them.
+Shapes: x [num_tokens, in] bf16 or float32, codes [out / 32, in / 32, 2, 16 * 32] uint8, scales, bias [out] float32
+-> [num_tokens, out].
 """
 
 from __future__ import annotations
@@ -40,8 +34,8 @@ from .bf16 import (
     TILE_ROWS,
     dot_pairs,
     has_amx,
-    has_pair_products,
-    store_rounded,
+    has_avx512_bf16,
+    store_bf16,
     tile_clear,
     tile_configure,
     tile_dot,
@@ -49,8 +43,8 @@ from .bf16 import (
     tile_release,
     tile_store,
 )
-from .launch import Launch, compile_kernel, helper, record
-from .matmul import GROUP, PANEL, tile_configs
+from .launch import Launch, compile_kernel, define_job, helper
+from .matmul import GROUP_TOKENS, PANEL, tile_configs
 from .simd import (
     BFLOAT16,
     F32,
@@ -62,30 +56,31 @@ from .simd import (
     emit_call,
     fetch_add,
     fma,
-    instruction,
     load,
     mul,
     pointer,
     prefetch,
+    simd_intrinsic,
     splat,
     store,
     zeros,
 )
 
-LARGEST = 127  # magnitude of a code
+MAX_CODE = 127  # largest magnitude of a code
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (numbers [out, in] int8, scales [out] float32): the nearest multiples of a 127th of a row's largest.
+    """Quantise a weight to int8 with one scale per output (symmetric, round to nearest).
 
-    A row that holds what is not finite gets a scale that is not a number.
+    Shapes: weight [out, in] -> (numbers [out, in] int8, scales [out] float32). The scale is the row's largest magnitude
+    / 127; NaN if the row is not finite.
     """
     numbers, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
     rows = max(1, (1 << 20) // max(1, weight.shape[1]))
     for start in range(0, len(weight), rows):
         part = weight[start : start + rows].float()
         largest = part.abs().amax(1) if part.numel() else part.new_zeros(len(part))
-        scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scale = torch.where(largest > 0, largest / MAX_CODE, 1.0)
         scale = torch.where(largest.isfinite(), scale, torch.nan)
         numbers[start : start + rows] = (part / scale[:, None]).round_().nan_to_num_(0.0).to(torch.int8)
         scales[start : start + rows] = scale
@@ -93,7 +88,10 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_numbers(numbers: Tensor) -> Tensor:
-    """Return the codes in the order in which the kernel reads them, with zeros up to whole panels: [out, in] int8."""
+    """Pack int8 numbers into codes in the order in which the kernel reads them.
+
+    Zeros fill up whole panels. Shapes: numbers [out, in] int8 -> [out / 32, in / 32, 2, 512] uint8.
+    """
     rows, columns = (-(-size // PANEL) * PANEL for size in numbers.shape)
     if (rows, columns) != tuple(numbers.shape):
         numbers = functional.pad(numbers, (0, columns - numbers.shape[1], 0, rows - numbers.shape[0]))
@@ -104,26 +102,26 @@ def pack_numbers(numbers: Tensor) -> Tensor:
 
 
 _CODES, _WORDS = ir.VectorType(I8, 64), ir.VectorType(I16, 64)
-_RUNS = [[16 * run + 8 * row + i for run in range(4) for i in range(8)] for row in range(2)]  # where a row's codes lie
+_RUNS = [[16 * run + 8 * row + i for run in range(4) for i in range(8)] for row in range(2)]  # the codes of a row
 
 
 @cache
-def has_byte_tables() -> bool:
-    """Tell whether the CPU looks up 64 bytes at once in a table of 128."""
+def has_avx512_vbmi() -> bool:
+    """Return whether the CPU looks up 64 bytes at once in a table of 128 (AVX512-VBMI)."""
     features = binding.get_host_cpu_features()
     return bool(features.get("avx512vbmi") and features.get("avx512bw"))
 
 
-@instruction
+@simd_intrinsic
 def widen_codes(typing: Any, tables: Any, source: Any, target: Any) -> Any:
-    """widen_codes(tables, source, target): widen the 64 codes of two rows of a tile to bf16, at addresses.
+    """Widen the 64 codes of two rows of a tile to bf16, from and to addresses.
 
-    In 16 codes the first eight are of the first row. `tables` (a literal) uses byte tables.
+    In each run of 16 codes the first eight belong to the first row. `tables` (a literal) selects AVX512-VBMI.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         codes = builder.load(builder.inttoptr(args[1], _CODES.as_pointer()), align=1, typ=_CODES)
-        widened = _look_up(builder, codes) if tables.literal_value else _convert(builder, codes)
+        widened = _widen_by_table(builder, codes) if tables.literal_value else _widen_by_conversion(builder, codes)
         for number, row in enumerate(widened):
             at = builder.add(args[2], ir.Constant(args[2].type, 64 * number))
             builder.store(row, builder.inttoptr(at, row.type.as_pointer()), align=1)
@@ -132,10 +130,11 @@ def widen_codes(typing: Any, tables: Any, source: Any, target: Any) -> Any:
     return types.void(tables, types.int64, types.int64), generate
 
 
-def _look_up(builder: Any, codes: Any) -> list[Any]:
+def _widen_by_table(builder: Any, codes: Any) -> list[Any]:
+    """Emit the table look-ups; return the registers of both rows."""
     values = torch.arange(128).bfloat16().view(torch.int16)
     sign = builder.and_(codes, ir.Constant(_CODES, [0x80] * 64))
-    low, high = (_table(builder, codes, ((values >> shift) & 0xFF).tolist()) for shift in (0, 8))
+    low, high = (_lookup_128(builder, codes, ((values >> shift) & 0xFF).tolist()) for shift in (0, 8))
     high = builder.or_(high, sign)
     order = [[i for place in row for i in (place, 64 + place)] for row in _RUNS]
     return [
@@ -143,12 +142,14 @@ def _look_up(builder: Any, codes: Any) -> list[Any]:
     ]  # interleaved within 16 bytes: one instruction each
 
 
-def _table(builder: Any, codes: Any, values: list[int]) -> Any:
+def _lookup_128(builder: Any, codes: Any, values: list[int]) -> Any:
+    """Emit a look-up of codes in a table of 128 bytes."""
     first, second = ir.Constant(_CODES, values[:64]), ir.Constant(_CODES, values[64:])
     return emit_call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _CODES, first, codes, second)
 
 
-def _convert(builder: Any, codes: Any) -> list[Any]:
+def _widen_by_conversion(builder: Any, codes: Any) -> list[Any]:
+    """Emit integer to float conversions; return the registers of both rows."""
     wide = builder.zext(codes, ir.VectorType(I32, 64))
     magnitude = builder.and_(wide, ir.Constant(wide.type, [0x7F] * 64))
     bits = builder.bitcast(builder.sitofp(magnitude, ir.VectorType(F32, 64)), wide.type)
@@ -158,9 +159,9 @@ def _convert(builder: Any, codes: Any) -> list[Any]:
     return [builder.shuffle_vector(words, none, ir.Constant(ir.VectorType(I32, 32), row)) for row in _RUNS]
 
 
-@instruction
+@simd_intrinsic
 def low_half(typing: Any, a: Any) -> Any:
-    """low_half(x): the bf16 number in the lower half of each lane's bits, as float32."""
+    """Return the bf16 number in the lower half of each lane, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = ir.VectorType(I32, a.lanes)
@@ -170,9 +171,9 @@ def low_half(typing: Any, a: Any) -> Any:
     return a(a), generate
 
 
-@instruction
+@simd_intrinsic
 def high_half(typing: Any, a: Any) -> Any:
-    """high_half(x): the bf16 number in the upper half of each lane's bits, as float32."""
+    """Return the bf16 number in the upper half of each lane, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = ir.VectorType(I32, a.lanes)
@@ -183,24 +184,28 @@ def high_half(typing: Any, a: Any) -> Any:
 
 
 SUMS_BYTES = 4 * TILE_BYTES
-AHEAD_BYTES = 2048  # how far before a code is widened its cache line is asked for
-MIN_GROUPS, MAX_GROUPS = 8, 16  # of tokens that share widened panels
-INPUT_BYTES = 1 << 20  # of tokens that stay in a core's cache while panels go by, and
-WIDENED_BYTES = 512 << 10  # of widened panels
-PIECES_EACH = 4  # pieces of work for each thread, at least: the last ones leave no thread idle for long
+PREFETCH_BYTES = 2048  # prefetch distance
+MIN_GROUPS, MAX_GROUPS = 8, 16  # groups of tokens that share widened panels
+MAX_INPUT_BYTES = 1 << 20  # tokens that stay in a core's cache while panels are read
+MAX_WIDENED_BYTES = 512 << 10  # widened panels
+MIN_ITEMS_PER_THREAD = 4  # so that no thread is idle for long at the end
 
-JOB, PACK = record(
-    "x weight scales bias out scratch configs num_tokens num_inputs num_outputs groups_each panels_each scratch_each"
+INT8_JOB, PACK_INT8_JOB = define_job(
+    "x weight scales bias out scratch configs num_tokens num_inputs num_outputs groups_per_item panels_per_item"
+    " scratch_bytes_per_thread"
 )
-"""Addresses of contiguous arrays and sizes; 32 divides `num_inputs` and `num_outputs`. `bias` may be 0. `scratch`:
-`scratch_each` bytes for each thread, at least `scratch_bytes(num_inputs)`; `configs`: `tile_configs(T)`, for AMX only.
-A piece of work is `panels_each` panels for `groups_each` groups of 32 tokens."""
+"""Addresses of contiguous arrays and sizes; 32 divides num_inputs and num_outputs.
+
+bias may be 0. scratch: `scratch_bytes_per_thread` bytes for each thread, at least `scratch_bytes(num_inputs)`. configs:
+`tile_configs(T)`, for AMX only. An item is `panels_per_item` panels for `groups_per_item` groups of 32 tokens.
+"""
 
 
 def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, unit: str | None = None) -> Tensor:
-    """Return x @ (numbers * scales).T + bias. `scales` tells how many outputs there are.
+    """Return x @ (numbers * scales).T + bias. The number of outputs is len(scales).
 
-    `unit` (tiles | pairs | floats) is for tests; None is the best this CPU has for activations of this dtype.
+    Shapes: see the module docstring. `unit` (tiles | pairs | floats) is for tests; None is the fastest this CPU
+    supports for the dtype of x.
     """
     num_outputs, padded = len(scales), codes.shape[0] * PANEL
     num_inputs = codes.shape[1] * PANEL
@@ -213,80 +218,83 @@ def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = Non
     out = torch.empty(len(x), padded, dtype=x.dtype)
     threads, each = torch.get_num_threads(), scratch_bytes(num_inputs)
     scratch, configs = torch.empty(threads * each, dtype=torch.uint8), tile_configs(len(x))
-    job = PACK.pack(
+    job = PACK_INT8_JOB.pack(
         0, 0, x.data_ptr(), codes.data_ptr(), scales.data_ptr(), bias.data_ptr() if bias is not None else 0,
         out.data_ptr(), scratch.data_ptr(), configs.data_ptr(), len(x), num_inputs, padded,
-        *cut(len(x), num_inputs, codes.shape[0], threads), each,
+        *choose_blocking(len(x), num_inputs, codes.shape[0], threads), each,
     )  # fmt: skip
     multiply_kernel(x.dtype, unit)(job, threads)
     return out if padded == num_outputs else out[:, :num_outputs].contiguous()
 
 
 def scratch_bytes(num_inputs: int) -> int:
-    """Return what a thread needs: widened panels, and sums."""
-    return max(WIDENED_BYTES, 2 * PANEL * num_inputs) + SUMS_BYTES
+    """Return the scratch bytes that a thread needs: widened panels and sums."""
+    return max(MAX_WIDENED_BYTES, 2 * PANEL * num_inputs) + SUMS_BYTES
 
 
-def cut(num_tokens: int, num_inputs: int, num_panels: int, num_threads: int) -> tuple[int, int]:
-    """Return how many groups of tokens share a widened panel, and how many panels are widened for them at once.
+def choose_blocking(num_tokens: int, num_inputs: int, num_panels: int, num_threads: int) -> tuple[int, int]:
+    """Return (groups_per_item, panels_per_item).
 
-    More groups widen less often; more panels write longer runs of each token's outputs; threads must not be idle.
+    More groups widen less often; more panels write longer runs of each token's outputs; there must be enough items for
+    all threads.
     """
-    num_groups, pieces = -(-num_tokens // GROUP), PIECES_EACH * num_threads
-    most = max(MIN_GROUPS, min(MAX_GROUPS, INPUT_BYTES // (2 * GROUP * num_inputs)))
-    groups = max(1, min(most, num_groups // max(1, pieces // num_panels)))
+    num_groups, min_items = -(-num_tokens // GROUP_TOKENS), MIN_ITEMS_PER_THREAD * num_threads
+    most = max(MIN_GROUPS, min(MAX_GROUPS, MAX_INPUT_BYTES // (2 * GROUP_TOKENS * num_inputs)))
+    groups = max(1, min(most, num_groups // max(1, min_items // num_panels)))
     if groups == 1:
         return 1, 1
     blocks = -(-num_groups // groups)
-    fit = WIDENED_BYTES // (2 * PANEL * num_inputs)
-    return groups, max(1, min(fit, num_panels * blocks // pieces))
+    fit = MAX_WIDENED_BYTES // (2 * PANEL * num_inputs)
+    return groups, max(1, min(fit, num_panels * blocks // min_items))
 
 
 def multiply_kernel(dtype: torch.dtype, unit: str | None = None) -> Launch:
-    """Return the launcher for activations of a dtype and a way to multiply. Takes a JOB."""
-    best = "tiles" if has_amx() else "pairs" if has_pair_products() else "floats"
+    """Return the launcher for a dtype of activations and a way to multiply. Takes an INT8_JOB."""
+    best = "tiles" if has_amx() else "pairs" if has_avx512_bf16() else "floats"
     unit = "floats" if dtype == torch.float32 else unit or best
     if unit == "tiles":
-        return _tile_kernel(has_byte_tables(), has_pair_products())
-    return _row_kernel(has_byte_tables(), KINDS[dtype], unit == "pairs")
+        return _tile_kernel(has_avx512_vbmi(), has_avx512_bf16())
+    return _row_kernel(has_avx512_vbmi(), KINDS[dtype], unit == "pairs")
 
 
 @helper
-def _widen(tables: bool, source: int, num_codes: int, target: int) -> None:
-    """Widen codes to bf16, and have memory send what comes `AHEAD_BYTES` later."""
+def _widen_block(tables: bool, source: int, num_codes: int, target: int) -> None:
+    """Widen codes to bf16, and prefetch the codes PREFETCH_BYTES later."""
     for block in range(num_codes // 64):
-        prefetch(pointer(BFLOAT16, source), 32 * block + AHEAD_BYTES // 2)
+        prefetch(pointer(BFLOAT16, source), 32 * block + PREFETCH_BYTES // 2)
         widen_codes(tables, source + 64 * block, target + 128 * block)
 
 
 @cache
 def _tile_kernel(tables: bool, native: bool) -> Launch:
+    """Return the launcher of the AMX kernel."""
+
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
-        num_groups, num_panels = (job.num_tokens + GROUP - 1) // GROUP, job.num_outputs // PANEL
-        num_blocks = (num_groups + job.groups_each - 1) // job.groups_each
-        num_strips = (num_panels + job.panels_each - 1) // job.panels_each
-        piece, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+        job = carray(address, 1, INT8_JOB)[0]
+        num_groups, num_panels = (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS, job.num_outputs // PANEL
+        num_blocks = (num_groups + job.groups_per_item - 1) // job.groups_per_item
+        num_strips = (num_panels + job.panels_per_item - 1) // job.panels_per_item
+        item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
         panel_bytes = 2 * PANEL * job.num_inputs
-        sums = job.scratch + thread * job.scratch_each
+        sums = job.scratch + thread * job.scratch_bytes_per_thread
         configured = -1
-        while piece < num_strips * num_blocks:
-            block, strip = divmod(piece, num_strips)
-            first, end = block * job.groups_each, min(num_groups, (block + 1) * job.groups_each)
+        while item < num_strips * num_blocks:
+            block, strip = divmod(item, num_strips)
+            first, end = block * job.groups_per_item, min(num_groups, (block + 1) * job.groups_per_item)
             for group in range(first, end):
                 last = 1 if group == num_groups - 1 else 0
                 if last != configured:
                     tile_configure(job.configs + last * CONFIG_BYTES)
                     configured = last
                 weight = sums + SUMS_BYTES
-                for panel in range(strip * job.panels_each, min(num_panels, (strip + 1) * job.panels_each)):
+                for panel in range(strip * job.panels_per_item, min(num_panels, (strip + 1) * job.panels_per_item)):
                     if group == first:
                         keep = 1 if end - first > 1 else 0
-                        _first_group(native, tables, job, group * GROUP, panel, weight, sums, keep)
+                        _multiply_first_group(native, tables, job, group * GROUP_TOKENS, panel, weight, sums, keep)
                     else:
-                        _next_group(native, job, group * GROUP, panel, weight, sums)
+                        _multiply_next_group(native, job, group * GROUP_TOKENS, panel, weight, sums)
                     weight += panel_bytes
-            piece = fetch_add(address, 0, 1)
+            item = fetch_add(address, 0, 1)
         if configured >= 0:
             tile_release()
 
@@ -294,36 +302,40 @@ def _tile_kernel(tables: bool, native: bool) -> Launch:
 
 
 @helper
-def _first_group(
+def _multiply_first_group(
     native: bool, tables: bool, job: Any, token: int, panel: int, weight: int, sums: int, keep: int
 ) -> None:
-    """Multiply a group of tokens with a panel, widening it on the way; to `estimate_size`, as a whole if `keep`."""
+    """Multiply a group of tokens with a panel and widen the panel on the way.
+
+    If `keep`, the whole widened panel stays at `weight` for the next groups.
+    """
     stride = 2 * job.num_inputs
     x, codes = job.x + token * stride, job.weight + panel * PANEL * job.num_inputs
     more, num_steps = job.num_tokens - token > TILE_ROWS, job.num_inputs // PANEL
-    _clear()
+    _clear_sums()
     at = weight
     for step in range(num_steps):
-        _widen(tables, codes + TILE_BYTES * step, TILE_BYTES, at)
-        _step(x + 64 * step, stride, at, more)
+        _widen_block(tables, codes + TILE_BYTES * step, TILE_BYTES, at)
+        _multiply_step(x + 64 * step, stride, at, more)
         at += keep * 2 * TILE_BYTES
     _write_sums(native, job, token, panel, sums, more)
 
 
 @helper
-def _next_group(native: bool, job: Any, token: int, panel: int, weight: int, sums: int) -> None:
+def _multiply_next_group(native: bool, job: Any, token: int, panel: int, weight: int, sums: int) -> None:
     """Multiply a group of tokens with a widened panel."""
     stride = 2 * job.num_inputs
     x = job.x + token * stride
     more, num_steps = job.num_tokens - token > TILE_ROWS, job.num_inputs // PANEL
-    _clear()
+    _clear_sums()
     for step in range(num_steps):
-        _step(x + 64 * step, stride, weight + 2 * TILE_BYTES * step, more)
+        _multiply_step(x + 64 * step, stride, weight + 2 * TILE_BYTES * step, more)
     _write_sums(native, job, token, panel, sums, more)
 
 
 @helper
-def _clear() -> None:
+def _clear_sums() -> None:
+    """Set the tiles of sums to zeros."""
     tile_clear(0)
     tile_clear(1)
     tile_clear(2)
@@ -331,8 +343,8 @@ def _clear() -> None:
 
 
 @helper
-def _step(x: int, stride: int, weight: int, more: bool) -> None:
-    """Add 32 inputs' products: tiles 0-3 are sums (tokens, outputs), 4-5 tokens, 6-7 outputs."""
+def _multiply_step(x: int, stride: int, weight: int, more: bool) -> None:
+    """Add the products of 32 inputs. Tiles 0-3 are sums, 4-5 tokens, 6-7 outputs."""
     tile_load(4, x, stride)
     tile_load(6, weight, 64)
     tile_load(7, weight + TILE_BYTES, 64)
@@ -361,14 +373,14 @@ def _write_sums(native: bool, job: Any, token: int, panel: int, sums: int, more:
         bias = pointer(FLOAT32, job.bias)
         bias_0, bias_1 = load(zero, bias, panel * PANEL), load(zero, bias, panel * PANEL + 16)
     at = token * width + panel * PANEL
-    for row in range(min(GROUP, job.num_tokens - token)):
-        store_rounded(native, target, at, fma(load(zero, source, row * PANEL), scale_0, bias_0))
-        store_rounded(native, target, at + 16, fma(load(zero, source, row * PANEL + 16), scale_1, bias_1))
+    for row in range(min(GROUP_TOKENS, job.num_tokens - token)):
+        store_bf16(native, target, at, fma(load(zero, source, row * PANEL), scale_0, bias_0))
+        store_bf16(native, target, at + 16, fma(load(zero, source, row * PANEL + 16), scale_1, bias_1))
         at += width
 
 
 @helper
-def _write(native: bool, kind: int, job: Any, token: int, output: int, value: Any) -> None:
+def _write_outputs(native: bool, kind: int, job: Any, token: int, output: int, value: Any) -> None:
     """Scale 16 outputs of a token, add the bias and store them."""
     scale = load(value, pointer(FLOAT32, job.scales), output)
     if job.bias != 0:
@@ -377,38 +389,40 @@ def _write(native: bool, kind: int, job: Any, token: int, output: int, value: An
         value = mul(value, scale)
     at = token * job.num_outputs + output
     if kind == BFLOAT16:
-        store_rounded(native, pointer(BFLOAT16, job.out), at, value)
+        store_bf16(native, pointer(BFLOAT16, job.out), at, value)
     else:
         store(pointer(FLOAT32, job.out), at, value)
 
 
 @cache
 def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
+    """Return the launcher of the kernels without AMX."""
+
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
-        num_groups, num_panels = (job.num_tokens + GROUP - 1) // GROUP, job.num_outputs // PANEL
-        num_blocks = (num_groups + job.groups_each - 1) // job.groups_each
-        piece, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
-        weight = job.scratch + thread * job.scratch_each
-        while piece < num_panels * num_blocks:
-            block, panel = divmod(piece, num_panels)
-            _widen(tables, job.weight + panel * PANEL * job.num_inputs, PANEL * job.num_inputs, weight)
-            token = block * job.groups_each * GROUP
-            end = min(job.num_tokens, token + job.groups_each * GROUP)
+        job = carray(address, 1, INT8_JOB)[0]
+        num_groups, num_panels = (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS, job.num_outputs // PANEL
+        num_blocks = (num_groups + job.groups_per_item - 1) // job.groups_per_item
+        item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+        weight = job.scratch + thread * job.scratch_bytes_per_thread
+        while item < num_panels * num_blocks:
+            block, panel = divmod(item, num_panels)
+            _widen_block(tables, job.weight + panel * PANEL * job.num_inputs, PANEL * job.num_inputs, weight)
+            token = block * job.groups_per_item * GROUP_TOKENS
+            end = min(job.num_tokens, token + job.groups_per_item * GROUP_TOKENS)
             while token + 4 <= end:
-                _four(native, kind, job, token, panel, weight)
+                _multiply_4_tokens(native, kind, job, token, panel, weight)
                 token += 4
             while token < end:
-                _one(native, kind, job, token, panel, weight)
+                _multiply_1_token(native, kind, job, token, panel, weight)
                 token += 1
-            piece = fetch_add(address, 0, 1)
+            item = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
 
 
 @helper
 def _add_pair(native: bool, kind: int, total: Any, weights: Any, x: int, pair: int) -> Any:
-    """Add the products of 16 outputs' weights with a pair of inputs at an address."""
+    """Add the products of 16 outputs' weights with the pair of inputs at an address."""
     if kind == BFLOAT16:
         return dot_pairs(native, total, weights, splat(total, pointer(FLOAT32, x)[pair]))
     inputs = pointer(FLOAT32, x)
@@ -417,7 +431,7 @@ def _add_pair(native: bool, kind: int, total: Any, weights: Any, x: int, pair: i
 
 
 @helper
-def _one(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
+def _multiply_1_token(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
     """Multiply one token with a panel."""
     x = job.x + token * job.num_inputs * (2 if kind == BFLOAT16 else 4)
     weights, zero = pointer(FLOAT32, weight), zeros(16)
@@ -427,12 +441,12 @@ def _one(native: bool, kind: int, job: Any, token: int, panel: int, weight: int)
             at, pair = step * 2 * 256 + row * 16, step * 16 + row
             a = _add_pair(native, kind, a, load(zero, weights, at), x, pair)
             b = _add_pair(native, kind, b, load(zero, weights, at + 256), x, pair)
-    _write(native, kind, job, token, panel * PANEL, a)
-    _write(native, kind, job, token, panel * PANEL + 16, b)
+    _write_outputs(native, kind, job, token, panel * PANEL, a)
+    _write_outputs(native, kind, job, token, panel * PANEL + 16, b)
 
 
 @helper
-def _four(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
+def _multiply_4_tokens(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
     """Multiply four tokens with a panel."""
     width = job.num_inputs * (2 if kind == BFLOAT16 else 4)
     x0 = job.x + token * width
@@ -449,7 +463,7 @@ def _four(native: bool, kind: int, job: Any, token: int, panel: int, weight: int
             a3, b3 = _add_pair(native, kind, a3, even, x3, pair), _add_pair(native, kind, b3, odd, x3, pair)
     for half in range(2):
         output = panel * PANEL + 16 * half
-        _write(native, kind, job, token, output, a0 if half == 0 else b0)
-        _write(native, kind, job, token + 1, output, a1 if half == 0 else b1)
-        _write(native, kind, job, token + 2, output, a2 if half == 0 else b2)
-        _write(native, kind, job, token + 3, output, a3 if half == 0 else b3)
+        _write_outputs(native, kind, job, token, output, a0 if half == 0 else b0)
+        _write_outputs(native, kind, job, token + 1, output, a1 if half == 0 else b1)
+        _write_outputs(native, kind, job, token + 2, output, a2 if half == 0 else b2)
+        _write_outputs(native, kind, job, token + 3, output, a3 if half == 0 else b3)

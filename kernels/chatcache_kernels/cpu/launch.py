@@ -1,17 +1,18 @@
 """Compile a kernel once per machine and run it on torch's own threads.
 
 A kernel is a function of one address: that of a job, a record of pointers and sizes whose first two fields are counters
-that start at 0. Every thread of the team runs the whole function and draws its pieces of work from a counter, so that
-no thread waits while another has plenty.
+that start at 0. Every thread of the team runs the whole function and takes work items from a shared counter, so the
+load is balanced.
 
-Why torch's threads: a second pool beside torch's OpenMP pool (numba's own) makes both slower, since idle OpenMP threads
-spin for the next parallel region and starve the other pool. `GOMP_parallel` is the entry that compiled
-`#pragma omp parallel` code calls; torch's library hands us the very runtime that torch uses. It may be called from any
-thread. Where torch has no such entry (macOS, Windows) the kernel runs on the calling thread.
+Why torch's threads: a second pool next to torch's OpenMP pool (numba's own) makes both slower, since idle OpenMP
+threads spin for the next parallel region and take CPU time from the other pool. `GOMP_parallel` is the entry point that
+compiled `#pragma omp parallel` code calls; it is looked up in torch's library, so it belongs to the runtime that torch
+uses. Any thread may call it. Where torch has no such entry point (macOS, Windows), the kernel runs on the calling
+thread.
 
-Compiled code is kept in NUMBA_CACHE_DIR or the user's cache folder, under a digest of this package's source: numba
-alone would not notice a change in an imported helper. What lies there is run, so nobody else may write there. Where
-neither can be written, each process compiles anew.
+Compiled code is cached in NUMBA_CACHE_DIR or the user's cache folder, under a digest of this package's source: numba
+alone would not notice a change in an imported helper. Code in that folder is executed, so only its owner may have write
+access. If neither folder is writable, each process compiles again.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Launch = Callable[[bytes, int], None]  # launch(job, num_threads)
 
 _COMPILING = threading.Lock()  # numba's cache folder is one setting for the process
-_ELEMENTS_EACH = 16384  # elements of simple work that make one more thread worth waking
+_ELEMENTS_PER_THREAD = 16384  # elements of simple work that justify one more thread
 
-_FASTMATH = {"contract", "nsz"}  # not "fast": masks are -inf, faults are NaN, and both must pass through
+_FASTMATH = {"contract", "nsz"}  # not "fast": masks are -inf and faulty values are NaN, and both must be preserved
 
 
 def helper(function: Function) -> Function:
@@ -56,30 +57,30 @@ def compile_kernel(function: Callable[[Any], None]) -> Launch:
             compiled = decorate(function)
         finally:
             numba.config.CACHE_DIR = before
-    parallel, entry = _parallel(), compiled.address
+    parallel, entry = _parallel_entry(), compiled.address
 
     def launch(job: bytes, num_threads: int) -> None:
         parallel(entry, ctypes.create_string_buffer(job, len(job)), num_threads, 0)
 
-    launch.compiled = compiled  # type: ignore[attr-defined]  # the code lives as long as its launcher
+    launch.compiled = compiled  # type: ignore[attr-defined]  # keeps the code alive as long as its launcher
     return launch
 
 
-def record(integers: str, floats: str = "") -> tuple[np.dtype[np.void], struct.Struct]:
-    """Return a job's layout, as numba reads it and as Python packs it, from its field names."""
-    names, reals = ["next_piece", "next_thread", *integers.split()], floats.split()
+def define_job(integers: str, floats: str = "") -> tuple[np.dtype[np.void], struct.Struct]:
+    """Return a job's layout, as a numpy dtype and as a struct, from its field names."""
+    names, reals = ["next_item", "next_thread", *integers.split()], floats.split()
     fields = [(name, np.int64) for name in names] + [(name, np.float64) for name in reals]
     return np.dtype(fields), struct.Struct(f"{len(names)}q{len(reals)}d")
 
 
-def threads_for(num_elements: int) -> int:
-    """Return how many threads simple work over so many elements deserves."""
-    return min(torch.get_num_threads(), 1 + num_elements // _ELEMENTS_EACH)
+def choose_num_threads(num_elements: int) -> int:
+    """Return the number of threads for simple work over so many elements."""
+    return min(torch.get_num_threads(), 1 + num_elements // _ELEMENTS_PER_THREAD)
 
 
 @cache
-def _parallel() -> Callable[[int, Any, int, int], None]:
-    """Return run(entry, job, num_threads, flags), which runs entry(job) on every thread of a team."""
+def _parallel_entry() -> Callable[[int, Any, int, int], None]:
+    """Return run(entry, job, num_threads, flags): runs entry(job) on every thread of a team."""
     address = omp_function("GOMP_parallel")
     if not address:
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -89,7 +90,7 @@ def _parallel() -> Callable[[int, Any, int, int], None]:
 
 @cache
 def omp_function(name: str) -> int:
-    """Return the address of a function of torch's OpenMP runtime, 0 where torch has another runtime or none."""
+    """Return the address of a function of torch's OpenMP runtime, 0 if it is not available."""
     library = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         runtime = ctypes.CDLL(str(library))
@@ -108,7 +109,7 @@ def cache_folder() -> pathlib.Path | None:
     folder = pathlib.Path(numba.config.CACHE_DIR or os.path.join(user, "chatcache", "kernels")) / digest
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # refused where it is another user's
+        folder.chmod(0o700)  # fails if the folder belongs to another user
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None

@@ -1,12 +1,13 @@
-"""Linear layers of few tokens in bf16: bound by reading the weight once, at the speed of memory.
+"""Linear layers of few tokens in bf16. Limited by reading the weight once from memory.
 
-oneDNN does the same for many tokens, but each of its calls costs tens of microseconds, which at decode is as long as
-reading the weight. Here a weight is packed in the order in which it is read: panels of 32 outputs, in a panel 32 inputs
-at a time, those as two tiles of 16 outputs, a tile as 16 rows of (input pair, output). A piece of work is one panel for
-up to 32 tokens. Three ways to multiply, best first: AMX tiles, pairs by AVX512-BF16, pairs widened to float32. In the
-last two a token's sum does not depend on the tokens beside it.
+oneDNN does the same for many tokens, but each call costs tens of microseconds, as much as reading a weight at decode.
+Here a weight is packed in the order in which it is read: panels of 32 outputs; in a panel 32 inputs at a time, as two
+tiles of 16 outputs; a tile is 16 rows of (input pair, output). An item is one panel for up to 32 tokens. Ways to
+multiply, best first: AMX tiles, pairs by AVX512-BF16, pairs widened to float32. In the last two a token's sum does not
+depend on other tokens.
 
-Shapes: x [T, in] bf16, packed [out / 32, in / 32, 2, 16, 16, 2] bf16 -> [T, out] bf16. 32 divides in and out.
+Shapes: x [num_tokens, in] bf16, packed [out / 32, in / 32, 2, 16, 16, 2] bf16 -> [num_tokens, out] bf16. 32 must divide
+in and out.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from .bf16 import (
     TILE_ROWS,
     dot_pairs,
     has_amx,
-    has_pair_products,
-    store_rounded,
+    has_avx512_bf16,
+    store_bf16,
     tile_clear,
     tile_config,
     tile_configure,
@@ -35,41 +36,48 @@ from .bf16 import (
     tile_release,
     tile_store,
 )
-from .launch import Launch, compile_kernel, helper, record
+from .launch import Launch, compile_kernel, define_job, helper
 from .simd import BFLOAT16, FLOAT32, add, fetch_add, load, pointer, prefetch, splat, zeros
 
-PANEL = 32  # outputs of a piece, and inputs of a step
-GROUP = 2 * TILE_ROWS  # tokens of a piece
-SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # of each thread
+PANEL = 32  # outputs of an item, and inputs of a step
+GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
+SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
 
-JOB, PACK = record("x weight bias out scratch configs num_tokens num_inputs num_outputs")
-"""Addresses of contiguous arrays and sizes. `bias` may be 0. `scratch`: SCRATCH_FLOATS for each thread; `configs`:
-`tile_configs(T)`; both for AMX only."""
+MATMUL_JOB, PACK_MATMUL_JOB = define_job("x weight bias out scratch configs num_tokens num_inputs num_outputs")
+"""Addresses of contiguous arrays and sizes. bias may be 0.
+
+For AMX only: scratch: SCRATCH_FLOATS for each thread; configs: `tile_configs(T)`.
+"""
 
 
 def pack_weight(weight: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.contiguous) -> Tensor:
-    """Return the weight in the order in which the kernel reads it: [out, in] -> [out / 32, in / 32, 2, 16, 16, 2].
+    """Return the weight in the order in which the kernel reads it.
 
-    `keep` makes the contiguous copy, wherever it shall lie; its address is a multiple of 64 at best.
+    Shapes: weight [out, in] -> [out / 32, in / 32, 2, 16, 16, 2]. `keep` makes the contiguous copy in memory of the
+    caller's choice; an address that is a multiple of 64 is fastest.
     """
     num_outputs, num_inputs = weight.shape
     parts = weight.view(num_outputs // PANEL, 2, 16, num_inputs // PANEL, 16, 2)
     return keep(parts.permute(0, 3, 1, 4, 2, 5))
 
 
-def packs(weight: Tensor) -> bool:
-    """Tell whether the kernel can multiply with a weight."""
+def can_pack(weight: Tensor) -> bool:
+    """Return whether the kernel supports a weight."""
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
     return fits and weight.shape[0] % PANEL == 0 and weight.shape[1] % PANEL == 0
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None, unit: str | None = None) -> Tensor:
-    """Return x @ weight.T + bias. `unit` (tiles | pairs | floats) is for tests; None is the best this CPU has."""
+    """Return x @ weight.T + bias.
+
+    Shapes: see the module docstring. `unit` (tiles | pairs | floats) is for tests; None is the fastest this CPU
+    supports.
+    """
     x, num_outputs = x.contiguous(), packed.shape[0] * PANEL
     out = torch.empty(len(x), num_outputs, dtype=x.dtype)
     threads = torch.get_num_threads()
     scratch, configs = torch.empty(threads * SCRATCH_FLOATS), tile_configs(len(x))
-    job = PACK.pack(
+    job = PACK_MATMUL_JOB.pack(
         0, 0, x.data_ptr(), packed.data_ptr(), bias.data_ptr() if bias is not None else 0, out.data_ptr(),
         scratch.data_ptr(), configs.data_ptr(), len(x), x.shape[1], num_outputs,
     )  # fmt: skip
@@ -79,35 +87,40 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None, unit: str | 
 
 @cache
 def tile_configs(num_tokens: int) -> Tensor:
-    """Return the tile set-ups of a full group of tokens and of the last: 4 tiles of sums, 2 of x, 2 of weights."""
-    last = (num_tokens - 1) % GROUP + 1
+    """Return the tile configurations of a full group of tokens and of the last group.
+
+    Tiles 0-3 are sums, 4-5 tokens, 6-7 weights.
+    """
+    last = (num_tokens - 1) % GROUP_TOKENS + 1
     first, second = min(last, TILE_ROWS), max(last - TILE_ROWS, 1)
     rows = [(16,) * 8, (first, first, second, second, first, second, 16, 16)]
     return torch.frombuffer(bytearray(b"".join(tile_config(each) for each in rows)), dtype=torch.uint8)
 
 
 def multiply_kernel(unit: str | None = None) -> Launch:
-    """Return the launcher for a way to multiply. Takes a JOB."""
-    best = "tiles" if has_amx() else "pairs" if has_pair_products() else "floats"
-    return _tile_kernel(has_pair_products()) if (unit or best) == "tiles" else _pair_kernel((unit or best) == "pairs")
+    """Return the launcher for a way to multiply. Takes a MATMUL_JOB."""
+    best = "tiles" if has_amx() else "pairs" if has_avx512_bf16() else "floats"
+    return _tile_kernel(has_avx512_bf16()) if (unit or best) == "tiles" else _pair_kernel((unit or best) == "pairs")
 
 
 @cache
 def _tile_kernel(native: bool) -> Launch:
+    """Return the launcher of the AMX kernel."""
+
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
-        num_panels, num_groups = job.num_outputs // PANEL, (job.num_tokens + GROUP - 1) // GROUP
-        piece, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+        job = carray(address, 1, MATMUL_JOB)[0]
+        num_panels, num_groups = job.num_outputs // PANEL, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
+        item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
         scratch = job.scratch + thread * SCRATCH_FLOATS * 4
         configured = -1
-        while piece < num_panels * num_groups:
-            panel, group = divmod(piece, num_groups)
+        while item < num_panels * num_groups:
+            panel, group = divmod(item, num_groups)
             last = 1 if group == num_groups - 1 else 0
             if last != configured:
                 tile_configure(job.configs + last * CONFIG_BYTES)
                 configured = last
-            _tiles(native, job, group * GROUP, panel, scratch)
-            piece = fetch_add(address, 0, 1)
+            _multiply_amx(native, job, group * GROUP_TOKENS, panel, scratch)
+            item = fetch_add(address, 0, 1)
         if configured >= 0:
             tile_release()
 
@@ -115,8 +128,8 @@ def _tile_kernel(native: bool) -> Launch:
 
 
 @helper
-def _tiles(native: bool, job: Any, token: int, panel: int, scratch: int) -> None:
-    """Multiply a group of tokens with a panel. Tiles 0-3: sums (tokens, outputs); 4-5: tokens; 6-7: outputs."""
+def _multiply_amx(native: bool, job: Any, token: int, panel: int, scratch: int) -> None:
+    """Multiply a group of tokens with a panel. Tiles 0-3: sums; 4-5: tokens; 6-7: weights."""
     stride = 2 * job.num_inputs
     x, weight = job.x + token * stride, job.weight + panel * PANEL * stride
     more = job.num_tokens - token > TILE_ROWS
@@ -141,42 +154,46 @@ def _tiles(native: bool, job: Any, token: int, panel: int, scratch: int) -> None
         tile_store(2, scratch + 2 * TILE_BYTES, 128)
         tile_store(3, scratch + 2 * TILE_BYTES + 64, 128)
     sums, zero = pointer(FLOAT32, scratch), zeros(16)
-    for row in range(min(GROUP, job.num_tokens - token)):
+    for row in range(min(GROUP_TOKENS, job.num_tokens - token)):
         for half in range(2):
-            _write(native, job, token + row, panel * PANEL + 16 * half, load(zero, sums, row * PANEL + 16 * half))
+            _write_outputs(
+                native, job, token + row, panel * PANEL + 16 * half, load(zero, sums, row * PANEL + 16 * half)
+            )
 
 
 @helper
-def _write(native: bool, job: Any, token: int, output: int, value: Any) -> None:
+def _write_outputs(native: bool, job: Any, token: int, output: int, value: Any) -> None:
     """Add the bias and store 16 outputs of a token."""
     if job.bias != 0:
         value = add(value, load(value, pointer(BFLOAT16, job.bias), output))
-    store_rounded(native, pointer(BFLOAT16, job.out), token * job.num_outputs + output, value)
+    store_bf16(native, pointer(BFLOAT16, job.out), token * job.num_outputs + output, value)
 
 
 @cache
 def _pair_kernel(native: bool) -> Launch:
+    """Return the launcher of the kernels without AMX."""
+
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
-        num_panels, num_groups = job.num_outputs // PANEL, (job.num_tokens + GROUP - 1) // GROUP
-        piece = fetch_add(address, 0, 1)
-        while piece < num_panels * num_groups:
-            panel, group = divmod(piece, num_groups)
-            token, end = group * GROUP, min((group + 1) * GROUP, job.num_tokens)
+        job = carray(address, 1, MATMUL_JOB)[0]
+        num_panels, num_groups = job.num_outputs // PANEL, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
+        item = fetch_add(address, 0, 1)
+        while item < num_panels * num_groups:
+            panel, group = divmod(item, num_groups)
+            token, end = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, job.num_tokens)
             while token + 4 <= end:
-                _four(native, job, token, panel)
+                _multiply_4_tokens(native, job, token, panel)
                 token += 4
             while token < end:
-                _one(native, job, token, panel)
+                _multiply_1_token(native, job, token, panel)
                 token += 1
-            piece = fetch_add(address, 0, 1)
+            item = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
 
 
 @helper
-def _one(native: bool, job: Any, token: int, panel: int) -> None:
-    """Multiply one token with a panel: even and odd rows of both tiles in sums of their own."""
+def _multiply_1_token(native: bool, job: Any, token: int, panel: int) -> None:
+    """Multiply one token with a panel, with separate sums for even and odd rows."""
     x = pointer(FLOAT32, job.x + 2 * token * job.num_inputs)
     weight = pointer(FLOAT32, job.weight + 2 * panel * PANEL * job.num_inputs)
     zero = zeros(16)
@@ -189,12 +206,12 @@ def _one(native: bool, job: Any, token: int, panel: int) -> None:
             pair = splat(zero, x[step * 16 + row])
             a = dot_pairs(native, a, load(zero, weight, at + row * 16), pair)
             b = dot_pairs(native, b, load(zero, weight, at + row * 16 + 256), pair)
-    _write(native, job, token, panel * PANEL, a)
-    _write(native, job, token, panel * PANEL + 16, b)
+    _write_outputs(native, job, token, panel * PANEL, a)
+    _write_outputs(native, job, token, panel * PANEL + 16, b)
 
 
 @helper
-def _four(native: bool, job: Any, token: int, panel: int) -> None:
+def _multiply_4_tokens(native: bool, job: Any, token: int, panel: int) -> None:
     """Multiply four tokens with a panel."""
     width = job.num_inputs // 2
     x = pointer(FLOAT32, job.x + 4 * token * width)
@@ -213,7 +230,7 @@ def _four(native: bool, job: Any, token: int, panel: int) -> None:
             a3, b3 = dot_pairs(native, a3, even, x3), dot_pairs(native, b3, odd, x3)
     for half in range(2):
         output = panel * PANEL + 16 * half
-        _write(native, job, token, output, a0 if half == 0 else b0)
-        _write(native, job, token + 1, output, a1 if half == 0 else b1)
-        _write(native, job, token + 2, output, a2 if half == 0 else b2)
-        _write(native, job, token + 3, output, a3 if half == 0 else b3)
+        _write_outputs(native, job, token, output, a0 if half == 0 else b0)
+        _write_outputs(native, job, token + 1, output, a1 if half == 0 else b1)
+        _write_outputs(native, job, token + 2, output, a2 if half == 0 else b2)
+        _write_outputs(native, job, token + 3, output, a3 if half == 0 else b3)

@@ -1,10 +1,8 @@
-"""Many kernels in one launch: all threads go through a list of jobs together and wait for each other after each.
+"""Run a queue of kernels in one launch, with a barrier of all threads after each kernel.
 
-In a decode step a kernel runs for microseconds; starting each from Python, and waking threads for it, costs as much
-again. Here that is paid once a step. Threads that wait spin for a while, then give the CPU away: when other programs
-want the cores, the thread that is waited for may be one that does not run.
-
-Rows of a table by their numbers: embeddings, rotations, the tokens that are drawn from.
+In a decode step a kernel runs for microseconds; starting each from Python and waking threads for it costs as much
+again. Here that cost is paid once a step. At a barrier a thread spins for a while, then yields: when other programs
+need the cores, the thread that the others wait for may not be running.
 """
 
 from __future__ import annotations
@@ -19,19 +17,21 @@ from llvmlite import ir
 from numba import carray, types
 from numpy.typing import NDArray
 
-from .launch import Launch, compile_kernel, omp_function, record
-from .simd import I64, INT64, emit_call, fetch_add, instruction, pointer
+from .launch import Launch, compile_kernel, define_job, omp_function
+from .simd import I64, INT64, emit_call, fetch_add, pointer, simd_intrinsic
 
-MAX_SPINS = 2000  # looks at the counter (tens of microseconds) before a waiting thread first gives way
+MAX_SPINS = 2000  # polls (tens of microseconds) before a waiting thread first yields
 
-QUEUE_JOB, _PACK_QUEUE = record("steps num_steps sched_yield team_size")
-"""`steps` [num_steps, 2] int64: address of a kernel, address of its job. `sched_yield`, `team_size`: addresses of
-functions of no arguments; `team_size` tells how many threads came, 0 = one. The counters are threads that arrived, and
-that started."""
+QUEUE_JOB, _PACK_QUEUE = define_job("steps num_steps sched_yield team_size")
+"""steps [num_steps, 2] int64: address of a kernel, address of its job.
+
+sched_yield, team_size: addresses of functions without arguments; team_size returns the number of threads in the team
+(0 = one thread). The counters are threads that arrived and threads that started.
+"""
 
 
 class KernelCalls:
-    """The jobs of one kernel in a program: `records`, one for each call, are filled and changed by their owner."""
+    """Calls of one kernel in a queue. `records` holds one job per call; its owner fills it."""
 
     def __init__(self, launch: Launch, layout: np.dtype[np.void], count: int, **fields: Any) -> None:
         self.entry: int = launch.compiled.address  # type: ignore[attr-defined]
@@ -40,26 +40,26 @@ class KernelCalls:
         self.set(**fields)
 
     def set(self, **fields: Any) -> None:
-        """Set fields in every record: a number for all, or one for each."""
+        """Set fields in every record: one value for all, or one per record."""
         for name, values in fields.items():
             self.records[name] = values
 
     def address(self, index: int) -> int:
-        """Return where a record lies."""
+        """Return the address of a record."""
         return int(self.records.ctypes.data) + index * self.records.itemsize
 
 
 class KernelQueue:
-    """Runs (jobs, index) in order; a job may occur once."""
+    """A queue of kernel calls, (calls, index) each, run in order; a record may occur once."""
 
     def __init__(self, steps: Sequence[tuple[KernelCalls, int]]) -> None:
         self._jobs = list({id(jobs): jobs for jobs, _ in steps}.values())
         self._steps = np.array([(jobs.entry, jobs.address(index)) for jobs, index in steps], np.int64)
 
     def run(self, num_threads: int) -> None:
-        """Carry out every job; when it returns, all are done."""
+        """Run every call. All are finished when this returns."""
         for jobs in self._jobs:
-            jobs.set(next_piece=0, next_thread=0)
+            jobs.set(next_item=0, next_thread=0)
         job = _PACK_QUEUE.pack(
             0, 0, self._steps.ctypes.data, len(self._steps), _sched_yield(), omp_function("omp_get_num_threads")
         )
@@ -68,7 +68,7 @@ class KernelQueue:
 
 @cache
 def _sched_yield() -> int:
-    """Return the address of the function that gives the CPU to another thread, 0 where there is none."""
+    """Return the address of sched_yield(), 0 if the C library has none."""
     try:
         function = ctypes.CDLL(None).sched_yield
     except (OSError, AttributeError, TypeError):
@@ -78,7 +78,7 @@ def _sched_yield() -> int:
 
 @cache
 def _queue_kernel() -> Launch:
-    """Return the launcher. Takes a JOB."""
+    """Return the launcher. Takes a QUEUE_JOB."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, QUEUE_JOB)[0]
@@ -98,9 +98,9 @@ def _queue_kernel() -> Launch:
     return compile_kernel(kernel)
 
 
-@instruction
+@simd_intrinsic
 def call_kernel(typing: Any, entry: Any, argument: Any) -> Any:
-    """call(entry, argument): call the compiled function at an address with one address."""
+    """Call the compiled kernel at address `entry` with one address as its argument."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = ir.IntType(8).as_pointer()
@@ -112,9 +112,9 @@ def call_kernel(typing: Any, entry: Any, argument: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def call_function(typing: Any, entry: Any) -> Any:
-    """ask(entry): call the C function `int f(void)` at an address."""
+    """Call the C function `int f(void)` at address `entry`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -123,9 +123,9 @@ def call_function(typing: Any, entry: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def load_acquire(typing: Any, source: Any, index: Any) -> Any:
-    """look(pointer, i): read 64-bit element i that other threads change."""
+    """Read 64-bit element `index`, which other threads change."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         base = builder.bitcast(args[0], I64.as_pointer())
@@ -135,9 +135,9 @@ def load_acquire(typing: Any, source: Any, index: Any) -> Any:
     return types.int64(source, types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def spin_hint(typing: Any) -> Any:
-    """pause(): tell an x86 CPU that this is a waiting loop."""
+    """Emit x86's PAUSE instruction, for spin loops."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if "x86_64" in builder.module.triple:
@@ -147,13 +147,16 @@ def spin_hint(typing: Any) -> Any:
     return types.void(), generate
 
 
-GATHER_JOB, PACK_GATHER = record("source rows out num_rows words")
-"""Addresses: a table, row numbers [num_rows] int64, and the result. `words`: 64-bit words of a row."""
+GATHER_JOB, PACK_GATHER = define_job("source rows out num_rows words")
+"""Addresses: a table, row numbers [num_rows] int64, and the result.
+
+Words: 64-bit words of a row.
+"""
 
 
 @cache
 def gather_kernel() -> Launch:
-    """Return the launcher. Takes a JOB."""
+    """Return the launcher that copies rows of a table by number. Takes a GATHER_JOB."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, GATHER_JOB)[0]

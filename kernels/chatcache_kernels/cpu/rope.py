@@ -1,7 +1,7 @@
-"""Rotate queries and keys and write keys and values to their pages, in one pass.
+"""Apply the rotary embedding and write keys and values to their pages, in one pass.
 
-q, k and v may be slices of one fused projection: only their rows need be apart by the same stride. Heads that no
-register divides, or mixed dtypes, take the plain torch path. Symbols: see types.py; C = rotated dimensions / 2.
+q, k and v may be slices of one fused projection: only the stride between tokens must be uniform. Heads that no register
+divides, and mixed dtypes, use the plain torch path.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import reference
 from ..types import HeadNorms, KVPages
 from .fused import rms_norm
-from .launch import Launch, compile_kernel, helper, record, threads_for
-from .pages import write_slots
+from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
+from .pages import write_slots_torch
 from .simd import (
     FLOAT32,
     INT64,
@@ -29,22 +29,26 @@ from .simd import (
     mul,
     num_lanes,
     pointer,
+    reduce_sum,
     scatter,
     splat,
     store,
-    total,
     zeros,
 )
 
-JOB, _PACK = record(
+ROPE_JOB, _PACK = define_job(
     "q k v out cos sin k_pages v_pages slots q_norm k_norm num_tokens q_stride k_stride v_stride num_heads num_kv_heads"
-    " head_dim half page_size tokens_each",
+    " head_dim half page_size tokens_per_item",
     "eps",
 )
-"""Addresses, sizes, and strides between tokens in elements. cos, sin [T, C] float32; half = C, 0 = do not rotate.
-q_norm, k_norm [D], 0 = none. `tokens_each`: tokens of a piece of work."""
+"""Addresses, sizes, and strides between tokens in elements.
 
-_MANY_TOKENS = 64  # from here on a thread takes a page of tokens at a time: in the store neighbours share cache lines
+cos, sin [T, C] float32; half = C, 0 = no rotation. q_norm, k_norm [D], 0 = none. tokens_per_item: tokens of an item.
+"""
+
+_PAGEWISE_MIN_TOKENS = (
+    64  # from here on a thread takes a page of tokens at a time: in the store neighbours share cache lines
+)
 
 
 def rope_write(
@@ -58,9 +62,10 @@ def rope_write(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Norm each head if asked, rotate q and k, store k and v, return q.
+    """Normalise heads if asked, apply the rotary embedding to q and k, store k and v, return q.
 
-    Shapes: q [T, H, D], k, v [T, Hkv, D], cos, sin [T, C], slots [T].
+    Shapes: q [num_tokens, num_heads, head_dim], k, v [num_tokens, num_kv_heads, head_dim], cos, sin
+    [num_tokens, rotary_dim / 2], slots [num_tokens] -> [num_tokens, num_heads, head_dim].
     """
     half = cos.shape[-1]
     lanes = register_lanes(pages.head_dim, half)
@@ -68,7 +73,7 @@ def rope_write(
     if not lanes or {q.dtype, k.dtype, v.dtype} | of_norms != {pages.k.dtype}:
         if norms is not None:
             q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
-        write_slots(pages, layer, reference.rope(k, cos, sin), v, slots)
+        write_slots_torch(pages, layer, reference.rope(k, cos, sin), v, slots)
         return reference.rope(q, cos, sin)
     q, k, v = (_dense_heads(x) for x in (q, k, v))
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
@@ -78,10 +83,13 @@ def rope_write(
 
 
 def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store keys and values of new tokens. Shapes: k, v [T, Hkv, D]; slots [T]."""
+    """Store keys and values of new tokens.
+
+    Shapes: k, v [num_tokens, num_kv_heads, head_dim]; slots [num_tokens].
+    """
     lanes = register_lanes(pages.head_dim, 0)
     if not lanes:
-        write_slots(pages, layer, k, v, slots)
+        write_slots_torch(pages, layer, k, v, slots)
         return
     k, v = (_dense_heads(x.to(pages.k.dtype)) for x in (k, v))
     _run(k[:, :0], k, v, k, 0, 0, 0, lanes, pages, layer, slots)
@@ -89,11 +97,15 @@ def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor)
 
 @cache
 def register_lanes(head_dim: int, half: int) -> int:
-    """Return the register width that divides the rotated halves and the rest of a head, 0 if none does."""
+    """Return the register width that divides the rotated halves and the rest of a head.
+
+    0 if none does.
+    """
     return next((n for n in (16, 8) if half % n == 0 and (head_dim - 2 * half) % n == 0), 0)
 
 
 def _dense_heads(x: Tensor) -> Tensor:
+    """Return x with contiguous heads, copied only if they are not."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -101,6 +113,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cos: int, sin: int, half: int, lanes: int, pages: KVPages, layer: int,
     slots: Tensor, norms: HeadNorms | None = None,
 ) -> None:  # fmt: skip
+    """Launch the kernel; cos and sin are addresses."""
     layer_bytes = layer * pages.k.stride(0) * pages.k.element_size()
     slots = slots.to(torch.int64).contiguous()
     num_tokens, num_heads = q.shape[:2]
@@ -109,23 +122,23 @@ def _run(
         pages.v.data_ptr() + layer_bytes, slots.data_ptr(), norms.q.data_ptr() if norms else 0,
         norms.k.data_ptr() if norms else 0, num_tokens, q.stride(0), k.stride(0), v.stride(0), num_heads,
         pages.num_kv_heads, pages.head_dim, half, pages.page_size,
-        pages.page_size if num_tokens >= _MANY_TOKENS else 1, norms.eps if norms else 0.0,
+        pages.page_size if num_tokens >= _PAGEWISE_MIN_TOKENS else 1, norms.eps if norms else 0.0,
     )  # fmt: skip
-    threads = threads_for(num_tokens * (num_heads + 2 * pages.num_kv_heads) * pages.head_dim)
+    threads = choose_num_threads(num_tokens * (num_heads + 2 * pages.num_kv_heads) * pages.head_dim)
     rope_kernel(KINDS[pages.k.dtype], lanes)(job, threads)
 
 
 @cache
 def rope_kernel(kind: int, lanes: int) -> Launch:
-    """Return the launcher. Takes a JOB."""
+    """Return the launcher. Takes a ROPE_JOB."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
+        job = carray(address, 1, ROPE_JOB)[0]
         q, k, v, out = pointer(kind, job.q), pointer(kind, job.k), pointer(kind, job.v), pointer(kind, job.out)
         k_pages, v_pages = pointer(kind, job.k_pages), pointer(kind, job.v_pages)
         q_norm, k_norm = pointer(kind, job.q_norm), pointer(kind, job.k_norm)
         zero, slots, size, dim = zeros(lanes), pointer(INT64, job.slots), job.page_size, job.head_dim
-        token = fetch_add(address, 0, job.tokens_each)
+        token = fetch_add(address, 0, job.tokens_per_item)
         while token < job.num_tokens:
             for head in range(job.num_heads):
                 target = (token * job.num_heads + head) * dim
@@ -137,15 +150,15 @@ def rope_kernel(kind: int, lanes: int) -> Launch:
                 for d in range(0, dim, lanes):
                     store(v_pages, base + offset * dim + d, load(zero, v, token * job.v_stride + head * dim + d))
             token += 1
-            if token % job.tokens_each == 0:
-                token = fetch_add(address, 0, job.tokens_each)
+            if token % job.tokens_per_item == 0:
+                token = fetch_add(address, 0, job.tokens_per_item)
 
     return compile_kernel(kernel)
 
 
 @helper
 def _rotate(zero: Any, job: Any, token: int, source: Any, norm: Any, at: int, target: Any, to: int, step: int) -> None:
-    """Norm one head if asked and rotate it from `source` into `target`, whose elements lie `step` apart."""
+    """Normalise one head if asked and rotate it into `target`, whose elements are `step` apart."""
     half, lanes = job.half, num_lanes(zero)
     cos, sin = pointer(FLOAT32, job.cos), pointer(FLOAT32, job.sin)
     minus, scale = splat(zero, np.float32(-1.0)), zero
@@ -154,24 +167,25 @@ def _rotate(zero: Any, job: Any, token: int, source: Any, norm: Any, at: int, ta
         for i in range(0, job.head_dim, lanes):
             x = load(zero, source, at + i)
             squares = fma(x, x, squares)
-        scale = splat(zero, np.float32(1.0 / np.sqrt(total(squares) / job.head_dim + job.eps)))
+        scale = splat(zero, np.float32(1.0 / np.sqrt(reduce_sum(squares) / job.head_dim + job.eps)))
     for i in range(0, half, lanes):
         c, s = load(zero, cos, token * half + i), load(zero, sin, token * half + i)
         first, second = load(zero, source, at + i), load(zero, source, at + half + i)
         if job.q_norm != 0:
             first = mul(mul(first, scale), load(zero, norm, i))
             second = mul(mul(second, scale), load(zero, norm, half + i))
-        _put(target, to + i * step, step, fma(first, c, mul(minus, mul(second, s))))
-        _put(target, to + (half + i) * step, step, fma(second, c, mul(first, s)))
+        _store_strided(target, to + i * step, step, fma(first, c, mul(minus, mul(second, s))))
+        _store_strided(target, to + (half + i) * step, step, fma(second, c, mul(first, s)))
     for i in range(2 * half, job.head_dim, lanes):
         x = load(zero, source, at + i)
         if job.q_norm != 0:
             x = mul(mul(x, scale), load(zero, norm, i))
-        _put(target, to + i * step, step, x)
+        _store_strided(target, to + i * step, step, x)
 
 
 @helper
-def _put(target: Any, to: int, step: int, value: Any) -> None:
+def _store_strided(target: Any, to: int, step: int, value: Any) -> None:
+    """Store a register to elements `step` apart."""
     if step == 1:
         store(target, to, value)
     else:

@@ -1,9 +1,7 @@
-"""What kernels over a vocabulary add to `vectors`: keyed uniform numbers, logarithms, lanes chosen by comparison.
+"""Passes over the vocabulary, row by row: Gumbel noise, argmax, temperature, log-sum-exp.
 
-Passes over a vocabulary, a row at a time: the noise of draws, the best token, temperature, the mass before a token.
-
-Sampling in torch calls takes a dozen passes over [draws, vocabulary], each through memory; at 32 draws that costs as
-much as a small model's whole step. No bit of a row depends on the other rows, on their number, or on the threads.
+Sampling in torch calls takes a dozen passes over [num_rows, vocab_size], each through memory; at 32 rows that costs as
+much as a small model's whole step. No bit of a row depends on other rows, on their number, or on the threads.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from numba import carray, types
 from torch import Tensor
 from torch.nn import functional
 
-from .launch import Launch, compile_kernel, helper, record, threads_for
+from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .simd import (
     F32,
     FLOAT32,
@@ -35,25 +33,28 @@ from .simd import (
     exp2,
     fetch_add,
     fma,
-    instruction,
-    keep,
-    largest,
     load,
+    mask_lanes,
     maximum,
     mul,
     pointer,
+    reduce_max,
+    reduce_sum,
+    simd_intrinsic,
     splat,
     store,
-    total,
     vector_type,
     zeros,
 )
 
 
-@instruction
+@simd_intrinsic
 def uniform(typing: Any, like: Any, base: Any, index: Any, low: Any, high: Any) -> Any:
-    """uniform(like, base, i, low, high): the numbers in (0, 1) that int32 elements i, i + 1, ... of `base` and the key
-    (low, high) give. Source: the two-round multiply-xorshift hash of least measured bias (Wellons)."""
+    """Return the numbers in (0, 1) of a key (low, high) for elements index, index + 1, .
+
+    Of `base`.
+    Source: the two-round multiply-xorshift hash of least measured bias (Wellons, hash-prospector).
+    """
     lanes = like.lanes
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -74,9 +75,9 @@ def uniform(typing: Any, like: Any, base: Any, index: Any, low: Any, high: Any) 
     return like(like, types.CPointer(types.int32), types.int64, types.int64, types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def exponent(typing: Any, a: Any) -> Any:
-    """exponent(x): e of x = m * 2 ** e with m in [sqrt(1/2), sqrt(2)), for positive normal x."""
+    """Return e of x = m * 2 ** e with m in [sqrt(1/2), sqrt(2)), for positive normal x."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.sitofp(_exponent(builder, args[0], a.lanes), vector_type(a.lanes))
@@ -84,9 +85,9 @@ def exponent(typing: Any, a: Any) -> Any:
     return a(a), generate
 
 
-@instruction
+@simd_intrinsic
 def mantissa(typing: Any, a: Any) -> Any:
-    """mantissa(x): the m that belongs to `exponent`."""
+    """Return the m that belongs to `exponent`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], vector_type(a.lanes, I32))
@@ -97,14 +98,15 @@ def mantissa(typing: Any, a: Any) -> Any:
 
 
 def _exponent(builder: Any, x: Any, lanes: int) -> Any:
+    """Emit the integer exponent of `exponent`."""
     bits = builder.bitcast(x, vector_type(lanes, I32))
     above = builder.sub(bits, emit_constant(lanes, 0x3F3504F3, I32))  # the bits of sqrt(1/2)
     return builder.ashr(above, emit_constant(lanes, 23, I32))
 
 
-@instruction
-def pick(typing: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
-    """pick(a, b, x, y): x in the lanes where a > b, else y; y where either is NaN."""
+@simd_intrinsic
+def select_greater(typing: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
+    """Return x in the lanes where a > b, else y; y where a or b is NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[2], args[3])
@@ -112,9 +114,9 @@ def pick(typing: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
     return a(a, a, a, a), generate
 
 
-@instruction
-def count_up(typing: Any, like: Any) -> Any:
-    """count_up(like): 0, 1, 2, ..."""
+@simd_intrinsic
+def lane_indices(typing: Any, like: Any) -> Any:
+    """Return a register with lanes 0, 1, 2, ..."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.Constant(vector_type(like.lanes, F32), [float(i) for i in range(like.lanes)])
@@ -122,9 +124,9 @@ def count_up(typing: Any, like: Any) -> Any:
     return like(like), generate
 
 
-@instruction
-def smallest(typing: Any, a: Any) -> Any:
-    """smallest(x): the smallest lane. No lane may be NaN."""
+@simd_intrinsic
+def reduce_min(typing: Any, a: Any) -> Any:
+    """Return the smallest lane. No lane may be NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit_call(builder, f"llvm.vector.reduce.fmin.v{a.lanes}f32", F32, args[0])
@@ -152,24 +154,33 @@ def log(zero: Any, x: Any) -> Any:
 
 @helper
 def gumbel_lanes(zero: Any, base: Any, index: int, low: int, high: int) -> Any:
-    """Return standard Gumbel noise, -log(-log(1 - v)) of uniform v. Exact for tiny v, where 1 - v rounds."""
+    """Return standard Gumbel noise, -log(-log(1 - v)) of uniform v.
+
+    Exact for tiny v, where 1 - v is rounded.
+    """
     v = uniform(zero, base, index, low, high)
     minus = splat(zero, -1.0)
     rest = fma(v, minus, splat(zero, 1.0))
-    lost = add(v, add(rest, minus))  # v - (1 - rest): what rounding took
+    lost = add(v, add(rest, minus))  # v - (1 - rest): the rounding error
     return mul(log(zero, fma(log(zero, rest), minus, lost)), minus)
 
 
 _LANES = 16
-_BLOCK = 64  # registers summed before they join the rest
+_SUM_BLOCK = 64  # registers per partial sum
 
-JOB, _PACK = record("x base base_stride low high levels chosen out num_rows width")
-"""Addresses: x [R, W] float32; base int32 [W], or [R, W] with base_stride W; low, high [R] int32; levels [R] float32;
-chosen [R] int64. A kernel reads those it needs."""
+SAMPLING_JOB, _PACK = define_job("x base base_stride low high levels chosen out num_rows width")
+"""Addresses; a kernel reads those that it needs.
+
+x [R, W] float32; base [W] int32, or [R, W] with base_stride W; low, high [R] int32; levels [R] float32; chosen [R]
+int64. W is the vocabulary size.
+"""
 
 
 def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the noise of draws, float32 [R, W]. Shapes: base [W] or [R, W]; low, high [R]; all int32."""
+    """Return Gumbel noise keyed by (base, low, high).
+
+    Shapes: base [vocab_size] or [num_rows, vocab_size]; low, high [num_rows]; int32 -> [num_rows, vocab_size] float32.
+    """
     num_rows, width = len(low), base.shape[-1]
     if width < _LANES:
         return gumbel(functional.pad(base, (0, _LANES - width)), low, high)[:, :width]
@@ -178,12 +189,12 @@ def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return out
 
 
-def noisy_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return where x + gumbel(base, low, high) is largest, the first of equals.
+def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return the index of the largest x + gumbel(base, low, high) of each row.
 
-    Shapes: x [R, W] float32, base [W] -> [R] int64.
+    The first of equals. Shapes: x [num_rows, vocab_size] float32, base [vocab_size] -> [num_rows] int64.
     """
-    x = _wide_enough(x)
+    x = _pad_to_register(x)
     if len(base) < _LANES:
         base = functional.pad(base, (0, _LANES - len(base)))
     out = torch.empty(len(x), dtype=torch.int64)
@@ -192,46 +203,55 @@ def noisy_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Return where each row is largest, the first of equals; NaN never is. Shapes: x [R, W] float32 -> [R] int64."""
-    x = _wide_enough(x)
+    """Return the index of the largest value of each row, the first of equals.
+
+    NaN is never chosen.
+    Shapes: x [num_rows, vocab_size] float32 -> [num_rows] int64.
+    """
+    x = _pad_to_register(x)
     out = torch.empty(len(x), dtype=torch.int64)
     _run(_argmax_kernel(False), x, out, x.shape[1])
     return out
 
 
-def scale(x: Tensor, temperature: Tensor) -> Tensor:
-    """Return (x - largest of the row) / temperature. Shapes: x [R, W], temperature [R]; float32."""
+def apply_temperature(x: Tensor, temperature: Tensor) -> Tensor:
+    """Return (x - row maximum) / temperature.
+
+    Shapes: x [num_rows, vocab_size], temperature [num_rows]; float32.
+    """
     width = x.shape[1]
-    x = _wide_enough(x)
+    x = _pad_to_register(x)
     out = torch.empty_like(x)
-    _run(_scale_kernel(), x, out, x.shape[1], levels=temperature)
+    _run(_temperature_kernel(), x, out, x.shape[1], levels=temperature)
     return out[:, :width]
 
 
-def share_ahead(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
-    """Return which share of a row's exponentials lies ahead of the chosen place: greater ones, and equal ones to its
-    left. Exponentials of what is below `floor` do not count.
+def mass_before(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
+    """Return the share of a row's exponentials that precedes the chosen token in rank order.
 
-    Shapes: x [R, W] and floor [R] float32, chosen [R] int64 -> [R].
+    Greater values precede, and equal values with a lower index. Values below `floor` have no mass.
+    Shapes: x [num_rows, vocab_size], floor [num_rows] float32, chosen [num_rows] int64 -> [num_rows] float32.
     """
-    x = _wide_enough(x)
+    x = _pad_to_register(x)
     out = torch.empty(len(x))
-    _run(_share_kernel(), x, out, x.shape[1], levels=floor, chosen=chosen)
+    _run(_mass_before_kernel(), x, out, x.shape[1], levels=floor, chosen=chosen)
     return out
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
-    """Return the logarithm of each row's summed exponentials; not finite where a value is NaN or +inf, or all -inf.
+    """Return log(sum(exp(x))) of each row.
 
-    Shapes: x [R, W] float32 -> [R] float32.
+    Not finite if a value is NaN or +inf, or all are -inf.
+    Shapes: x [num_rows, vocab_size] float32 -> [num_rows] float32.
     """
-    x = _wide_enough(x)
+    x = _pad_to_register(x)
     out = torch.empty(len(x))
     _run(_lse_kernel(), x, out, x.shape[1])
     return out
 
 
-def _wide_enough(x: Tensor) -> Tensor:
+def _pad_to_register(x: Tensor) -> Tensor:
+    """Pad short rows with -inf to one register."""
     if x.shape[1] < _LANES:
         x = functional.pad(x, (0, _LANES - x.shape[1]), value=-np.inf)
     return x.contiguous()
@@ -246,34 +266,38 @@ def _run(kernel: Launch, x: Tensor | None, out: Tensor, width: int, **arrays: Te
     base, num_rows = tensors.get("base"), len(out)
     fields |= {"out": out.data_ptr(), "num_rows": num_rows, "width": width}
     fields["base_stride"] = base.stride(0) if base is not None and base.ndim == 2 else 0
-    job = _PACK.pack(*(fields.get(name, 0) for name in JOB.names or ()))
-    kernel(job, min(threads_for(num_rows * width), max(num_rows, 1)))
+    job = _PACK.pack(*(fields.get(name, 0) for name in SAMPLING_JOB.names or ()))
+    kernel(job, min(choose_num_threads(num_rows * width), max(num_rows, 1)))
 
 
 @helper
-def _num_steps(width: int) -> int:
+def _num_registers(width: int) -> int:
+    """Return the number of registers that cover a row."""
     return (width + _LANES - 1) // _LANES
 
 
 @helper
-def _place(step: int, width: int) -> int:
-    """Return where the `step`-th register of a row begins; the last one overlaps the one before."""
+def _register_offset(step: int, width: int) -> int:
+    """Return the first element of the `step`-th register of a row.
+
+    The last overlaps the one before.
+    """
     return min(step * _LANES, width - _LANES)
 
 
 @cache
 def _gumbel_kernel() -> Launch:
-    """Return the launcher. Takes a JOB without x."""
+    """Return the launcher. Takes a SAMPLING_JOB without x."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
+        job = carray(address, 1, SAMPLING_JOB)[0]
         zero, width = zeros(_LANES), job.width
         base, out = pointer(INT32, job.base), pointer(FLOAT32, job.out)
         row = fetch_add(address, 0, 1)
         while row < job.num_rows:
             low, high = pointer(INT32, job.low)[row], pointer(INT32, job.high)[row]
-            for step in range(_num_steps(width)):
-                at = _place(step, width)
+            for step in range(_num_registers(width)):
+                at = _register_offset(step, width)
                 store(out, row * width + at, gumbel_lanes(zero, base, row * job.base_stride + at, low, high))
             row = fetch_add(address, 0, 1)
 
@@ -282,46 +306,46 @@ def _gumbel_kernel() -> Launch:
 
 @cache
 def _argmax_kernel(noisy: bool) -> Launch:
-    """Return the launcher. Takes a JOB; without noise, one without base and keys."""
+    """Return the launcher. Takes a SAMPLING_JOB; without noise, one without base and keys."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
+        job = carray(address, 1, SAMPLING_JOB)[0]
         zero, width = zeros(_LANES), job.width
         x, out, base = pointer(FLOAT32, job.x), pointer(INT64, job.out), pointer(INT32, job.base)
         row = fetch_add(address, 0, 1)
         while row < job.num_rows:
             best, where = splat(zero, np.float32(-np.inf)), zero
-            for step in range(_num_steps(width)):
-                at = _place(step, width)
+            for step in range(_num_registers(width)):
+                at = _register_offset(step, width)
                 value = load(zero, x, row * width + at)
                 if noisy:
                     low, high = pointer(INT32, job.low)[row], pointer(INT32, job.high)[row]
                     value = add(value, gumbel_lanes(zero, base, at, low, high))
-                where = pick(value, best, add(count_up(zero), splat(zero, np.float32(at))), where)
-                best = pick(value, best, value, best)
-            highest = splat(zero, largest(best))
-            out[row] = np.int64(smallest(pick(highest, best, splat(zero, np.float32(width)), where)))
+                where = select_greater(value, best, add(lane_indices(zero), splat(zero, np.float32(at))), where)
+                best = select_greater(value, best, value, best)
+            highest = splat(zero, reduce_max(best))
+            out[row] = np.int64(reduce_min(select_greater(highest, best, splat(zero, np.float32(width)), where)))
             row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
 
 
 @cache
-def _scale_kernel() -> Launch:
-    """Return the launcher. Takes a JOB with x, levels and out."""
+def _temperature_kernel() -> Launch:
+    """Return the launcher. Takes a SAMPLING_JOB with x, levels and out."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
+        job = carray(address, 1, SAMPLING_JOB)[0]
         zero, width = zeros(_LANES), job.width
         x, out = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out)
         row = fetch_add(address, 0, 1)
         while row < job.num_rows:
             top = splat(zero, np.float32(-np.inf))
-            for step in range(_num_steps(width)):
-                top = maximum(load(zero, x, row * width + _place(step, width)), top)
-            best, by = splat(zero, np.float32(-largest(top))), splat(zero, pointer(FLOAT32, job.levels)[row])
-            for step in range(_num_steps(width)):
-                at = row * width + _place(step, width)
+            for step in range(_num_registers(width)):
+                top = maximum(load(zero, x, row * width + _register_offset(step, width)), top)
+            best, by = splat(zero, np.float32(-reduce_max(top))), splat(zero, pointer(FLOAT32, job.levels)[row])
+            for step in range(_num_registers(width)):
+                at = row * width + _register_offset(step, width)
                 store(out, at, div(add(load(zero, x, at), best), by))
             row = fetch_add(address, 0, 1)
 
@@ -330,62 +354,62 @@ def _scale_kernel() -> Launch:
 
 @cache
 def _lse_kernel() -> Launch:
-    """Return the launcher. Takes a JOB with x and out."""
+    """Return the launcher. Takes a SAMPLING_JOB with x and out."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
+        job = carray(address, 1, SAMPLING_JOB)[0]
         zero, width = zeros(_LANES), job.width
         x, out, scale = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out), splat(zero, np.float32(LOG2E))
         row = fetch_add(address, 0, 1)
         while row < job.num_rows:
             top = splat(zero, np.float32(-np.inf))
-            for step in range(_num_steps(width)):
-                top = maximum(load(zero, x, row * width + _place(step, width)), top)
-            highest, summed = largest(top), zero
+            for step in range(_num_registers(width)):
+                top = maximum(load(zero, x, row * width + _register_offset(step, width)), top)
+            highest, summed = reduce_max(top), zero
             best = splat(zero, np.float32(-highest))
-            for block in range(0, _num_steps(width), _BLOCK):  # sums of sums, so that small terms are not lost
+            for block in range(0, _num_registers(width), _SUM_BLOCK):  # partial sums, so that small terms are not lost
                 some = zero
-                for step in range(block, min(block + _BLOCK, _num_steps(width))):
-                    at = _place(step, width)
+                for step in range(block, min(block + _SUM_BLOCK, _num_registers(width))):
+                    at = _register_offset(step, width)
                     weight = exp2(mul(add(load(zero, x, row * width + at), best), scale))
                     if at < step * _LANES:
-                        weight = keep(weight, step * _LANES - at, _LANES, np.float32(0.0))
+                        weight = mask_lanes(weight, step * _LANES - at, _LANES, np.float32(0.0))
                     some = add(some, weight)
                 summed = add(summed, some)
-            out[row] = highest + np.float32(np.log(total(summed))) if highest > -np.inf else np.float32(-np.inf)
+            out[row] = highest + np.float32(np.log(reduce_sum(summed))) if highest > -np.inf else np.float32(-np.inf)
             row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
 
 
 @cache
-def _share_kernel() -> Launch:
-    """Return the launcher. Takes a JOB with x, levels, chosen and out."""
+def _mass_before_kernel() -> Launch:
+    """Return the launcher. Takes a SAMPLING_JOB with x, levels, chosen and out."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, JOB)[0]
+        job = carray(address, 1, SAMPLING_JOB)[0]
         zero, width = zeros(_LANES), job.width
         x, out, chosen = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out), pointer(INT64, job.chosen)
         row = fetch_add(address, 0, 1)
         while row < job.num_rows:
             level = splat(zero, pointer(FLOAT32, job.levels)[row])
             value = splat(zero, x[row * width + chosen[row]])
-            ahead, behind, scale = zero, zero, splat(zero, np.float32(LOG2E))
-            for block in range(0, _num_steps(width), _BLOCK):  # sums of sums, so that small terms are not lost
-                some_ahead, some = zero, zero
-                for step in range(block, min(block + _BLOCK, _num_steps(width))):
-                    at = _place(step, width)
+            before_sum, all_sum, scale = zero, zero, splat(zero, np.float32(LOG2E))
+            for block in range(0, _num_registers(width), _SUM_BLOCK):  # partial sums, so that small terms are not lost
+                partial_before, some = zero, zero
+                for step in range(block, min(block + _SUM_BLOCK, _num_registers(width))):
+                    at = _register_offset(step, width)
                     here = load(zero, x, row * width + at)
-                    weight = pick(level, here, zero, exp2(mul(here, scale)))
+                    weight = select_greater(level, here, zero, exp2(mul(here, scale)))
                     if at < step * _LANES:
-                        weight = keep(weight, step * _LANES - at, _LANES, np.float32(0.0))
-                    before = pick(here, value, weight, zero)
-                    if at < chosen[row]:  # of equals, those that come first
-                        earlier = keep(weight, 0, chosen[row] - at, np.float32(0.0))
-                        before = pick(here, value, weight, pick(value, here, zero, earlier))
-                    some_ahead, some = add(some_ahead, before), add(some, weight)
-                ahead, behind = add(ahead, some_ahead), add(behind, some)
-            out[row] = total(ahead) / total(behind)
+                        weight = mask_lanes(weight, step * _LANES - at, _LANES, np.float32(0.0))
+                    before = select_greater(here, value, weight, zero)
+                    if at < chosen[row]:  # equal values with a lower index
+                        earlier = mask_lanes(weight, 0, chosen[row] - at, np.float32(0.0))
+                        before = select_greater(here, value, weight, select_greater(value, here, zero, earlier))
+                    partial_before, some = add(partial_before, before), add(some, weight)
+                before_sum, all_sum = add(before_sum, partial_before), add(all_sum, some)
+            out[row] = reduce_sum(before_sum) / reduce_sum(all_sum)
             row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)

@@ -1,14 +1,13 @@
-"""LLVM's instructions in kernels: what the intrinsics of `vectors` and its neighbours are written with.
+"""SIMD registers for numba kernels: intrinsics that emit LLVM vector instructions.
 
-An intrinsic is a typing function, which returns a signature and a generator of code; these make the code.
+numba leaves vectorisation to LLVM, which gives up on loops with bf16, exp or several accumulators. A value of type
+`Vector(lanes)` is one register of float32 (LLVM splits it on a CPU with narrower registers). Memory is addressed by
+typed pointers, which `pointer` makes from an address and an element kind.
 
-Vectors of floats for numba: loops that say what each CPU register holds.
+An intrinsic is a typing function that returns a signature and a code generator; its first argument is numba's typing
+context and is not passed by the caller. The `emit_*` functions are used inside code generators.
 
-numba leaves vectorising to LLVM, which gives up on loops with bf16, exp or several accumulators. These intrinsics emit
-LLVM vector instructions directly: a value of type `Vector(lanes)` is a register of float32 (on a CPU with narrower
-registers LLVM splits it). Memory is addressed by typed pointers, made by `pointer` from an address and a `Kind`.
-
-Source of exp2: range reduction to [-0.5, 0.5] and the Taylor polynomial of degree 7 (error under 1e-7 relative).
+Source of exp2: range reduction to [-0.5, 0.5] and the Taylor polynomial of degree 7 (relative error under 1e-7).
 """
 
 from __future__ import annotations
@@ -27,32 +26,36 @@ from .launch import helper
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-def instruction(function: Callable[..., Any]) -> Any:
-    """Register a typing function that returns (signature, code generator) as callable from kernels."""
+def simd_intrinsic(function: Callable[..., Any]) -> Any:
+    """Register a typing function that returns (signature, code generator) as an intrinsic."""
     return intrinsic(prefer_literal=True)(function)
 
 
 def vector_type(lanes: int, element: ir.Type = F32) -> ir.VectorType:
+    """Return the LLVM type of a register."""
     return ir.VectorType(element, lanes)
 
 
 def emit_constant(lanes: int, value: float, element: ir.Type = F32) -> ir.Constant:
+    """Return a register constant with `value` in every lane."""
     return ir.Constant(vector_type(lanes, element), [value] * lanes)
 
 
 def emit_call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
-    """Call an LLVM intrinsic by its full name."""
+    """Emit a call of an LLVM intrinsic, by its full name."""
     function_type = ir.FunctionType(result, [a.type for a in args])
     return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, function_type, name), args)
 
 
 def emit_splat(builder: Any, value: Any, lanes: int) -> Any:
+    """Emit a register with a scalar in every lane."""
     none = ir.Constant(vector_type(lanes, value.type), ir.Undefined)
     one = builder.insert_element(none, value, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, none, emit_constant(lanes, 0, I32))
 
 
 def emit_pointer(builder: Any, pointer: Any, index: Any, element: ir.Type) -> Any:
+    """Emit the address of element `index`."""
     base = builder.bitcast(pointer, element.as_pointer())
     return builder.gep(base, [index], source_etype=element)
 
@@ -65,7 +68,7 @@ _ELEMENTS = (types.float32, types.uint16, types.int16, types.int32, types.int64)
 
 
 class Vector(types.Type):  # type: ignore[misc]
-    """numba type of a register of `lanes` float32."""
+    """The numba type of a register of `lanes` float32."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -78,9 +81,9 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, vector, ir.VectorType(F32, vector.lanes))
 
 
-@instruction
+@simd_intrinsic
 def pointer(typing: Any, kind: Any, address: Any) -> Any:
-    """pointer(kind, address): a typed pointer to elements of a literal kind at an integer address."""
+    """Return a typed pointer to elements of a literal kind at an integer address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[1], context.get_value_type(signature.return_type))
@@ -88,9 +91,9 @@ def pointer(typing: Any, kind: Any, address: Any) -> Any:
     return types.CPointer(_ELEMENTS[kind.literal_value])(kind, types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def zeros(typing: Any, lanes: Any) -> Any:
-    """zeros(lanes): a register of zeros; `lanes` is a literal."""
+    """Return a register of zeros; `lanes` is a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit_constant(lanes.literal_value, 0.0)
@@ -98,9 +101,9 @@ def zeros(typing: Any, lanes: Any) -> Any:
     return Vector(lanes.literal_value)(lanes), generate
 
 
-@instruction
+@simd_intrinsic
 def num_lanes(typing: Any, like: Any) -> Any:
-    """num_lanes(x): how many lanes a register has, a constant."""
+    """Return the number of lanes of a register, a compile-time constant."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.Constant(I64, like.lanes)
@@ -108,9 +111,9 @@ def num_lanes(typing: Any, like: Any) -> Any:
     return types.int64(like), generate
 
 
-@instruction
+@simd_intrinsic
 def splat(typing: Any, like: Any, value: Any) -> Any:
-    """splat(like, x): every lane x, as many lanes as `like`."""
+    """Return a register with `value` in every lane, as wide as `like`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit_splat(builder, args[1], like.lanes)
@@ -118,9 +121,9 @@ def splat(typing: Any, like: Any, value: Any) -> Any:
     return like(like, types.float32), generate
 
 
-@instruction
+@simd_intrinsic
 def load(typing: Any, like: Any, source: Any, index: Any) -> Any:
-    """load(like, pointer, i): elements i .. i + lanes - 1, widened to float32."""
+    """Load elements index .. index + lanes - 1, widened to float32; `like` gives the width."""
     lanes, element = like.lanes, source.dtype
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -141,12 +144,12 @@ def load(typing: Any, like: Any, source: Any, index: Any) -> Any:
     return like(like, source, types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def store(typing: Any, target: Any, index: Any, value: Any) -> Any:
-    """store(pointer, i, x): write the lanes to elements i .. i + lanes - 1, rounded to nearest even."""
+    """Store the lanes to elements index .. index + lanes - 1, rounded to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        narrow = _narrow(builder, args[2], value.lanes, target.dtype)
+        narrow = _convert(builder, args[2], value.lanes, target.dtype)
         at = emit_pointer(builder, args[0], args[1], narrow.type.element)
         builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=target.dtype.bitwidth // 8)
         return context.get_dummy_value()
@@ -154,12 +157,12 @@ def store(typing: Any, target: Any, index: Any, value: Any) -> Any:
     return types.void(target, types.int64, value), generate
 
 
-@instruction
+@simd_intrinsic
 def scatter(typing: Any, target: Any, index: Any, stride: Any, value: Any) -> Any:
-    """scatter(pointer, i, stride, x): write the lanes to elements i, i + stride, i + 2 * stride ..., rounded."""
+    """Store the lanes, rounded, to elements index, index + stride, index + 2 * stride, ..."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        narrow = _narrow(builder, args[3], value.lanes, target.dtype)
+        narrow = _convert(builder, args[3], value.lanes, target.dtype)
         at = args[1]
         for lane in range(value.lanes):
             element = builder.extract_element(narrow, ir.Constant(I32, lane))
@@ -170,7 +173,7 @@ def scatter(typing: Any, target: Any, index: Any, stride: Any, value: Any) -> An
     return types.void(target, types.int64, types.int64, value), generate
 
 
-def _narrow(builder: Any, x: Any, lanes: int, element: Any) -> Any:
+def _convert(builder: Any, x: Any, lanes: int, element: Any) -> Any:
     """Round a register to a memory kind, given as its numba type."""
     if element == types.float32:
         return x
@@ -191,8 +194,8 @@ def round_bfloat16(builder: Any, x: Any, lanes: int) -> Any:
     return builder.trunc(builder.lshr(rounded, sixteen), vector_type(lanes, ir.IntType(16)))
 
 
-def _halve(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any]) -> Any:
-    """Combine the lower with the upper half of the lanes until one is left."""
+def _reduce_by_halves(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine the lower with the upper half of the lanes until one lane is left."""
     while width > 1:
         width //= 2
         none = ir.Constant(x.type, ir.Undefined)
@@ -201,9 +204,9 @@ def _halve(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any])
     return builder.extract_element(x, ir.Constant(I32, 0))
 
 
-@instruction
+@simd_intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """fma(a, b, c): a * b + c, fused where the CPU can."""
+    """Return a * b + c, fused if the CPU supports it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit_call(builder, f"llvm.fmuladd.v{a.lanes}f32", vector_type(a.lanes), *args)
@@ -211,36 +214,38 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return a(a, a, a), generate
 
 
-def _binary(name: str, emit: Any) -> Any:
-    """Return an intrinsic f(a, b) over vectors of equal lanes."""
+def _binary_intrinsic(name: str, emit: Any) -> Any:
+    """Return an intrinsic f(a, b) over registers of equal width."""
 
     def typed(typing: Any, a: Any, b: Any) -> Any:
         return a(a, a), lambda context, builder, signature, args: emit(builder, *args)
 
     typed.__name__ = typed.__qualname__ = name
-    return instruction(typed)
+    return simd_intrinsic(typed)
 
 
-add = _binary("add", lambda builder, a, b: builder.fadd(a, b))
-mul = _binary("mul", lambda builder, a, b: builder.fmul(a, b))
-div = _binary("div", lambda builder, a, b: builder.fdiv(a, b))
-minimum = _binary("minimum", lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
-maximum = _binary("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+add = _binary_intrinsic("add", lambda builder, a, b: builder.fadd(a, b))
+mul = _binary_intrinsic("mul", lambda builder, a, b: builder.fmul(a, b))
+div = _binary_intrinsic("div", lambda builder, a, b: builder.fdiv(a, b))
+minimum = _binary_intrinsic("minimum", lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
+maximum = _binary_intrinsic("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
-@instruction
-def largest(typing: Any, a: Any) -> Any:
-    """largest(x): the largest lane, by halves. No lane may be NaN."""
+@simd_intrinsic
+def reduce_max(typing: Any, a: Any) -> Any:
+    """Return the largest lane. No lane may be NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _halve(builder, args[0], a.lanes, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+        return _reduce_by_halves(
+            builder, args[0], a.lanes, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y)
+        )
 
     return types.float32(a), generate
 
 
-@instruction
+@simd_intrinsic
 def first_lane(typing: Any, a: Any) -> Any:
-    """first_lane(x): lane 0."""
+    """Return lane 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.extract_element(args[0], ir.Constant(I32, 0))
@@ -248,19 +253,19 @@ def first_lane(typing: Any, a: Any) -> Any:
     return types.float32(a), generate
 
 
-@instruction
-def total(typing: Any, a: Any) -> Any:
-    """total(x): the sum of the lanes, by halves."""
+@simd_intrinsic
+def reduce_sum(typing: Any, a: Any) -> Any:
+    """Return the sum of the lanes, added by halves."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _halve(builder, args[0], a.lanes, builder.fadd)
+        return _reduce_by_halves(builder, args[0], a.lanes, builder.fadd)
 
     return types.float32(a), generate
 
 
-@instruction
-def keep(typing: Any, a: Any, first: Any, end: Any, other: Any) -> Any:
-    """keep(x, first, end, other): lanes first .. end - 1 of x, and `other` in the rest (whatever x holds there)."""
+@simd_intrinsic
+def mask_lanes(typing: Any, a: Any, first: Any, end: Any, other: Any) -> Any:
+    """Keep lanes first .. end - 1 of a register and set the others to `other`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lane = ir.Constant(vector_type(a.lanes, I32), list(range(a.lanes)))
@@ -271,15 +276,15 @@ def keep(typing: Any, a: Any, first: Any, end: Any, other: Any) -> Any:
     return a(a, types.int64, types.int64, types.float32), generate
 
 
-@instruction
+@simd_intrinsic
 def exp2(typing: Any, a: Any) -> Any:
-    """exp2(x): 2 ** x for x <= 127; 0 below -126 (-inf included); NaN for NaN."""
+    """Return 2 ** x for x <= 127; 0 below -126 (including -inf); NaN for NaN."""
     lanes = a.lanes
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         in_range = builder.fcmp_unordered(">=", args[0], emit_constant(lanes, -126.0))
         x = builder.select(in_range, args[0], emit_constant(lanes, 0.0))
-        magic = emit_constant(lanes, 1.5 * 2.0**23)  # adding it rounds x to a whole number, kept in the lowest bits
+        magic = emit_constant(lanes, 1.5 * 2.0**23)  # adding it rounds x to an integer in the lowest bits
         shifted = builder.fadd(x, magic)
         part = builder.fsub(x, builder.fsub(shifted, magic))
         power = emit_constant(lanes, math.log(2) ** 7 / math.factorial(7))
@@ -295,9 +300,9 @@ def exp2(typing: Any, a: Any) -> Any:
     return a(a), generate
 
 
-@instruction
+@simd_intrinsic
 def prefetch(typing: Any, source: Any, index: Any) -> Any:
-    """prefetch(pointer, i): ask for the cache line of element i, to be read soon."""
+    """Prefetch the cache line of element `index`."""
     width = 32 if source.dtype == types.float32 else 16
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -309,9 +314,9 @@ def prefetch(typing: Any, source: Any, index: Any) -> Any:
     return types.void(source, types.int64), generate
 
 
-@instruction
+@simd_intrinsic
 def fetch_add(typing: Any, source: Any, index: Any, amount: Any) -> Any:
-    """fetch_add(pointer, i, n): add n to 64-bit element i of any pointer atomically; return what it held."""
+    """Add `amount` to a 64-bit element atomically; return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", emit_pointer(builder, args[0], args[1], I64), args[2], "seq_cst")
@@ -321,7 +326,7 @@ def fetch_add(typing: Any, source: Any, index: Any, amount: Any) -> Any:
 
 @helper
 def load_any(kind: int, like: Any, address: int, index: int) -> Any:
-    """Load from memory whose kind is known only at run time."""
+    """Load elements whose kind is known only at run time."""
     if kind == FLOAT32:
         return load(like, pointer(FLOAT32, address), index)
     if kind == BFLOAT16:
@@ -331,7 +336,7 @@ def load_any(kind: int, like: Any, address: int, index: int) -> Any:
 
 @helper
 def store_any(kind: int, address: int, index: int, value: Any) -> None:
-    """Store to memory whose kind is known only at run time."""
+    """Store to elements whose kind is known only at run time."""
     if kind == FLOAT32:
         store(pointer(FLOAT32, address), index, value)
     elif kind == BFLOAT16:

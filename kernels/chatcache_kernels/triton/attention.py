@@ -1,21 +1,17 @@
-"""The inner loop of paged attention: one tile of queries over the keys of a piece, BLOCK_N at a time.
+"""Paged attention: one kernel runs the items of a work list, a second merges their states.
 
-Merge the partial states of tokens whose keys were cut into several pieces.
+Decode, split keys, prefill chunks and shared prefixes are the same kernel over different lists (see `work_list`).
 
-Paged attention: one kernel that carries out the pieces of a work list, then one that merges their states.
-
-Decode, split keys, prompt chunks and shared prefixes are the same kernel over different lists (`work.py` cuts them).
-
-    a piece = item x key head x slice             what its tile holds, G = 3, M = 16 rows
+    program = item x key head x slice             rows of its tile, G = 3, M = 16
 
     item   row of tables, keys 512 .. 1023        row  0  1  2   member 0, its heads 3 h, 3 h + 1, 3 h + 2
            members [4, 9, 17, ...], state 40      row  3  4  5   member 1
-    head   h of Hkv                               ...            rows past the last member compute nothing that is kept
-    slice  M of the queries, if they are more
+    head   h of Hkv                               ...            rows after the last member are not stored
+    slice  M of the queries, if there are more
 
-Grid: a number of programs that depends on the device, the configuration and the size of the buffers alone; program i
-carries out pieces i, i + programs, ... of as many as `num_items` says on the device, so a captured launch serves any
-step. The heads of an item are neighbours; the last items, which see the most keys, start first.
+The grid size depends only on the device, the configuration and the size of the buffers; program i runs items i, i +
+programs, ... up to `num_items`, which is read on the device, so that a captured launch serves any step. The heads of an
+item are adjacent; the last items, which see the most keys, start first.
 
 Source: online softmax over tiles (FlashAttention, Dao et al. 2022; FlashAttention-2, 2023), split keys (Flash-Decoding,
 2023), queries that share a key head packed into a tile (FlashInfer, Ye et al. 2024).
@@ -32,17 +28,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..types import AttentionBatch, AttentionWork, KVPages, WorkList
-from .configs import MERGE, Chip, chip_of, choose, configs_of
-from .launch import INTERPRETED, next_power_of_2, rounded
-from .variants import Variant, traced
+from .configs import MERGE, Chip, choose_config, get_chip, iter_configs
+from .launch import INTERPRETED, next_power_of_2, round_to
+from .variants import Variant, trace_variants
 
 
 @triton.jit
-def _dot(a, b, total):  # type: ignore[no-untyped-def]
-    """Return a @ b + total, in float32. The interpreter would multiply the bits of bfloat16 as integers."""
+def _dot(a, b, acc):  # type: ignore[no-untyped-def]
+    """Return a @ b + acc, in float32.
+
+    The interpreter would multiply the bits of bfloat16 as integers.
+    """
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(a, b, total, input_precision="ieee")
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -52,10 +51,10 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def attend_tiles(  # type: ignore[no-untyped-def]
-    weighted,
-    total,
-    peak,
+def attend_key_tiles(  # type: ignore[no-untyped-def]
+    acc,
+    row_sum,
+    row_max,
     query,
     position,
     k_head,
@@ -71,21 +70,23 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     PAGE_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
-    """Attend to keys low .. high - 1 of one key head; return (weighted, total, peak), the running state of a softmax.
+    """Attend to keys low .. high - 1 of one key head, BLOCK_N at a time.
 
-    Shapes: query [M, W], weighted [M, W] float32, total, peak, position [M], W = HEAD_DIM rounded up to a power of two.
-    `scale` turns products into exponents of 2 or, if CAPPED, into arguments of tanh, and `cap` those into exponents of
-    2; `peak` is the largest score before that last factor. Unless MASKED, every query must see every key and BLOCK_N
-    must divide their number.
+    Returns (acc, row_sum, row_max), the running state of the online softmax. Shapes: query [M, W], acc [M, W] float32,
+    row_sum, row_max, position [M]; W = HEAD_DIM rounded up to a power of two.
 
-    Keys past the end are read as the last one again, so nothing that no token wrote is ever multiplied. The page
-    numbers of a tile are loaded while the tile before it is computed and carried over: the pipeliner then sees no loads
-    that wait for loads, and keeps num_stages - 1 whole tiles of keys and values in flight, not half as many.
+    `scale` turns products into exponents of 2 or, if HAS_SOFTCAP, into arguments of tanh, and `cap` those into
+    exponents of 2; `row_max` is the largest score before that last factor. Unless MASKED, every query must see every
+    key and BLOCK_N must divide their number.
+
+    Keys past the end are read as the last key again, so slots that were never written are not multiplied. The page
+    numbers of a tile are loaded while the tile before is computed: the pipeliner then sees no loads that depend on
+    loads, and keeps num_stages - 1 whole tiles of keys and values in flight, not half as many.
     """
-    factor = cap if CAPPED else scale
+    factor = cap if HAS_SOFTCAP else scale
     column = tl.arange(0, query.shape[1])
     inside = (column < HEAD_DIM)[None, :]
     last = tl.maximum(high - 1, 0)
@@ -103,51 +104,52 @@ def attend_tiles(  # type: ignore[no-untyped-def]
             keys = tl.load(k_head + at, mask=inside, other=0.0)
             values = tl.load(v_head + at, mask=inside, other=0.0)
         score = _dot(query, keys.T, tl.zeros([query.shape[0], BLOCK_N], tl.float32))
-        if CAPPED:
+        if HAS_SOFTCAP:
             score = _tanh(score * scale)
         if MASKED:
             seen = key[None, :] <= reach[:, None]
-            if WINDOWED:
+            if HAS_WINDOW:
                 seen &= key[None, :] > position[:, None] - window
             score = tl.where(seen, score, -float("inf"))
         key += BLOCK_N
         near = tl.minimum(key, last).to(tl.uint32)
         page = tl.load(table + near // PAGE_SIZE)
-        higher = tl.maximum(peak, tl.max(score, 1))
-        weight = tl.exp2(score * factor - (higher * factor)[:, None])
-        decay = tl.exp2((peak - higher) * factor)
-        if len(total.shape) == 2:
-            total = total * decay[:, None] + weight
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        weight = tl.exp2(score * factor - (new_max * factor)[:, None])
+        decay = tl.exp2((row_max - new_max) * factor)
+        if len(row_sum.shape) == 2:
+            row_sum = row_sum * decay[:, None] + weight
         else:
-            total = total * decay + tl.sum(weight, 1)
-        weighted = _dot(rounded(weight, values.dtype), values, weighted * decay[:, None])
-        peak = higher
-    return weighted, total, peak
+            row_sum = row_sum * decay + tl.sum(weight, 1)
+        acc = _dot(round_to(weight, values.dtype), values, acc * decay[:, None])
+        row_max = new_max
+    return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens", "offsets", "pieces", "num_merges"])  # pieces of one transfer
-def merge_tokens(  # type: ignore[no-untyped-def]
+@triton.jit(
+    do_not_specialize_on_alignment=["tokens", "offsets", "state_ids", "num_merges"]
+)  # parts of one transfer: any alignment
+def merge_states_kernel(  # type: ignore[no-untyped-def]
     out,
     states,
     sums,
     tokens,
     offsets,
-    pieces,
+    state_ids,
     num_merges,
     sinks,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Weigh each state of a token and head by the exponential of its log-sum-exp; a sink adds weight but no value.
+    """Merge the partial states of each (token, head), weighted by exp2 of their log-sum-exp.
 
-    Shapes: out [T, H, D]; states [S, H, D] float32; sums [S, H] float32, logarithms to base 2, -inf where a state saw
-    no key; tokens, offsets, pieces, num_merges: `merge_tokens`, `merge_offsets`, `merge_states`, `num_merges` of
-    `AttentionWork`; sinks [H].
-    Grid: programs that take (token, head) pairs in turn, as many as `num_merges` says; BLOCK_S states at a time, in the
-    order listed, so that no bit depends on the rest of the step.
+    A sink adds weight but no value. Shapes: out [T, H, D]; states [S, H, D] float32; sums [S, H] float32, log-sum-exp
+    to base 2, -inf where a state saw no key; tokens, offsets, state_ids, num_merges: `merge_tokens`, `merge_offsets`,
+    `merge_states`, `num_merges` of `AttentionWork`; sinks [H]. Grid: programs that take (token, head) pairs in turn, up
+    to `num_merges`. BLOCK_S states at a time, in the order listed, so that no bit depends on the rest of the step.
     Source: the associative merge of softmax states (Flash-Decoding, 2023).
     """
     column = tl.arange(0, WIDTH)
@@ -156,41 +158,44 @@ def merge_tokens(  # type: ignore[no-untyped-def]
         head = pair % HEADS
         first = tl.load(offsets + pair // HEADS)
         end = tl.load(offsets + pair // HEADS + 1)
-        peak = -1e30
-        total = 0.0
-        weighted = tl.zeros([WIDTH], tl.float32)
-        if SINKS:
-            peak = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-            total = 1.0
+        row_max = -1e30
+        row_sum = 0.0
+        acc = tl.zeros([WIDTH], tl.float32)
+        if HAS_SINKS:
+            row_max = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            row_sum = 1.0
         for start in range(first, end, BLOCK_S):
             number = start + tl.arange(0, BLOCK_S)
             listed = number < end
-            state = tl.load(pieces + number, mask=listed, other=0).to(tl.int64) * HEADS + head
+            state = tl.load(state_ids + number, mask=listed, other=0).to(tl.int64) * HEADS + head
             log_sum = tl.load(sums + state, mask=listed, other=-float("inf"))
             value = tl.load(
                 states + state[:, None] * HEAD_DIM + column[None, :], mask=listed[:, None] & inside[None, :], other=0.0
             )
-            higher = tl.maximum(peak, tl.max(log_sum, 0))
-            weight = tl.exp2(log_sum - higher)
-            decay = tl.exp2(peak - higher)
-            total = total * decay + tl.sum(weight, 0)
-            weighted = weighted * decay + tl.sum(weight[:, None] * value, 0)
-            peak = higher
+            new_max = tl.maximum(row_max, tl.max(log_sum, 0))
+            weight = tl.exp2(log_sum - new_max)
+            decay = tl.exp2(row_max - new_max)
+            row_sum = row_sum * decay + tl.sum(weight, 0)
+            acc = acc * decay + tl.sum(weight[:, None] * value, 0)
+            row_max = new_max
         token = tl.load(tokens + pair // HEADS).to(tl.int64)
         at = (token * HEADS + head) * HEAD_DIM + column
-        tl.store(out + at, rounded(weighted / total, out.dtype.element_ty), mask=inside)
+        tl.store(out + at, round_to(acc / row_sum, out.dtype.element_ty), mask=inside)
 
 
 def merge_states(
     out: Tensor, states: Tensor, sums: Tensor, work: AttentionWork, sinks: Tensor | None, chip: Chip
 ) -> None:
-    """Write the outputs of tokens with several states. Shapes: out [T, H, D], states [S, H, D], sums [S, H]."""
+    """Write the outputs of tokens that have several states.
+
+    Shapes: out [T, H, D], states [S, H, D], sums [S, H].
+    """
     num_heads, head_dim = out.shape[1:]
     num_pairs = work.merge_tokens.shape[0] * num_heads
-    merge_tokens[(min(num_pairs, MERGE.programs * chip.multiprocessors),)](
+    merge_states_kernel[(min(num_pairs, MERGE.programs * chip.multiprocessors),)](
         out, states, sums, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges, sinks,
         HEADS=num_heads, HEAD_DIM=head_dim, WIDTH=max(16, next_power_of_2(head_dim)), BLOCK_S=MERGE.block_s,
-        SINKS=sinks is not None, num_warps=MERGE.num_warps,
+        HAS_SINKS=sinks is not None, num_warps=MERGE.num_warps,
     )  # fmt: skip
 
 
@@ -205,14 +210,14 @@ def _merge_variants(arch: int) -> Iterator[Variant]:
     ):  # fmt: skip
         out, states, sums = meta(5, heads, head_dim, dtype=dtype), meta(7, heads, head_dim), meta(7, heads)
         for sinks in (None, meta(heads, dtype=dtype)):
-            yield from traced(partial(merge_states, out, states, sums, work, sinks, Chip(arch // 10, 1)))
+            yield from trace_variants(partial(merge_states, out, states, sums, work, sinks, Chip(arch // 10, 1)))
 
 
-LOG2_E = 1.4426950408889634  # exponentials are powers of 2
+LOG2_E = 1.4426950408889634  # exponentials are computed as powers of 2
 
 
 @triton.jit
-def _queries(  # type: ignore[no-untyped-def]
+def _locate_queries(  # type: ignore[no-untyped-def]
     num_items,
     items,
     members,
@@ -221,16 +226,16 @@ def _queries(  # type: ignore[no-untyped-def]
     SLICES: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    AFRESH: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
-    """Return (item, key head, and of each row of the tile: member, query head, token, whether there is one).
+    """Return the item, key head, and of each tile row: member, query head, token, validity.
 
-    AFRESH keeps the compiler from remembering instead what an earlier call returned.
+    RELOAD makes the compiler load the values again instead of keeping those of an earlier call in registers.
     """
-    piece = tl.load(num_items, volatile=AFRESH) * (KV_HEADS * SLICES) - 1 - done
-    item = items + piece // (KV_HEADS * SLICES) * 6
-    kv_head = piece // SLICES % KV_HEADS
-    lane = piece % SLICES * ROWS + tl.arange(0, ROWS)
+    work_id = tl.load(num_items, volatile=RELOAD) * (KV_HEADS * SLICES) - 1 - done
+    item = items + work_id // (KV_HEADS * SLICES) * 6
+    kv_head = work_id // SLICES % KV_HEADS
+    lane = work_id % SLICES * ROWS + tl.arange(0, ROWS)
     member = lane // GROUP
     taken = member < tl.load(item + 4)
     token = tl.load(members + tl.load(item + 3) + member, mask=taken, other=0)
@@ -239,9 +244,15 @@ def _queries(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=["layer", "table_stride", "window"],
-    do_not_specialize_on_alignment=["items", "members", "num_items", "positions", "tables"],  # pieces of one transfer
+    do_not_specialize_on_alignment=[
+        "items",
+        "members",
+        "num_items",
+        "positions",
+        "tables",
+    ],  # parts of one transfer: any alignment
 )
-def attend_items(  # type: ignore[no-untyped-def]
+def paged_attention_kernel(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
@@ -270,24 +281,24 @@ def attend_items(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr,
+    UNMASKED_LOOP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Carry out a work list: write `out` for whole tokens, `states` and `sums` for parts of them.
+    """Run a work list: write `out` for tokens with one item, `states` and `sums` for others.
 
-    Shapes: q [T, H, D] of any strides over tokens and heads; k, v [L, N, Hkv, P, D]; out [T, H, D]; states
-    [S, H, D] float32; sums [S, H] float32, logarithms to base 2; tables [R, ...]; sinks [H]; lists as in `types.py`.
-    PARTED keeps masks out of the tiles that every member sees whole: a loop of its own, worth it where tiles are many.
+    Shapes: q [T, H, D] of any strides over tokens and heads; k, v [L, N, Hkv, P, D]; out [T, H, D]; states [S, H, D]
+    float32; sums [S, H] float32, log-sum-exp to base 2; tables [R, ...]; sinks [H]; lists as in `types.WorkList`.
+    UNMASKED_LOOP: tiles that every member sees whole have a loop of their own without masks, for items of many tiles.
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE_SIZE * HEAD_DIM
     column = tl.arange(0, WIDTH)
     first_page = layer.to(tl.int64) * layer_stride
-    num_pieces = tl.load(num_items) * (KV_HEADS * SLICES)
-    for done in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
-        item, kv_head, member, head, token, taken = _queries(
+    num_work_ids = tl.load(num_items) * (KV_HEADS * SLICES)
+    for done in tl.range(tl.program_id(0), num_work_ids, tl.num_programs(0)):
+        item, kv_head, member, head, token, taken = _locate_queries(
             num_items, items, members, done, ROWS, SLICES, GROUP, KV_HEADS, False
         )
         position = tl.load(positions + token, mask=taken, other=-1)
@@ -302,51 +313,51 @@ def attend_items(  # type: ignore[no-untyped-def]
         v_head = v + first_page + kv_head * (PAGE_SIZE * HEAD_DIM)
         low = tl.load(item + 1)
         high = tl.minimum(tl.load(item + 2), newest + 1)
-        if WINDOWED:
+        if HAS_WINDOW:
             low = tl.maximum(low, oldest - window + 1)
-        weighted = tl.zeros([ROWS, WIDTH], tl.float32)
-        total = tl.zeros([ROWS] if PARTED else [ROWS, BLOCK_N], tl.float32)
-        peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a tile without a visible key leaves zeros, not NaN
-        if PARTED:
-            if WINDOWED:  # up to here some member's window has not begun
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        row_sum = tl.zeros([ROWS] if UNMASKED_LOOP else [ROWS, BLOCK_N], tl.float32)
+        row_max = tl.full([ROWS], -1e30, tl.float32)  # finite: a tile without visible keys gives 0, not NaN
+        if UNMASKED_LOOP:
+            if HAS_WINDOW:  # up to here the window of some member has not begun
                 begun = tl.minimum(tl.maximum(low, newest - window + 1), high)
-                weighted, total, peak = attend_tiles(
-                    weighted, total, peak, query, position, k_head, v_head, table, low, begun, scale, cap, window,
-                    HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, True, CAPPED, WINDOWED,
+                acc, row_sum, row_max = attend_key_tiles(
+                    acc, row_sum, row_max, query, position, k_head, v_head, table, low, begun, scale, cap, window,
+                    HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, True, HAS_SOFTCAP, HAS_WINDOW,
                 )  # fmt: skip
                 low = tl.maximum(low, begun)
             whole = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_N * BLOCK_N
-            weighted, total, peak = attend_tiles(
-                weighted, total, peak, query, position, k_head, v_head, table, low, whole, scale, cap, window,
-                HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, False, CAPPED, WINDOWED,
+            acc, row_sum, row_max = attend_key_tiles(
+                acc, row_sum, row_max, query, position, k_head, v_head, table, low, whole, scale, cap, window,
+                HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, False, HAS_SOFTCAP, HAS_WINDOW,
             )  # fmt: skip
             low = whole
-        weighted, total, peak = attend_tiles(
-            weighted, total, peak, query, position, k_head, v_head, table, low, high, scale, cap, window,
-            HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, True, CAPPED, WINDOWED,
+        acc, row_sum, row_max = attend_key_tiles(
+            acc, row_sum, row_max, query, position, k_head, v_head, table, low, high, scale, cap, window,
+            HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, True, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
 
-        if not PARTED:
-            total = tl.sum(total, 1)
-        divisor = tl.where(total == 0, 1.0, total)
-        log_sum = tl.where(total == 0, -float("inf"), peak * (cap if CAPPED else scale) + tl.log2(divisor))
-        if ROWS > 16:  # found out again, so that what only addresses results takes no registers in the loops above
-            item, kv_head, member, head, token, taken = _queries(
+        if not UNMASKED_LOOP:
+            row_sum = tl.sum(row_sum, 1)
+        divisor = tl.where(row_sum == 0, 1.0, row_sum)
+        log_sum = tl.where(row_sum == 0, -float("inf"), row_max * (cap if HAS_SOFTCAP else scale) + tl.log2(divisor))
+        if ROWS > 16:  # reloaded, so that the addresses of results take no registers in the loops above
+            item, kv_head, member, head, token, taken = _locate_queries(
                 num_items, items, members, done, ROWS, SLICES, GROUP, KV_HEADS, True
             )
             used = taken[:, None] & (column < HEAD_DIM)[None, :]
         first_state = tl.load(item + 5)
         if first_state < 0:
-            if SINKS:
+            if HAS_SINKS:
                 sink = tl.load(sinks + head, mask=taken, other=0.0).to(tl.float32) * 1.4426950408889634
                 divisor *= 1.0 + tl.exp2(sink - log_sum)
             at = token.to(tl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM
-            weighted /= divisor[:, None]
-            tl.store(out + at[:, None] + column[None, :], rounded(weighted, out.dtype.element_ty), mask=used)
+            acc /= divisor[:, None]
+            tl.store(out + at[:, None] + column[None, :], round_to(acc, out.dtype.element_ty), mask=used)
         else:
             state = (first_state + member).to(tl.int64) * HEADS + head
-            weighted /= divisor[:, None]
-            tl.store(states + state[:, None] * HEAD_DIM + column[None, :], weighted, mask=used)
+            acc /= divisor[:, None]
+            tl.store(states + state[:, None] * HEAD_DIM + column[None, :], acc, mask=used)
             tl.store(sums + state, log_sum, mask=taken)
 
 
@@ -360,19 +371,19 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend as `reference.paged_attention` says, carrying out `batch.work`. q may have any strides over tokens, heads.
+    """Run the plan in `batch.work`; see `reference.paged_attention`.
 
-    Tokens that no item names keep what was in memory. The states of tokens in several pieces live in memory taken here
-    and given back on return: torch's allocator hands the same block to every layer, and under graph capture it lies in
-    the graph's pool.
+    Shapes: q [num_tokens, num_heads, head_dim], any strides over tokens and heads -> the same. Tokens that no item
+    names are not written. Partial states are allocated here and freed on return: torch's allocator reuses the block for
+    every layer, and under graph capture it belongs to the graph's pool.
 
     Raises: ValueError for a batch without `work`, a dtype other than the pages', a last dimension that is not
     contiguous, a scale that is not positive, or heads of more than 256 dimensions.
     """
-    return attend(q, pages, layer, batch, scale, window, softcap, sinks, chip_of(q.device))
+    return paged_attention_on_chip(q, pages, layer, batch, scale, window, softcap, sinks, get_chip(q.device))
 
 
-def attend(
+def paged_attention_on_chip(
     q: Tensor,
     pages: KVPages,
     layer: int,
@@ -383,8 +394,8 @@ def attend(
     sinks: Tensor | None,
     chip: Chip,
 ) -> Tensor:
-    """Do what `paged_attention` does as it is done on `chip`."""
-    work = _checked(q, pages, batch, scale)
+    """Run `paged_attention` with the configuration of `chip`."""
+    work = _check_inputs(q, pages, batch, scale)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     states = torch.empty((work.num_states, num_heads, head_dim), dtype=torch.float32, device=q.device)
@@ -392,20 +403,20 @@ def attend(
     for one in work.lists:
         group = num_heads // pages.num_kv_heads
         num_queries = one.max_members * group
-        config = choose(chip, num_queries, head_dim, q.element_size())
+        config = choose_config(chip, num_queries, head_dim, q.element_size())
         slices = -(-num_queries // config.rows)
-        num_pieces = one.items.shape[0] * pages.num_kv_heads * slices
-        if not num_pieces:
+        num_work_ids = one.items.shape[0] * pages.num_kv_heads * slices
+        if not num_work_ids:
             continue
-        attend_items[(min(num_pieces, config.programs * chip.multiprocessors),)](
+        paged_attention_kernel[(min(num_work_ids, config.programs * chip.multiprocessors),)](
             q, pages.k, pages.v, out, states, sums,
             one.items, one.members, one.num_items, work.positions, batch.tables, sinks,
             layer, pages.k.stride(0), q.stride(0), q.stride(1), batch.tables.stride(0),
-            *_exponents(scale, softcap), window or 0,
+            *_exponent_scales(scale, softcap), window or 0,
             ROWS=config.rows, SLICES=slices, GROUP=group, KV_HEADS=pages.num_kv_heads, HEAD_DIM=head_dim,
             WIDTH=max(16, next_power_of_2(head_dim)), PAGE_SIZE=pages.page_size,
-            BLOCK_N=config.block_n, PARTED=config.parted,
-            CAPPED=softcap is not None, WINDOWED=window is not None, SINKS=sinks is not None,
+            BLOCK_N=config.block_n, UNMASKED_LOOP=config.unmasked_loop,
+            HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -414,8 +425,8 @@ def attend(
     return out
 
 
-def _checked(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float) -> AttentionWork:
-    """Return the batch's work. Raises: ValueError as `paged_attention` says."""
+def _check_inputs(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float) -> AttentionWork:
+    """Return the batch's plan. Raises: ValueError as `paged_attention` says."""
     if batch.work is None:
         raise ValueError("the Triton backend needs batch.work; make it with `prepare`")
     if q.dtype != pages.k.dtype:
@@ -431,28 +442,30 @@ def _checked(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float) -> 
     return batch.work
 
 
-def _exponents(scale: float, softcap: float | None) -> tuple[float, float]:
-    """Return the kernel's (scale, cap): from products to exponents of 2, by way of tanh if there is a cap."""
+def _exponent_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Return the kernel's (scale, cap), which turn products into exponents of 2."""
     return (scale / softcap, softcap * LOG2_E) if softcap is not None else (scale * LOG2_E, 0.0)
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield every configuration of a chip, then other heads, groups and page sizes, and what a layer may ask for."""
+    """Yield every configuration of a chip, then other heads, groups, page sizes and options."""
     yield from _merge_variants(arch)
     chip = Chip(arch // 10, 1)
     for dtype in (torch.bfloat16, torch.float32):
-        for head_dim, config in configs_of(chip, dtype.itemsize):
-            yield from _form(chip, dtype, config.rows, 4, 8, head_dim)
+        for head_dim, config in iter_configs(chip, dtype.itemsize):
+            yield from _attention_variants(chip, dtype, config.rows, 4, 8, head_dim)
     for head_dim in (64, 256):
-        yield from _form(chip, torch.float16, 16, 2, 8, head_dim, window=4096, softcap=50.0)
-    yield from _form(chip, torch.bfloat16, 9, 3, 3, 64, page_size=8)
-    yield from _form(chip, torch.bfloat16, 71, 71, 1, 64, page_size=64)
-    yield from _form(chip, torch.bfloat16, 30, 5, 2, 80, page_size=32)
+        yield from _attention_variants(chip, torch.float16, 16, 2, 8, head_dim, window=4096, softcap=50.0)
+    yield from _attention_variants(chip, torch.bfloat16, 9, 3, 3, 64, page_size=8)
+    yield from _attention_variants(chip, torch.bfloat16, 71, 71, 1, 64, page_size=64)
+    yield from _attention_variants(chip, torch.bfloat16, 30, 5, 2, 80, page_size=32)
     for num_queries in (16, 128):
-        yield from _form(chip, torch.bfloat16, num_queries, 8, 8, 128, window=4096, softcap=50.0, sinks=True)
+        yield from _attention_variants(
+            chip, torch.bfloat16, num_queries, 8, 8, 128, window=4096, softcap=50.0, sinks=True
+        )
 
 
-def _form(
+def _attention_variants(
     chip: Chip,
     dtype: torch.dtype,
     num_queries: int,
@@ -464,7 +477,7 @@ def _form(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> Iterator[Variant]:
-    """Yield what a work list of tiles of `num_queries` launches on `chip` over a large store."""
+    """Yield the launches of a work list with tiles of `num_queries`, over a large store."""
     meta = partial(torch.empty, device="meta")
     ints = partial(meta, dtype=torch.int32)
     one = WorkList(ints(5, 6), ints(5), ints(1), max(1, num_queries // group))
@@ -474,4 +487,4 @@ def _form(
     pages = KVPages(k, v, page_size, kv_heads, head_dim)
     heads = group * kv_heads
     q, sink = meta(5, heads, head_dim, dtype=dtype), meta(heads, dtype=dtype) if sinks else None
-    yield from traced(partial(attend, q, pages, 1, batch, 0.1, window, softcap, sink, chip))
+    yield from trace_variants(partial(paged_attention_on_chip, q, pages, 1, batch, 0.1, window, softcap, sink, chip))

@@ -1,24 +1,24 @@
-"""How attention is launched: tile sizes, warps, pipeline stages and programs, in one table.
+"""Launch configurations of attention: tile sizes, warps, pipeline stages and programs.
 
-Chosen by chip, tile height and head size, never by the batch. What still depends on a token's company is where its keys
-are cut, if it shares pages with others (`work.py`).
+Chosen by chip, tile height and head size, never by the batch. (The batch can only change where a token's keys are
+split, if it shares pages with other rows; see `work_list`.)
 
-What the compiler says of them (Triton 3.6, sm_90, bfloat16, pages of 16, no spill in any; nothing here was timed):
+Compiler report (Triton 3.6, sm_90, bfloat16, pages of 16, no spills; nothing here was timed):
 
     tile          keys  heads, size  registers  shared bytes  programs that fit  instructions of a warp per tile
     decode   16   64    32/8, 128    168        71,680        3                  350, with 32 mma and 16 copies
     decode   16   64    16/8, 128    168        71,680        3
     shared   64   64    32/8, 128    254        114,688       2
     shared   64   64    16/8, 128    254        114,688       2
-    prompt  128   64    32/8, 128    250        131,072       1                  382, with 12 wgmma and 8 copies
-    prompt  128   64    16/8, 128    244        131,072       1
+    prefill 128   64    32/8, 128    250        131,072       1                  382, with 12 wgmma and 8 copies
+    prefill 128   64    16/8, 128    244        131,072       1
 
-Bytes in flight: reading 4.3 TB/s at 800 ns needs 3.4 MB on their way, 26 KB of each of 132 multiprocessors. A decode
-program holds two tiles of 64 keys and values of 128 bfloat16, 32 KB each; one or both are on their way. So even a lone
-program of a multiprocessor (32 to 64 KB) covers the latency, and the three that fit (96 to 192 KB) leave room for the
-time that a tile takes to compute. Instructions: 350 x 4 warps on 4 schedulers for each 32 KB, which take 1,000 ns or
-1,750 cycles to arrive at that rate: a fifth of the issue slots.
-Prompts: 4.2 MFLOP for a tile, 1,024 cycles of matrix units, beside 764 cycles of issue slots for all else.
+Bytes in flight: reading 4.3 TB/s at 800 ns latency needs 3.4 MB in flight, 26 KB for each of 132 multiprocessors. A
+decode program holds two tiles of 64 keys and values of 128 bfloat16, 32 KB each; one or both are in flight. So even one
+program per multiprocessor (32 to 64 KB) covers the latency, and the three that fit (96 to 192 KB) also cover the time
+that a tile takes to compute. Instructions: 350 x 4 warps on 4 schedulers for each 32 KB, which take 1,000 ns or 1,750
+cycles to arrive at that rate: a fifth of the issue slots.
+Prefill: 4.2 MFLOP for a tile, 1,024 cycles of matrix units, next to 764 cycles of issue slots for everything else.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import Final
 
 import torch
 
-UNMEASURED: Final = "not measured"
+NOT_MEASURED: Final = "not measured"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How tiles of `rows` queries are carried out.
+    """Launch configuration of tiles of `rows` queries.
 
-    `block_n`: keys of a tile. `programs`: of each multiprocessor; more than fit at once leave the balance to the
-    device's own scheduler. `parted`: keys that every query sees have a loop without masks. `max_registers`: of a
-    thread, where the assembler would rather spill than use more. `measured`: when and on which chip, or "not measured".
+    block_n: keys of a tile. programs: per multiprocessor; more than fit at once leave the balance to the device's
+    scheduler. unmasked_loop: keys that every query sees have a loop without masks. max_registers: per thread, where the
+    assembler would otherwise spill. measured: when and on which chip, or "not measured".
     """
 
     rows: int
@@ -47,24 +47,27 @@ class Config:
     num_warps: int
     num_stages: int
     programs: int
-    parted: bool = False
+    unmasked_loop: bool = False
     max_registers: int | None = None
-    measured: str = UNMEASURED
+    measured: str = NOT_MEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class MergeConfig:
-    """How states are merged: `block_s` at a time; the rest as in `Config`."""
+    """Launch configuration of the merge: `block_s` states at a time; the rest as in `Config`."""
 
     block_s: int
     num_warps: int
     programs: int
-    measured: str = UNMEASURED
+    measured: str = NOT_MEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What a launch must know of a device. `major`: of its compute capability; 0 is the interpreter."""
+    """Device properties that a launch depends on. `major`: of the compute capability.
+
+    0 = interpreter.
+    """
 
     major: int
     multiprocessors: int
@@ -72,70 +75,74 @@ class Chip:
 
 MERGE: Final = MergeConfig(block_s=32, num_warps=4, programs=8)
 
-# Elements of two bytes: head size -> configurations by height, lowest first
+# Two-byte elements: head size -> configurations by height, lowest first
 HOPPER: Final = {
     64: (
         Config(16, 64, 4, 4, programs=4),
         Config(32, 64, 4, 4, programs=4),
-        Config(64, 64, 4, 3, programs=8, parted=True),
-        Config(128, 128, 8, 3, programs=8, parted=True),
+        Config(64, 64, 4, 3, programs=8, unmasked_loop=True),
+        Config(128, 128, 8, 3, programs=8, unmasked_loop=True),
     ),
     128: (
         Config(16, 64, 4, 3, programs=3),
         Config(32, 64, 4, 3, programs=2),
-        Config(64, 64, 4, 3, programs=8, parted=True),
-        Config(128, 64, 8, 3, programs=8, parted=True),
+        Config(64, 64, 4, 3, programs=8, unmasked_loop=True),
+        Config(128, 64, 8, 3, programs=8, unmasked_loop=True),
     ),
     256: (
         Config(16, 32, 4, 4, programs=2),
         Config(32, 32, 4, 4, programs=2),
-        Config(64, 32, 8, 3, programs=8, parted=True),
+        Config(64, 32, 8, 3, programs=8, unmasked_loop=True),
     ),
 }
-# Compiled for Hopper's successor, taller tiles of keys spill
+# On Blackwell, larger tiles of keys spill
 BLACKWELL: Final = HOPPER | {
-    64: (*HOPPER[64][:3], Config(128, 64, 8, 3, programs=8, parted=True)),
+    64: (*HOPPER[64][:3], Config(128, 64, 8, 3, programs=8, unmasked_loop=True)),
     128: (
         *HOPPER[128][:2],
-        Config(64, 32, 4, 3, programs=8, parted=True),
-        Config(128, 32, 8, 3, programs=8, parted=True),
+        Config(64, 32, 4, 3, programs=8, unmasked_loop=True),
+        Config(128, 32, 8, 3, programs=8, unmasked_loop=True),
     ),
 }
-# What fits the 99 KiB of shared memory that every chip since Ampere has
-MODEST: Final = {
+# Fits the 99 KiB of shared memory that every chip since Ampere has
+SMALL_SHARED_MEMORY: Final = {
     64: (
         Config(16, 64, 4, 3, programs=4),
         Config(32, 64, 4, 3, programs=3),
-        Config(64, 64, 4, 3, programs=8, parted=True),
-        Config(128, 64, 8, 3, programs=8, parted=True),
+        Config(64, 64, 4, 3, programs=8, unmasked_loop=True),
+        Config(128, 64, 8, 3, programs=8, unmasked_loop=True),
     ),
     128: (
         Config(16, 32, 4, 3, programs=4),
         Config(32, 32, 4, 3, programs=3),
-        Config(64, 32, 4, 3, programs=8, parted=True),
-        Config(128, 32, 8, 3, programs=8, parted=True),
+        Config(64, 32, 4, 3, programs=8, unmasked_loop=True),
+        Config(128, 32, 8, 3, programs=8, unmasked_loop=True),
     ),
     256: (
         Config(16, 32, 4, 3, programs=3),
         Config(32, 32, 4, 2, programs=2),
-        Config(64, 32, 8, 2, programs=8, parted=True),
+        Config(64, 32, 8, 2, programs=8, unmasked_loop=True),
     ),
 }
-# float32 is multiplied exactly, without matrix units: there to compare with, not to be fast
+# float32 is multiplied exactly, without matrix units: for comparison, not for speed
 FLOAT32: Final = {
     64: tuple(Config(rows, 16, 8, 2, programs=2, max_registers=128) for rows in (16, 32, 64)),
     128: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
     256: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
 }
 INTERPRETER: Final = {
-    256: (Config(16, 64, 1, 1, programs=1), *(Config(rows, 64, 1, 1, programs=1, parted=True) for rows in (32, 64)))
+    256: (
+        Config(16, 64, 1, 1, programs=1),
+        *(Config(rows, 64, 1, 1, programs=1, unmasked_loop=True) for rows in (32, 64)),
+    )
 }
 
 
-def choose(chip: Chip, num_queries: int, head_dim: int, itemsize: int) -> Config:
-    """Return the lowest tile that holds all queries, or the tallest there is: several then share the work.
+def choose_config(chip: Chip, num_queries: int, head_dim: int, itemsize: int) -> Config:
+    """Return the lowest tile that holds all queries, or the tallest.
 
-    Raises: ValueError for heads larger than any table says.
+    Several tiles then share the work.
+    Raises: ValueError for heads larger than any table entry.
     """
     for widest, configs in _table(chip, itemsize).items():
         if head_dim <= widest:
@@ -143,23 +150,24 @@ def choose(chip: Chip, num_queries: int, head_dim: int, itemsize: int) -> Config
     raise ValueError(f"a head has at most 256 dimensions, not {head_dim}")
 
 
-def configs_of(chip: Chip, itemsize: int) -> Iterator[tuple[int, Config]]:
-    """Yield all configurations of a chip, each with its head size."""
+def iter_configs(chip: Chip, itemsize: int) -> Iterator[tuple[int, Config]]:
+    """Yield (head size, configuration) for all configurations of a chip."""
     for head_dim, configs in _table(chip, itemsize).items():
         yield from ((head_dim, config) for config in configs)
 
 
 def _table(chip: Chip, itemsize: int) -> Mapping[int, tuple[Config, ...]]:
+    """Return the table of a chip and element size."""
     if chip.major == 0:
         return INTERPRETER
     if itemsize == 4:
         return FLOAT32
-    return {9: HOPPER, 10: BLACKWELL}.get(chip.major, MODEST)
+    return {9: HOPPER, 10: BLACKWELL}.get(chip.major, SMALL_SHARED_MEMORY)
 
 
 @functools.cache
-def chip_of(device: torch.device) -> Chip:
-    """Return the chip of a device; the interpreter acts as if it had three multiprocessors."""
+def get_chip(device: torch.device) -> Chip:
+    """Return the chip of a device; the interpreter acts as a chip with three multiprocessors."""
     if device.type != "cuda":
         return Chip(0, 3)
     properties = torch.cuda.get_device_properties(device)

@@ -1,7 +1,4 @@
-"""The gated activation of the feed-forward layers.
-
-RMSNorm, alone or after an addition, in one pass: each row is read once and stays in registers.
-"""
+"""RMSNorm (alone or after an addition) and the gated activation, in one pass each."""
 
 from __future__ import annotations
 
@@ -14,20 +11,23 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .launch import EXACT, next_power_of_2, rounded, tile_warps
-from .variants import Variant, traced
+from .launch import EXACT, choose_num_warps, next_power_of_2, round_to
+from .variants import Variant, trace_variants
 
 SILU_BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], gate first -> [T, I]."""
+    """Return silu(gate) * up.
+
+    Shapes: gate_up [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate].
+    """
     gate_up = gate_up.contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows and width:
         grid = (num_rows, triton.cdiv(width, SILU_BLOCK))
-        silu_rows[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, **EXACT)
+        silu_mul_kernel[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, **EXACT)
     return out
 
 
@@ -35,14 +35,14 @@ def _silu_variants(arch: int) -> Iterator[Variant]:
     """Yield the activations of models with 1536 to 14336 inner dimensions."""
     for width, dtype in ((1536, torch.bfloat16), (3072, torch.float16), (14336, torch.bfloat16), (1536, torch.float32)):
         gate_up = torch.empty(7, 2 * width, dtype=dtype, device="meta")
-        yield from traced(partial(silu_mul, gate_up), wide=True)
+        yield from trace_variants(partial(silu_mul, gate_up), wide=True)
 
 
 @triton.jit
-def silu_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute one block of one row.
+def silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute one block of one row. Grid: (T, WIDTH / BLOCK). Eight elements per thread.
 
-    Shapes: gate_up [T, 2 * WIDTH], out [T, WIDTH], dense. Grid: (T, WIDTH / BLOCK). Eight elements a thread.
+    Shapes: gate_up [T, 2 * WIDTH], out [T, WIDTH], contiguous.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,60 +50,66 @@ def silu_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: 
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     value = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
-    tl.store(out + row * WIDTH + column, rounded(value, out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + column, round_to(value, out.dtype.element_ty), mask=inside)
 
 
 NORM_TILE = 1024
-"""Elements of a program that norms several short rows."""
+"""Elements of a program that normalises several short rows."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root mean square, then by `estimate_size`. Shapes: x [..., C], weight [C]."""
+    """Apply RMSNorm over the last dimension. Shapes: x [..., hidden], weight [hidden]."""
     if weight.dtype != x.dtype:
         return reference.rms_norm(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
-    _launch(x, x, weight, out, out, eps, add=False)
+    _launch_norm(x, x, weight, out, out, eps, add=False)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual). Shapes: x, residual [T, C], weight [C]."""
+    """Return (rms_norm(x + residual), x + residual).
+
+    Shapes: x, residual [num_tokens, hidden], weight [hidden].
+    """
     if not weight.dtype == x.dtype == residual.dtype:
         return reference.add_rms_norm(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, residual, weight, out, total, eps, add=True)
+    _launch_norm(x, residual, weight, out, total, eps, add=True)
     return out, total
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool) -> None:
+def _launch_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool
+) -> None:
+    """Launch the norm kernel over the rows of x."""
     width = x.shape[-1]
     num_rows = x.numel() // width
     if not num_rows:
         return
     block = next_power_of_2(width)
     rows = max(1, NORM_TILE // block)
-    norm_rows[(triton.cdiv(num_rows, rows),)](
+    rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, residual, weight.contiguous(), out, total, num_rows, eps,
-        ADD=add, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=tile_warps(rows * block, 8, most=16), **EXACT,
+        ADD=add, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=choose_num_warps(rows * block, 8, most=16), **EXACT,
     )  # fmt: skip
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield the norms of models 576 to 5120 wide, and of heads."""
+    """Yield the activations, the norms of models 576 to 5120 wide, and the norms of heads."""
     yield from _silu_variants(arch)
     for width, dtype in (
         (64, torch.float16), (128, torch.bfloat16), (576, torch.bfloat16), (576, torch.float32), (1024, torch.bfloat16),
         (4096, torch.bfloat16), (4096, torch.float16), (5120, torch.bfloat16), (16384, torch.bfloat16),
     ):  # fmt: skip
         x, weight = (torch.empty(*shape, width, dtype=dtype, device="meta") for shape in ((7,), ()))
-        yield from traced(partial(rms_norm, x, weight, 1e-6), wide=True)
-        yield from traced(partial(add_rms_norm, x, x, weight, 1e-6), wide=True)
+        yield from trace_variants(partial(rms_norm, x, weight, 1e-6), wide=True)
+        yield from trace_variants(partial(add_rms_norm, x, x, weight, 1e-6), wide=True)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def norm_rows(  # type: ignore[no-untyped-def]
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
     x,
     residual,
     weight,
@@ -116,11 +122,11 @@ def norm_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Norm `ROWS` rows of `WIDTH` elements; with `ADD`, those of x + residual, which are stored in `total`.
+    """Normalise ROWS rows of WIDTH elements.
 
-    Shapes: x, residual, out, total [num_rows, WIDTH], all of one dtype and dense; weight [WIDTH].
-    Grid: num_rows / ROWS. Eight elements a thread up to 4096 wide: one 16-byte access of 16-bit numbers for each of x,
-    residual and weight, all in flight before the sum is formed.
+    With ADD, the rows of x + residual, stored in `total`. Shapes: x, residual, out, total [num_rows, WIDTH], all of one
+    dtype and contiguous; weight [WIDTH]. Grid: num_rows / ROWS. Eight elements per thread up to 4096 wide: one 16-byte
+    access of 16-bit numbers for each of x, residual and weight, all in flight before the sum is formed.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -131,9 +137,9 @@ def norm_rows(  # type: ignore[no-untyped-def]
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if ADD:
         added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        summed = rounded(value + added, total.dtype.element_ty)
+        summed = round_to(value + added, total.dtype.element_ty)
         tl.store(total + at, summed, mask=inside)
-        value = summed.to(tl.float32)  # rounded, as the next layer sees it
+        value = summed.to(tl.float32)  # rounded, as the next layer reads it
     mean = tl.sum(value * value, axis=1, keep_dims=True) / WIDTH
-    normed = rounded(value * tl.rsqrt(mean + eps), out.dtype.element_ty)
-    tl.store(out + at, rounded(scale * normed.to(tl.float32), out.dtype.element_ty), mask=inside)
+    normed = round_to(value * tl.rsqrt(mean + eps), out.dtype.element_ty)
+    tl.store(out + at, round_to(scale * normed.to(tl.float32), out.dtype.element_ty), mask=inside)

@@ -1,7 +1,4 @@
-"""What all kernels' launches share: sizes, strides, and the options that never vary.
-
-Round to a narrower type as the hardware does, also where the interpreter does not.
-"""
+"""Helpers of all launches: sizes, strides, exact-rounding options, rounding to bfloat16."""
 
 from __future__ import annotations
 
@@ -10,26 +7,29 @@ import triton.language as tl
 from torch import Tensor
 
 EXACT = {"enable_fp_fusion": False}
-"""Options of kernels that must round as the reference does: a product and a sum are two roundings, not one."""
+"""Options of kernels that round as the reference does: no fused multiply-add."""
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is not less than n; 1 for n < 2."""
+    """Return the smallest power of two >= n; 1 for n < 2."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-def dense_last(x: Tensor) -> Tensor:
-    """Return x with its last dimension dense, copied only if it is not."""
+def contiguous_last_dim(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension, copied only if it is not."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def tile_heads(num_heads: int, dim: int, tile: int) -> int:
-    """Return how many heads of `dim` elements a program takes: a power of two, at most `tile` elements."""
+def heads_per_program(num_heads: int, dim: int, tile: int) -> int:
+    """Return the number of heads of a program: a power of two, at most `tile` elements."""
     return max(1, min(next_power_of_2(num_heads), tile // next_power_of_2(dim)))
 
 
-def tile_warps(tile: int, each: int, most: int = 4) -> int:
-    """Return the warps for a tile of a power of two of elements, so that every thread has `each` of them if it can."""
+def choose_num_warps(tile: int, each: int, most: int = 4) -> int:
+    """Return the warps for a tile, so that every thread has `each` elements if possible.
+
+    `tile`: elements, a power of two.
+    """
     return max(1, min(most, tile // (32 * each)))
 
 
@@ -37,10 +37,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return float32 `x` as `dtype`, to the nearest, ties to even.
+def round_to(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return float32 `x` as `dtype`, rounded to nearest even.
 
-    A plain cast on a GPU. Triton's interpreter cuts the low bits of a bfloat16 off, so there the bits are made by hand.
+    A plain cast on a GPU. Triton's interpreter truncates to bfloat16, so there the bits are computed.
     """
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)

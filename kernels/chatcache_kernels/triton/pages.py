@@ -1,14 +1,12 @@
-"""The page store on a GPU: layout, reads, writes, copies of whole pages.
+"""The page store on a GPU: allocation, reads, writes, copies, swaps to host memory.
 
-K and V are [L, N, Hkv, P, D]: one head's tokens of a page lie side by side, so that a tile of keys of one head is
-read in long runs, and one page of one layer is one run of memory.
+K and V are [L, N, Hkv, P, D]: the tokens of one head in a page are contiguous, so that a tile of keys is read in long
+runs, and one page of one layer is one run of memory.
 
-Pages on loan to host memory: gathered on the device, moved in few transfers.
-
-A page's layers lie far apart in the store and side by side in the host's memory. So pages are gathered into a buffer on
-the device that has the host's order, in one launch, and leave it in one transfer per run of consecutive host pages
-(K and V apart); the way back is the same in reverse. The device's copy engines move the bytes, and no program waits for
-the bus, so a swap on a stream of its own leaves the processors to the step that runs beside it.
+Swaps. The layers of a page are far apart in the store and contiguous in host memory. Pages are therefore gathered into
+a device buffer in the host's order, in one launch, and copied with one transfer per run of consecutive host pages (K
+and V separately); swapping in is the same in reverse. Copy engines move the bytes and no program waits for the bus, so
+a swap on its own stream leaves the multiprocessors to the step that runs at the same time.
 """
 
 from __future__ import annotations
@@ -25,23 +23,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..types import HostPages, KVPages
-from .launch import EXACT, dense_last, next_power_of_2, rounded, tile_heads, tile_warps
-from .variants import Variant, traced
+from .launch import EXACT, choose_num_warps, contiguous_last_dim, heads_per_program, next_power_of_2, round_to
+from .variants import Variant, trace_variants
 
-MOVE_BLOCK = 1024
-"""int32 of K and of V that one program moves: 4 KiB each."""
-WRITE_TILE = 2048
+COPY_BLOCK_WORDS = 1024
+"""int32 words of K and of V that one program copies: 4 KiB each."""
+WRITE_TILE_ELEMENTS = 2048
 """Elements of K and of V that one program writes."""
 
 
 def allocate_pages(
     num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVPages:
-    """Return a store of zeroed pages.
+    """Allocate a store of zeroed pages.
 
-    Zeroed although nobody reads a slot before it is written: the fill runs at memory speed (tens of milliseconds for
-    a whole GPU), too large a store fails here and not later, and what a masked-out lane multiplies by zero is never a
-    stray NaN.
+    Slots are written before they are read, but zeros make sure that lanes which are masked out never multiply a NaN,
+    and a store that is too large fails here. The fill runs at memory speed (tens of milliseconds for a whole GPU).
     """
     shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
     k, v = (torch.zeros(shape, dtype=dtype) for _ in "kv")
@@ -49,54 +46,63 @@ def allocate_pages(
 
 
 def read_pages(pages: KVPages, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values at `slots`. Shapes: slots [S] -> [S, Hkv, D] each."""
+    """Return the keys and values at `slots`.
+
+    Shapes: slots [n] -> [n, num_kv_heads, head_dim] each.
+    """
     page, offset = slots.long() // pages.page_size, slots.long() % pages.page_size
     return pages.k[layer].transpose(1, 2)[page, offset], pages.v[layer].transpose(1, 2)[page, offset]
 
 
 def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store keys and values of new tokens. Shapes: k, v [T, Hkv, D] (any strides over tokens and heads); slots [T]."""
+    """Store keys and values of new tokens.
+
+    Shapes: k, v [num_tokens, num_kv_heads, head_dim] (any strides over tokens and heads); slots [num_tokens].
+    """
     num_tokens, num_heads, dim = k.shape
     if not num_tokens:
         return
-    k, v = dense_last(k), dense_last(v)
-    heads, dim_block = tile_heads(num_heads, dim, WRITE_TILE), next_power_of_2(dim)
-    write_heads[(num_tokens, triton.cdiv(num_heads, heads))](
+    k, v = contiguous_last_dim(k), contiguous_last_dim(v)
+    heads, dim_block = heads_per_program(num_heads, dim, WRITE_TILE_ELEMENTS), next_power_of_2(dim)
+    write_pages_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         k, v, pages.k, pages.v, slots.contiguous(), layer, pages.k.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         NUM_HEADS=num_heads, DIM=dim, PAGE=pages.page_size, HEADS=heads, DIM_BLOCK=dim_block,
-        num_warps=tile_warps(heads * dim_block, 8), **EXACT,
+        num_warps=choose_num_warps(heads * dim_block, 8), **EXACT,
     )  # fmt: skip
 
 
 def copy_pages(pages: KVPages, copies: Tensor) -> None:
-    """Copy whole pages, all layers, in one launch. Shapes: copies [C, 2] (src, dst); no dst is a src."""
+    """Copy whole pages, all layers, in one launch. Shapes: copies [n, 2] (source, target).
+
+    No target is also a source.
+    """
     k, v = as_words(pages.k), as_words(pages.v)
-    move((k, v), (k, v), copies)
+    copy_page_words((k, v), (k, v), copies)
 
 
 def as_words(store: Tensor) -> Tensor:
-    """Return a store, whatever its dtype and the shape of a page, as int32 [., ., words]."""
+    """Return a view of a store as int32 [., ., words]."""
     return store.view(*store.shape[:2], -1).view(torch.int32)
 
 
-def move(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], pairs: Tensor) -> None:
-    """Copy pages of one pair of stores (K, V) to those of another, all layers, in one launch.
+def copy_page_words(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], pairs: Tensor) -> None:
+    """Copy pages between two pairs of stores (K, V), all layers, in one launch.
 
-    Shapes: each store int32 [L, pages, words], a page of a layer dense, the strides before free and alike for K and V;
-    pairs [C, 2] (source page, target page), of any integer type.
+    Shapes: each store int32 [num_layers, pages, words]; words are contiguous, other strides are free and equal for K
+    and V; pairs [n, 2] (source page, target page), of any integer type.
     """
     num_layers, _, words = source[0].shape
     if not len(pairs):
         return
-    move_words[(triton.cdiv(words, MOVE_BLOCK), num_layers, len(pairs))](
+    copy_words_kernel[(triton.cdiv(words, COPY_BLOCK_WORDS), num_layers, len(pairs))](
         *source, *target, pairs.contiguous(), *source[0].stride()[:2], *target[0].stride()[:2],
-        WORDS=words, BLOCK=MOVE_BLOCK, num_warps=4, **EXACT,
+        WORDS=words, BLOCK=COPY_BLOCK_WORDS, num_warps=4, **EXACT,
     )  # fmt: skip
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield copies within a store and to a staging buffer, and writes, for stores of more than 2^31 elements, too."""
+    """Yield copies and writes, also for stores of more than 2^31 elements."""
     for num_pages, heads, dim, dtype in (
         (50, 3, 64, torch.bfloat16), (9000, 8, 128, torch.bfloat16), (50, 5, 80, torch.float32),
     ):  # fmt: skip
@@ -107,13 +113,13 @@ def variants(arch: int) -> Iterator[Variant]:
             both = as_words(pages.k), as_words(pages.v)
             k = torch.empty(7, 3 * heads, dim, dtype=dtype)[:, heads : 2 * heads]
             slots = torch.empty(7, dtype=torch.int64)
-        yield from traced(partial(copy_pages, pages, pairs), wide=True)
-        yield from traced(partial(move, both, (stage, stage), pairs.long()), wide=True)
-        yield from traced(partial(write_pages, pages, 1, k, k, slots), wide=True)
+        yield from trace_variants(partial(copy_pages, pages, pairs), wide=True)
+        yield from trace_variants(partial(copy_page_words, both, (stage, stage), pairs.long()), wide=True)
+        yield from trace_variants(partial(write_pages, pages, 1, k, k, slots), wide=True)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])
-def move_words(  # type: ignore[no-untyped-def]
+def copy_words_kernel(  # type: ignore[no-untyped-def]
     source_k,
     source_v,
     target_k,
@@ -126,10 +132,10 @@ def move_words(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one block of one page and layer, of K and of V.
+    """Copy one block of one page and layer, of K and of V. Grid: (WORDS / BLOCK, L, C).
 
-    Shapes: see `move`; the other arguments are strides in int32. Grid: (WORDS / BLOCK, L, C). int32 whatever the pages
-    hold, so that every bit pattern survives; four 16-byte loads a thread are in flight before the first store.
+    Shapes: see `copy_page_words`; the other arguments are strides in int32. Copying int32 preserves every bit pattern;
+    four 16-byte loads per thread are in flight before the first store.
     """
     layer, pair = tl.program_id(1).to(tl.int64), tl.program_id(2)
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -144,7 +150,7 @@ def move_words(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slots"])
-def write_heads(  # type: ignore[no-untyped-def]
+def write_pages_kernel(  # type: ignore[no-untyped-def]
     k,
     v,
     k_pages,
@@ -162,9 +168,9 @@ def write_heads(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """Write `HEADS` heads of one token to its page.
+    """Write HEADS heads of one token to its page. Grid: (T, NUM_HEADS / HEADS).
 
-    Shapes: k, v [T, NUM_HEADS, DIM], pages [L, N, NUM_HEADS, PAGE, DIM], slots [T]. Grid: (T, NUM_HEADS / HEADS).
+    Shapes: k, v [T, NUM_HEADS, DIM], pages [L, N, NUM_HEADS, PAGE, DIM], slots [T].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -175,55 +181,61 @@ def write_heads(  # type: ignore[no-untyped-def]
     keys = tl.load(k + token * k_token + head * k_head + column, mask=inside, other=0.0).to(tl.float32)
     values = tl.load(v + token * v_token + head * v_head + column, mask=inside, other=0.0).to(tl.float32)
     at = to + head * (PAGE * DIM) + column
-    tl.store(k_pages + at, rounded(keys, k_pages.dtype.element_ty), mask=inside)
-    tl.store(v_pages + at, rounded(values, v_pages.dtype.element_ty), mask=inside)
+    tl.store(k_pages + at, round_to(keys, k_pages.dtype.element_ty), mask=inside)
+    tl.store(v_pages + at, round_to(values, v_pages.dtype.element_ty), mask=inside)
 
 
 STAGE_BYTES = 1 << 25
-"""Keys and values of the pages gathered at a time: 0.6 ms on a 50 GB/s bus, against 20 us to gather them."""
+"""Bytes of keys and values gathered at a time: 0.6 ms on a 50 GB/s bus, 20 us to gather."""
 
 
 def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
-    """Copy whole pages to the host, all layers. Shapes: swaps [S, 2] (page, host page); no host page twice.
+    """Copy whole pages to the host, all layers. Shapes: swaps [n, 2] (page, host page).
 
-    Everything is queued on the current stream: the host's memory holds the pages once that has caught up. `swaps` in
-    host memory costs no wait.
+    Host pages are distinct. Queued on the current stream: synchronise before reading host memory. `swaps` in host
+    memory avoids a wait.
     """
-    order = _on_host(swaps)
+    order = _to_host_array(swaps)
     order = order[np.argsort(order[:, 1], kind="stable")]
-    for part, staged in _parts(pages, order):
-        move(_stores(pages), _across(staged), _pairs(part[:, 0], np.arange(len(part)), pages))
-        for first, last in _runs(part[:, 1]):
+    for part, staged in _iter_batches(pages, order):
+        copy_page_words(
+            _word_stores(pages), _layers_first(staged), _page_pairs(part[:, 0], np.arange(len(part)), pages)
+        )
+        for first, last in _consecutive_runs(part[:, 1]):
             begin = int(part[first, 1])
             for kept, stage in zip((host.k, host.v), staged, strict=True):
                 as_words(kept)[begin : begin + last - first].copy_(stage[first:last], non_blocking=True)
 
 
 def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
-    """Copy whole pages back, all layers. Shapes: swaps [S, 2] (host page, page); no page twice.
+    """Copy whole pages back, all layers. Shapes: swaps [n, 2] (host page, page).
 
-    Queued on the current stream, like `swap_out`. A host page may go to several pages.
+    Pages are distinct.
+    Queued on the current stream. A host page may be copied to several pages.
     """
-    order = _on_host(swaps)
+    order = _to_host_array(swaps)
     order = order[np.argsort(order[:, 0], kind="stable")]
-    for part, staged in _parts(pages, order):
+    for part, staged in _iter_batches(pages, order):
         wanted, place = np.unique(part[:, 0], return_inverse=True)
-        for first, last in _runs(wanted):
+        for first, last in _consecutive_runs(wanted):
             begin = int(wanted[first])
             for kept, stage in zip((host.k, host.v), staged, strict=True):
                 stage[first:last].copy_(as_words(kept)[begin : begin + last - first], non_blocking=True)
-        move(_across(staged), _stores(pages), _pairs(place, part[:, 1], pages))
+        copy_page_words(_layers_first(staged), _word_stores(pages), _page_pairs(place, part[:, 1], pages))
 
 
-def _on_host(swaps: Tensor) -> NDArray[np.int64]:
+def _to_host_array(swaps: Tensor) -> NDArray[np.int64]:
+    """Return the swaps as a numpy array."""
     return swaps.cpu().numpy().astype(np.int64)
 
 
-def _parts(pages: KVPages, order: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], tuple[Tensor, Tensor]]]:
-    """Yield the swaps in parts, each with the staging buffers (K, V) for it, int32 [S of the part, L, words].
+def _iter_batches(
+    pages: KVPages, order: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.int64], tuple[Tensor, Tensor]]]:
+    """Yield the swaps in batches with staging buffers (K, V), int32 [batch, L, words].
 
-    All parts use the same buffers; the stream keeps them in order. Freed when the last part is queued, they go to
-    later work of the same stream.
+    All batches use the same buffers; the stream keeps them in order. After the last batch the memory is reused by later
+    work of the same stream.
     """
     count = max(1, STAGE_BYTES // pages.page_bytes)
     words = as_words(pages.k)
@@ -234,24 +246,26 @@ def _parts(pages: KVPages, order: NDArray[np.int64]) -> Iterator[tuple[NDArray[n
         yield part, (staged[0][: len(part)], staged[1][: len(part)])
 
 
-def _runs(host_pages: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _consecutive_runs(host_pages: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of each run of consecutive host pages."""
     breaks = np.flatnonzero(np.diff(host_pages) != 1) + 1
     edges = [0, *breaks.tolist(), len(host_pages)]
     return pairwise(edges)
 
 
-def _stores(pages: KVPages) -> tuple[Tensor, Tensor]:
+def _word_stores(pages: KVPages) -> tuple[Tensor, Tensor]:
+    """Return the stores of K and V as int32."""
     return as_words(pages.k), as_words(pages.v)
 
 
-def _across(staged: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _layers_first(staged: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return staging buffers with the layers first, as in the store."""
     return staged[0].transpose(0, 1), staged[1].transpose(0, 1)
 
 
-def _pairs(source: NDArray[np.int64], target: NDArray[np.int64], pages: KVPages) -> Tensor:
+def _page_pairs(source: NDArray[np.int64], target: NDArray[np.int64], pages: KVPages) -> Tensor:
+    """Return (source, target) pairs on the device of the pages."""
     pairs = torch.from_numpy(np.stack((source, target), 1))
-    if pages.k.is_cuda:  # out of ordinary memory the copy may first let the stream finish all it has been given
+    if pages.k.is_cuda:  # a copy from pageable memory may wait for the stream
         pairs = pairs.pin_memory()
     return pairs.to(pages.k.device, non_blocking=True)

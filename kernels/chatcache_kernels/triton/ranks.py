@@ -1,10 +1,10 @@
-"""Several tokens for each draw, best first: beams, draws without replacement, alternatives to report.
+"""Rank several tokens per draw: beams, draws without replacement, top logprobs.
 
-Values and ids become one int64 key that orders as (value, -id), so that equals are in order by themselves. A program
-takes the best of its chunk one by one; another the best of all chunks' best.
+Value and id become one int64 key that orders as (value, -id), so equal values have a defined order. A program takes the
+best keys of its chunk one by one; a second kernel takes the best of all chunks.
 
-Symbols: N draws, C chunks, S = `size` tokens wanted. Estimate, not a measurement: about 120 clocks a token taken in a
-chunk of 2,048; 75 chunks (V = 151,936), S = 16: 2 us a program, thus 6 us for one draw and 25 us for 256.
+Symbols: N draws, C chunks, S = `size` tokens per draw. Estimate, not a measurement: about 120 clocks per token taken
+from a chunk of 2,048; 75 chunks (V = 151,936), S = 16: 2 us per program, thus 6 us for one draw and 25 us for 256.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .sampling_ops import (
     RAW_ROW,
     ROW,
     TEMPERATURE,
-    draws_of,
+    any_row,
+    apply_temperature,
+    finite_or_zero,
     gumbel,
-    is_any,
     is_finite,
-    keep,
-    largest,
-    log_total,
-    no_higher,
-    number,
+    is_kept,
+    load_float,
+    load_int,
+    load_logits,
+    merge_log_sum_exp,
     pack_key,
-    real,
-    scale,
-    survives,
-    total,
+    program_draws,
+    row_max,
+    row_sum,
+    store_rows,
     unpack_key,
-    visible,
 )
 
 NO_KEY = tl.constexpr(-(2**63))
@@ -61,29 +61,29 @@ def rank_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Find the best tokens of each chunk, its part of the log-sum-exp, and of the survivors' mass.
+    """Find the best tokens of each chunk, its log-sum-exp and the mass of the kept tokens.
 
-    Shapes: x, base, table, cuts, words as `draw_kernel` -> keys int64 [N, C, S], sums float32 [3, N, C] (largest, sum
-    of exp(x - largest), sum of exp(scaled) of what survives). ALL: S = CHUNK, in no order. Grid (ceil(N / ROWS) * C).
-    Draws at a temperature have a CUT.
+    Shapes: x, base, table, cuts, words as in `draw_kernel` -> keys int64 [N, C, S], sums float32 [3, N, C] (maximum,
+    sum of exp(x - maximum), sum of exp(scaled) of kept tokens). ALL: S = CHUNK, unordered. Grid (ceil(N / ROWS) * C).
+    Draws with a temperature must be FILTERED.
     """
-    draw, live = draws_of(tl.program_id(0) // num_chunks, num_draws, ROWS)
+    draw, live = program_draws(tl.program_id(0) // num_chunks, num_draws, ROWS)
     chunk = tl.program_id(0) % num_chunks
-    row = number(table_ptr, ROW, draw, num_draws).to(tl.int64)
-    mask = number(table_ptr, MASK, draw, num_draws)
+    row = load_int(table_ptr, ROW, draw, num_draws).to(tl.int64)
+    mask = load_int(table_ptr, MASK, draw, num_draws)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
     words = words_ptr + mask.to(tl.int64) * num_words
-    x, value = visible(x_ptr + row * x_stride, words, ids, num_tokens, mask, MASKED)
-    most = largest(x)
+    x, value = load_logits(x_ptr + row * x_stride, words, ids, num_tokens, mask, MASKED)
+    most = row_max(x)
     at, plane = draw * num_chunks + chunk, num_draws * num_chunks
-    keep(sums_ptr, at, most, live)
-    keep(sums_ptr + plane, at, total(tl.exp(x - no_higher(most))), live)
-    temperature = real(table_ptr, TEMPERATURE, draw, num_draws)
-    if is_any(temperature > 0):
-        scaled = scale(value, tl.load(cuts_ptr + draw)[:, None], temperature)
-        scaled = tl.where(survives(scaled, ids, cuts_ptr, draw, num_draws), scaled, MINUS_INFINITY)
-        keep(sums_ptr + 2 * plane, at, total(tl.exp(scaled)), live)
-        low, high = number(table_ptr, KEY_LOW, draw, num_draws), number(table_ptr, KEY_HIGH, draw, num_draws)
+    store_rows(sums_ptr, at, most, live)
+    store_rows(sums_ptr + plane, at, row_sum(tl.exp(x - finite_or_zero(most))), live)
+    temperature = load_float(table_ptr, TEMPERATURE, draw, num_draws)
+    if any_row(temperature > 0):
+        scaled = apply_temperature(value, tl.load(cuts_ptr + draw)[:, None], temperature)
+        scaled = tl.where(is_kept(scaled, ids, cuts_ptr, draw, num_draws), scaled, MINUS_INFINITY)
+        store_rows(sums_ptr + 2 * plane, at, row_sum(tl.exp(scaled)), live)
+        low, high = load_int(table_ptr, KEY_LOW, draw, num_draws), load_int(table_ptr, KEY_HIGH, draw, num_draws)
         noise = gumbel(tl.load(base_ptr + ids, mask=ids < num_tokens, other=0), low, high)
         value = tl.where(temperature > 0, scaled + noise, value)
     keys = tl.where(ids < num_tokens, pack_key(value, ids), NO_KEY)
@@ -101,11 +101,11 @@ def rank_kernel(  # type: ignore[no-untyped-def]
 def select_kernel(  # type: ignore[no-untyped-def]
     keys_ptr, best_ptr, num_draws, num_keys, size, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Take the best of each draw's keys. Shapes: keys [N, K] -> best [N, S], descending. KEYS >= K, a power of two.
+    """Take the best keys of each draw. Grid (ceil(N / ROWS)).
 
-    Grid (ceil(N / ROWS)).
+    Shapes: keys [N, K] -> best [N, S], descending. KEYS >= K, a power of two.
     """
-    draw, live = draws_of(tl.program_id(0), num_draws, ROWS)
+    draw, live = program_draws(tl.program_id(0), num_draws, ROWS)
     offsets = tl.arange(0, KEYS)[None, :]
     keys = tl.load(keys_ptr + draw[:, None].to(tl.int64) * num_keys + offsets, mask=offsets < num_keys, other=NO_KEY)
     for rank in range(size):
@@ -124,7 +124,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
         "faults_ptr",
     ],
 )
-def describe_kernel(  # type: ignore[no-untyped-def]
+def logprob_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     raw_ptr,
     table_ptr,
@@ -146,34 +146,33 @@ def describe_kernel(  # type: ignore[no-untyped-def]
     CHUNKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Turn keys into tokens and their log-probabilities.
+    """Turn keys into tokens and their log-probabilities. Grid (ceil(N / ROWS)).
 
-    Shapes: best [N, S] -> tokens int32, logprobs, perturbed, raw_logprobs float32 [N, S] (-1, -inf where nothing is
-    left); faults [N] as `finish_kernel`. logprobs: at temperature 0 of x before masks, else of what survives;
-    perturbed: those with the noise; raw_logprobs: of the raw rows. SIZE >= S and CHUNKS >= C, powers of two.
-    Grid (ceil(N / ROWS)).
+    Shapes: best [N, S] -> tokens int32, logprobs, perturbed, raw_logprobs float32 [N, S] (-1, -inf as padding); faults
+    [N] as in `finish_kernel`. logprobs: at temperature 0 of x before masks, otherwise of the kept tokens; perturbed:
+    the same plus noise; raw_logprobs: of the raw rows. SIZE >= S and CHUNKS >= C, powers of two.
     """
-    draw, live = draws_of(tl.program_id(0), num_draws, ROWS)
+    draw, live = program_draws(tl.program_id(0), num_draws, ROWS)
     chunks = tl.arange(0, CHUNKS)[None, :]
     valid = chunks < num_chunks
     at, plane = draw[:, None] * num_chunks + chunks, num_draws * num_chunks
-    temperature = real(table_ptr, TEMPERATURE, draw, num_draws)
+    temperature = load_float(table_ptr, TEMPERATURE, draw, num_draws)
     warm = temperature > 0
-    raw_total = log_total(raw_sums_ptr, at, valid, plane)
-    whole = log_total(sums_ptr, at, valid, plane)
-    survivors = total(tl.load(sums_ptr + 2 * plane + at, mask=valid & warm, other=0.0))
-    whole = tl.where(warm, tl.log(tl.maximum(tl.where(warm, survivors, 1.0), 1e-38)), whole)
+    raw_total = merge_log_sum_exp(raw_sums_ptr, at, valid, plane)
+    whole = merge_log_sum_exp(sums_ptr, at, valid, plane)
+    kept_mass = row_sum(tl.load(sums_ptr + 2 * plane + at, mask=valid & warm, other=0.0))
+    whole = tl.where(warm, tl.log(tl.maximum(tl.where(warm, kept_mass, 1.0), 1e-38)), whole)
     ranks = tl.arange(0, SIZE)[None, :]
     cells = draw[:, None] * size + ranks
     key = tl.load(best_ptr + cells, mask=ranks < size, other=NO_KEY)
     value, ids = unpack_key(key)
     present = (key != NO_KEY) & is_finite(value)
-    x_ptr += number(table_ptr, ROW, draw, num_draws).to(tl.int64) * x_stride
-    raw_ptr += number(table_ptr, RAW_ROW, draw, num_draws).to(tl.int64) * raw_stride
+    x_ptr += load_int(table_ptr, ROW, draw, num_draws).to(tl.int64) * x_stride
+    raw_ptr += load_int(table_ptr, RAW_ROW, draw, num_draws).to(tl.int64) * raw_stride
     x = tl.load(x_ptr + ids, mask=present, other=0.0).to(tl.float32)
     raw = tl.load(raw_ptr + ids, mask=present, other=0.0).to(tl.float32)
     top = tl.load(cuts_ptr + draw)[:, None]
-    clean = tl.where(warm, scale(x, tl.where(warm, top, 0.0), temperature), value)
+    clean = tl.where(warm, apply_temperature(x, tl.where(warm, top, 0.0), temperature), value)
     healthy = is_finite(raw_total)
     raw_total = tl.where(healthy, raw_total, 0.0)
     present = present & is_finite(whole)
@@ -184,4 +183,4 @@ def describe_kernel(  # type: ignore[no-untyped-def]
     tl.store(perturbed_ptr + cells, tl.where(present & warm, value - whole, MINUS_INFINITY), mask=cells_live)
     tl.store(raw_logprobs_ptr + cells, tl.where(present, raw - raw_total, MINUS_INFINITY), mask=cells_live)
     some = tl.max(present.to(tl.int32), 1)[:, None] > 0
-    keep(faults_ptr, draw, tl.where(healthy, tl.where(some, 0, 1), 2), live)
+    store_rows(faults_ptr, draw, tl.where(healthy, tl.where(some, 0, 1), 2), live)

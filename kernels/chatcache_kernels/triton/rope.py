@@ -1,6 +1,6 @@
-"""Norm each head, rotate queries and keys, write keys and values to their pages: one launch.
+"""Head norms, rotary embedding and page writes in one launch.
 
-q, k and v may be slices of one fused projection. Symbols: see types.py; C = rotated dimensions / 2.
+q, k and v may be slices of one fused projection.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..reference import rms_norm
 from ..types import HeadNorms, KVPages
-from .launch import EXACT, dense_last, next_power_of_2, rounded, tile_heads
+from .launch import EXACT, contiguous_last_dim, heads_per_program, next_power_of_2, round_to
 from .pages import allocate_pages
-from .variants import Variant, traced
+from .variants import Variant, trace_variants
 
-EACH = 16
+ELEMENTS_PER_THREAD = 16
 """Elements of the heads that one thread takes: 8 of either half, 16 bytes of 16-bit numbers."""
 
 
@@ -34,9 +34,10 @@ def rope_write(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Norm each head if asked, rotate q and k, store k and v, return q.
+    """Normalise heads if asked, apply the rotary embedding to q and k, store k and v, return q.
 
-    Shapes: q [T, H, D], k, v [T, Hkv, D] (any strides over tokens and heads), cos, sin [T, C], slots [T].
+    Shapes: q [num_tokens, num_heads, head_dim], k, v [num_tokens, num_kv_heads, head_dim] (any strides over tokens and
+    heads), cos, sin [num_tokens, rotary_dim / 2], slots [num_tokens] -> [num_tokens, num_heads, head_dim].
     """
     if norms is not None and not norms.q.dtype == norms.k.dtype == q.dtype == k.dtype:
         q, k, norms = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps), None
@@ -44,12 +45,14 @@ def rope_write(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
-    q, k, v = dense_last(q), dense_last(k), dense_last(v)
+    q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
     half, kv_heads = cos.shape[-1], k.shape[1]
     half_block, dim_block = next_power_of_2(half), next_power_of_2(dim)
     warps = max(2, 2 * half_block // 32)
-    heads, kv_tile = (tile_heads(count, dim, 32 * warps * EACH) for count in (num_heads, kv_heads))
-    turn_heads[(num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(kv_heads, kv_tile))](
+    heads, kv_tile = (
+        heads_per_program(count, dim, 32 * warps * ELEMENTS_PER_THREAD) for count in (num_heads, kv_heads)
+    )
+    rope_write_kernel[(num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(kv_heads, kv_tile))](
         q, k, v, out, cos.contiguous(), sin.contiguous(), pages.k, pages.v, slots.contiguous(),
         norms.q if norms else q, norms.k if norms else k, norms.eps if norms else 0.0,
         layer, pages.k.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -61,7 +64,7 @@ def rope_write(
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield the shapes of SmolLM, Qwen3, Llama 3, Phi (partly rotated) and others, and large stores."""
+    """Yield the shapes of SmolLM, Qwen3, Llama 3, Phi (partial rotation) and others."""
     for heads, kv_heads, dim, half, page_size, dtype, norm in (
         (9, 3, 64, 32, 16, torch.bfloat16, False), (9, 3, 64, 32, 16, torch.float32, False),
         (16, 8, 128, 64, 16, torch.bfloat16, True), (16, 8, 128, 64, 64, torch.bfloat16, True),
@@ -77,11 +80,11 @@ def variants(arch: int) -> Iterator[Variant]:
             weight = torch.empty(dim, dtype=dtype)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         norms = HeadNorms(weight, weight, 1e-6) if norm else None
-        yield from traced(partial(rope_write, q, k, v, angles, angles, pages, 1, slots, norms), wide=dim < 256)
+        yield from trace_variants(partial(rope_write, q, k, v, angles, angles, pages, 1, slots, norms), wide=dim < 256)
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slots"])
-def turn_heads(  # type: ignore[no-untyped-def]
+def rope_write_kernel(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
@@ -114,14 +117,14 @@ def turn_heads(  # type: ignore[no-untyped-def]
     REST_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """Take `HEADS` query heads of one token, or `KV_HEADS` key heads and value heads.
+    """Process HEADS query heads of one token, or KV_HEADS key heads and value heads.
 
-    Shapes: q, out [T, NUM_HEADS, DIM], k, v [T, NUM_KV_HEADS, DIM], cos, sin [T, HALF], slots [T], norms [DIM],
-    pages [L, N, NUM_KV_HEADS, PAGE, DIM]; *_token, *_head are strides.
-    Grid: (T, NUM_HEADS / HEADS + NUM_KV_HEADS / KV_HEADS), query blocks first.
-    There are twice as many threads as C: with fewer, Triton keeps the layout it gave cos and sin, and heads go through
-    shared memory on their way in and out (with norms, 14 barriers and 1.8 times the instructions). This way there is no
-    shared memory and no barrier up to D = 128, and on sm_90 a thread takes 32 to 52 registers.
+    Shapes: q, out [T, NUM_HEADS, DIM], k, v [T, NUM_KV_HEADS, DIM], cos, sin [T, HALF], slots [T], norms [DIM], pages
+    [L, N, NUM_KV_HEADS, PAGE, DIM]; *_token, *_head are strides. Grid: (T, NUM_HEADS / HEADS + NUM_KV_HEADS /
+    KV_HEADS), query blocks first. There are twice as many threads as C: with fewer, Triton keeps the layout of cos and
+    sin, and heads go through shared memory on their way in and out (with norms, 14 barriers and 1.8 times the
+    instructions). This way there is no shared memory and no barrier up to D = 128, and on sm_90 a thread takes 32 to 52
+    registers.
     """
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_blocks: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -132,7 +135,7 @@ def turn_heads(  # type: ignore[no-untyped-def]
         head = block * HEADS + tl.arange(0, HEADS)[:, None]
         source = q + token * q_token + head * q_head
         target = out + (token * NUM_HEADS + head) * DIM
-        turn(
+        rotate_heads(
             source, target, head < NUM_HEADS, q_norm, c, s, eps, q.dtype.element_ty, out.dtype.element_ty,
             NORM, DIM, HALF, HALF_BLOCK, REST_BLOCK,
         )  # fmt: skip
@@ -143,16 +146,16 @@ def turn_heads(  # type: ignore[no-untyped-def]
         column = tl.arange(0, DIM_BLOCK)[None, :]
         inside = (kv_head < NUM_KV_HEADS) & (column < DIM)
         values = tl.load(v + token * v_token + kv_head * v_head + column, mask=inside, other=0.0).to(tl.float32)
-        turn(
+        rotate_heads(
             k + token * k_token + kv_head * k_head, k_pages + to + kv_head * (PAGE * DIM), kv_head < NUM_KV_HEADS,
             k_norm, c, s, eps, k.dtype.element_ty, k_pages.dtype.element_ty, NORM, DIM, HALF, HALF_BLOCK, REST_BLOCK,
         )  # fmt: skip
         at = to + kv_head * (PAGE * DIM) + column
-        tl.store(v_pages + at, rounded(values, v_pages.dtype.element_ty), mask=inside)
+        tl.store(v_pages + at, round_to(values, v_pages.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def turn(  # type: ignore[no-untyped-def]
+def rotate_heads(  # type: ignore[no-untyped-def]
     source,
     target,
     inside,
@@ -168,8 +171,11 @@ def turn(  # type: ignore[no-untyped-def]
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
-    """Norm and rotate heads on their way from `source` to `target`. Shapes: source, target, inside [heads, 1]; c, s
-    [1, HALF_BLOCK]. Every step rounds to the `kind` of the activations, as the reference does."""
+    """Normalise and rotate heads from `source` to `target`.
+
+    Shapes: source, target, inside [heads, 1]; c, s [1, HALF_BLOCK]. Every step rounds to the `kind` of the activations,
+    as the reference does.
+    """
     half, rest = tl.arange(0, HALF_BLOCK)[None, :], 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     in_half, in_rest = inside & (half < HALF), inside & (rest < DIM)
     first = tl.load(source + half, mask=in_half, other=0.0).to(tl.float32)
@@ -181,24 +187,24 @@ def turn(  # type: ignore[no-untyped-def]
         if 2 * HALF < DIM:
             squares += tl.sum(others * others, axis=1, keep_dims=True)
         scale = tl.rsqrt(squares / DIM + eps)
-        first = normed(first, scale, weight + half, half < HALF, kind)
-        second = normed(second, scale, weight + HALF + half, half < HALF, kind)
+        first = normalize(first, scale, weight + half, half < HALF, kind)
+        second = normalize(second, scale, weight + HALF + half, half < HALF, kind)
         if 2 * HALF < DIM:
-            others = normed(others, scale, weight + rest, rest < DIM, kind)
-    tl.store(target + half, _twice(first * c - second * s, kind, target_kind), mask=in_half)
-    tl.store(target + HALF + half, _twice(second * c + first * s, kind, target_kind), mask=in_half)
+            others = normalize(others, scale, weight + rest, rest < DIM, kind)
+    tl.store(target + half, _round_twice(first * c - second * s, kind, target_kind), mask=in_half)
+    tl.store(target + HALF + half, _round_twice(second * c + first * s, kind, target_kind), mask=in_half)
     if 2 * HALF < DIM:
-        tl.store(target + rest, rounded(others, target_kind), mask=in_rest)
+        tl.store(target + rest, round_to(others, target_kind), mask=in_rest)
 
 
 @triton.jit
-def normed(x, scale, weight, inside, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return x * scale * weight, rounded to `kind` after each product, in float32."""
+def normalize(x, scale, weight, inside, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return x * scale * weight in float32, rounded to `kind` after each product."""
     loaded = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    return rounded(loaded * rounded(x * scale, kind).to(tl.float32), kind).to(tl.float32)
+    return round_to(loaded * round_to(x * scale, kind).to(tl.float32), kind).to(tl.float32)
 
 
 @triton.jit
-def _twice(x, kind: tl.constexpr, target_kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round to the activations' type, then to that of the target, which may be narrower."""
-    return rounded(rounded(x, kind).to(tl.float32), target_kind)
+def _round_twice(x, kind: tl.constexpr, target_kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round to the activations' type, then to the type of the target, which may be narrower."""
+    return round_to(round_to(x, kind).to(tl.float32), target_kind)

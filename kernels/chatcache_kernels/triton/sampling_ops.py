@@ -1,11 +1,10 @@
-"""Rows of logits as a draw sees them, and the table that says what each draw wants.
+"""Operations of the sampling kernels: the table of draws, row reductions, keyed noise.
 
-The table is int32 [NUM_FIELDS, N], one column a draw, floats by their bits; the host packs it, kernels read it.
+The table is int32 [NUM_FIELDS, N], one column per draw, with floats stored by their bits; the host fills it and kernels
+read it. Noise is defined by integers (see `random_bits`), so a draw is the same on every device; its logarithms are
+within two ulps of exact.
 
-Keyed noise and numbers in order: what every sampling kernel asks of single elements.
-
-The noise is defined by integers (see `bits_of`), so that a draw is the same on every device; its logarithms are within
-two ulps of exact.
+Symbols: N draws, R draws of a program, B tokens of a block, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,48 +12,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROW = tl.constexpr(0)  # the row of logits it draws from
-RAW_ROW = tl.constexpr(1)  # the row whose raw log-softmax it reports; another where the logits were edited
+ROW = tl.constexpr(0)  # row of logits to draw from
+RAW_ROW = tl.constexpr(1)  # row whose raw log-softmax is reported; differs if logits were edited
 KEY_LOW = tl.constexpr(2)
 KEY_HIGH = tl.constexpr(3)
 TEMPERATURE = tl.constexpr(4)  # float; 0: no noise
-CUT = tl.constexpr(5)  # 1: `sampling_cuts` looks at this row
+FILTERED = tl.constexpr(5)  # 1: `topk_topp` finds a cut-off for this draw
 TOP_K = tl.constexpr(6)  # 0: no limit
 TOP_P = tl.constexpr(7)  # float; 1: no limit
-FLOOR = tl.constexpr(8)  # float, log(min_p); -inf: no limit
-MASK = tl.constexpr(9)  # the row of mask words; -1: none
-SLOT = tl.constexpr(10)  # where the token drawn is kept for the next step; -1: nowhere
-TARGET = tl.constexpr(11)  # the token to report in place of a draw; -1: none
+LOG_MIN_P = tl.constexpr(8)  # float, log(min_p); -inf: no limit
+MASK = tl.constexpr(9)  # row of mask words; -1: none
+SLOT = tl.constexpr(10)  # where the token is stored for the next step; -1: nowhere
+TARGET = tl.constexpr(11)  # token to report instead of a draw; -1: none
 NUM_FIELDS = 12
 
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def draws_of(program, num_draws, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def program_draws(program, num_draws, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a program's draws [ROWS] and which of them exist; the others repeat the last."""
     draw = program * ROWS + tl.arange(0, ROWS)
     return tl.minimum(draw, num_draws - 1), draw < num_draws
 
 
 @triton.jit
-def number(table_ptr, field: tl.constexpr, draw, num_draws):  # type: ignore[no-untyped-def]
-    """Read an int32 field of draws. Shapes: draw [R] -> [R, 1]."""
+def load_int(table_ptr, field: tl.constexpr, draw, num_draws):  # type: ignore[no-untyped-def]
+    """Load an int32 field of draws. Shapes: draw [R] -> [R, 1]."""
     return tl.load(table_ptr + field * num_draws + draw)[:, None]
 
 
 @triton.jit
-def real(table_ptr, field: tl.constexpr, draw, num_draws):  # type: ignore[no-untyped-def]
-    """Read a float field of draws. Shapes: draw [R] -> [R, 1]."""
+def load_float(table_ptr, field: tl.constexpr, draw, num_draws):  # type: ignore[no-untyped-def]
+    """Load a float field of draws. Shapes: draw [R] -> [R, 1]."""
     return tl.load(table_ptr + field * num_draws + draw).to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit
-def visible(rows_ptr, words_ptr, ids, num_tokens, mask, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (all, allowed): the logits of tokens in float32, and the same with -inf for what a mask forbids.
+def load_logits(rows_ptr, words_ptr, ids, num_tokens, mask, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (all, allowed): logits in float32, and those with -inf for masked tokens.
 
-    Shapes: rows_ptr, words_ptr, mask [R, 1]: where each draw's logits and mask words begin; mask < 0: it has none; ids
-    [1, B] -> [R, B] each. Tokens beyond the vocabulary are -inf.
+    Shapes: rows_ptr, words_ptr, mask [R, 1]: start of each draw's logits and mask words; mask < 0: no mask; ids [1, B]
+    -> [R, B] each. Tokens beyond the vocabulary are -inf.
     """
     known = ids < num_tokens
     x = tl.load(rows_ptr + ids, mask=known, other=MINUS_INFINITY).to(tl.float32)
@@ -66,50 +65,56 @@ def visible(rows_ptr, words_ptr, ids, num_tokens, mask, MASKED: tl.constexpr):  
 
 
 @triton.jit
-def is_any(flags):  # type: ignore[no-untyped-def]
-    """Tell whether any of [R, 1] flags is set, as one number."""
+def any_row(flags):  # type: ignore[no-untyped-def]
+    """Return whether any of [R, 1] flags is set, as a scalar."""
     return tl.max(tl.max(flags.to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
-def keep(out_ptr, at, values, live):  # type: ignore[no-untyped-def]
-    """Store one number for each row. Shapes: at, live [R], values [R, 1]."""
+def store_rows(out_ptr, at, values, live):  # type: ignore[no-untyped-def]
+    """Store one number per row. Shapes: at, live [R], values [R, 1]."""
     tl.store(out_ptr + at, tl.sum(values, 1), mask=live)
 
 
 @triton.jit
-def largest(x):  # type: ignore[no-untyped-def]
-    """Return the largest of each row. Shapes: [R, B] -> [R, 1]."""
+def row_max(x):  # type: ignore[no-untyped-def]
+    """Return the maximum of each row. Shapes: [R, B] -> [R, 1]."""
     return tl.max(x, 1)[:, None]
 
 
 @triton.jit
-def total(x):  # type: ignore[no-untyped-def]
-    """Add up each row. Shapes: [R, B] -> [R, 1]."""
+def row_sum(x):  # type: ignore[no-untyped-def]
+    """Return the sum of each row. Shapes: [R, B] -> [R, 1]."""
     return tl.sum(x, 1)[:, None]
 
 
 @triton.jit
-def first_where(flags, ids, otherwise):  # type: ignore[no-untyped-def]
-    """Return the least id of those flagged in each row. Shapes: [R, B] -> [R, 1]."""
+def first_index_where(flags, ids, otherwise):  # type: ignore[no-untyped-def]
+    """Return the smallest flagged id of each row, or `otherwise`. Shapes: [R, B] -> [R, 1]."""
     return tl.min(tl.where(flags, ids, otherwise), 1)[:, None]
 
 
 @triton.jit
-def no_higher(top):  # type: ignore[no-untyped-def]
-    """Return a shift that keeps x - top defined where top is infinite."""
+def finite_or_zero(top):  # type: ignore[no-untyped-def]
+    """Return top, or 0 where it is infinite, so that x - top is defined."""
     return tl.where((top > MINUS_INFINITY) & (top < float("inf")), top, 0.0)
 
 
 @triton.jit
-def scale(x, top, temperature):  # type: ignore[no-untyped-def]
-    """Divide by the temperature, the largest at 0; -inf, not nan, far below it."""
-    return (x - no_higher(top)) * (1.0 / tl.maximum(temperature, 1e-30))
+def apply_temperature(x, top, temperature):  # type: ignore[no-untyped-def]
+    """Return (x - top) / temperature.
+
+    At temperature 0 the maximum is 0 and the rest -inf, not NaN.
+    """
+    return (x - finite_or_zero(top)) * (1.0 / tl.maximum(temperature, 1e-30))
 
 
 @triton.jit
 def mix32(x):  # type: ignore[no-untyped-def]
-    """Hash int32. Source: the two-round multiply-xorshift hash of least measured bias (Wellons, hash-prospector)."""
+    """Hash int32.
+
+    Source: the two-round multiply-xorshift hash of least measured bias (Wellons, hash-prospector).
+    """
     x ^= (x >> 16) & 0xFFFF
     x *= 0x21F0AAAD
     x ^= (x >> 15) & 0x1FFFF
@@ -118,14 +123,17 @@ def mix32(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def bits_of(base, low, high):  # type: ignore[no-untyped-def]
-    """Return the 31 random bits of tokens under a draw's key. All int32; base is the hashed token id."""
+def random_bits(base, low, high):  # type: ignore[no-untyped-def]
+    """Return 31 random bits per token under a draw's key. All int32.
+
+    Base is the hashed token id.
+    """
     return mix32((base ^ low) * high) & 0x7FFFFFFF
 
 
 @triton.jit
 def log_normal(x):  # type: ignore[no-untyped-def]
-    """Return the natural logarithm of positive normal float32, within 2 ulps, without a branch.
+    """Return the natural logarithm of positive normal float32, within 2 ulps, without branches.
 
     log(m 2^e) = e log 2 + f + f^2 P(f) with m in [sqrt(1/2), sqrt(2)), f = m - 1; P is a minimax fit of degree 7.
     """
@@ -144,8 +152,11 @@ def log_normal(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gumbel(base, low, high):  # type: ignore[no-untyped-def]
-    """Return standard Gumbel noise, -log(-log(1 - v)) of uniform v; exact for tiny v, where 1 - v rounds."""
-    v = (bits_of(base, low, high).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
+    """Return standard Gumbel noise, -log(-log(1 - v)) of uniform v.
+
+    Exact for tiny v, where 1 - v is rounded.
+    """
+    v = (random_bits(base, low, high).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
     v = tl.minimum(v, 0.9999999403953552)  # 1 - 2^-24
     rest = 1.0 - v
     lost = v + (rest - 1.0)
@@ -154,7 +165,10 @@ def gumbel(base, low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pack_key(value, ids):  # type: ignore[no-untyped-def]
-    """Return int64 keys that order as (value, -id): the largest key is the best value, of equals the lowest id."""
+    """Return int64 keys that order as (value, -id).
+
+    The largest key is the best value, and of equal values the lowest id.
+    """
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -169,23 +183,30 @@ def unpack_key(key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def survives(scaled, ids, cuts_ptr, draw, num_draws):  # type: ignore[no-untyped-def]
-    """Tell which tokens a draw's cut leaves: all above the least, and of its equals those up to the last."""
+def is_kept(scaled, ids, cuts_ptr, draw, num_draws):  # type: ignore[no-untyped-def]
+    """Return which tokens a filtered draw keeps.
+
+    Those above the cut-off value, and of its equals those up to the last id.
+    """
     least = tl.load(cuts_ptr + num_draws + draw)[:, None]
     last = tl.load(cuts_ptr + 2 * num_draws + draw).to(tl.int32, bitcast=True)[:, None]
     return (scaled > least) | ((scaled == least) & (ids <= last))
 
 
 @triton.jit
-def log_total(sums_ptr, at, valid, plane):  # type: ignore[no-untyped-def]
-    """Merge chunks' parts of log-sum-exps; inf or -inf where logits are not finite. Shapes: [R, C] -> [R, 1]."""
+def merge_log_sum_exp(sums_ptr, at, valid, plane):  # type: ignore[no-untyped-def]
+    """Merge the chunks' parts of log-sum-exps. Shapes: [R, C] -> [R, 1].
+
+    inf or -inf where logits are not finite.
+    """
     most = tl.load(sums_ptr + at, mask=valid, other=MINUS_INFINITY)
     part = tl.load(sums_ptr + plane + at, mask=valid, other=0.0)
-    top = no_higher(largest(most))
-    part = total(part * tl.exp(most - top))
+    top = finite_or_zero(row_max(most))
+    part = row_sum(part * tl.exp(most - top))
     return tl.where(part > 0, top + tl.log(tl.maximum(part, 1e-38)), MINUS_INFINITY)
 
 
 @triton.jit
 def is_finite(x):  # type: ignore[no-untyped-def]
+    """Return whether x is neither infinite nor NaN."""
     return (x > MINUS_INFINITY) & (x < float("inf"))

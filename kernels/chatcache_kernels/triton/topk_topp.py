@@ -1,12 +1,13 @@
-"""Where min_p, top_k and top_p end a row: found by search, exactly, without sorting.
+"""Find the exact cut-off of min_p, top_k and top_p in each row by search, without sorting.
 
-In rank order (value descending, id ascending) what survives is a prefix. Its end is a value and, of the tokens equal to
-it, the last id. Both top_k and top_p ask for the largest value v such that the tokens at v and above weigh enough: 1
-each, or their probability. A pass over the row weighs four values at once and leaves a quarter of the bracket around v,
-until one value is left in it.
+In rank order (value descending, id ascending) the kept tokens are a prefix. It ends at a value and, among the tokens
+equal to it, at a last id. Both top_k and top_p need the largest value v such that the tokens at v and above weigh
+enough: 1 each, or their probability. A pass over the row weighs four values at once and leaves a quarter of the bracket
+around v, until one value is left in it.
 
-Estimate, not a measurement: about 45 instructions a token and pass; bf16 logits take some 6 passes for each limit, then
-two or three to settle equals. V = 151,936: about 30 us a pass, 200 to 250 us a row and limit; 132 rows at once.
+Estimate, not a measurement: about 45 instructions per token and pass; bf16 logits take about 6 passes for each limit,
+then two or three for equal values. V = 151,936: about 30 us per pass, 200 to 250 us per row and limit; 132 rows at
+once.
 """
 
 from __future__ import annotations
@@ -15,33 +16,33 @@ import triton
 import triton.language as tl
 
 from .sampling_ops import (
-    CUT,
-    FLOOR,
+    FILTERED,
+    LOG_MIN_P,
     MASK,
     MINUS_INFINITY,
     ROW,
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    draws_of,
-    first_where,
-    is_any,
-    keep,
-    largest,
-    number,
-    real,
-    scale,
-    total,
-    visible,
+    any_row,
+    apply_temperature,
+    first_index_where,
+    load_float,
+    load_int,
+    load_logits,
+    program_draws,
+    row_max,
+    row_sum,
+    store_rows,
 )
 
 INFINITY = tl.constexpr(float("inf"))
-LOWEST = tl.constexpr(-3.0e38)  # what is below is -inf, and counts as no token
-WEIGHTLESS = tl.constexpr(-104.0)  # exp of what is below is 0
+LOWEST_FINITE = tl.constexpr(-3.0e38)  # values below are -inf and do not count as tokens
+EXP_UNDERFLOW = tl.constexpr(-104.0)  # exp of values below is 0
 
 
 @triton.jit(do_not_specialize=["num_draws"])
-def cut_kernel(  # type: ignore[no-untyped-def]
+def cutoff_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     table_ptr,
     words_ptr,
@@ -54,55 +55,59 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find what survives the filters of each draw that has a CUT.
+    """Find the tokens that the filters of each FILTERED draw keep. Grid (ceil(N / ROWS)).
 
-    Shapes: x [U, V], table [F, N], words int32 [M, W] -> cuts float32 [3, N]: the largest allowed logit, the least
-    scaled value that survives, and (as bits) the last id that does among its equals. Grid (ceil(N / ROWS)).
+    Shapes: x [U, V], table [F, N], words int32 [M, W] -> cuts float32 [3, N]: the largest allowed logit, the smallest
+    scaled value that is kept, and (as bits) the last kept id among its equals.
     """
-    draw, live = draws_of(tl.program_id(0), num_draws, ROWS)
-    wanted = number(table_ptr, CUT, draw, num_draws) != 0
-    if is_any(wanted):
-        row = x_ptr + number(table_ptr, ROW, draw, num_draws).to(tl.int64) * x_stride
-        mask = number(table_ptr, MASK, draw, num_draws)
+    draw, live = program_draws(tl.program_id(0), num_draws, ROWS)
+    wanted = load_int(table_ptr, FILTERED, draw, num_draws) != 0
+    if any_row(wanted):
+        row = x_ptr + load_int(table_ptr, ROW, draw, num_draws).to(tl.int64) * x_stride
+        mask = load_int(table_ptr, MASK, draw, num_draws)
         words = words_ptr + mask.to(tl.int64) * num_words
         best = tl.full([ROWS, BLOCK], MINUS_INFINITY, tl.float32)
         for start in range(0, num_tokens, BLOCK):
             ids = start + tl.arange(0, BLOCK)[None, :]
-            best = tl.maximum(best, visible(row, words, ids, num_tokens, mask, MASKED)[1])
-        top = largest(best)
-        temperature = real(table_ptr, TEMPERATURE, draw, num_draws)
-        floor = real(table_ptr, FLOOR, draw, num_draws)
-        top_k = number(table_ptr, TOP_K, draw, num_draws)
-        top_p = real(table_ptr, TOP_P, draw, num_draws)
+            best = tl.maximum(best, load_logits(row, words, ids, num_tokens, mask, MASKED)[1])
+        top = row_max(best)
+        temperature = load_float(table_ptr, TEMPERATURE, draw, num_draws)
+        floor = load_float(table_ptr, LOG_MIN_P, draw, num_draws)
+        top_k = load_int(table_ptr, TOP_K, draw, num_draws)
+        top_p = load_float(table_ptr, TOP_P, draw, num_draws)
         healthy = wanted & (top > MINUS_INFINITY) & (top < INFINITY)
-        bottom = tl.maximum(floor, LOWEST)
+        bottom = tl.maximum(floor, LOWEST_FINITE)
         limited, nucleus = healthy & (top_k > 0), healthy & (top_p < 1.0)
         least = floor
-        num_at = tl.zeros([ROWS, 1], tl.int32)  # tokens equal to the least, and how many of them survive
+        num_at = tl.zeros([ROWS, 1], tl.int32)  # tokens equal to the least, and how many of them are kept
         num_kept = num_at
-        if is_any(limited | nucleus):
-            num_all, mass, low = survey(row, words, num_tokens, mask, top, temperature, bottom, MASKED, ROWS, BLOCK)
+        if any_row(limited | nucleus):
+            num_all, mass, low = count_and_sum(
+                row, words, num_tokens, mask, top, temperature, bottom, MASKED, ROWS, BLOCK
+            )
             limited = limited & (num_all > top_k)
-            if is_any(limited):
+            if any_row(limited):
                 target = top_k.to(tl.float32)
                 least = tl.where(
                     limited,
-                    search(
+                    search_threshold(
                         row, words, num_tokens, mask, top, temperature, low, target, limited, True, MASKED, ROWS, BLOCK
                     ),
                     least,
                 )
-                above, heavier, at = weigh(row, words, num_tokens, mask, top, temperature, least, MASKED, ROWS, BLOCK)
+                above, heavier, at = sum_above(
+                    row, words, num_tokens, mask, top, temperature, least, MASKED, ROWS, BLOCK
+                )
                 num_at = tl.where(limited, at, 0)
                 num_kept = tl.where(limited, top_k - above, 0)
                 mass = tl.where(limited, heavier + num_kept.to(tl.float32) * tl.exp(least), mass)
-            if is_any(nucleus):
+            if any_row(nucleus):
                 target = tl.maximum(top_p * mass, 1e-30)
-                low = tl.maximum(low, WEIGHTLESS)
-                value = search(
+                low = tl.maximum(low, EXP_UNDERFLOW)
+                value = search_threshold(
                     row, words, num_tokens, mask, top, temperature, low, target, nucleus, False, MASKED, ROWS, BLOCK
                 )
-                _, heavier, at = weigh(row, words, num_tokens, mask, top, temperature, value, MASKED, ROWS, BLOCK)
+                _, heavier, at = sum_above(row, words, num_tokens, mask, top, temperature, value, MASKED, ROWS, BLOCK)
                 share = tl.ceil((target - heavier) / tl.maximum(tl.exp(value), 1e-37))
                 share = tl.minimum(tl.maximum(share, 1.0), at.to(tl.float32)).to(tl.int32)
                 tighter = nucleus & ((value > least) | ((value == least) & ((share < num_kept) | (num_at == 0))))
@@ -111,23 +116,23 @@ def cut_kernel(  # type: ignore[no-untyped-def]
                 num_kept = tl.where(tighter, share, num_kept)
         last = tl.full([ROWS, 1], num_tokens, tl.int32)
         divided = num_kept < num_at
-        if is_any(divided):
-            found = nth_equal(row, words, num_tokens, mask, top, temperature, least, num_kept, MASKED, ROWS, BLOCK)
+        if any_row(divided):
+            found = find_nth_equal(row, words, num_tokens, mask, top, temperature, least, num_kept, MASKED, ROWS, BLOCK)
             last = tl.where(divided, found, last)
-        keep(cuts_ptr, draw, top, live)
-        keep(cuts_ptr + num_draws, draw, least, live)
-        keep(cuts_ptr + 2 * num_draws, draw, last.to(tl.float32, bitcast=True), live)
+        store_rows(cuts_ptr, draw, top, live)
+        store_rows(cuts_ptr + num_draws, draw, least, live)
+        store_rows(cuts_ptr + 2 * num_draws, draw, last.to(tl.float32, bitcast=True), live)
 
 
 @triton.jit
-def scaled_at(row, words, start, num_tokens, mask, top, temperature, MASKED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_scaled(row, words, start, num_tokens, mask, top, temperature, MASKED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scaled logits [R, B] of a block of tokens."""
     ids = start + tl.arange(0, BLOCK)[None, :]
-    return scale(visible(row, words, ids, num_tokens, mask, MASKED)[1], top, temperature)
+    return apply_temperature(load_logits(row, words, ids, num_tokens, mask, MASKED)[1], top, temperature)
 
 
 @triton.jit
-def survey(  # type: ignore[no-untyped-def]
+def count_and_sum(  # type: ignore[no-untyped-def]
     row,
     words,
     num_tokens,
@@ -139,37 +144,43 @@ def survey(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return how many tokens are at `bottom` or above, their mass, and the lowest of them. Shapes: [R, 1] each."""
+    """Return the number of tokens >= `bottom`, their mass, and the lowest of them.
+
+    Shapes: [R, 1].
+    """
     count = tl.zeros([ROWS, BLOCK], tl.int32)
     mass = tl.zeros([ROWS, BLOCK], tl.float32)
     lowest = tl.full([ROWS, BLOCK], INFINITY, tl.float32)
     for start in range(0, num_tokens, BLOCK):
-        y = scaled_at(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)
+        y = load_scaled(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)
         inside = y >= bottom
         count += inside.to(tl.int32)
         mass += tl.where(inside, tl.exp(y), 0.0)
         lowest = tl.minimum(lowest, tl.where(inside, y, INFINITY))
-    return total(count), total(mass), -largest(-lowest)
+    return row_sum(count), row_sum(mass), -row_max(-lowest)
 
 
 @triton.jit
-def weigh(  # type: ignore[no-untyped-def]
+def sum_above(  # type: ignore[no-untyped-def]
     row, words, num_tokens, mask, top, temperature, value, MASKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return how many tokens are above `value`, their mass, and how many equal it. Shapes: value and each [R, 1]."""
+    """Return the number of tokens > `value`, their mass, and the number of equals.
+
+    Shapes: [R, 1].
+    """
     above = tl.zeros([ROWS, BLOCK], tl.int32)
     mass = tl.zeros([ROWS, BLOCK], tl.float32)
     equal = tl.zeros([ROWS, BLOCK], tl.int32)
     for start in range(0, num_tokens, BLOCK):
-        y = scaled_at(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)
+        y = load_scaled(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)
         above += (y > value).to(tl.int32)
         mass += tl.where(y > value, tl.exp(y), 0.0)
         equal += (y == value).to(tl.int32)
-    return total(above), total(mass), total(equal)
+    return row_sum(above), row_sum(mass), row_sum(equal)
 
 
 @triton.jit
-def search(  # type: ignore[no-untyped-def]
+def search_threshold(  # type: ignore[no-untyped-def]
     row,
     words,
     num_tokens,
@@ -184,15 +195,16 @@ def search(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest value of a token such that those at it or above weigh `target` or more: by COUNT, or by mass.
+    """Return the largest token value v such that tokens >= v weigh at least `target`.
 
-    Shapes: low, target, active and the result [R, 1]; all at `low` and above weigh that much. Invariants: what is asked
-    for lies in [low, high), and is `most` or less; every pass moves one of the three or is the last.
+    Weight: 1 per token if COUNT, else probability mass. Shapes: low, target, active and the result [R, 1]; the tokens
+    >= `low` must weigh that much. Invariants: the result is in [low, high) and at most `most`; every pass moves one of
+    the three or is the last.
     """
     low = tl.where(active, low, 0.0)
     most = tl.zeros([ROWS, 1], tl.float32)
     high = tl.full([ROWS, 1], 1.0, tl.float32)
-    while is_any(low < most):
+    while any_row(low < most):
         upper = tl.minimum(most, high)
         step = (upper - low) * 0.25
         first, second, third = low + step, low + 2.0 * step, low + 3.0 * step
@@ -201,7 +213,7 @@ def search(  # type: ignore[no-untyped-def]
         least = tl.full([ROWS, BLOCK], INFINITY, tl.float32)
         greatest = -least
         for start in range(0, num_tokens, BLOCK):
-            y = scaled_at(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)
+            y = load_scaled(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)
             weight = tl.where(y >= low, 1.0, 0.0) if COUNT else tl.exp(y)
             w1 += tl.where(y >= first, weight, 0.0)
             w2 += tl.where(y >= second, weight, 0.0)
@@ -210,18 +222,18 @@ def search(  # type: ignore[no-untyped-def]
             inside = (y >= low) & (y < high)
             least = tl.minimum(least, tl.where(inside, y, INFINITY))
             greatest = tl.maximum(greatest, tl.where(inside, y, MINUS_INFINITY))
-        e1, e2, e3, e4 = total(w1) >= target, total(w2) >= target, total(w3) >= target, total(w4) >= target
-        lowest = -largest(-least)
+        e1, e2, e3, e4 = row_sum(w1) >= target, row_sum(w2) >= target, row_sum(w3) >= target, row_sum(w4) >= target
+        lowest = -row_max(-least)
         low = tl.where(lowest < high, tl.maximum(low, lowest), low)
         reached = tl.where(e4, upper, tl.where(e3, third, tl.where(e2, second, tl.where(e1, first, low))))
         missed = tl.where(e1, tl.where(e2, tl.where(e3, tl.where(e4, high, upper), third), second), first)
         low, high = tl.maximum(low, reached), tl.minimum(high, missed)
-        most = tl.minimum(largest(greatest), high)
+        most = tl.minimum(row_max(greatest), high)
     return low
 
 
 @triton.jit
-def nth_equal(  # type: ignore[no-untyped-def]
+def find_nth_equal(  # type: ignore[no-untyped-def]
     row,
     words,
     num_tokens,
@@ -234,15 +246,15 @@ def nth_equal(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the id of the n-th token, from the lowest id, that equals `value`. Shapes: value, n, result [R, 1]."""
+    """Return the id of the n-th token, in id order, that equals `value`. Shapes: [R, 1]."""
     left, found = n, tl.zeros([ROWS, 1], tl.int32)
     for start in range(0, num_tokens, BLOCK):
-        y = scaled_at(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)
+        y = load_scaled(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)
         equal = (y == value).to(tl.int32)
-        count = total(equal)
+        count = row_sum(equal)
         here = (left > 0) & (count >= left)
-        if is_any(here):
-            place = first_where(tl.cumsum(equal, 1) == left, start + tl.arange(0, BLOCK)[None, :], num_tokens)
+        if any_row(here):
+            place = first_index_where(tl.cumsum(equal, 1) == left, start + tl.arange(0, BLOCK)[None, :], num_tokens)
             found = tl.where(here, place, found)
         left -= count
     return found

@@ -1,7 +1,7 @@
-"""Which forms of each kernel real models launch, so that all of them can be compiled where there is no GPU.
+"""List the kernel variants that real models launch, to compile all of them without a GPU.
 
-A module with kernels has a function `variants(arch)`, which yields them for a compute capability (90 for 9.0). Most are
-not written by hand: `traced` watches what the module's own functions launch for tensors on the `meta` device, so types,
+A module with kernels has a function `variants(arch)`, which yields them for a compute capability (90 for 9.0).
+`trace_variants` records the launches of the module's own functions for tensors on the `meta` device, so types,
 constants and options are those of real launches.
 """
 
@@ -27,8 +27,8 @@ _TYPES = {
 class Variant:
     """One kernel as it is compiled: argument types, constants, options such as num_warps.
 
-    `signature` names every parameter in order ("constexpr" for constants). `aligned`: parameters that 16 divides; None
-    for all pointers. `wide`: memory must be read and written 16 bytes a thread.
+    signature: every parameter in order ("constexpr" for constants). aligned: parameters that are multiples of 16; None
+    for all pointers. wide: memory must be read and written 16 bytes per thread.
     """
 
     kernel: Any
@@ -40,14 +40,14 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Return what tells this variant from others in a report."""
+        """Return a name that identifies the variant in a report."""
         types = "/".join(sorted({kind for kind in self.signature.values() if kind.startswith("*")}))
         facts = " ".join(f"{name}={value}" for name, value in self.constexprs.items())
         return f"{self.kernel.__module__}.{self.kernel.__name__} {types} {facts} {dict(self.options)}"
 
 
-def traced(call: Callable[[], object], *, wide: bool = False) -> Iterator[Variant]:
-    """Yield a variant for each kernel that `call` would launch on tensors of the `meta` device."""
+def trace_variants(call: Callable[[], object], *, wide: bool = False) -> Iterator[Variant]:
+    """Yield a variant for each kernel that `call` would launch on `meta` tensors."""
     launches: list[Variant] = []
     with _recording(launches, wide):
         call()
@@ -56,6 +56,7 @@ def traced(call: Callable[[], object], *, wide: bool = False) -> Iterator[Varian
 
 @contextmanager
 def _recording(launches: list[Variant], wide: bool) -> Iterator[None]:
+    """Record launches instead of running them."""
     launch = JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
@@ -69,7 +70,7 @@ def _recording(launches: list[Variant], wide: bool) -> Iterator[None]:
 
 
 def _variant(kernel: Any, args: tuple[Any, ...], given: dict[str, Any], wide: bool) -> Variant:
-    """Say how Triton would specialise this launch."""
+    """Return the specialisation that Triton would choose for a launch."""
     options = {name: value for name, value in given.items() if name not in kernel.arg_names}
     bound = inspect.signature(kernel.fn).bind(*args, **{n: v for n, v in given.items() if n in kernel.arg_names})
     bound.apply_defaults()
@@ -88,11 +89,12 @@ def _variant(kernel: Any, args: tuple[Any, ...], given: dict[str, Any], wide: bo
 
 
 def _address(value: Tensor | int) -> int:
-    """Return a number, or how far a tensor lies behind the start of its memory."""
+    """Return an integer as is, and a tensor's byte offset in its memory."""
     return int(value.storage_offset()) * value.element_size() if isinstance(value, Tensor) else value
 
 
 def _type_of(value: Any) -> str:
+    """Return Triton's name of an argument's type."""
     if isinstance(value, Tensor):
         return _TYPES[value.dtype]
     if isinstance(value, bool):
