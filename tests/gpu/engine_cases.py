@@ -264,8 +264,8 @@ CASES = {
     "beams": Case(beams, {}),
     "chunked": Case(chunked, {"max_num_batched_tokens": 16}),
     "cached": Case(cached, {}),
-    "recomputed": Case(preempted, {**SCARCE, "preemption": "recompute"}),
-    "swapped": Case(swapped, {**SCARCE, "preemption": "swap", "swap_space_bytes": 64 * PAGE_BYTES}),
+    "recomputed": Case(preempted, {**SCARCE, "preemption_mode": "recompute"}),
+    "swapped": Case(swapped, {**SCARCE, "preemption_mode": "swap", "swap_space_bytes": 64 * PAGE_BYTES}),
     "cancelled": Case(cancelled, {}),
 }
 

@@ -61,7 +61,7 @@ def test_a_life_on_the_gpu_is_the_life_on_the_cpu(
 ) -> None:
     """Replays, page tables that follow, forks, copies, swaps beside steps, tokens that the host has not seen."""
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
-    monkeypatch.setattr(room, "SPLIT", 16)
+    monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
     ahead = ahead_on(device, NUM_SLOTS, capturable=captured)
     assert ahead is not None
     runner = gpu_runner(ahead)

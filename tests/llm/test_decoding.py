@@ -94,7 +94,7 @@ def test_accounts_and_health_between_calls(llm: LLM) -> None:
 def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
     with pytest.raises(InvalidRequestError, match="scheduling_policy"):
         llm.generate([PROMPT], priority=[1])
-    options: dict[str, Any] = {"dtype": "float32", "attention": "reference", "kv_memory": "4MiB"}
+    options: dict[str, Any] = {"dtype": "float32", "attention_backend": "reference", "kv_memory": "4MiB"}
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with LLM(str(folder), scheduling_policy="priority", swap_space=0, preemption_mode="recompute", **options) as ranked:
         outputs = ranked.generate([PROMPT, PROMPT[:5]], params, use_tqdm=False, priority=[2, 1])

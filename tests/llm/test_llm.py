@@ -112,7 +112,7 @@ def test_the_same_prefix_is_computed_once_until_the_cache_is_reset(llm: LLM) -> 
 
 
 def test_without_prefix_caching_nothing_is_shared_between_requests(folder: Path) -> None:
-    options: Any = {"dtype": "float32", "attention": "reference", "kv_memory": "4MiB"}
+    options: Any = {"dtype": "float32", "attention_backend": "reference", "kv_memory": "4MiB"}
     with LLM(str(folder), enable_prefix_caching=False, **options) as plain, LLM(str(folder), **options) as cached:
         for _ in range(2):
             output = plain.generate([PROMPTS[2]], GREEDY)[0]

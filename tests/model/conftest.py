@@ -40,7 +40,7 @@ def load() -> Callable[..., Runner]:
     """Return a loader of float32 runners with small KV stores."""
 
     def load(folder: Any, **options: Any) -> Runner:
-        settings = {"dtype": "float32", "kv_memory_bytes": 4 << 20, "attention": "reference", "page_size": 8}
+        settings = {"dtype": "float32", "kv_memory_bytes": 4 << 20, "attention_backend": "reference", "page_size": 8}
         return load_model(EngineConfig(model=str(folder), **{**settings, **options}))
 
     return load

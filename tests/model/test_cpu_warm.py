@@ -24,8 +24,8 @@ def test_warm_up_has_a_row_too_long_to_be_decoded_in_place(monkeypatch: pytest.M
         return prefill_attention_torch(q, *args)
 
     monkeypatch.setattr(attention_prefill, "can_use_amx", lambda q, pages: False)
-    monkeypatch.setattr(attention, "attend_row", note)
+    monkeypatch.setattr(attention, "prefill_attention_torch", note)
     monkeypatch.setattr(runners, "WARM_LONG", 24)  # the contexts of these runners are short
-    monkeypatch.setattr(attention, "FEW_QUERIES", 8)
+    monkeypatch.setattr(attention, "MAX_DECODE_QUERIES", 8)
     make_runner(kernels=cpu).warm_up()
     assert 24 in lengths

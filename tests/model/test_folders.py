@@ -148,7 +148,7 @@ def test_transformers_path_refuses_missing_tensors(sample_of: Get, tmp_path: Pat
     [
         ({"max_model_len": 257}, "max_model_len 257 is out of bounds: this model allows 1 to 256"),
         ({"kv_memory_bytes": 100}, "kv_memory_bytes 100 is too small"),
-        ({"attention": "magic"}, "attention backend 'magic'"),
+        ({"attention_backend": "magic"}, "attention backend 'magic'"),
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"device": "tpu"}, "device 'tpu'"),
     ],

@@ -34,7 +34,7 @@ SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut attention every 16 keys rather than 512, so that short lives have long work lists."""
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
-    monkeypatch.setattr(room, "SPLIT", 16)
+    monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
 
 
 class Counting:

@@ -21,7 +21,7 @@ SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 @pytest.mark.interpreter  # tests/gpu has the same with real streams
 def test_a_life_on_triton_kernels_is_the_same_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
-    monkeypatch.setattr(room, "SPLIT", 16)
+    monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
     runner = make_runner(Ahead(batch_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
     runner.warm_up()
     plain, life, num_unseen = make_runner(), Life(np.random.default_rng(SEED), plain=0.85), 0

@@ -45,7 +45,7 @@ def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[str
 @pytest.mark.interpreter  # its launches are read
 def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
-    monkeypatch.setattr(room, "SPLIT", 16)
+    monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
     launched: set[tuple[str, ...]] = set()
     launch = InterpretedFunction.run
 

@@ -116,7 +116,7 @@ def _tune(context: StageContext, kind: Kind) -> None:
 
 def _time_us(context: StageContext, work: Workload, config: Config) -> float:
     attention = importlib.import_module("chatcache_kernels.triton.attention")
-    with mock.patch.object(attention, "choose", return_value=config):
+    with mock.patch.object(attention, "choose_config", return_value=config):
         return time_work(work.attend, work.num_layers, context.device, repeats=7, budget_s=0.05).median_s * 1e6
 
 
@@ -174,7 +174,7 @@ def _compile_some(kind: Kind, configs: Sequence[Config]) -> None:
     work = build(kernels, kind.heads, rows, "cuda", "tiny")
     for config in configs:
         try:
-            with torch.inference_mode(), mock.patch.object(attention, "choose", return_value=config):
+            with torch.inference_mode(), mock.patch.object(attention, "choose_config", return_value=config):
                 work.attend(0)
         except Exception as error:
             print(f"   {config}: {type(error).__name__}", flush=True)
