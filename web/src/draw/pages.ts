@@ -26,13 +26,7 @@ export const PAGE_STATES: readonly PageStateInfo[] = [
     description: "kept permanently: a shared system prompt",
     shape: "m5 0.5l4.5 4.5l-4.5 4.5l-4.5 -4.5z",
   },
-  {
-    code: "i",
-    name: "idle",
-    label: "Idle",
-    description: "cached, evicted when memory is needed",
-    shape: "m1 1h8v8h-8zm2 2v4h4v-4z",
-  },
+  { code: "i", name: "idle", label: "Idle", description: "cached, can be evicted", shape: "m1 1h8v8h-8zm2 2v4h4v-4z" },
   { code: "o", name: "other", label: "Other tenants", description: "pages of another tenant", shape: "m1 4h8v2h-8z" },
   { code: "f", name: "free", label: "Free", description: "not in use", shape: "m4 4h2v2h-2z" },
 ];
