@@ -149,7 +149,7 @@ class _DecodeStrategy:
 
     max_branches = 1
     lockstep = False
-    steady = True
+    has_fixed_draws = True
     _spec = (DrawSpec(),)
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:

@@ -238,7 +238,7 @@ class BeamStrategy:
         return True
 
     @property
-    def steady(self) -> bool:
+    def has_fixed_draws(self) -> bool:
         return self._constraint is None
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:

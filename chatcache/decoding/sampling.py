@@ -64,7 +64,7 @@ class SamplerSpec:
         self.edits = LogitEdits(params, prompt, bannable)
 
     @property
-    def steady(self) -> bool:
+    def has_fixed_draws(self) -> bool:
         """True when no branch is ever drawn otherwise than by its spec."""
         return self.edits.empty and self._constraint is None
 
@@ -121,8 +121,8 @@ class SamplingStrategy:
         return False
 
     @property
-    def steady(self) -> bool:
-        return self._started and self._drawing.steady
+    def has_fixed_draws(self) -> bool:
+        return self._started and self._drawing.has_fixed_draws
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         if self._started:
@@ -251,8 +251,8 @@ class BestOfStrategy:
         return self._inner.lockstep
 
     @property
-    def steady(self) -> bool:
-        return self._inner.steady
+    def has_fixed_draws(self) -> bool:
+        return self._inner.has_fixed_draws
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return self._inner.draws(branch)

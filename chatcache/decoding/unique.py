@@ -95,7 +95,7 @@ class DistinctStrategy:
         return True
 
     @property
-    def steady(self) -> bool:
+    def has_fixed_draws(self) -> bool:
         return False
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:

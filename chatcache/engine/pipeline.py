@@ -236,7 +236,7 @@ class StepPipeline:
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.num_ahead = 0  # steps that were launched behind another
         self._runner = runner
-        self._runs_ahead = runner.capacity().runs_ahead
+        self._runs_ahead = runner.capacity().has_async_launch
         self._scheduler = scheduler
         self._clock = clock
         self._flights: deque[_LaunchedStep] = deque()

@@ -94,7 +94,7 @@ class Runner:
         self._touch = touch
         if touch is not None:
             touch.reach(0)
-        self._capacity = replace(capacity, runs_ahead=ahead is not None)
+        self._capacity = replace(capacity, has_async_launch=ahead is not None)
         self._network = network
         self._kernels = kernels
         self._device = device = network.geometry.device
@@ -132,7 +132,7 @@ class Runner:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Underway:
-        """Begin one step. Where `runs_ahead`, the device may still be at it when this returns. Raises: as `execute`."""
+        """Begin one step. Where `has_async_launch`, the device may still be at it when this returns. Raises: as `execute`."""
         while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._in_flight.popleft().settle()  # its buffers are needed
         with self._on_device(plan.step):
@@ -145,7 +145,7 @@ class Runner:
             finish = self._submit(plan, changes, ready, placement)
             mark = self._streams.main.mark()
         underway = Underway(lambda: self._wait(plan.step, mark, finish))
-        if self._capacity.runs_ahead:
+        if self._capacity.has_async_launch:
             self._in_flight.append(underway)
         else:
             underway.settle()

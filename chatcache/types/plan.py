@@ -163,7 +163,7 @@ class KVCapacity:
     """What the runner offers the scheduler, fixed for its life. Page 0 is the null page and is counted.
 
     `num_host_pages` can hold swapped pages (no null page among them: 0 .. num_host_pages - 1); moving one page either
-    way takes `swap_page_s` seconds, as measured when the runner was built. `runs_ahead`: `launch` returns before the
+    way takes `swap_page_s` seconds, as measured when the runner was built. `has_async_launch`: `launch` returns before the
     step is done, so that the next one, with tokens NOT_YET, may be launched behind it.
     """
 
@@ -174,4 +174,4 @@ class KVCapacity:
     kv_bytes: int = 0
     num_host_pages: int = 0
     swap_page_s: float = 0.0
-    runs_ahead: bool = False
+    has_async_launch: bool = False

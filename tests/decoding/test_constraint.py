@@ -37,7 +37,7 @@ def sample(
 ) -> Run:
     params = SamplingParams(structured_outputs=outputs, **fields)
     strategy = strategy_of(params, seed=seed, max_tokens=max_tokens)
-    assert not strategy.steady
+    assert not strategy.has_fixed_draws
     return run(strategy, PROMPT, TableModel(VOCAB_SIZE, model), shuffle=shuffle)
 
 
@@ -208,9 +208,9 @@ def test_forks_have_states_of_their_own() -> None:
 
 def test_a_constrained_strategy_is_never_steady() -> None:
     strategy = strategy_of(SamplingParams(structured_outputs=StructuredOutputs(regex="ab")))
-    assert strategy.draws(0)[0].mask is not None and not strategy.steady
+    assert strategy.draws(0)[0].mask is not None and not strategy.has_fixed_draws
     strategy.advance({0: (Candidates((BYTE["a"],), (-1.0,)),)})
-    assert not strategy.steady
+    assert not strategy.has_fixed_draws
 
 
 def test_a_candidate_ends_when_nothing_may_follow_and_draws_no_eos_for_it() -> None:

@@ -42,7 +42,7 @@ class Wander:
 
     max_branches = 7
     lockstep = False
-    steady = True
+    has_fixed_draws = True
 
     def __init__(self, seed: int, max_tokens: int, width: int = 3) -> None:
         self._width = width

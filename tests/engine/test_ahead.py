@@ -27,8 +27,8 @@ LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 class Watched(FakeRunner):
     """Writes down what it is asked, and fails in the steps of `fails`: some cells are spoilt then."""
 
-    def __init__(self, num_pages: int = 512, *, runs_ahead: bool = True, lazy: bool = False, **settings: Any) -> None:
-        super().__init__(fake_capacity(num_pages, runs_ahead=runs_ahead, **settings), VOCAB, lazy=lazy)
+    def __init__(self, num_pages: int = 512, *, has_async_launch: bool = True, lazy: bool = False, **settings: Any) -> None:
+        super().__init__(fake_capacity(num_pages, has_async_launch=has_async_launch, **settings), VOCAB, lazy=lazy)
         self.log: list[str] = []
         self.fails: dict[int, Exception] = {}
 
@@ -80,7 +80,7 @@ def test_one_step_is_on_the_device_while_the_last_one_is_read() -> None:
 
 
 def test_a_runner_that_does_not_run_ahead_is_never_asked_to() -> None:
-    runner = Watched(runs_ahead=False)
+    runner = Watched(has_async_launch=False)
     eng = engine(runner)
     eng.add(request())
     drain(eng)
@@ -116,7 +116,7 @@ def crowd() -> list[GenerateRequest]:
 def test_events_are_the_same_as_without(lazy: bool, policy: str, num_pages: int) -> None:
     settings = {"scheduling_policy": policy, "max_num_batched_tokens": 24}
     page_size = 4 if num_pages > 24 else 16
-    expected = stream(Watched(num_pages, page_size=page_size, runs_ahead=False), crowd(), **settings)
+    expected = stream(Watched(num_pages, page_size=page_size, has_async_launch=False), crowd(), **settings)
     runner = Watched(num_pages, page_size=page_size, lazy=lazy)
     for name, events in stream(runner, crowd(), **settings).items():
         assert [e for e in events if isinstance(e, Tokens)] == [e for e in expected[name] if isinstance(e, Tokens)]

@@ -76,7 +76,7 @@ class Odd:
 
     max_branches = 1
     lockstep = False
-    steady = False
+    has_fixed_draws = False
 
     def __init__(self, oddity: str) -> None:
         self.oddity = oddity

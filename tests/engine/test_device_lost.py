@@ -20,8 +20,8 @@ LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 class Losing(FakeRunner):
     """Loses its device in step `last`: from then on nothing works. `at_launch`: it shows as soon as it is asked."""
 
-    def __init__(self, last: int, *, runs_ahead: bool, lazy: bool = False, at_launch: bool = False) -> None:
-        super().__init__(fake_capacity(runs_ahead=runs_ahead), VOCAB, lazy=lazy)
+    def __init__(self, last: int, *, has_async_launch: bool, lazy: bool = False, at_launch: bool = False) -> None:
+        super().__init__(fake_capacity(has_async_launch=has_async_launch), VOCAB, lazy=lazy)
         self.last = last
         self.at_launch = at_launch
         self.num_asked_in_vain = 0
@@ -42,11 +42,11 @@ class Losing(FakeRunner):
 
 
 WAYS = {
-    "one step at a time": Losing(6, runs_ahead=False),
-    "two steps on it": Losing(6, runs_ahead=True),
-    "found out late": Losing(6, runs_ahead=True, lazy=True),
-    "while one is launched behind another": Losing(6, runs_ahead=True, lazy=True, at_launch=True),
-    "before anything": Losing(1, runs_ahead=True),
+    "one step at a time": Losing(6, has_async_launch=False),
+    "two steps on it": Losing(6, has_async_launch=True),
+    "found out late": Losing(6, has_async_launch=True, lazy=True),
+    "while one is launched behind another": Losing(6, has_async_launch=True, lazy=True, at_launch=True),
+    "before anything": Losing(1, has_async_launch=True),
 }
 
 
@@ -92,7 +92,7 @@ def test_every_request_ends_once_with_the_reason_and_then_the_engine(way: str) -
 
 
 def test_afterwards_requests_are_refused_and_health_says_why() -> None:
-    eng = engine(Losing(3, runs_ahead=True))
+    eng = engine(Losing(3, has_async_launch=True))
     eng.add(request("a", params=LONG))
     lose(eng)
     with pytest.raises(OverloadedError, match="illegal memory access") as caught:
@@ -110,7 +110,7 @@ def test_afterwards_requests_are_refused_and_health_says_why() -> None:
 
 
 def test_an_engine_whose_device_is_gone_can_be_closed() -> None:
-    eng = engine(Losing(5, runs_ahead=True, lazy=True))
+    eng = engine(Losing(5, has_async_launch=True, lazy=True))
     eng.add(request("a", params=LONG))
     for _ in range(3):
         eng.step()

@@ -29,7 +29,7 @@ Patch = pytest.MonkeyPatch
 
 
 def runner(num_pages: int = 512, page_size: int = 4, num_host_pages: int = 0, *, ahead: bool = False) -> FakeRunner:
-    capacity = fake_capacity(num_pages, page_size, 32, 1024, num_host_pages, runs_ahead=ahead)
+    capacity = fake_capacity(num_pages, page_size, 32, 1024, num_host_pages, has_async_launch=ahead)
     return FakeRunner(capacity, VOCAB, lazy=ahead)
 
 

@@ -36,7 +36,7 @@ class Trace:
         self._page_size = draw.choice((1, 1, 1, 2))
         host = draw.choice((0, 0, 24, 64))
         capacity = fake_capacity(
-            NUM_PAGES, self._page_size, 16, 96, num_host_pages=host, runs_ahead=draw.random() < 0.3
+            NUM_PAGES, self._page_size, 16, 96, num_host_pages=host, has_async_launch=draw.random() < 0.3
         )
         config = EngineConfig(
             strict=True,

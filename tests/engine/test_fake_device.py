@@ -33,7 +33,7 @@ def plan(
 
 
 def runner(*, lazy: bool = False) -> FakeRunner:
-    return FakeRunner(fake_capacity(8, runs_ahead=True), eos=None, lazy=lazy)
+    return FakeRunner(fake_capacity(8, has_async_launch=True), eos=None, lazy=lazy)
 
 
 @LAZY
@@ -103,7 +103,7 @@ def test_a_failure_shows_with_the_result_and_spoils_the_step_behind(lazy: bool) 
                 raise ArithmeticError
             return super().execute(plan)
 
-    one = Failing(fake_capacity(8, runs_ahead=True), lazy=lazy)
+    one = Failing(fake_capacity(8, has_async_launch=True), lazy=lazy)
     first, second = one.launch(plan(1, [0], 0, [5])), one.launch(plan(2, [0], 1, [NOT_YET]))
     with pytest.raises(ArithmeticError):
         first.result()

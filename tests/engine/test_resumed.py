@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def an_engine(*, ahead: bool = False, num_pages: int = 256) -> Engine:
-    capacity = fake_capacity(num_pages, 4, 64, 1024, runs_ahead=ahead)
+    capacity = fake_capacity(num_pages, 4, 64, 1024, has_async_launch=ahead)
     runner = FakeRunner(capacity, VOCAB, None, lazy=ahead)
     return Engine(runner, fake_facts(VOCAB, ()), EngineConfig(strict=True), BYTES)
 

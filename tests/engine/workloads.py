@@ -68,7 +68,7 @@ class Workload:
 
     def engine(self) -> tuple[Engine, FakeRunner]:
         capacity = fake_capacity(
-            self.num_pages, self.page_size, self.num_slots, 256, self.num_host_pages, runs_ahead=bool(self.ahead)
+            self.num_pages, self.page_size, self.num_slots, 256, self.num_host_pages, has_async_launch=bool(self.ahead)
         )
         runner = Crashing(capacity, VOCAB, lazy=self.ahead == "lazy")
         runner.crashes, runner.swap_crashes = self.crashes, self.swap_crashes

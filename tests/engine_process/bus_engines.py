@@ -185,7 +185,7 @@ class _Losing(FakeRunner):
 
 def build_losing(config: EngineConfig, progress: object) -> Engine:
     """The real engine, about to lose its device; `model` "ahead" runs ahead."""
-    capacity = fake_capacity(runs_ahead=config.model == "ahead")
+    capacity = fake_capacity(has_async_launch=config.model == "ahead")
     return Engine(_Losing(capacity, eos=None, delay_s=0.03), fake_facts(eos=()), config)
 
 

@@ -38,7 +38,7 @@ class DyingRunner(FakeRunner):
 def build(config: EngineConfig, progress: object) -> Engine:
     """`model`: how long a step takes, in milliseconds."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    capacity = fake_capacity(4096, 16, 256, 4096, runs_ahead=True)
+    capacity = fake_capacity(4096, 16, 256, 4096, has_async_launch=True)
     runner = DyingRunner(capacity, VOCAB, None, delay_s=float(config.model or 0) / 1000)
     return Engine(runner, fake_facts(VOCAB, ()), config, tuple(bytes([byte]) for byte in range(VOCAB)))
 

@@ -21,7 +21,7 @@ class Plain:
     def __init__(self, max_branches: int = 1, lockstep: bool = False) -> None:
         self.max_branches = max_branches
         self.lockstep = lockstep
-        self.steady = True
+        self.has_fixed_draws = True
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return (DrawSpec(),)

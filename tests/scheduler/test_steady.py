@@ -19,7 +19,7 @@ class Asked(Plain):
 
     def __init__(self, *, steady: bool = True) -> None:
         super().__init__()
-        self.steady = steady
+        self.has_fixed_draws = steady
         self.num_asked = 0
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:

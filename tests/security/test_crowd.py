@@ -25,7 +25,7 @@ Patch = pytest.MonkeyPatch
 
 
 def fake_engine(runner_class: type[FakeRunner] = FakeRunner, *, ahead: bool = False, num_pages: int = 400) -> Engine:
-    runner = runner_class(fake_capacity(num_pages, num_host_pages=200, runs_ahead=ahead), VOCAB)
+    runner = runner_class(fake_capacity(num_pages, num_host_pages=200, has_async_launch=ahead), VOCAB)
     config = EngineConfig(strict=True, max_num_batched_tokens=256, max_num_seqs=64)
     return Engine(runner, fake_facts(VOCAB), config, PIECES, special_ids=(0,))
 

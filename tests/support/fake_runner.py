@@ -43,10 +43,10 @@ def fake_capacity(
     max_model_len: int = 4096,
     num_host_pages: int = 0,
     swap_page_s: float = 1e-6,
-    runs_ahead: bool = False,
+    has_async_launch: bool = False,
 ) -> KVCapacity:
     kv_bytes = num_pages * page_size * 8
-    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s, runs_ahead)
+    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s, has_async_launch)
 
 
 def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelFacts:
@@ -101,7 +101,7 @@ class FakeRunner:
         return self._capacity
 
     def launch(self, plan: StepPlan) -> Launched:
-        return self.device.launch(plan) if self._capacity.runs_ahead else Done(self.execute(plan))
+        return self.device.launch(plan) if self._capacity.has_async_launch else Done(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.delay_s:
